@@ -1,0 +1,270 @@
+"""Arenas: where the tensors of requests and answers lie between two processes.
+
+An arena has exactly one allocator, in the process that owns the ``Arena``; the peer has an ``ArenaMap`` and gives leases back by
+key. It is a list of segments:
+
+    segment 0   made at start; a buddy allocator hands out blocks of 4 KiB x 2^n, up to a quarter of it
+    segment n   made for one tensor that is larger than that, kept for the next one of about its size
+
+    block of a lease:  | offset (multiple of 4096) ... byte_size ... | unused up to the block's end |
+
+A lease's key is (segment, offset, generation). Generations never repeat in an arena, so a key that is given back twice, or by
+a peer that is out of step, is refused instead of freeing somebody else's block. Not thread-safe: one thread owns an arena.
+"""
+
+from __future__ import annotations
+
+from shm.errors import InvalidArgument
+from shm.messages import Slice
+from shm.segment import Segment
+
+#: A page: every lease starts on one, which is more than the 64 bytes XLA needs to use a tensor in place.
+BLOCK = 4096
+_LARGE_STEP = 1 << 20
+
+LeaseKey = tuple[int, int, int]
+
+
+class Lease:
+    """A block on loan: write, send, and release exactly once, when no reader can still look at it."""
+
+    __slots__ = ("_arena", "_block", "generation", "place", "view")
+
+    def __init__(self, arena: Arena, place: Slice, generation: int, view: memoryview, block: int) -> None:
+        self._arena: Arena | None = arena
+        self._block = block
+        self.place = place
+        self.generation = generation
+        #: Writable, exactly ``place.byte_size`` bytes.
+        self.view = view
+
+    @property
+    def key(self) -> LeaseKey:
+        return (self.place.segment, self.place.offset, self.generation)
+
+    def release(self) -> None:
+        """Gives the block back. Idempotent."""
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            arena._take_back(self)
+
+    def __repr__(self) -> str:
+        state = "released" if self._arena is None else "on loan"
+        return f"<Lease {self.place.segment}:{self.place.offset}+{self.place.byte_size} #{self.generation} {state}>"
+
+
+class Arena:
+    """The owner's side, the only allocator.
+
+    Args:
+      byte_size: segment 0; rounded up to a power of two.
+      max_byte_size: all segments together.
+      keep_byte_size: free large segments that are kept for reuse; their pages stay warm.
+    """
+
+    def __init__(self, byte_size: int, max_byte_size: int, keep_byte_size: int) -> None:
+        first = 1 << max(byte_size - 1, BLOCK * 4 - 1).bit_length()
+        self._buddies = Buddies(first)
+        self._segments: dict[int, Segment] = {0: Segment.create(first)}
+        self._next_segment = 1
+        #: Large segments nobody uses, oldest first.
+        self._free_large: list[int] = []
+        self._leases: dict[tuple[int, int], Lease] = {}
+        self._generation = 0
+        self._max_byte_size = max(max_byte_size, first)
+        self._keep_byte_size = keep_byte_size
+        self._byte_size = first
+        #: Grows whenever a segment is closed, so that lanes notice by one comparison.
+        self.closures = 0
+
+    def loan(self, byte_size: int) -> Lease | None:
+        """A block of at least ``byte_size`` bytes, or None when there is none now.
+
+        Raises: InvalidArgument: it could not fit into the whole arena.  Unavailable: the host has no memory left.
+        """
+        if byte_size <= self._buddies.largest:
+            offset = self._buddies.take(byte_size)
+            if offset is not None:
+                return self._lease(0, offset, byte_size, self._buddies.block_size(byte_size))
+        return self._loan_large(byte_size)
+
+    def release(self, key: LeaseKey) -> bool:
+        """Gives back a lease the peer names. False, and nothing happens, for a key that is stale or was never given out."""
+        lease = self._leases.get(key[:2])
+        if lease is None or lease.generation != key[2]:
+            return False
+        lease.release()
+        return True
+
+    def segment(self, number: int) -> Segment:
+        """The segment of that number. Raises KeyError when it is closed or never was."""
+        return self._segments[number]
+
+    @property
+    def segments(self) -> dict[int, Segment]:
+        """The open segments by number."""
+        return self._segments
+
+    def statistics(self) -> dict[str, int]:
+        """Counts and bytes for operators."""
+        return {
+            "byte_size": self._byte_size,
+            "max_byte_size": self._max_byte_size,
+            "segments": len(self._segments),
+            "leases": len(self._leases),
+            "leased_byte_size": sum(lease._block for lease in self._leases.values()),
+            "free_large_segments": len(self._free_large),
+        }
+
+    def describe_full(self, byte_size: int) -> str:
+        """The sentence for a request that waited in vain, with both numbers."""
+        used = sum(lease._block for lease in self._leases.values())
+        return f"no room for {byte_size} bytes in the request arena: {used} of {self._max_byte_size} are in use"
+
+    def close(self) -> None:
+        """Closes every segment; leases become useless."""
+        for segment in self._segments.values():
+            segment.close()
+        self._segments.clear()
+        self._leases.clear()
+        self._free_large.clear()
+
+    def _lease(self, segment: int, offset: int, byte_size: int, block: int) -> Lease:
+        self._generation += 1
+        view = self._segments[segment].view[offset : offset + byte_size]
+        lease = Lease(self, Slice(segment, offset, byte_size), self._generation, view, block)
+        self._leases[segment, offset] = lease
+        return lease
+
+    def _loan_large(self, byte_size: int) -> Lease | None:
+        size = max(1, -(-byte_size // _LARGE_STEP)) * _LARGE_STEP
+        if size > self._max_byte_size - self._segments[0].byte_size and byte_size > self._buddies.largest:
+            limit = max(self._max_byte_size - self._segments[0].byte_size, self._buddies.largest)
+            raise InvalidArgument(f"{byte_size} bytes cannot fit into an arena whose largest place is {limit} bytes")
+        # The smallest free segment that is large enough, unless it would waste more than it holds.
+        fitting = [n for n in self._free_large if size <= self._segments[n].byte_size <= 2 * size]
+        if fitting:
+            number = min(fitting, key=lambda n: self._segments[n].byte_size)
+            self._free_large.remove(number)
+            return self._lease(number, 0, byte_size, self._segments[number].byte_size)
+        while self._byte_size + size > self._max_byte_size and self._free_large:
+            self._close_segment(self._free_large.pop(0))
+        if self._byte_size + size > self._max_byte_size:
+            return None
+        number, self._next_segment = self._next_segment, self._next_segment + 1
+        self._segments[number] = Segment.create(size)
+        self._byte_size += size
+        return self._lease(number, 0, byte_size, size)
+
+    def _take_back(self, lease: Lease) -> None:
+        place = lease.place
+        if self._leases.pop((place.segment, place.offset), None) is None:
+            return  # the arena was closed meanwhile
+        lease.view = memoryview(b"")
+        if place.segment == 0:
+            self._buddies.give(place.offset, place.byte_size)
+            return
+        self._free_large.append(place.segment)
+        while sum(self._segments[n].byte_size for n in self._free_large) > self._keep_byte_size:
+            self._close_segment(self._free_large.pop(0))
+
+    def _close_segment(self, number: int) -> None:
+        segment = self._segments.pop(number)
+        self._byte_size -= segment.byte_size
+        segment.close()
+        self.closures += 1
+
+    def __repr__(self) -> str:
+        return f"<Arena {self._byte_size}/{self._max_byte_size} bytes, {len(self._leases)} leases>"
+
+
+class Buddies:
+    """Blocks of ``BLOCK`` x 2^n inside one power-of-two range. A block's buddy is its offset with the block's own bit flipped."""
+
+    def __init__(self, byte_size: int) -> None:
+        self._orders = (byte_size // BLOCK).bit_length()
+        self._free: list[dict[int, None]] = [{} for _ in range(self._orders)]
+        self._free[-1][0] = None
+        #: Larger requests get a segment of their own: one of them must not be able to empty the shared segment.
+        self.largest = byte_size // 4
+
+    @staticmethod
+    def _order(byte_size: int) -> int:
+        return (max(byte_size, 1) - 1).bit_length() - 12 if byte_size > BLOCK else 0
+
+    def block_size(self, byte_size: int) -> int:
+        """What a lease of that size really takes."""
+        return BLOCK << self._order(byte_size)
+
+    def take(self, byte_size: int) -> int | None:
+        """The offset of a free block, or None."""
+        order = self._order(byte_size)
+        for larger in range(order, self._orders):
+            if self._free[larger]:
+                # The block freed last is taken first: its pages are in the cache and in both page tables.
+                offset, _ = self._free[larger].popitem()
+                while larger > order:
+                    larger -= 1
+                    self._free[larger][offset + (BLOCK << larger)] = None
+                return offset
+        return None
+
+    def give(self, offset: int, byte_size: int) -> None:
+        """Returns a block taken with the same size, and joins it with its buddy as long as that is free."""
+        order = self._order(byte_size)
+        while order < self._orders - 1:
+            buddy = offset ^ (BLOCK << order)
+            if buddy not in self._free[order]:
+                break
+            del self._free[order][buddy]
+            offset = min(offset, buddy)
+            order += 1
+        self._free[order][offset] = None
+
+    def free_blocks(self) -> dict[int, int]:
+        """Offset -> byte size of every free block, for tests and statistics."""
+        return {offset: BLOCK << order for order, blocks in enumerate(self._free) for offset in blocks}
+
+
+class ArenaMap:
+    """The peer's read-only view of an arena. Every range is checked against the mapping before it is looked at."""
+
+    #: More segments than any configured arena needs; a peer that announces more is broken or hostile.
+    MAX_SEGMENTS = 4096
+
+    def __init__(self) -> None:
+        self._segments: dict[int, Segment] = {}
+
+    def open(self, segment: int, byte_size: int, fd: int) -> None:
+        """Maps an announced segment and takes the descriptor over.
+
+        Raises: InvalidArgument: announced twice, too many, not sealed or not of that size.
+        """
+        attached = Segment.attach(fd, byte_size)
+        if segment in self._segments or len(self._segments) >= self.MAX_SEGMENTS:
+            attached.close()
+            raise InvalidArgument(f"segment {segment} is announced twice or is one of more than {self.MAX_SEGMENTS}")
+        self._segments[segment] = attached
+
+    def close_segment(self, segment: int) -> None:
+        """Unmaps a segment; unknown numbers are ignored."""
+        gone = self._segments.pop(segment, None)
+        if gone is not None:
+            gone.close()
+
+    def view(self, place: Slice) -> memoryview:
+        """The bytes of a place. Raises InvalidArgument: unknown segment, or a range that is not wholly inside it."""
+        segment = self._segments.get(place.segment)
+        if segment is None:
+            raise InvalidArgument(f"segment {place.segment} is not open")
+        end = place.offset + place.byte_size
+        if place.offset < 0 or place.byte_size < 0 or end > segment.byte_size:
+            raise InvalidArgument(
+                f"offset {place.offset} and {place.byte_size} bytes leave a segment of {segment.byte_size} bytes"
+            )
+        return segment.view[place.offset : end]
+
+    def close(self) -> None:
+        """Unmaps everything."""
+        for number in list(self._segments):
+            self.close_segment(number)

@@ -1,0 +1,102 @@
+"""Tensors as numpy arrays: the datatypes' dtypes, views without copies, and the BYTES encoding.
+
+    BYTES element   | length u32 little-endian | length bytes |      elements follow each other without padding
+
+Source: Triton docs/protocol/extension_binary_data.md, "Binary Tensor Request".
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from shm.datatypes import element_count
+from shm.errors import InvalidArgument
+
+Array = npt.NDArray[Any]
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(np.bool_),
+    "UINT8": np.dtype(np.uint8),
+    "UINT16": np.dtype(np.uint16),
+    "UINT32": np.dtype(np.uint32),
+    "UINT64": np.dtype(np.uint64),
+    "INT8": np.dtype(np.int8),
+    "INT16": np.dtype(np.int16),
+    "INT32": np.dtype(np.int32),
+    "INT64": np.dtype(np.int64),
+    "FP16": np.dtype(np.float16),
+    "FP32": np.dtype(np.float32),
+    "FP64": np.dtype(np.float64),
+    "BYTES": np.dtype(np.object_),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+_DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
+_LENGTH = struct.Struct("<I")
+
+
+def datatype_of(dtype: np.dtype[Any]) -> str | None:
+    """``float32`` -> ``FP32``; strings and objects are BYTES; None for what the protocol has no name for."""
+    return "BYTES" if dtype.kind in "SUO" else _DATATYPES.get(dtype)
+
+
+def array(content: memoryview | bytes, datatype: str, shape: Sequence[int], what: str = "tensor") -> Array:
+    """An array of the content: a view for fixed-size datatypes, an object array of bytes for BYTES.
+
+    Args:
+      content: exactly the tensor's bytes. For BYTES it must be a snapshot nobody else can write: lengths are read from it.
+      what: how errors name it, e.g. ``input 'x'``.
+    Raises: InvalidArgument: the size does not match datatype and shape.
+    """
+    if datatype == "BYTES":
+        return _bytes_array(bytes(content), shape, what)
+    dtype = DTYPES[datatype]
+    needed = element_count(shape, what) * dtype.itemsize
+    if len(content) != needed:
+        raise InvalidArgument(f"{what}: {len(content)} bytes given, {datatype}{list(shape)} needs {needed}")
+    return np.frombuffer(content, dtype).reshape(shape)
+
+
+def byte_content(values: Array) -> bytes:
+    """The BYTES encoding of an array of bytes or str (UTF-8), in row-major order."""
+    pieces: list[bytes] = []
+    for value in values.ravel().tolist():
+        element = value if isinstance(value, bytes) else str(value).encode()
+        pieces += (_LENGTH.pack(len(element)), element)
+    return b"".join(pieces)
+
+
+def _bytes_array(content: bytes, shape: Sequence[int], what: str) -> Array:
+    """Raises InvalidArgument: a length that leaves the content, or another number of elements than the shape has."""
+    count = element_count(shape, what)
+    elements: list[bytes] = []
+    offset, end = 0, len(content)
+    while offset < end:
+        start = offset + 4
+        if start > end:
+            raise InvalidArgument(
+                f"incomplete string length indicator for inference {what}, expecting 4 bytes "
+                f"but only {end - offset} bytes available"
+            )
+        (length,) = _LENGTH.unpack_from(content, offset)
+        if start + length > end:
+            raise InvalidArgument(
+                f"incomplete string data for inference {what}, expecting string of length {length} "
+                f"but only {end - start} bytes available"
+            )
+        if len(elements) == count:
+            raise InvalidArgument(
+                f"unexpected number of string elements {count + 1} for inference {what}, expecting {count}"
+            )
+        elements.append(content[start : start + length])
+        offset = start + length
+    if len(elements) != count:
+        raise InvalidArgument(f"expected {count} string elements for inference {what}, got {len(elements)}")
+    values = np.empty(count, np.object_)
+    values[:] = elements
+    return values.reshape(shape)

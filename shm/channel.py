@@ -1,0 +1,199 @@
+"""Records over a SEQPACKET socket pair: many to a datagram, descriptors beside them, never blocking, no event loop.
+
+    datagram   | kind u8 | msgpack array of records |
+    kind 0x01  records inline
+    kind 0x02  the array lies in the memfd that is the datagram's first descriptor (records beyond 64 KiB)
+
+A datagram arrives whole or not at all, so there is no framing and no half-read state. A record that carries descriptors
+travels alone, so the receiver knows whose they are. ``put`` only queues; whoever runs the loop calls ``flush`` once per turn,
+and everything queued in that turn shares datagrams and wake-ups.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+from collections import deque
+from typing import Any
+
+import msgspec
+
+from shm.errors import InvalidArgument
+from shm.messages import Record, encoder
+
+MAX_DATAGRAM = 64 << 10
+#: A spilled record beyond this is refused by the receiver.
+MAX_RECORD = 256 << 20
+MAX_FDS = 4
+_INLINE = b"\x01"
+_SPILLED = b"\x02"
+_ANCILLARY = socket.CMSG_SPACE(MAX_FDS * 4)
+# Plain integers: the socket module's flags are enums, whose every operation is a Python call.
+_CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
+_CLOEXEC = int(socket.MSG_CMSG_CLOEXEC)
+
+
+class ChannelClosed(Exception):
+    """The peer's end is gone: it exited, or closed the channel."""
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected ends, close-on-exec."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+
+
+class Channel:
+    """One end. ``incoming`` decodes a list of the records this end may receive; anything else is malformed.
+
+    Takes the socket over and makes it non-blocking.
+    """
+
+    def __init__(self, sock: socket.socket, incoming: msgspec.msgpack.Decoder[Any]) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._incoming = incoming
+        #: Encoded records with their descriptors, in order.
+        self._queue: deque[tuple[bytes, tuple[int, ...]]] = deque()
+        #: A packed datagram the socket would not take yet.
+        self._unsent: tuple[bytes, tuple[int, ...]] | None = None
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    @property
+    def waiting(self) -> int:
+        """Records not yet sent, a packed datagram counting as one."""
+        return len(self._queue) + (self._unsent is not None)
+
+    def put(self, record: Record, *fds: int) -> None:
+        """Encodes and queues. Descriptors are duplicated: the caller keeps its own."""
+        self._queue.append((encoder.encode(record), tuple(os.dup(fd) for fd in fds) if fds else ()))
+
+    def flush(self) -> bool:
+        """Sends what the socket takes. True: nothing is left. False: call again when it is writable.
+
+        A peer that is gone swallows everything; ``receive`` tells of it.
+        """
+        while True:
+            if self._unsent is None:
+                if not self._queue:
+                    return True
+                self._unsent = self._pack()
+            content, fds = self._unsent
+            try:
+                if fds:
+                    self._sock.sendmsg([content], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
+                else:
+                    self._sock.send(content)
+            except BlockingIOError:
+                return False
+            except OSError:
+                self._discard()
+                return True
+            self._unsent = None
+            _close(fds)
+
+    def receive(self) -> tuple[list[Any], list[int]] | None:
+        """One datagram's records and descriptors, which the caller then owns; None when nothing is waiting.
+
+        Raises: ChannelClosed: end of file.  InvalidArgument: malformed; its descriptors are closed.
+        """
+        try:
+            content, ancillary, flags, _ = self._sock.recvmsg(MAX_DATAGRAM + 1, _ANCILLARY, _CLOEXEC)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise ChannelClosed from error
+        fds = _descriptors(ancillary) if ancillary else []
+        if not content:
+            _close(fds)
+            raise ChannelClosed
+        try:
+            if flags & _CUT:
+                raise InvalidArgument(f"malformed datagram: more than {MAX_DATAGRAM} bytes or {MAX_FDS} descriptors")
+            body: bytes | memoryview
+            if content[:1] == _INLINE:
+                body = memoryview(content)[1:]
+            elif content == _SPILLED and fds:
+                body = _read_spilled(fds.pop(0))
+            else:
+                raise InvalidArgument(f"malformed datagram: unknown kind {content[0]}")
+            records: list[Any] = self._incoming.decode(body)
+        except msgspec.MsgspecError as error:
+            _close(fds)
+            raise InvalidArgument(f"malformed record: {error}") from error
+        except InvalidArgument:
+            _close(fds)
+            raise
+        return records, fds
+
+    def close(self) -> None:
+        """Idempotent; unsent records are dropped."""
+        self._discard()
+        self._sock.close()
+
+    def _pack(self) -> tuple[bytes, tuple[int, ...]]:
+        record, fds = self._queue.popleft()
+        if fds or len(record) + 8 > MAX_DATAGRAM:
+            return self._pack_alone(record, fds)
+        records, room = [record], MAX_DATAGRAM - 8 - len(record)
+        while self._queue and not self._queue[0][1] and len(self._queue[0][0]) <= room and len(records) < 0xFFFF:
+            record, _ = self._queue.popleft()
+            records.append(record)
+            room -= len(record)
+        return b"".join((_INLINE, _array_head(len(records)), *records)), ()
+
+    @staticmethod
+    def _pack_alone(record: bytes, fds: tuple[int, ...]) -> tuple[bytes, tuple[int, ...]]:
+        if len(record) + 8 <= MAX_DATAGRAM:
+            return b"".join((_INLINE, _array_head(1), record)), fds
+        spill = os.memfd_create("tensord-record", os.MFD_CLOEXEC)
+        with open(spill, "wb", closefd=False) as file:
+            file.write(_array_head(1))
+            file.write(record)
+        return _SPILLED, (spill, *fds)
+
+    def _discard(self) -> None:
+        for _, fds in self._queue:
+            _close(fds)
+        self._queue.clear()
+        if self._unsent is not None:
+            _close(self._unsent[1])
+            self._unsent = None
+
+    def __repr__(self) -> str:
+        return f"<Channel fd={self._sock.fileno()} waiting={self.waiting}>"
+
+
+def _array_head(count: int) -> bytes:
+    """msgpack's array header, so that records encoded one by one become one list."""
+    return bytes((0x90 | count,)) if count < 16 else b"\xdc" + count.to_bytes(2, "big")
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    fds = array.array("i")
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return list(fds)
+
+
+def _read_spilled(fd: int) -> bytes:
+    """Reads, not maps: the sender could still truncate it."""
+    try:
+        size = os.fstat(fd).st_size
+        if size > MAX_RECORD:
+            raise InvalidArgument(f"malformed datagram: a record of {size} bytes, at most {MAX_RECORD} are allowed")
+        pieces: list[bytes] = []
+        while size > 0 and (piece := os.pread(fd, size, sum(map(len, pieces)))):
+            pieces.append(piece)
+            size -= len(piece)
+        return b"".join(pieces)
+    finally:
+        os.close(fd)
+
+
+def _close(fds: list[int] | tuple[int, ...]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,81 @@
+"""The protocol's datatypes: names, element sizes and the arithmetic on shapes. No numpy here (see ``shm.arrays``).
+
+Every size that comes from a client passes through ``element_count`` or ``byte_size``: Python integers, capped, so that no
+product can overflow and nothing is allocated before it is known to fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shm.errors import InvalidArgument
+
+#: Bytes per element; None where an element's length varies (BYTES: u32 little-endian length, then the bytes).
+ELEMENT_SIZES: dict[str, int | None] = {
+    "BOOL": 1,
+    "UINT8": 1,
+    "UINT16": 2,
+    "UINT32": 4,
+    "UINT64": 8,
+    "INT8": 1,
+    "INT16": 2,
+    "INT32": 4,
+    "INT64": 8,
+    "FP16": 2,
+    "FP32": 4,
+    "FP64": 8,
+    "BYTES": None,
+    "BF16": 2,
+}
+
+#: numpy's own limit since 2.0 is 64; no model needs half of it.
+MAX_RANK = 32
+#: The largest element has 8 bytes, so every byte size is an int64 as the protocol wants it, and a size numpy takes.
+MAX_ELEMENTS = (1 << 60) - 1
+
+
+def from_model_config(data_type: str) -> str:
+    """``TYPE_FP32`` -> ``FP32``; ``TYPE_STRING`` is what the wire calls ``BYTES``. Raises InvalidArgument on anything else."""
+    name = "BYTES" if data_type == "TYPE_STRING" else data_type.removeprefix("TYPE_")
+    if not data_type.startswith("TYPE_") or name not in ELEMENT_SIZES:
+        raise InvalidArgument(f"unknown data type '{data_type}'")
+    return name
+
+
+def to_model_config(datatype: str) -> str:
+    """``FP32`` -> ``TYPE_FP32``; ``BYTES`` -> ``TYPE_STRING``."""
+    return "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}"
+
+
+def element_count(shape: Sequence[int], what: str = "shape") -> int:
+    """The number of elements of a shape, with rank and product bounded.
+
+    Raises: InvalidArgument: negative dimension, rank over ``MAX_RANK``, or a product over ``MAX_ELEMENTS``; the product leaves
+    zeros out, because neither a record nor numpy can hold a shape like [0, 2**63] though it has no elements.
+    """
+    if len(shape) > MAX_RANK:
+        raise InvalidArgument(f"{what}: {len(shape)} dimensions given, at most {MAX_RANK} are allowed")
+    count, empty = 1, False
+    for dim in shape:
+        if dim > 0:
+            count *= dim
+        elif dim == 0:
+            empty = True
+        else:
+            raise InvalidArgument(f"{what}: dimension {dim} is negative")
+    if count > MAX_ELEMENTS:
+        raise InvalidArgument(f"{what}: {count} elements given, at most {MAX_ELEMENTS} are allowed")
+    return 0 if empty else count
+
+
+def byte_size(datatype: str, shape: Sequence[int], what: str = "shape") -> int | None:
+    """Bytes of a tensor, or None for BYTES, whose size only its content tells.
+
+    Raises: InvalidArgument: unknown datatype, or a shape that ``element_count`` refuses.
+    """
+    try:
+        size = ELEMENT_SIZES[datatype]
+    except KeyError:
+        raise InvalidArgument(f"{what}: invalid datatype '{datatype}'") from None
+    count = element_count(shape, what)
+    return None if size is None else count * size

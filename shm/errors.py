@@ -1,0 +1,86 @@
+"""The one exception family. Which HTTP status or gRPC code each becomes is known only to ``daemon.status``.
+
+Across processes go ``code`` and text, never a pickled exception: ``ServingError.code`` out, ``from_code`` in.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ServingError(Exception):
+    """An error with a calm sentence for the client. It names the thing and the numbers, never a path, key or handle."""
+
+    code: ClassVar[str] = "INTERNAL"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class InvalidArgument(ServingError):
+    """The request is wrong and will stay wrong."""
+
+    code = "INVALID_ARGUMENT"
+
+
+class NotFound(ServingError):
+    """The named model, version or region does not exist."""
+
+    code = "NOT_FOUND"
+
+
+class AlreadyExists(ServingError):
+    """The name is taken."""
+
+    code = "ALREADY_EXISTS"
+
+
+class Unavailable(ServingError):
+    """Nothing is wrong with the request; the server cannot take it now. A retry is safe."""
+
+    code = "UNAVAILABLE"
+
+
+class Unsupported(ServingError):
+    """Understood, and deliberately not offered."""
+
+    code = "UNSUPPORTED"
+
+
+class Cancelled(ServingError):
+    """The client went away or asked for a stop."""
+
+    code = "CANCELLED"
+
+
+class Internal(ServingError):
+    """A defect of the server or of a model."""
+
+    code = "INTERNAL"
+
+
+class Unknown(ServingError):
+    """A failure nobody could classify."""
+
+    code = "UNKNOWN"
+
+
+_BY_CODE: dict[str, type[ServingError]] = {
+    kind.code: kind
+    for kind in (
+        InvalidArgument,
+        NotFound,
+        AlreadyExists,
+        Unavailable,
+        Unsupported,
+        Cancelled,
+        Internal,
+        Unknown,
+    )
+}
+
+
+def from_code(code: str, message: str) -> ServingError:
+    """Rebuilds an error that crossed a process border; an unheard-of code becomes ``Unknown``."""
+    return _BY_CODE.get(code, Unknown)(message)

@@ -1,0 +1,43 @@
+"""The fault guard of client memory: what stands between a truncated region and the death of a worker.
+
+``Guarded`` wraps one mapping. Whoever reads or writes it takes ``faults`` before and compares after: a difference means that
+some of what was read were zeros and some of what was written went nowhere, so the result is void. The handler is in
+``shm/_guard.c``, built with the package; where it could not be built ``available`` is False and a fault stays fatal.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+try:
+    from shm import _guard
+except ImportError:  # no compiler at installation
+    available = False
+else:
+    available = True
+
+
+def install() -> None:
+    """Installs the handler in this process, before the first region is mapped. A no-op where the extension is missing."""
+    if available:
+        _guard.install()
+
+
+class Guarded:
+    """A mapping under guard, until ``release``."""
+
+    __slots__ = ("_slot",)
+
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self._slot: int | None = _guard.add(mapping)
+
+    @property
+    def faults(self) -> int:
+        """How often a page of the mapping was missing so far."""
+        return 0 if self._slot is None else _guard.faults(self._slot)
+
+    def release(self) -> None:
+        """Ends the guard; call before the mapping is closed, when nobody touches it any more. Idempotent."""
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            _guard.remove(slot)

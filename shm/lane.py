@@ -1,0 +1,224 @@
+"""A lane: the connection between one submitter and one worker, seen from each end.
+
+    submitter                                            worker
+    request arena (owner)  ── SegmentOpened + fd ──▶     ArenaMap, read-only
+    Submit, Cancel         ─────────────────────▶
+    ArenaMap, read-only    ◀── SegmentOpened + fd ──     response arena (owner)
+                           ◀───── Completion ───────
+    Release                ─────────────────────▶        leases return to the arena
+
+The request arena belongs to the submitter and is shared by all its lanes, so a request can be given to another worker without
+a copy; each lane announces a segment before the first record that refers to it. The response arena belongs to this lane alone.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable
+
+from shm.arena import Arena, ArenaMap, Lease, LeaseKey
+from shm.channel import Channel
+from shm.errors import InvalidArgument
+from shm.messages import (
+    Cancel,
+    Completion,
+    Release,
+    SegmentClosed,
+    SegmentOpened,
+    Slice,
+    Submit,
+    ToSubmitter,
+    ToWorker,
+    decoder,
+)
+
+_FROM_WORKER = decoder(ToSubmitter)
+_FROM_SUBMITTER = decoder(ToWorker)
+
+
+class _Announcer:
+    """Tells the peer which segments of an arena exist, each before its first use and again when it is closed."""
+
+    def __init__(self, channel: Channel, arena: Arena) -> None:
+        self._channel = channel
+        self._arena = arena
+        self._announced: set[int] = set()
+        self._closures = arena.closures
+
+    def announce(self, segment: int) -> None:
+        if segment not in self._announced:
+            opened = self._arena.segment(segment)
+            self._channel.put(SegmentOpened(segment, opened.byte_size), opened.fd)
+            self._announced.add(segment)
+
+    def withdraw_closed(self) -> None:
+        """One comparison when nothing was closed. A mapping at the peer would keep the pages of a closed segment."""
+        if self._closures == self._arena.closures:
+            return
+        self._closures = self._arena.closures
+        for gone in self._announced - self._arena.segments.keys():
+            self._channel.put(SegmentClosed(gone))
+            self._announced.discard(gone)
+
+
+class SubmitterLane:
+    """The submitter's end. ``arena`` is the submitter's own, shared by its lanes, and outlives this lane."""
+
+    def __init__(self, sock: socket.socket, arena: Arena) -> None:
+        self._channel = Channel(sock, _FROM_WORKER)
+        self._announcer = _Announcer(self._channel, arena)
+        self._responses = ArenaMap()
+        self._releases: list[LeaseKey] = []
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    @property
+    def waiting(self) -> int:
+        """Records not yet sent."""
+        return self._channel.waiting
+
+    def submit(self, record: Submit) -> None:
+        """Queues a request whose inputs are in place."""
+        for tensor in record.inputs:
+            if type(tensor.place) is Slice:
+                self._announcer.announce(tensor.place.segment)
+        self._channel.put(record)
+
+    def cancel(self, request_id: int) -> None:
+        """Nobody waits for it any more; the final Completion still comes."""
+        self._channel.put(Cancel(request_id))
+
+    def release(self, key: LeaseKey) -> None:
+        """The bytes of that answer have left. Travels with the next flush."""
+        self._releases.append(key)
+
+    def flush(self) -> bool:
+        """True: all is sent. False: call again when the lane is writable."""
+        self._announcer.withdraw_closed()
+        if self._releases:
+            self._channel.put(Release(tuple(self._releases)))
+            self._releases.clear()
+        return self._channel.flush()
+
+    def receive(self) -> list[Completion] | None:
+        """One datagram's completions (possibly none); None when nothing is waiting.
+
+        Raises: ChannelClosed: the worker is going; requests may be run again only once it is fenced.  InvalidArgument: malformed.
+        """
+        received = self._channel.receive()
+        if received is None:
+            return None
+        records, fds = received
+        if len(records) == 1 and type(records[0]) is not Completion:
+            _apply_segment(records[0], fds, self._responses)
+            return []
+        _refuse_descriptors(fds)
+        return [
+            record for record in records if type(record) is Completion or _apply_segment(record, [], self._responses)
+        ]
+
+    def view(self, place: Slice) -> memoryview:
+        """Bytes of an answer in the worker's response arena, read-only. Raises InvalidArgument: outside it."""
+        return self._responses.view(place)
+
+    def close(self) -> None:
+        """Closes the socket and unmaps the response arena; the request arena stays."""
+        self._channel.close()
+        self._responses.close()
+
+
+class WorkerLane:
+    """The worker's end; owns the response arena, whose first segment is made with the lane."""
+
+    def __init__(self, sock: socket.socket, byte_size: int, max_byte_size: int, keep_byte_size: int) -> None:
+        self._channel = Channel(sock, _FROM_SUBMITTER)
+        self._arena = Arena(byte_size, max_byte_size, keep_byte_size)
+        self._announcer = _Announcer(self._channel, self._arena)
+        self._requests = ArenaMap()
+
+    def fileno(self) -> int:
+        return self._channel.fileno()
+
+    @property
+    def waiting(self) -> int:
+        """Records not yet sent."""
+        return self._channel.waiting
+
+    @property
+    def arena(self) -> Arena:
+        """The response arena, for statistics."""
+        return self._arena
+
+    def receive(self) -> list[Submit | Cancel] | None:
+        """One datagram's requests and cancellations (possibly none); None when nothing is waiting.
+
+        Raises: ChannelClosed: the submitter is gone.  InvalidArgument: malformed, or a lease given back that is not on loan.
+        """
+        received = self._channel.receive()
+        if received is None:
+            return None
+        records, fds = received
+        if len(records) == 1 and type(records[0]) is SegmentOpened:
+            _apply_segment(records[0], fds, self._requests)
+            return []
+        _refuse_descriptors(fds)
+        wanted: list[Submit | Cancel] = []
+        for record in records:
+            if type(record) is Submit or type(record) is Cancel:
+                wanted.append(record)
+            elif type(record) is Release:
+                self._take_back(record.leases)
+            else:
+                _apply_segment(record, [], self._requests)
+        return wanted
+
+    def view(self, place: Slice) -> memoryview:
+        """Bytes of a request in the submitter's arena, read-only. Raises InvalidArgument: outside it."""
+        return self._requests.view(place)
+
+    def loan(self, byte_size: int) -> Lease | None:
+        """Room for an answer; None when the arena is full now. Raises InvalidArgument: larger than the whole arena."""
+        return self._arena.loan(byte_size)
+
+    def complete(self, record: Completion) -> None:
+        """Queues an answer whose bytes are in place."""
+        if record.lease is not None:
+            self._announcer.announce(record.lease[0])
+        self._channel.put(record)
+
+    def flush(self) -> bool:
+        """True: all is sent. False: call again when the lane is writable."""
+        self._announcer.withdraw_closed()
+        return self._channel.flush()
+
+    def close(self) -> None:
+        """Closes the socket and both arenas' mappings."""
+        self._channel.close()
+        self._requests.close()
+        self._arena.close()
+
+    def _take_back(self, leases: Iterable[LeaseKey]) -> None:
+        for key in leases:
+            if not self._arena.release(key):
+                raise InvalidArgument(f"lease {key} is given back but not on loan")
+
+
+def _apply_segment(record: object, fds: list[int], segments: ArenaMap) -> bool:
+    """Opens or closes a segment; always False, so that it can stand in a filter."""
+    if type(record) is SegmentOpened and len(fds) == 1:
+        segments.open(record.segment, record.byte_size, fds[0])
+    elif type(record) is SegmentClosed and not fds:
+        segments.close_segment(record.segment)
+    else:
+        _refuse_descriptors(fds)
+        raise InvalidArgument(f"{type(record).__name__} with {len(fds)} descriptors is not expected here")
+    return False
+
+
+def _refuse_descriptors(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+    if fds:
+        raise InvalidArgument(f"{len(fds)} descriptors came with records that carry none")

@@ -1,0 +1,344 @@
+"""The records that cross process borders: on lanes (submitter <-> worker) and on control channels (child <-> supervisor).
+
+Pure values, no I/O: ``shm.channel`` carries them. Each record is a msgpack array whose first element is its tag, so a reader
+that knows the union of a direction decodes and type-checks in one pass; anything else is refused as malformed.
+
+                submitter --> worker                     worker --> submitter
+    lane        SegmentOpened SegmentClosed              SegmentOpened SegmentClosed
+                Submit Release Cancel                    Completion
+
+                supervisor --> front                     front --> supervisor
+    control     Start Stop LaneOpened WorkerFenced       ChildReady Call
+                ModelState ModelGone Reply
+
+                supervisor --> worker                    worker --> supervisor
+    control     Start Stop LaneOpened Load Unload        ChildReady Loaded Reply
+                Call                                 Unloaded
+
+Integers that are sizes or offsets are bytes; ``*_ns`` are nanoseconds; deadlines are absolute CLOCK_MONOTONIC, which all
+processes of one host share.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+Parameter = bool | int | float | str
+
+
+class Record(msgspec.Struct, array_like=True, frozen=True, tag=True, forbid_unknown_fields=True, gc=False):
+    """Base of everything that travels. Positional on the wire: both ends come from one source tree."""
+
+
+# --------------------------------------------------------------------------------------------------- places of tensors
+
+
+class Slice(Record, frozen=True, tag="a"):
+    """Bytes in an arena of the lane: ``[offset, offset + byte_size)`` of segment ``segment``."""
+
+    segment: int
+    offset: int
+    byte_size: int
+
+
+class RegionSlice(Record, frozen=True, tag="r"):
+    """Bytes in a client's registered region. For outputs ``byte_size`` is the room, not the size written."""
+
+    region: str
+    offset: int
+    byte_size: int
+
+
+class Inline(Record, frozen=True, tag="i"):
+    """A tensor so small that a slot would cost more than the bytes."""
+
+    content: bytes
+
+
+Place = Slice | RegionSlice | Inline
+
+
+class Tensor(Record, frozen=True, tag="t"):
+    """One named tensor and where its bytes are. BYTES content is length-prefixed (u32 little-endian) wherever it lies."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    place: Place
+
+
+class RequestedOutput(Record, frozen=True, tag="o"):
+    """An output the client asked for. ``region`` is where it goes, None for the response arena."""
+
+    name: str
+    region: RegionSlice | None = None
+    #: 0: the tensor itself; k > 0: its k top classes as BYTES "value:index[:label]".
+    classification: int = 0
+
+
+# --------------------------------------------------------------------------------------------------------------- lanes
+
+
+class SegmentOpened(Record, frozen=True, tag="S+"):
+    """The sender's arena grew by a sealed segment; its descriptor travels with this record."""
+
+    segment: int
+    byte_size: int
+
+
+class SegmentClosed(Record, frozen=True, tag="S-"):
+    """The sender will not refer to this segment again: unmap it."""
+
+    segment: int
+
+
+class Submit(Record, frozen=True, tag="Q"):
+    """One request. ``request_id`` is the submitter's, never reused on any lane of that submitter."""
+
+    request_id: int
+    model: str
+    #: 0: the newest ready version.
+    version: int
+    inputs: tuple[Tensor, ...]
+    #: Empty: all outputs.
+    outputs: tuple[RequestedOutput, ...] = ()
+    #: Reserved keys (sequence_*, priority, timeout, binary_data_output) are taken out before this.
+    parameters: dict[str, Parameter] = {}
+    #: The client's ``id``, "" when none was given.
+    client_id: str = ""
+    #: How often workers have died under this request; above 0 it is run alone, so that it cannot take others with it.
+    strikes: int = 0
+    #: The submitter gives up then; 0: never. A request whose deadline passed in the queue is not run.
+    deadline_ns: int = 0
+    #: When the front had the whole request; the queue duration counts from here.
+    received_ns: int = 0
+    priority: int = 0
+    timeout_us: int = 0
+    sequence_id: int | str = 0
+    sequence_start: bool = False
+    sequence_end: bool = False
+
+
+class Release(Record, frozen=True, tag="L"):
+    """Response-arena leases the submitter is done with: (segment, offset, generation) each."""
+
+    leases: tuple[tuple[int, int, int], ...]
+
+
+class Cancel(Record, frozen=True, tag="X"):
+    """Nobody waits for this request any more. If it still queues it is dropped; a final Completion comes either way."""
+
+    request_id: int
+
+
+class Completion(Record, frozen=True, tag="C"):
+    """An answer. Exactly one with ``final`` per Submit."""
+
+    request_id: int
+    #: "" or a ``ServingError.code``; with a code, ``message`` is the sentence for the client.
+    code: str = ""
+    message: str = ""
+    final: bool = True
+    version: int = 0
+    outputs: tuple[Tensor, ...] = ()
+    #: The response-arena lease that holds every Slice among ``outputs``: (segment, offset, generation).
+    lease: tuple[int, int, int] | None = None
+    parameters: dict[str, Parameter] = {}
+
+
+ToWorker = SegmentOpened | SegmentClosed | Submit | Release | Cancel
+ToSubmitter = SegmentOpened | SegmentClosed | Completion
+
+
+# ------------------------------------------------------------------------------------------------------------- control
+
+
+class Start(Record, frozen=True, tag="start"):
+    """First record to a child: who it is and the whole validated configuration (``config.options.Options`` as msgpack)."""
+
+    #: Unique per process start; the child repeats it in ChildReady, so answers of a predecessor are never mistaken.
+    incarnation: int
+    #: "http-0", "worker-1": for logs and process titles.
+    name: str
+    options: msgspec.Raw
+
+
+class Stop(Record, frozen=True, tag="stop"):
+    """Finish what is in flight within ``grace_ns``, then exit 0. A front stops accepting at once."""
+
+    grace_ns: int
+
+
+class ChildReady(Record, frozen=True, tag="ready"):
+    """The child serves its control channel. A worker's carries one descriptor: its status page (``shm.status_page``)."""
+
+    incarnation: int
+
+
+class LaneOpened(Record, frozen=True, tag="lane"):
+    """One end of a lane's SEQPACKET pair travels with this record.
+
+    To a front: ``peer`` is the worker's incarnation, ``device`` its name ("cpu:0", "cuda:1"), and a second descriptor is that
+    worker's status page (see ``shm.status_page``). To a worker: ``peer`` is the submitter's incarnation.
+    """
+
+    peer: int
+    device: str = ""
+
+
+class WorkerFenced(Record, frozen=True, tag="fenced"):
+    """That worker process is certainly gone (pidfd), so its requests may be run elsewhere."""
+
+    worker: int
+
+
+class ModelState(Record, frozen=True, tag="model"):
+    """What a front needs to know of one model version. Sent whole on every change; the last one holds."""
+
+    name: str
+    version: int
+    #: UNKNOWN, READY, UNAVAILABLE, LOADING, UNLOADING: Triton's index states.
+    state: str
+    reason: str = ""
+    #: Incarnations of the workers where it is READY.
+    workers: tuple[int, ...] = ()
+    #: Metadata answer (without "versions") and full ModelConfig, both JSON; empty unless READY.
+    metadata: bytes = b""
+    config: bytes = b""
+    #: False where a request may not be run twice (sequences, decoupled models).
+    stateless: bool = True
+
+
+class ModelGone(Record, frozen=True, tag="gone"):
+    """That version is no longer known."""
+
+    name: str
+    version: int
+
+
+class Load(Record, frozen=True, tag="load"):
+    """Load one version and warm it; the answer is Loaded. The model before it keeps serving meanwhile."""
+
+    name: str
+    version: int
+    #: The model's directory and the version's directory, absolute.
+    model_path: str
+    version_path: str
+    #: Serialised ModelConfig protobuf as far as the operator gave it; the worker completes it.
+    config: bytes
+
+
+class Loaded(Record, frozen=True, tag="loaded"):
+    """A version is ready, or failed with ``reason`` (one calm sentence)."""
+
+    name: str
+    version: int
+    reason: str = ""
+    metadata: bytes = b""
+    config: bytes = b""
+    stateless: bool = True
+
+
+class Unload(Record, frozen=True, tag="unload"):
+    """Take no new requests for that version, finish the queued ones, drop it; answered with Unloaded."""
+
+    name: str
+    version: int
+
+
+class Unloaded(Record, frozen=True, tag="unloaded"):
+    """That version is gone from the worker."""
+
+    name: str
+    version: int
+
+
+# Calls: front -> supervisor, and supervisor -> worker, each answered by one Reply with the same call_id.
+
+
+class LoadModel(Record, frozen=True, tag="c.load"):
+    """Repository load by name; ``config`` is a JSON override, ``files`` override version files (path -> content)."""
+
+    name: str
+    config: str = ""
+    files: dict[str, bytes] = {}
+
+
+class UnloadModel(Record, frozen=True, tag="c.unload"):
+    """Repository unload by name."""
+
+    name: str
+    unload_dependents: bool = False
+
+
+class RepositoryIndex(Record, frozen=True, tag="c.index"):
+    """Reply: JSON array of {name, version?, state?, reason?}."""
+
+    ready: bool = False
+
+
+class ModelStatistics(Record, frozen=True, tag="c.stats"):
+    """Reply: JSON {"model_stats": [...]}; "" and 0 mean all. A worker answers for itself, the supervisor merges."""
+
+    name: str = ""
+    version: int = 0
+
+
+class RegisterSystemRegion(Record, frozen=True, tag="c.reg"):
+    """Map part of a POSIX shared-memory object under a name. To a second worker the descriptor the first opened travels along."""
+
+    name: str
+    key: str
+    offset: int
+    byte_size: int
+
+
+class UnregisterRegion(Record, frozen=True, tag="c.unreg"):
+    """Forget a region ("" = all) once no request uses it. Reply comes then."""
+
+    kind: str
+    name: str
+
+
+class RegionStatus(Record, frozen=True, tag="c.regstat"):
+    """Reply: JSON array of the region or of all ("") of that kind, "system" or "cuda"."""
+
+    kind: str
+    name: str
+
+
+Operation = (
+    LoadModel | UnloadModel | RepositoryIndex | ModelStatistics | RegisterSystemRegion | UnregisterRegion | RegionStatus
+)
+
+
+class Call(Record, frozen=True, tag="call"):
+    """A question with an answer. ``call_id`` is the caller's."""
+
+    call_id: int
+    operation: Operation
+
+
+class Reply(Record, frozen=True, tag="reply"):
+    """The answer to a Call: ``result`` (JSON, often empty) or a ServingError as code and message."""
+
+    call_id: int
+    code: str = ""
+    message: str = ""
+    result: bytes = b""
+
+
+ToFront = Start | Stop | LaneOpened | WorkerFenced | ModelState | ModelGone | Reply
+FromFront = ChildReady | Call
+ToWorkerControl = Start | Stop | LaneOpened | Load | Unload | Call
+FromWorker = ChildReady | Loaded | Unloaded | Reply
+
+#: Encoders are cheap and stateless; one is enough for a process.
+encoder = msgspec.msgpack.Encoder()
+
+
+def decoder(union: Any) -> msgspec.msgpack.Decoder[Any]:
+    """A typed decoder for a datagram: a list of the records of one direction."""
+    return msgspec.msgpack.Decoder(list[union])

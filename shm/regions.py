@@ -1,0 +1,168 @@
+"""A client's POSIX shared memory: opened carefully, mapped in workers only, held as long as a request uses it.
+
+The object belongs to somebody else. ``open_object`` accepts regular files of the shared-memory file system that the daemon's
+user owns or shares through a group, and nothing else: no path, no symbolic link, no FIFO, device or directory, no semaphore.
+The descriptor is kept for the region's life; the name is never opened again, because the client may unlink or reuse it.
+
+    shared-memory object   | ...... | offset ......... offset + byte_size | ...... |
+    Region.view                     | 0 ...................... byte_size |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import re
+import stat
+
+import posix_ipc
+
+from shm import guard
+from shm.errors import Internal, InvalidArgument
+
+_KEY = re.compile(r"/?[A-Za-z0-9_][A-Za-z0-9._-]{0,200}", re.ASCII)
+_DIRECTORY = "/dev/shm"
+_MADV_POPULATE_WRITE = 23  # asm-generic/mman-common.h, since 5.14; the mmap module has no name for it
+_POPULATE_LIMIT = 1 << 30
+#: Offsets are at most int64, like everything on the wire.
+_LIMIT = (1 << 63) - 1
+
+
+def check_range(offset: int, byte_size: int, limit: int, region: str) -> None:
+    """The one range check of client regions, on Python integers, so that nothing can wrap.
+
+    Raises: InvalidArgument: ``[offset, offset + byte_size)`` is not wholly inside ``limit`` bytes.
+    """
+    if offset < 0 or byte_size < 0 or offset > _LIMIT or byte_size > _LIMIT:
+        raise InvalidArgument(f"Invalid offset {offset} or byte size {byte_size} for shared memory region: '{region}'")
+    if offset >= limit:
+        raise InvalidArgument(
+            f"Invalid offset for shared memory region: '{region}': offset {offset} is beyond its {limit} bytes"
+        )
+    if offset + byte_size > limit:
+        raise InvalidArgument(
+            f"Invalid offset + byte size for shared memory region: '{region}': {offset} + {byte_size} exceed its {limit} bytes"
+        )
+
+
+def open_object(name: str, key: str) -> int:
+    """Opens the shared-memory object of a client for reading and writing; the caller owns the descriptor.
+
+    Args:
+      name: the region's name, for messages; the key appears in none but its owner's.
+      key: as ``shm_open`` takes it, with or without the leading slash.
+    Raises: InvalidArgument: not an acceptable name or object.  Internal: there is no such object or it may not be opened, as
+      Triton classifies it.
+    """
+    if not _KEY.fullmatch(key) or key.lstrip("/").startswith("sem."):
+        raise InvalidArgument(f"cannot register shared memory region '{name}' - invalid shm key '{key[:220]}'")
+    try:
+        # posix_ipc opens with O_RDWR, on which a FIFO does not block and a directory is refused.
+        fd: int = posix_ipc.SharedMemory("/" + key.lstrip("/")).fd
+    except (posix_ipc.Error, OSError, ValueError) as error:
+        raise Internal(f"Unable to open shared memory region: '{key}'") from error
+    try:
+        os.set_inheritable(fd, False)
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_dev != os.stat(_DIRECTORY).st_dev:
+            raise InvalidArgument(f"shared memory region '{name}': '{key}' is not a shared-memory object")
+        if not _shared_with_us(found):
+            raise InvalidArgument(
+                f"shared memory region '{name}': '{key}' belongs to another user and is not shared with the daemon's group"
+            )
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _shared_with_us(found: os.stat_result) -> bool:
+    if found.st_uid == os.geteuid():
+        return True
+    group = stat.S_IRGRP | stat.S_IWGRP
+    return found.st_mode & group == group and found.st_gid in {os.getegid(), *os.getgroups()}
+
+
+class Region:
+    """A registered range of a client's object, mapped read-write in this worker.
+
+    ``unregister`` waits until ``leases`` is 0: every request takes one from its validation to its completion.
+    """
+
+    def __init__(self, name: str, key: str, fd: int, offset: int, byte_size: int) -> None:
+        """Maps the range and takes the descriptor over, also when it refuses.
+
+        Raises: InvalidArgument: the range is empty, not page-aligned, or not inside the object.
+        """
+        try:
+            self._mapping = _map(name, fd, offset, byte_size)
+        except BaseException:
+            os.close(fd)
+            raise
+        self.name = name
+        self.key = key
+        self.fd = fd
+        self.offset = offset
+        self.byte_size = byte_size
+        #: Requests that use the region now.
+        self.leases = 0
+        self._whole = memoryview(self._mapping)
+        guard.install()
+        self._guard = guard.Guarded(self._mapping) if guard.available else None
+
+    def view(self, offset: int, byte_size: int) -> memoryview:
+        """Writable bytes at ``offset`` from the region's start. Raises InvalidArgument: not wholly inside it."""
+        check_range(offset, byte_size, self.byte_size, self.name)
+        return self._whole[offset : offset + byte_size]
+
+    @property
+    def faults(self) -> int:
+        """How often its memory was missing when it was touched: its owner truncated the object, or the host had no page for a
+        hole. A request during which this grew has no valid answer. Always 0 without the guard, where such an access is fatal.
+        """
+        return 0 if self._guard is None else self._guard.faults
+
+    def lease(self) -> None:
+        """A request starts to use it."""
+        self.leases += 1
+
+    def unlease(self) -> None:
+        """A request is done with it."""
+        self.leases -= 1
+
+    def close(self) -> None:
+        """Unmaps it. Idempotent. A view that is still referenced keeps the mapping until it is dropped."""
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        if self._guard is not None:
+            self._guard.release()
+        with contextlib.suppress(BufferError):
+            self._whole.release()
+            self._mapping.close()
+
+    def __repr__(self) -> str:
+        return f"<Region {self.name!r} {self.offset}+{self.byte_size} leases={self.leases}>"
+
+
+def _map(name: str, fd: int, offset: int, byte_size: int) -> mmap.mmap:
+    found = os.fstat(fd)
+    if byte_size <= 0 or offset < 0 or offset + byte_size > found.st_size:
+        raise InvalidArgument(
+            f"failed to register shared memory region '{name}': invalid args: offset {offset} and {byte_size} bytes, "
+            f"the object has {found.st_size}"
+        )
+    if offset % mmap.PAGESIZE:
+        raise InvalidArgument(
+            f"failed to register shared memory region '{name}': "
+            f"offset {offset} is not a multiple of the page size {mmap.PAGESIZE}"
+        )
+    mapping = mmap.mmap(fd, byte_size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
+    # Only what is there already: populating a sparse object would allocate memory nobody asked for.
+    if found.st_blocks * 512 >= found.st_size and byte_size <= _POPULATE_LIMIT:
+        # A convenience: the first request then pays no page faults. Kernels without it, and full memory, are no errors here.
+        with contextlib.suppress(OSError):
+            mapping.madvise(_MADV_POPULATE_WRITE)
+    return mapping

@@ -1,0 +1,89 @@
+"""One sealed piece of nameless memory: created by the process that allocates in it, read by its peers.
+
+A segment is a memfd, so it has no name that a client could register or guess, and it vanishes with its last descriptor however
+the processes die. Its seals, applied before anyone else sees the descriptor:
+
+    F_SEAL_SHRINK, F_SEAL_GROW   nobody can truncate it under a reader (no SIGBUS)
+    F_SEAL_FUTURE_WRITE          only the creator's mapping, made before sealing, can write
+    F_SEAL_SEAL                  nobody can change the above
+
+Its pages are allocated at once: memory that is not there is an error here, not a fault in the middle of a request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+
+from shm.errors import InvalidArgument, Unavailable
+
+F_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h, since 5.1; the fcntl module has no name for it
+_READER_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_SEALS = _READER_SEALS | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+
+
+class Segment:
+    """A mapping of a sealed memfd; writable for its creator, read-only for everybody else."""
+
+    #: The whole mapping.
+    view: memoryview
+
+    def __init__(self, fd: int, byte_size: int, mapping: mmap.mmap) -> None:
+        #: Owned by this object; what is sent to peers.
+        self.fd = fd
+        self.byte_size = byte_size
+        self._mapping = mapping
+        self.view = memoryview(mapping)
+
+    @classmethod
+    def create(cls, byte_size: int) -> Segment:
+        """Raises Unavailable: the host has no memory left for it."""
+        fd = os.memfd_create("tensord", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(fd, 0, byte_size)
+            mapping = mmap.mmap(fd, byte_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        except OSError as error:
+            os.close(fd)
+            if error.errno in (errno.ENOSPC, errno.ENOMEM):
+                raise Unavailable(f"the host has no {byte_size} bytes of memory for another arena segment") from error
+            raise
+        return cls(fd, byte_size, mapping)
+
+    @classmethod
+    def attach(cls, fd: int, byte_size: int) -> Segment:
+        """Maps a peer's segment read-only; takes the descriptor over, also when it refuses it.
+
+        Raises: InvalidArgument: not sealed against resizing, or not of the announced size.
+        """
+        try:
+            try:
+                seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            except OSError:
+                seals = 0
+            if seals & _READER_SEALS != _READER_SEALS:
+                raise InvalidArgument("segment is not sealed against resizing")
+            actual = os.fstat(fd).st_size
+            if byte_size <= 0 or actual != byte_size:
+                raise InvalidArgument(f"segment has {actual} bytes, {byte_size} were announced")
+            mapping = mmap.mmap(fd, byte_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd, byte_size, mapping)
+
+    def close(self) -> None:
+        """Idempotent. A view still in use keeps the mapping, not the descriptor, until it is dropped."""
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        with contextlib.suppress(BufferError):
+            self.view.release()
+            self._mapping.close()
+
+    def __repr__(self) -> str:
+        return f"<Segment {self.byte_size} bytes{' closed' if self.fd < 0 else ''}>"

@@ -1,0 +1,31 @@
+"""When it pays to look again instead of sleeping.
+
+Waking a process costs tens of microseconds, more in a virtual machine; a small request costs about as much. So both ends of a
+lane look for the next record for a moment before they sleep, but only while records have lately followed each other within that
+moment, and they give the processor away between looks. An idle end, and one whose peer takes its time, sleeps at once.
+"""
+
+from __future__ import annotations
+
+
+class Spin:
+    """Decides; pure: it is told the time. ``limit_ns`` 0: never."""
+
+    __slots__ = ("_limit_ns", "_since_ns", "_worth")
+
+    def __init__(self, limit_ns: int) -> None:
+        self._limit_ns = limit_ns
+        self._since_ns = 0
+        self._worth = False
+
+    def begin(self, now_ns: int) -> int:
+        """The wait for the next record begins. Returns until when to look for it; 0: sleep."""
+        self._since_ns = now_ns
+        return now_ns + self._limit_ns if self._worth else 0
+
+    def end(self, now_ns: int) -> None:
+        """A record came, or the time was up without one: the next wait learns from this one."""
+        self._worth = now_ns - self._since_ns < self._limit_ns
+
+    def __repr__(self) -> str:
+        return f"<Spin {self._limit_ns} ns, {'worth' if self._worth else 'not worth'} it>"

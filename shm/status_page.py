@@ -1,0 +1,117 @@
+"""A worker's status page: what it is doing, in memory its supervisor and its submitters can read without asking.
+
+A worker that executes, compiles or has just been killed cannot answer a question, but its page still says which of the three it
+is and which requests it was running. Nameless and sealed like every segment; only the worker writes. Layout, u64 each:
+
+    word 0   state (WorkerState)        word 1   since (ns)
+    word 2   last turn of the loop (ns) word 3   unused
+    desk k   at word 512 * (k + 1):     count, then count x (submitter, request id)
+
+A desk belongs to one execution thread. ``begin`` writes the ids before the count and ``end`` clears the count, so a reader of a
+dead worker's page never sees an id of an earlier batch.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+from shm.segment import Segment
+
+_WORDS = 512
+#: More execution threads than this share no desk: what they run is not recorded.
+DESKS = 63
+#: Ids beyond this in one batch are not recorded, so they are run again without a strike.
+IDS_PER_DESK = (_WORDS - 1) // 2
+_BYTE_SIZE = (DESKS + 1) * _WORDS * 8
+
+
+class WorkerState(enum.IntEnum):
+    """What the worker's main loop is doing; each state has its own deadline at the supervisor."""
+
+    #: Importing and opening the device.
+    STARTING = 0
+    #: Waiting for requests; the loop turns.
+    IDLE = 1
+    #: Inside a model.
+    EXECUTING = 2
+    #: Told to stop, finishing what is in flight.
+    STOPPING = 3
+
+
+class StatusPage:
+    """One page; writable for the worker that created it."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self._words = segment.view.cast("Q")
+
+    @classmethod
+    def create(cls) -> StatusPage:
+        return cls(Segment.create(_BYTE_SIZE))
+
+    @classmethod
+    def attach(cls, fd: int) -> StatusPage:
+        """Takes the descriptor over. Raises InvalidArgument: not a status page."""
+        return cls(Segment.attach(fd, _BYTE_SIZE))
+
+    @property
+    def fd(self) -> int:
+        return self._segment.fd
+
+    def set_state(self, state: WorkerState, now_ns: int) -> None:
+        """Also counts as a turn of the loop."""
+        self._words[0] = state
+        self._words[1] = now_ns
+        self._words[2] = now_ns
+
+    def beat(self, now_ns: int) -> None:
+        """The loop turned."""
+        self._words[2] = now_ns
+
+    @property
+    def state(self) -> tuple[WorkerState, int]:
+        """The state and since when (CLOCK_MONOTONIC ns)."""
+        return WorkerState(self._words[0]), self._words[1]
+
+    @property
+    def last_beat_ns(self) -> int:
+        return self._words[2]
+
+    def begin(self, desk: int, requests: Sequence[tuple[int, int]]) -> None:
+        """Notes what the thread at that desk starts to run: (submitter, request id) each."""
+        if desk >= DESKS:
+            return
+        at = _WORDS * (desk + 1)
+        words = self._words
+        if len(requests) == 1:
+            ((words[at + 1], words[at + 2]),) = requests
+            words[at] = 1
+            return
+        recorded = requests[:IDS_PER_DESK]
+        for i, (submitter, request_id) in enumerate(recorded):
+            words[at + 1 + 2 * i] = submitter
+            words[at + 2 + 2 * i] = request_id
+        words[at] = len(recorded)
+
+    def end(self, desk: int) -> None:
+        """The thread at that desk runs nothing."""
+        if desk < DESKS:
+            self._words[_WORDS * (desk + 1)] = 0
+
+    def executing(self) -> set[tuple[int, int]]:
+        """Every (submitter, request id) being run; of a dead worker: what it died with."""
+        found: set[tuple[int, int]] = set()
+        for desk in range(DESKS):
+            at = _WORDS * (desk + 1)
+            for i in range(min(self._words[at], IDS_PER_DESK)):
+                found.add((self._words[at + 1 + 2 * i], self._words[at + 2 + 2 * i]))
+        return found
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._words.release()
+        self._segment.close()
+
+    def __repr__(self) -> str:
+        return f"<StatusPage {self.state[0].name} executing={len(self.executing())}>"
