@@ -1,0 +1,1 @@
+"""Configuration: the daemon's options and the models' ModelConfig, each validated into one value."""

@@ -1,0 +1,181 @@
+"""Configuration from four layers into one frozen value: default.toml < file < environment < flags.
+
+Every single value is checked where it came from, so an error names its source (file, variable or flag), its key, what was
+expected and what was given. The one rule: an unknown key is refused, with the nearest known one suggested; nothing is ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from config.options import Options, Section
+
+PREFIX = "TENSORD_"
+#: Read by the command line itself: which file to load.
+CONFIG_VARIABLE = "TENSORD_CONFIG"
+_DEFAULTS = Path(__file__).with_name("default.toml")
+
+
+class ConfigurationError(Exception):
+    """A sentence for the operator: source, key, expected, given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One value from one place."""
+
+    #: "http.port", or "server_name" at the top.
+    key: str
+    value: Any
+    #: "tensord.toml", "TENSORD_HTTP_PORT" or "--http-port": what the operator has to look at.
+    source: str
+    #: The value came as text (a variable, a flag): numbers are read from it, and a list is comma-separated.
+    textual: bool = False
+
+
+def known_keys() -> dict[str, Any]:
+    """Every key with its annotated type."""
+    found: dict[str, Any] = {}
+    for field in msgspec.structs.fields(Options):
+        if isinstance(field.type, type) and issubclass(field.type, Section):
+            found |= {f"{field.name}.{inner.name}": inner.type for inner in msgspec.structs.fields(field.type)}
+        else:
+            found[field.name] = field.type
+    return found
+
+
+def load(
+    file: Path | None = None, environment: Mapping[str, str] | None = None, flags: Iterable[Setting] = ()
+) -> Options:
+    """Merges the layers.
+
+    Args:
+      file: the operator's file; None for none.
+      environment: usually ``os.environ``; only names that begin with ``TENSORD_`` count.
+      flags: settings from the command line.
+    Raises: ConfigurationError: the first finding.
+    """
+    layers: list[Iterable[Setting]] = [read_file(_DEFAULTS)]
+    if file is not None:
+        layers.append(read_file(file))
+    layers.append(read_environment(environment or {}))
+    layers.append(flags)
+    return merge(setting for layer in layers for setting in layer)
+
+
+def merge(settings: Iterable[Setting]) -> Options:
+    """Later settings win. Raises ConfigurationError."""
+    keys = known_keys()
+    merged: dict[str, Any] = {}
+    for setting in settings:
+        if setting.key not in keys:
+            raise ConfigurationError(f"{setting.source}: unknown key {setting.key}{_nearest(setting.key, keys)}")
+        section, _, name = setting.key.rpartition(".")
+        target = merged.setdefault(section, {}) if section else merged
+        target[name] = _convert(setting, keys[setting.key])
+    options = msgspec.convert(merged, Options)
+    _check(options)
+    return options
+
+
+def read_file(path: Path) -> list[Setting]:
+    """The settings of a TOML file. Raises ConfigurationError: unreadable, or not TOML (with line and column)."""
+    try:
+        content = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path}: {error}") from None
+    return list(_flatten(content, str(path)))
+
+
+def _flatten(content: dict[str, Any], source: str) -> Iterator[Setting]:
+    sections = {key.partition(".")[0] for key in known_keys() if "." in key}
+    for name, value in content.items():
+        if name in sections and not isinstance(value, dict):
+            raise ConfigurationError(f"{source}: {name}: expected a section [{name}], given {_shown(value)}")
+        if not isinstance(value, dict):
+            yield Setting(name, value, source)
+            continue
+        if name not in sections:
+            raise ConfigurationError(f"{source}: unknown section [{name}]{_nearest(name, sections)}")
+        for key, inner in value.items():
+            yield Setting(f"{name}.{key}", inner, source)
+
+
+def read_environment(environment: Mapping[str, str]) -> list[Setting]:
+    """The settings among the variables. Raises ConfigurationError: a ``TENSORD_`` variable that names no key."""
+    variables = {PREFIX + key.replace(".", "_").upper(): key for key in known_keys()}
+    found = []
+    for name, value in environment.items():
+        if not name.startswith(PREFIX) or name == CONFIG_VARIABLE:
+            continue
+        if name not in variables:
+            raise ConfigurationError(f"environment: unknown variable {name}{_nearest(name, variables)}")
+        found.append(Setting(variables[name], value, name, textual=True))
+    return found
+
+
+def _convert(setting: Setting, wanted: Any) -> Any:
+    value = setting.value
+    try:
+        if setting.textual and isinstance(value, str) and msgspec.inspect.type_info(wanted).__class__ is _LIST:
+            value = [piece.strip() for piece in value.split(",") if piece.strip()]
+        return msgspec.convert(value, wanted, strict=not setting.textual)
+    except msgspec.ValidationError as error:
+        reason = str(error).replace("`", "")
+        expected = reason[:1].lower() + reason[1:]
+        raise ConfigurationError(
+            f"{setting.source}: {setting.key}: {expected}, given {_shown(setting.value)}"
+        ) from None
+
+
+#: How msgspec describes ``tuple[str, ...]``.
+_LIST = msgspec.inspect.VarTupleType
+
+
+def _check(options: Options) -> None:
+    """What no single value can tell."""
+    arenas, workers = options.arenas, options.supervisor
+    if arenas.max_byte_size < arenas.byte_size:
+        raise ConfigurationError(
+            f"arenas.max_byte_size: expected at least arenas.byte_size ({arenas.byte_size}), given {arenas.max_byte_size}"
+        )
+    if workers.max_restart_delay < workers.restart_delay:
+        raise ConfigurationError(
+            f"supervisor.max_restart_delay: expected at least supervisor.restart_delay ({workers.restart_delay}), "
+            f"given {workers.max_restart_delay}"
+        )
+    if options.repository.load and options.repository.control_mode != "explicit":
+        raise ConfigurationError('repository.load: needs repository.control_mode = "explicit"')
+    if any(not path for path in options.repository.paths):
+        raise ConfigurationError("repository.paths: expected folders, given an empty one")
+
+
+def changed_keys(old: Options, new: Options) -> list[str]:
+    """The keys whose values differ, in the order of the file."""
+    return [key for key in known_keys() if _value(old, key) != _value(new, key)]
+
+
+def _value(options: Options, key: str) -> Any:
+    value: Any = options
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."

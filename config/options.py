@@ -1,0 +1,160 @@
+"""The daemon's options as one frozen value. ``config.layers`` fills it from default.toml < file < environment < flags.
+
+The field comments of ``config/default.toml`` are the reference for operators; here stand types and bounds, which msgspec
+enforces. Sizes are bytes, times seconds unless the name says otherwise. Only operators write these; nothing here is ever
+settable over the network.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Port = Annotated[int, Meta(ge=0, le=65535, description="a TCP port; 0 picks a free one")]
+Count = Annotated[int, Meta(ge=1)]
+CountOrNone = Annotated[int, Meta(ge=0)]
+ByteSize = Annotated[int, Meta(ge=0)]
+ArenaSize = Annotated[int, Meta(ge=1 << 20, le=1 << 40)]
+#: Bounded, so that every time is also a number of nanoseconds.
+Seconds = Annotated[float, Meta(ge=0, le=1e8)]
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of the sections: an unknown key is an error, never ignored."""
+
+
+class Repository(Section, frozen=True):
+    """Where models are and which of them to serve."""
+
+    paths: tuple[str, ...] = ()
+    control_mode: Literal["none", "explicit"] = "none"
+    #: explicit mode: what to load at start; "*" is everything.
+    load: tuple[str, ...] = ()
+    strict_readiness: bool = True
+    #: Refuse to start when a model fails to load at start.
+    exit_on_error: bool = False
+
+
+class Http(Section, frozen=True):
+    """The HTTP front and what it accepts from a connection."""
+
+    enabled: bool = True
+    address: str = "127.0.0.1"
+    port: Port = 8000
+    #: Request line and headers together.
+    max_head_byte_size: Annotated[int, Meta(ge=1024)] = 64 << 10
+    max_body_byte_size: Annotated[int, Meta(ge=1024)] = 64 << 20
+    max_connections: Count = 4096
+    #: A connection that has not sent a whole head / body by then is closed.
+    head_timeout: Seconds = 10.0
+    body_timeout: Seconds = 60.0
+    #: A client that takes none of its answer for that long is cut off.
+    write_timeout: Seconds = 30.0
+    keep_alive_timeout: Seconds = 75.0
+
+
+class Workers(Section, frozen=True):
+    """The processes that run models."""
+
+    #: "auto": one per visible GPU, else CPU workers.
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    cpu: Count = 1
+    #: Pin each CPU worker to its share of the cores (before XLA sizes its thread pool).
+    pin: bool = True
+    #: A worker that executes, compiles or loads longer than this without a sign of life is killed and replaced; 0: never.
+    execute_timeout: Seconds = 300.0
+    load_timeout: Seconds = 1800.0
+    #: An idle worker's loop must turn at least this often.
+    idle_timeout: Seconds = 30.0
+
+
+class Arenas(Section, frozen=True):
+    """Our own memory: nameless, sealed, one allocator each."""
+
+    #: First segment of each arena; grows by segments of their own for large tensors.
+    byte_size: ArenaSize = 32 << 20
+    #: All segments of one arena together.
+    max_byte_size: ArenaSize = 1 << 30
+    #: Free large segments kept for the next large tensor.
+    keep_byte_size: ByteSize = 256 << 20
+    #: Tensors up to this size travel inside their descriptor.
+    inline_byte_size: Annotated[int, Meta(ge=0, le=8192)] = 4096
+    #: How long a request waits for room before it is refused with 503.
+    wait: Seconds = 5.0
+
+
+class Lanes(Section, frozen=True):
+    """The way between fronts and workers."""
+
+    #: How long either end looks for the next record before it sleeps, while records follow each other that fast. 0: never.
+    spin_us: Annotated[int, Meta(ge=0, le=10_000)] = 300
+
+
+class Requests(Section, frozen=True):
+    """Bounds on what is in flight."""
+
+    #: An answer that takes longer is given up: 503 and the request is cancelled. 0: never.
+    timeout: Seconds = 0.0
+    #: How long a request waits for a worker while one is being replaced.
+    worker_wait: Seconds = 60.0
+    max_in_flight: Count = 8192
+    #: Requests queued for one model on one worker (a model's own max_queue_size is applied besides).
+    max_queue_size: Count = 4096
+
+
+class Executables(Section, frozen=True):
+    """Compilation."""
+
+    #: "": $XDG_CACHE_HOME/tensord, or $CACHE_DIRECTORY under systemd. Created with mode 0700: it holds code.
+    cache_directory: str = ""
+    #: Shapes of one model version compiled because a request asked for them, besides its buckets; the oldest makes room.
+    max_unexpected_shapes: Count = 32
+
+
+class Regions(Section, frozen=True):
+    """Client shared memory."""
+
+    enabled: bool = True
+    max_count: Count = 4096
+    max_byte_size: ByteSize = 1 << 40
+
+
+class Supervisor(Section, frozen=True):
+    """Start, watch, replace, stop."""
+
+    #: SIGTERM: how long accepted requests may take to finish.
+    exit_timeout: Seconds = 30.0
+    #: A replacement starts after this, doubled on each death, up to the maximum.
+    restart_delay: Seconds = 0.1
+    max_restart_delay: Seconds = 10.0
+    start_timeout: Seconds = 120.0
+    #: Unix socket for tensorctl; "": $RUNTIME_DIRECTORY/control.sock under systemd, else none.
+    control_socket: str = ""
+
+
+class Log(Section, frozen=True):
+    """What goes to standard error."""
+
+    info: bool = True
+    warning: bool = True
+    error: bool = True
+    verbose: Annotated[int, Meta(ge=0)] = 0
+    format: Literal["text", "json"] = "text"
+
+
+class Options(Section, frozen=True):
+    """Everything an operator can say."""
+
+    server_name: str = "tensord"
+    repository: Repository = Repository()
+    http: Http = Http()
+    workers: Workers = Workers()
+    arenas: Arenas = Arenas()
+    lanes: Lanes = Lanes()
+    requests: Requests = Requests()
+    executables: Executables = Executables()
+    regions: Regions = Regions()
+    supervisor: Supervisor = Supervisor()
+    log: Log = Log()
