@@ -1,0 +1,84 @@
+"""``python -m workers --control-fd N --device cpu:0``: started by the supervisor only, with its control channel inherited."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import select
+import signal
+import socket
+from typing import Any
+
+import msgspec
+
+from config.options import Options
+from shm.channel import Channel, ChannelClosed
+from shm.messages import Start, ToWorkerControl, decoder
+from shm.parent import die_with_parent
+from workers import device_cpu, log
+from workers.device import DeviceName
+
+_log = logging.getLogger("workers")
+
+
+def main() -> None:
+    die_with_parent()
+    # A signal to the whole group must not take the worker from under its requests: the supervisor says when to stop.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    parser = argparse.ArgumentParser(prog="workers", description=__doc__)
+    parser.add_argument("--control-fd", type=int, required=True)
+    parser.add_argument("--device", type=DeviceName.parse, required=True)
+    arguments = parser.parse_args()
+    device_name: DeviceName = arguments.device
+    device_name.prepare_environment()
+    channel = Channel(socket.socket(fileno=arguments.control_fd), decoder(ToWorkerControl))
+
+    # Imported after the environment is set, and before waiting: the supervisor scans its repositories meanwhile.
+    from workers.models.model_code import install_python_backend
+    from workers.worker import Worker
+
+    try:
+        start, behind = _receive_start(channel)
+    except ChannelClosed:
+        return
+    options = msgspec.msgpack.decode(start.options, type=Options)
+    log.set_up(start.name, options.log)
+    if options.workers.pin and device_name.platform == "cpu":
+        device_cpu.pin(device_name.index, options.workers.cpu)
+    device_cpu.keep_freed_memory()
+    install_python_backend()
+    worker = Worker(channel, options, device_name, device_name.open())
+    status = 1
+    try:
+        worker.run(start.incarnation, behind)
+        worker.close()
+        status = 0
+    except Exception:
+        _log.exception("the worker failed")
+    finally:
+        # Threads inside models cannot be ended, and must not keep the process.
+        logging.shutdown()
+        os._exit(status)
+
+
+def _receive_start(channel: Channel) -> tuple[Start, list[tuple[Any, list[int]]]]:
+    """The first record, and those that came behind it in its datagram. Raises ChannelClosed."""
+    poll = select.poll()
+    poll.register(channel.fileno(), select.POLLIN)
+    while True:
+        received = channel.receive()
+        if received is None:
+            poll.poll()
+            continue
+        records, fds = received
+        if not isinstance(records[0], Start):
+            raise SystemExit(f"workers: {type(records[0]).__name__} came before Start")
+        for fd in fds:
+            os.close(fd)
+        return records[0], [(record, []) for record in records[1:]]
+
+
+if __name__ == "__main__":
+    main()

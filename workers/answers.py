@@ -1,0 +1,183 @@
+"""From a result to a Completion: every output is put where its client wants it, and only then it is announced.
+
+    requested region   copied into the client's memory, after all of them are known to fit
+    small              inside the record
+    the rest           one lease in the lane's response arena, each tensor at a multiple of 64
+
+This is the one copy on the way out (docs/data-plane.md). It also parts the answer from whatever memory the model returned.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shm.arrays import Array, byte_content, datatype_of
+from shm.errors import Internal, ServingError
+from shm.messages import Completion, Inline, RegionSlice, Slice, Tensor
+from shm.regions import Region
+from workers.classification import classify
+from workers.models.signature import Signature
+from workers.region_table import check_intact
+from workers.request import Request
+
+_ALIGNMENT = 64
+#: All inline tensors of an answer together, in units of the limit for one: more would burst the datagram.
+_INLINE_TENSORS = 8
+
+Content = bytes | Array
+
+
+def failure(request_id: int, error: ServingError, version: int = 0) -> Completion:
+    """The answer that says what went wrong."""
+    return Completion(request_id, error.code, error.message, version=version)
+
+
+def complete(
+    request: Request,
+    result: dict[str, Array],
+    signature: Signature,
+    version: int,
+    inline_byte_size: int,
+) -> Completion | None:
+    """Puts the outputs into place. None: the response arena is full now; nothing was written anywhere, ask again later.
+
+    Raises: Internal: an output does not fit where its client wants it.  InvalidArgument: larger than the whole response arena.
+    """
+    small = _all_small(request, result, signature, inline_byte_size)
+    if small is not None:
+        check_intact(request.regions)
+        return Completion(request.submit.request_id, version=version, outputs=small)
+    chosen = _choose(request, result, signature)
+    in_regions = _fit(request, chosen)
+    inline_left = inline_byte_size * _INLINE_TENSORS
+    inline: set[str] = set()
+    needed = 0
+    for name, (_, _, content) in chosen.items():
+        if name in in_regions:
+            continue
+        size = _byte_size(content)
+        if size <= inline_byte_size and size <= inline_left:
+            inline.add(name)
+            inline_left -= size
+        else:
+            needed += -(-size // _ALIGNMENT) * _ALIGNMENT
+    lease = None
+    if needed:
+        lease = request.submitter.lane.loan(needed)
+        if lease is None:
+            return None
+    tensors: list[Tensor] = []
+    at = 0
+    for name, (datatype, shape, content) in chosen.items():
+        place: RegionSlice | Inline | Slice
+        if name in in_regions:
+            place, view = in_regions[name]
+            _write(view[: _byte_size(content)], content)
+        elif name in inline or lease is None:
+            place = Inline(content if isinstance(content, bytes) else content.tobytes())
+        else:
+            size = _byte_size(content)
+            _write(lease.view[at : at + size], content)
+            place = Slice(lease.place.segment, lease.place.offset + at, size)
+            at += -(-size // _ALIGNMENT) * _ALIGNMENT
+        tensors.append(Tensor(name, datatype, shape, place))
+    try:
+        # After the last byte was read and written: what was missing meanwhile makes the whole answer void.
+        check_intact(request.regions)
+    except ServingError:
+        if lease is not None:
+            lease.release()
+        raise
+    return Completion(
+        request.submit.request_id,
+        version=version,
+        outputs=tuple(tensors),
+        lease=lease.key if lease is not None else None,
+    )
+
+
+def _all_small(
+    request: Request, result: dict[str, Array], signature: Signature, inline_byte_size: int
+) -> tuple[Tensor, ...] | None:
+    """Places the most frequent kind of answer, a few small tensors of the declared datatypes; None: it is another kind.
+
+    They go into the record, or where a region is named into that, once all of them are known to fit.
+    """
+    tensors: list[Tensor] = []
+    writes: list[tuple[RegionSlice, bytes]] = []
+    room = inline_byte_size
+    for name, array in result.items():
+        region: RegionSlice | None = None
+        if request.outputs:
+            wanted = request.outputs.get(name)
+            if wanted is None:
+                continue
+            region = wanted.region
+            if wanted.classification or (region is not None and region.byte_size < array.nbytes):
+                return None
+        spec = signature.outputs.get(name)
+        room -= array.nbytes
+        if room < 0 or spec is None or array.dtype is not spec.dtype or array.dtype.hasobject:
+            return None
+        content = array.tobytes()
+        tensors.append(Tensor(name, spec.datatype, array.shape, region or Inline(content)))
+        if region is not None and content:
+            writes.append((region, content))
+    for place, content in writes:
+        _leased(request, place.region).view(place.offset, len(content))[:] = content
+    return tuple(tensors)
+
+
+def _choose(
+    request: Request, result: dict[str, Array], signature: Signature
+) -> dict[str, tuple[str, tuple[int, ...], Content]]:
+    """Name -> datatype, shape and content of what is asked for, in the order the model made it."""
+    chosen: dict[str, tuple[str, tuple[int, ...], Content]] = {}
+    for name, array in result.items():
+        wanted = request.outputs.get(name)
+        if wanted is None and request.outputs:
+            continue
+        if wanted is not None and wanted.classification:
+            array = classify(signature.outputs[name], array, wanted.classification, signature.batches)
+        datatype = datatype_of(array.dtype)
+        if datatype is None:
+            raise Internal(
+                f"output '{name}' of model '{signature.model}' has dtype {array.dtype}, which has no name here"
+            )
+        chosen[name] = (datatype, array.shape, byte_content(array) if datatype == "BYTES" else array)
+    return chosen
+
+
+def _fit(
+    request: Request, chosen: dict[str, tuple[str, tuple[int, ...], Content]]
+) -> dict[str, tuple[RegionSlice, memoryview]]:
+    """Where outputs go that a region was named for, all checked before any is written."""
+    places: dict[str, tuple[RegionSlice, memoryview]] = {}
+    for name, wanted in request.outputs.items():
+        if wanted.region is None or name not in chosen:
+            continue
+        size = _byte_size(chosen[name][2])
+        if size > wanted.region.byte_size:
+            raise Internal(
+                f"shared memory size specified with the request for output '{name}' ({wanted.region.byte_size} bytes) "
+                f"should be at least {size} bytes to hold the results"
+            )
+        region = _leased(request, wanted.region.region)
+        places[name] = (wanted.region, region.view(wanted.region.offset, size) if size else memoryview(b""))
+    return places
+
+
+def _leased(request: Request, name: str) -> Region:
+    """The very region that was checked: by now its name may be free, or stand for another one."""
+    return next(region for region in request.regions if region.name == name)
+
+
+def _byte_size(content: Content) -> int:
+    return len(content) if isinstance(content, bytes) else content.nbytes
+
+
+def _write(view: memoryview, content: Content) -> None:
+    if isinstance(content, bytes):
+        view[:] = content
+    elif content.nbytes:
+        np.copyto(np.frombuffer(view, content.dtype).reshape(content.shape), content)

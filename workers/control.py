@@ -1,0 +1,167 @@
+"""What the supervisor asks of a worker, record by record. Belongs to the worker's loop.
+
+LaneOpened + fd                 a submitter more
+Load, Unload                    a version more or less; answered with Loaded, Unloaded
+Call                            answered with Reply: statistics, register and unregister regions
+Stop                            finish, then exit
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from shm.channel import Channel
+from shm.errors import Internal, InvalidArgument, ServingError, Unsupported
+from shm.messages import (
+    Call,
+    LaneOpened,
+    Load,
+    Loaded,
+    ModelStatistics,
+    RegisterSystemRegion,
+    Reply,
+    Stop,
+    Unload,
+    Unloaded,
+    UnregisterRegion,
+)
+from workers.model_table import ModelTable
+from workers.model_version import ModelVersion
+from workers.models.loader import LoadedModel, Loader
+from workers.region_table import RegionTable
+from workers.work_thread import WorkThread
+
+_log = logging.getLogger(__name__)
+
+
+class Control:
+    """Acts on records; what it wants the loop to do goes through the callbacks it was made with."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        models: ModelTable,
+        regions: RegionTable,
+        loader: Loader,
+        thread: WorkThread,
+        open_lane: Callable[[int, socket.socket], None],
+        adopt: Callable[[LoadedModel], ModelVersion],
+        stop: Callable[[int], None],
+    ) -> None:
+        self._channel = channel
+        self._models = models
+        self._regions = regions
+        self._loader = loader
+        self._thread = thread
+        self._open_lane = open_lane
+        self._adopt = adopt
+        self._stop = stop
+        #: (name, version) -> number of the load whose result is wanted; an unload or another load makes older ones stale.
+        self._loads: dict[tuple[str, int], int] = {}
+        self._serial = 0
+
+    def handle(self, record: Any, fds: list[int]) -> None:
+        """Owns the descriptors. Raises InvalidArgument: the supervisor is out of step."""
+        try:
+            if isinstance(record, LaneOpened) and len(fds) == 1:
+                self._open_lane(record.peer, socket.socket(fileno=fds.pop()))
+            elif isinstance(record, Load):
+                self._load(record)
+            elif isinstance(record, Unload):
+                self._unload(record)
+            elif isinstance(record, Call):
+                self._call(record, fds)
+            elif isinstance(record, Stop):
+                self._stop(record.grace_ns)
+            else:
+                raise InvalidArgument(f"{type(record).__name__} with {len(fds)} descriptors is not expected here")
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    # ----------------------------------------------------------------------------------------------------------- models
+
+    def _load(self, record: Load) -> None:
+        self._serial += 1
+        serial = self._loads[record.name, record.version] = self._serial
+
+        def done(outcome: LoadedModel | Exception) -> None:
+            wanted = self._loads.get((record.name, record.version)) == serial
+            if isinstance(outcome, Exception):
+                if wanted:
+                    self._channel.put(Loaded(record.name, record.version, reason=_sentence(outcome)))
+                return
+            version = self._adopt(outcome)
+            if not wanted:  # unloaded meanwhile: it never serves
+                self._models.discard(version)
+                return
+            self._models.add(version)
+            _log.info("model '%s' version %d is ready", record.name, record.version)
+            self._channel.put(
+                Loaded(
+                    record.name,
+                    record.version,
+                    metadata=outcome.metadata,
+                    config=outcome.config,
+                    stateless=outcome.stateless,
+                )
+            )
+
+        self._thread.do(lambda: self._loader.load(record), done)
+
+    def _unload(self, record: Unload) -> None:
+        self._loads.pop((record.name, record.version), None)
+        self._models.remove(
+            record.name, record.version, lambda: self._channel.put(Unloaded(record.name, record.version))
+        )
+
+    # ------------------------------------------------------------------------------------------------------------ calls
+
+    def _call(self, call: Call, fds: list[int]) -> None:
+        operation = call.operation
+        try:
+            if isinstance(operation, RegisterSystemRegion):
+                self._register(call, operation, fds)
+            elif isinstance(operation, UnregisterRegion):
+                self._unregister(call, operation)
+            elif isinstance(operation, ModelStatistics):
+                self._channel.put(Reply(call.call_id, result=self._statistics(operation)))
+            else:
+                raise Unsupported(f"a worker does not answer {type(operation).__name__}")
+        except ServingError as error:
+            self._channel.put(Reply(call.call_id, error.code, error.message))
+        except Exception as error:  # a defect of ours, and one call's
+            _log.exception("%s failed", type(operation).__name__)
+            self._channel.put(Reply(call.call_id, Internal.code, f"the call failed with {type(error).__name__}"))
+
+    def _register(self, call: Call, operation: RegisterSystemRegion, fds: list[int]) -> None:
+        """The first worker opens the object by its key and sends the descriptor along; the others get it from there."""
+        given = fds.pop(0) if fds else None
+        region = self._regions.register(operation, given)
+        if given is None:
+            self._channel.put(Reply(call.call_id), region.fd)
+        else:
+            self._channel.put(Reply(call.call_id))
+
+    def _unregister(self, call: Call, operation: UnregisterRegion) -> None:
+        if operation.kind != "system":
+            self._channel.put(Reply(call.call_id))
+            return
+        self._regions.unregister(operation.name, lambda: self._channel.put(Reply(call.call_id)))
+
+    def _statistics(self, operation: ModelStatistics) -> bytes:
+        found = [
+            version.statistics.to_dict()
+            for version in self._models
+            if operation.name in ("", version.name) and operation.version in (0, version.version)
+        ]
+        return json.dumps({"model_stats": found}, separators=(",", ":")).encode()
+
+
+def _sentence(error: Exception) -> str:
+    return error.message if isinstance(error, ServingError) else f"loading failed with {type(error).__name__}"

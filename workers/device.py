@@ -1,0 +1,51 @@
+"""The device a worker runs on: named on its command line, opened once, never another one.
+
+Its environment is set before jax is imported, so that a CPU worker never looks for GPUs and a GPU worker sees only its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import jax
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceName:
+    """``cpu:0``, ``cuda:1``."""
+
+    platform: str
+    index: int
+
+    @classmethod
+    def parse(cls, text: str) -> DeviceName:
+        """Raises ValueError."""
+        match = re.fullmatch(r"(cpu|cuda):(\d{1,4})", text, re.ASCII)
+        if match is None:
+            raise ValueError(f"device '{text}': expected cpu:N or cuda:N")
+        return cls(match[1], int(match[2]))
+
+    def __str__(self) -> str:
+        return f"{self.platform}:{self.index}"
+
+    @property
+    def gpu(self) -> int | None:
+        return self.index if self.platform == "cuda" else None
+
+    def prepare_environment(self) -> None:
+        """Call before anything imports jax."""
+        os.environ["JAX_PLATFORMS"] = self.platform
+        if self.platform == "cuda":
+            visible = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
+            chosen = visible[self.index] if self.index < len(visible) else str(self.index)
+            os.environ["CUDA_VISIBLE_DEVICES"] = chosen
+
+    def open(self) -> jax.Device:
+        """Starts the back end. Raises RuntimeError: there is no such device."""
+        import jax
+
+        return jax.devices()[0]

@@ -1,0 +1,38 @@
+"""How other threads speak to the worker's loop: they post calls, an eventfd wakes it, it runs them in order."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable
+
+
+class Inbox:
+    """``post`` from any thread; ``drain`` and ``close`` on the loop."""
+
+    def __init__(self) -> None:
+        self._calls: deque[Callable[[], None]] = deque()
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Queues a call and wakes the loop. Ignored once closed."""
+        self._calls.append(call)
+        if self._fd >= 0:
+            os.eventfd_write(self._fd, 1)
+
+    def drain(self) -> None:
+        """Runs what was posted so far."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._fd)
+        for _ in range(len(self._calls)):
+            self._calls.popleft()()
+
+    def close(self) -> None:
+        """Idempotent. Threads that post later find nobody."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)

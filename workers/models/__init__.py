@@ -1,0 +1,1 @@
+"""Loading models and running them: the jax and python back ends."""

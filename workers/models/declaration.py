@@ -1,0 +1,120 @@
+"""What a model and its configuration say together: tensors, buckets, labels, and the rules of its queue and its batches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from config import model_config
+from config.model_config import ModelConfig
+from shm.errors import InvalidArgument
+from workers.models.buckets import MAX_EXECUTABLES, Buckets, check_sizes, powers_of_two
+from workers.models.signature import Declared, Signature, declare, parse_declaration
+from workers.scheduling.dynamic_batcher import BatchRules
+from workers.scheduling.queue import QueuePolicy, QueueRules
+
+_MAX_LABEL_BYTE_SIZE = 16 << 20
+
+
+def declare_tensors(message: ModelConfig, module: ModuleType) -> dict[str, tuple[str | None, ...]]:
+    """Takes over what model.py declares where the configuration is silent; returns the names of axes."""
+    tensors: dict[str, dict[str, Declared]] = {}
+    for kind in ("inputs", "outputs"):
+        declared = getattr(module, kind, {})
+        if not isinstance(declared, Mapping):
+            raise InvalidArgument(f"model '{message.name}': {kind} of model.py must be a dict of names to declarations")
+        tensors[kind] = {
+            str(name): parse_declaration(f"model '{message.name}': {kind[:-1]} '{name}'", text)
+            for name, text in declared.items()
+        }
+    declare(message, tensors["inputs"], tensors["outputs"])
+    limit = getattr(module, "max_batch_size", 0)
+    if type(limit) is not int or limit < 0:
+        raise InvalidArgument(f"model '{message.name}': max_batch_size of model.py is {limit!r}, a number is expected")
+    message.max_batch_size = message.max_batch_size or limit
+    return {name: tensor.axes for group in tensors.values() for name, tensor in group.items()}
+
+
+def choose_buckets(message: ModelConfig, module: ModuleType, described: Signature) -> Buckets:
+    declared = getattr(module, "buckets", {})
+    if not isinstance(declared, Mapping):
+        raise InvalidArgument(f"model '{message.name}': buckets of model.py must be a dict of axis names to sizes")
+    axes = {
+        str(axis): check_sizes(f"model '{message.name}': buckets of axis '{axis}'", sizes)
+        for axis, sizes in declared.items()
+    }
+    limit = described.max_batch_size
+    batch: tuple[int, ...] = (1,)
+    if limit > 0:
+        batch = model_config.batch_buckets(message)
+        if not batch and hasattr(module, "batch_buckets"):
+            batch = check_sizes(f"model '{message.name}': batch_buckets", module.batch_buckets, limit)
+        batch = batch or powers_of_two(limit)
+        if batch[-1] < limit:
+            batch = (*batch, limit)
+    buckets = Buckets(described, batch, axes)
+    count = len(batch) * sum(1 for _ in itertools.islice(buckets.planned(), MAX_EXECUTABLES + 1))
+    if count > MAX_EXECUTABLES and not getattr(module, "host", False):
+        raise InvalidArgument(
+            f"model '{message.name}': its buckets need {count} executables, at most {MAX_EXECUTABLES} are made"
+        )
+    return buckets
+
+
+def read_labels(message: ModelConfig, folder: Path) -> dict[str, tuple[str, ...]]:
+    """Lines of the label files. Raises InvalidArgument: one cannot be read."""
+    labels: dict[str, tuple[str, ...]] = {}
+    for output in message.output:
+        if not output.label_filename:
+            continue
+        try:
+            with open(folder / output.label_filename, encoding="utf-8") as file:
+                labels[output.name] = tuple(file.read(_MAX_LABEL_BYTE_SIZE).splitlines())
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidArgument(
+                f"model '{message.name}': label file '{output.label_filename}' of output '{output.name}' cannot be read"
+            ) from error
+    return labels
+
+
+def unsupported(message: ModelConfig) -> str:
+    if message.model_transaction_policy.decoupled:
+        return f"model '{message.name}' is decoupled, which is not supported yet"
+    if message.HasField("sequence_batching"):
+        return f"model '{message.name}' batches sequences, which is not supported yet"
+    return ""
+
+
+def queue_rules(message: ModelConfig, max_size: int) -> QueueRules:
+    if not message.HasField("dynamic_batching"):
+        return QueueRules(max_size)
+    batching = message.dynamic_batching
+    return QueueRules(
+        max_size,
+        _policy(batching.default_queue_policy),
+        {level: _policy(policy) for level, policy in batching.priority_queue_policy.items()},
+        max(1, batching.priority_levels),
+        max(1, batching.default_priority_level),
+    )
+
+
+def _policy(policy: Any) -> QueuePolicy:
+    return QueuePolicy(
+        policy.max_queue_size,
+        policy.default_timeout_microseconds * 1000,
+        policy.allow_timeout_override,
+        policy.timeout_action == type(policy).DELAY,
+    )
+
+
+def batch_rules(message: ModelConfig) -> BatchRules:
+    """As in Triton a python model gets one request at a time unless dynamic batching is asked for; a jax model what waits."""
+    asked = message.HasField("dynamic_batching")
+    if message.max_batch_size < 1 or (message.backend == "python" and not asked):
+        return BatchRules(joins=False)
+    batching = message.dynamic_batching
+    delay_ns = batching.max_queue_delay_microseconds * 1000
+    return BatchRules(message.max_batch_size, delay_ns, tuple(sorted(batching.preferred_batch_size)))

@@ -1,0 +1,255 @@
+"""The compiled executables of one model version: ahead of time for its buckets, on demand for a bounded number of other shapes.
+
+    executable    one per (batch bucket, shapes): jit(apply).lower(parameters, inputs).compile()
+
+Parameters are arguments, never constants: a constant would be copied into every executable. Compiling may happen in any thread;
+``find``, ``add`` and ``limit`` belong to the worker's loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from shm.arrays import DTYPES, Array, datatype_of
+from shm.errors import Internal
+from workers.models.buckets import Buckets, Shapes
+from workers.models.executable_cache import ExecutableCache
+from workers.models.signature import Signature, TensorSpec
+from workers.request import Request
+
+_log = logging.getLogger(__name__)
+#: What XLA:CPU needs to use an argument in place.
+ALIGNMENT = 64
+#: For the first runs of a version's executables.
+_WARM_NS = 20_000_000
+Apply = Callable[[Any, dict[str, Any]], dict[str, Any]]
+
+
+class Wanted(NamedTuple):
+    """The shapes of one executable: how many rows (1 without a batch dimension) and the inputs' shapes without them."""
+
+    rows: int
+    shapes: Shapes
+
+
+class Executable:
+    """One compiled program with the buffers its batches are gathered in. Used by the execution thread only."""
+
+    __slots__ = ("_batches", "_buffers", "_specs", "call", "wanted")
+
+    def __init__(self, wanted: Wanted, signature: Signature, call: Callable[..., dict[str, Any]]) -> None:
+        self.wanted = wanted
+        self.call = call
+        self._batches = signature.batches
+        self._specs = [
+            (spec, shape)
+            for spec, shape in zip(signature.inputs.values(), wanted.shapes, strict=True)
+            if shape is not None
+        ]
+        self._buffers: dict[str, Array] = {}
+
+    def gather(self, requests: Sequence[Request]) -> tuple[dict[str, Array], int]:
+        """The arguments for a batch, and how many bytes were copied for them.
+
+        A request that fills the bucket alone is used where it lies; small unaligned arguments are left to XLA, which copies
+        them anyway, but large ones faster by us.
+        """
+        if len(requests) == 1 and requests[0].rows == self.wanted.rows:
+            arguments, copied = dict(requests[0].arrays), 0
+            for spec, shape in self._specs:
+                array = arguments[spec.name]
+                exact = (array.shape[1:] if self._batches else array.shape) == shape
+                if not exact or (array.nbytes > 4096 and array.__array_interface__["data"][0] % ALIGNMENT):
+                    arguments[spec.name] = self._fill(spec, shape, requests)
+                    copied += array.nbytes
+            return arguments, copied
+        arguments = {spec.name: self._fill(spec, shape, requests) for spec, shape in self._specs}
+        return arguments, sum(array.nbytes for request in requests for array in request.arrays.values())
+
+    def _fill(self, spec: TensorSpec, shape: tuple[int, ...], requests: Sequence[Request]) -> Array:
+        buffer = self._buffers.get(spec.name)
+        if buffer is None:
+            full = (self.wanted.rows, *shape) if self._batches else shape
+            buffer = self._buffers[spec.name] = aligned(full, spec.dtype)
+        if not self._batches:
+            _pad_into(buffer, requests[0].arrays[spec.name])
+            return buffer
+        at = 0
+        for request in requests:
+            array = request.arrays[spec.name]
+            part = buffer[at : at + request.rows]
+            if array.shape == part.shape:
+                part[...] = array
+            else:
+                _pad_into(part, array)
+            at += request.rows
+        buffer[at:] = 0
+        return buffer
+
+
+def _pad_into(part: Array, array: Array) -> None:
+    if array.shape != part.shape:
+        part[...] = 0
+    part[tuple(map(slice, array.shape))] = array
+
+
+def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """An uninitialised array that starts at a multiple of ``ALIGNMENT``."""
+    byte_size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    memory = np.empty(byte_size + ALIGNMENT, np.uint8)
+    start = -memory.__array_interface__["data"][0] % ALIGNMENT
+    return memory[start : start + byte_size].view(dtype).reshape(shape)
+
+
+class Executables:
+    """Finds, compiles and forgets the executables of one model version."""
+
+    def __init__(
+        self,
+        signature: Signature,
+        buckets: Buckets,
+        apply: Apply,
+        parameters: Any,
+        cache: ExecutableCache,
+        source: bytes,
+        max_unexpected: int,
+    ) -> None:
+        self._signature = signature
+        self._buckets = buckets
+        self._cache = cache
+        self._source = source
+        self._max_unexpected = max_unexpected
+        self.apply = apply
+        self._jitted = jax.jit(apply)
+        with precision(signature):
+            self.parameters = jax.device_put(parameters)
+        self._parameter_specs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.parameters)
+        self._planned: dict[Wanted, Executable] = {}
+        #: Those compiled because a request asked, least recently used first.
+        self._unexpected: OrderedDict[Wanted, Executable] = OrderedDict()
+
+    def warm(self) -> None:
+        """Makes every planned executable: from the cache, or by compiling. Raises Internal: wrong outputs."""
+        planned = [Wanted(rows, shapes) for shapes in self._buckets.planned() for rows in self._buckets.batch]
+        program: bytes | None = None
+        for wanted in planned:
+            lowered = None
+            if program is None:
+                # The program of the smallest shapes is part of every key: it changes with anything that ``apply`` closes over
+                # or calls, which the source of model.py does not tell.
+                lowered = self._lower(wanted)
+                program = lowered.as_text().encode()
+            key = self._cache.key((self._source, program, repr(self._signature), repr(wanted)))
+            compiled = self._cache.load(key)
+            if compiled is None:
+                made, fresh = self._cache.compile(functools.partial(self._compile, wanted, lowered))
+                compiled = made
+                if fresh:
+                    self._cache.store(key, compiled)
+            self._planned[wanted] = Executable(wanted, self._signature, compiled)
+        self._run_once()
+
+    def _run_once(self) -> None:
+        """Runs the planned executables on zeros, smallest first, for a bounded time.
+
+        A program's first run is slower (measured: the first of a process by 30 ms, the first of each executable by 3 ms), and a
+        model that cannot run at all is found out before it serves.
+        """
+        end_ns = time.monotonic_ns() + _WARM_NS
+        for wanted, executable in self._planned.items():
+            arguments = {
+                spec.name: np.zeros((wanted.rows, *shape) if self._signature.batches else shape, spec.dtype)
+                for spec, shape in zip(self._signature.inputs.values(), wanted.shapes, strict=True)
+                if shape is not None
+            }
+            with precision(self._signature):
+                jax.block_until_ready(executable.call(self.parameters, arguments))
+            if time.monotonic_ns() > end_ns:
+                return
+
+    def compile(self, wanted: Wanted) -> Executable:
+        """Makes an executable nobody planned. Raises Internal: wrong outputs; or whatever tracing raises."""
+        return Executable(wanted, self._signature, self._compile(wanted, None))
+
+    def find(self, wanted: Wanted) -> Executable | None:
+        """A ready executable, or None."""
+        found = self._planned.get(wanted)
+        if found is None and (found := self._unexpected.get(wanted)) is not None:
+            self._unexpected.move_to_end(wanted)
+        return found
+
+    def add(self, executable: Executable) -> list[Wanted]:
+        """Adopts an unplanned executable; returns those that made room for it."""
+        self._unexpected[executable.wanted] = executable
+        gone = []
+        while len(self._unexpected) > self._max_unexpected:
+            gone.append(self._unexpected.popitem(last=False)[0])
+        return gone
+
+    def limit(self, shapes: Shapes) -> int:
+        """The most rows of those shapes that a ready executable takes; 0: none is ready."""
+        ready = (
+            wanted.rows for made in (self._planned, self._unexpected) for wanted in made if wanted.shapes == shapes
+        )
+        return max(ready, default=0)
+
+    def _lower(self, wanted: Wanted) -> Any:
+        inputs = {}
+        for spec, shape in zip(self._signature.inputs.values(), wanted.shapes, strict=True):
+            if shape is not None:
+                full = (wanted.rows, *shape) if self._signature.batches else shape
+                inputs[spec.name] = jax.ShapeDtypeStruct(full, spec.dtype)
+        with precision(self._signature):
+            return self._jitted.lower(self._parameter_specs, inputs)
+
+    def _compile(self, wanted: Wanted, lowered: Any | None) -> Any:
+        lowered = lowered if lowered is not None else self._lower(wanted)
+        self._check_outputs(wanted, lowered.out_info)
+        with precision(self._signature):
+            return lowered.compile()
+
+    def _check_outputs(self, wanted: Wanted, made: Any) -> None:
+        """A jitted model is found out before it serves: its program says what it computes."""
+        name = self._signature.model
+        if not isinstance(made, dict):
+            raise Internal(f"model '{name}': apply returned {type(made).__name__}, a dict of arrays is expected")
+        for spec in self._signature.outputs.values():
+            if spec.name not in made:
+                raise Internal(f"model '{name}': output '{spec.name}' is declared but not computed")
+            found = made[spec.name]
+            check_output(name, spec, self._signature.batches, wanted.rows, found.shape, found.dtype)
+
+    def __repr__(self) -> str:
+        return f"<Executables {len(self._planned)} planned, {len(self._unexpected)} unexpected>"
+
+
+def precision(signature: Signature) -> contextlib.AbstractContextManager[object]:
+    """64-bit mode for a model that speaks of 64-bit elements; everything else is traced and called without."""
+    return jax.enable_x64(True) if signature.wide else contextlib.nullcontext()
+
+
+def check_output(
+    model: str, spec: TensorSpec, batches: bool, rows: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> None:
+    """Raises Internal: datatype or shape are not the declared ones; it names both."""
+    inner = shape[1:] if batches else shape
+    fits = spec.fits_model(inner) and (not batches or (len(shape) > 0 and shape[0] == rows))
+    if dtype == spec.dtype and fits:
+        return
+    declared = f"{spec.datatype}{list((rows, *spec.model_dims) if batches else spec.model_dims)}"
+    made = f"{datatype_of(dtype) or dtype}{list(shape)}"
+    raise Internal(f"model '{model}': output '{spec.name}' is computed as {made}, declared as {declared}")
+
+
+def is_numeric(spec: TensorSpec) -> bool:
+    """Whether a jitted function can take or give it."""
+    return DTYPES[spec.datatype].kind != "O"

@@ -1,0 +1,102 @@
+"""One run of a model over a batch, and the rule that a bad request costs only its own answer.
+
+``run`` catches twice: an error of our family keeps its code, anything else is a defect of the model and becomes one calm
+sentence, with the traceback in the worker's log. A batch that fails as a whole is run again request by request.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from shm.arrays import Array
+from shm.errors import Internal, ServingError
+from workers.request import Request
+
+if TYPE_CHECKING:
+    from workers.models.executables import Executable
+    from workers.models.series import SeriesExecutable
+
+_log = logging.getLogger(__name__)
+_PATH = re.compile(r"(?<![\w.])/[^\s'\"():,;]+")
+
+#: Output name -> array of the client's shape, in the order the model made them.
+Result = dict[str, Array] | ServingError
+
+
+class Execution:
+    """A batch on its way through a model. The three moments are what statistics are made of."""
+
+    __slots__ = (
+        "began_ns",
+        "computed_ns",
+        "copied_byte_size",
+        "executable",
+        "gathered_ns",
+        "requests",
+        "results",
+        "runs",
+    )
+
+    def __init__(
+        self, requests: Sequence[Request], began_ns: int, executable: Executable | SeriesExecutable | None = None
+    ) -> None:
+        self.requests = requests
+        #: How often the model was applied: once to a batch, or to each request of a series.
+        self.runs = 1
+        #: Of a jitted model, where it is known already.
+        self.executable = executable
+        #: One for each request, in the same order.
+        self.results: list[Result] = []
+        self.began_ns = began_ns
+        #: Inputs are where the model wants them.
+        self.gathered_ns = began_ns
+        #: The model is done and its outputs are readable.
+        self.computed_ns = began_ns
+        #: Input bytes that were copied because of batching, padding or alignment.
+        self.copied_byte_size = 0
+
+
+class Model(Protocol):
+    """What runs: a jitted function, a host-side function, or an instance of a Triton Python model."""
+
+    def execute(self, execution: Execution) -> None:
+        """Fills in the results and the moments. Raises whatever the model raises; then nothing is filled in."""
+
+    def describe(self, error: BaseException) -> str:
+        """The sentence for a client when the model failed: no path, no traceback."""
+
+
+def run(model: Model, execution: Execution) -> None:
+    """Runs a batch; every request has its result afterwards."""
+    try:
+        model.execute(execution)
+    except BaseException as error:  # also sys.exit() in a model: it must cost its request an answer, not the thread
+        requests = execution.requests
+        if len(requests) == 1:
+            execution.results = [_own(model, error)]
+        else:
+            execution.results = []
+            for request in requests:
+                single = Execution([request], execution.began_ns)
+                run(model, single)
+                execution.results += single.results
+        now_ns = time.monotonic_ns()
+        execution.gathered_ns = min(max(execution.gathered_ns, execution.began_ns), now_ns)
+        execution.computed_ns = now_ns
+
+
+def _own(model: Model, error: BaseException) -> ServingError:
+    if isinstance(error, ServingError):
+        return error
+    _log.error("%s", model.describe(error), exc_info=error)
+    return Internal(model.describe(error))
+
+
+def describe_exception(error: BaseException) -> str:
+    """Type and message of a model's own exception, on one line and without the paths in it."""
+    reason = _PATH.sub("<path>", " ".join(str(error).split()))[:1000]
+    return f"{type(error).__name__}: {reason}" if reason else type(error).__name__

@@ -1,0 +1,81 @@
+"""A host-side model: a plain function of numpy arrays, for strings, tokenizers and whatever is not to be jitted.
+
+It runs in a thread of its own, so one that sleeps or parses stalls nobody. BYTES are object arrays of ``bytes``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import numpy as np
+
+from shm.arrays import Array, datatype_of
+from shm.errors import Internal
+from workers.models.executables import check_output
+from workers.models.execution import Execution, Result
+from workers.models.signature import Signature, TensorSpec
+
+
+class HostModel:
+    """One version of a host-side model; its instances share the function and its parameters."""
+
+    def __init__(
+        self, version: int, signature: Signature, apply: Callable[[Any, dict[str, Array]], Any], parameters: Any
+    ) -> None:
+        self._version = version
+        self._signature = signature
+        self._apply = apply
+        self._parameters = parameters
+
+    def execute(self, execution: Execution) -> None:
+        requests = execution.requests
+        if len(requests) == 1:
+            inputs = dict(requests[0].arrays)
+        else:
+            inputs = {
+                name: np.concatenate([request.arrays[name] for request in requests]) for name in requests[0].arrays
+            }
+            execution.copied_byte_size = sum(array.nbytes for array in inputs.values())
+        execution.gathered_ns = time.monotonic_ns()
+        made = self._apply(self._parameters, inputs)
+        rows = sum(request.rows for request in requests)
+        outputs = {spec.name: self._checked(spec, made, rows) for spec in self._signature.outputs.values()}
+        execution.computed_ns = time.monotonic_ns()
+        results: list[Result] = []
+        at = 0
+        for request in requests:
+            part = {name: array[at : at + request.rows] for name, array in outputs.items()}
+            results.append(part if self._signature.batches else outputs)
+            at += request.rows
+        execution.results = results
+
+    def _checked(self, spec: TensorSpec, made: Any, rows: int) -> Array:
+        name = self._signature.model
+        if not isinstance(made, dict):
+            raise Internal(f"model '{name}' returned {type(made).__name__}, a dict of arrays is expected")
+        if spec.name not in made:
+            raise Internal(f"model '{name}' did not compute its output '{spec.name}'")
+        array = np.asarray(made[spec.name])
+        if spec.datatype == "BYTES" and datatype_of(array.dtype) == "BYTES":
+            array = array.astype(np.object_, copy=False)
+        check_output(name, spec, self._signature.batches, rows, array.shape, array.dtype)
+        if not spec.reshaped:
+            return array
+        lead = array.shape[:1] if self._signature.batches else ()
+        return array.reshape(lead + spec.to_client(array.shape[len(lead) :]))
+
+    def describe(self, error: BaseException) -> str:
+        return f"model '{self._signature.model}' version {self._version} failed with {type(error).__name__}"
+
+    def initialize(self) -> None:
+        """Nothing to start."""
+
+    def close(self) -> None:
+        """Nothing to finish."""
+
+
+def shapes_key(arrays: Mapping[str, Array], batches: bool) -> Hashable:
+    """What requests to a model that is not jitted must have in common to run together."""
+    return tuple((name, array.shape[1:] if batches else array.shape) for name, array in sorted(arrays.items()))

@@ -1,0 +1,157 @@
+"""A jitted model: requests are padded into a bucket, run by its executable on the worker's execution thread, sliced back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from shm.arrays import Array
+from shm.errors import InvalidArgument, Unsupported
+from workers.models.buckets import Buckets, Shapes, sliced
+from workers.models.executables import Executable, Executables, Wanted, is_numeric, precision
+from workers.models.execution import Execution, Result
+from workers.models.series import Series, SeriesExecutable
+from workers.models.signature import Signature
+from workers.request import Request
+
+
+class JaxModel:
+    """One version of a jitted model. Everything but ``executables.compile`` belongs to the execution thread."""
+
+    def __init__(self, version: int, signature: Signature, buckets: Buckets, executables: Executables) -> None:
+        for spec in (*signature.inputs.values(), *signature.outputs.values()):
+            if not is_numeric(spec):
+                raise Unsupported(
+                    f"model '{signature.model}': {spec.datatype} of '{spec.name}' cannot be jitted; "
+                    "declare 'host = True' in model.py"
+                )
+        self.executables = executables
+        self._names = tuple(signature.outputs)
+        reshaped = any(spec.reshaped for spec in signature.outputs.values())
+        #: Where requests cannot share a batch, quick ones may share a call.
+        self.series = None if signature.batches or buckets.axes or reshaped else Series(signature, executables.apply)
+        self._version = version
+        self._signature = signature
+        self._buckets = buckets
+        self._fixed: Shapes | None = None
+        if buckets.fixed:
+            self._fixed = tuple(spec.model_dims for spec in signature.inputs.values())
+        #: Whether shapes say more than themselves: axes that must agree, or that are padded.
+        self._named = any(axis is not None for spec in signature.inputs.values() for axis in spec.axes)
+        #: Outputs with an axis that may come back padded.
+        self._padded = any(
+            axis in buckets.axes for spec in signature.outputs.values() for axis in spec.axes if axis is not None
+        )
+        self._cut = self._padded or any(spec.reshaped for spec in signature.outputs.values())
+
+    def key(self, arrays: Mapping[str, Array]) -> Shapes:
+        """What requests must have in common to run together: the shapes after bucketing.
+
+        Raises: InvalidArgument: axes of one name have different sizes.
+        """
+        if self._fixed is not None:
+            return self._fixed
+        if not self._named:
+            lead = 1 if self._signature.batches else 0
+            return tuple([arrays[name].shape[lead:] if name in arrays else None for name in self._signature.inputs])
+        self._lengths(arrays)
+        shapes: list[tuple[int, ...] | None] = []
+        for spec in self._signature.inputs.values():
+            array = arrays.get(spec.name)
+            if array is None:
+                shapes.append(None)
+            else:
+                shapes.append(self._buckets.padded(spec, array.shape[1:] if self._signature.batches else array.shape))
+        return tuple(shapes)
+
+    def _lengths(self, arrays: Mapping[str, Array]) -> dict[str, int]:
+        """Axis name -> size, as this request has it."""
+        lengths: dict[str, int] = {}
+        for spec in self._signature.inputs.values():
+            array = arrays.get(spec.name)
+            if array is None:
+                continue
+            for axis, size in zip(spec.axes, array.shape[1:] if self._signature.batches else array.shape, strict=True):
+                if axis is not None and lengths.setdefault(axis, size) != size:
+                    raise InvalidArgument(
+                        f"input '{spec.name}' of model '{self._signature.model}': axis '{axis}' has size {size}, "
+                        f"{lengths[axis]} in another input"
+                    )
+        return lengths
+
+    def wanted_by(self, requests: Sequence[Request]) -> Wanted:
+        """The executable for a batch of compatible requests."""
+        first = requests[0]
+        # A request that must run alone has a key of its own, which says more than its shapes.
+        shapes: Shapes = self.key(first.arrays) if first.submit.strikes else first.key  # type: ignore[assignment]
+        rows = first.rows if len(requests) == 1 else sum([request.rows for request in requests])
+        return Wanted(self._buckets.rows(rows), shapes)
+
+    def find(self, requests: Sequence[Request]) -> Executable | SeriesExecutable | None:
+        """Their executable, if it is compiled."""
+        if self.series is not None and len(requests) > 1:
+            return self.series.find(requests[0].key, len(requests))
+        return self.executables.find(self.wanted_by(requests))
+
+    def execute(self, execution: Execution) -> None:
+        """Raises LookupError: its executable is not compiled; ask ``find`` first."""
+        requests = execution.requests
+        executable = execution.executable
+        if executable is None:
+            executable = self.find(requests)
+            if executable is None:
+                raise LookupError(f"no executable for {self.wanted_by(requests)}")
+        if isinstance(executable, SeriesExecutable):
+            self._execute_series(execution, executable)
+            return
+        arguments, execution.copied_byte_size = executable.gather(requests)
+        execution.gathered_ns = time.monotonic_ns()
+        if self._signature.wide:
+            with precision(self._signature):
+                made = executable.call(self.executables.parameters, arguments)
+        else:
+            made = executable.call(self.executables.parameters, arguments)
+        # All of them are waited for: only then has the program read its last input.
+        outputs = {name: np.asarray(made[name]) for name in self._signature.outputs}
+        execution.computed_ns = time.monotonic_ns()
+        execution.results = self._split(requests, executable.wanted.rows, outputs)
+        if self.series is not None:
+            first = requests[0]
+            self.series.note(first.key, first.arrays, execution.computed_ns - execution.gathered_ns)
+
+    def _execute_series(self, execution: Execution, executable: SeriesExecutable) -> None:
+        execution.copied_byte_size = executable.gather(execution.requests)
+        execution.gathered_ns = time.monotonic_ns()
+        with precision(self._signature):
+            results = executable.run(self.executables.parameters, self._names)
+        execution.computed_ns = time.monotonic_ns()
+        execution.runs = len(execution.requests)
+        execution.results = results
+
+    def _split(self, requests: Sequence[Request], bucket: int, outputs: dict[str, Array]) -> list[Result]:
+        batches = self._signature.batches
+        if not self._cut and len(requests) == 1 and (not batches or requests[0].rows == bucket):
+            return [outputs]
+        results: list[Result] = []
+        at = 0
+        for request in requests:
+            lengths = self._lengths(request.arrays) if self._padded else {}
+            result: dict[str, Array] = {}
+            for name, array in outputs.items():
+                spec = self._signature.outputs[name]
+                part = array[at : at + request.rows] if batches else array
+                lead = part.shape[:1] if batches else ()
+                inner = part.shape[len(lead) :]
+                if lengths:
+                    part = part[(slice(None),) * len(lead) + sliced(spec, inner, lengths)]
+                if spec.reshaped:
+                    part = part.reshape(lead + spec.to_client(part.shape[len(lead) :]))
+                result[name] = part
+            results.append(result)
+            at += request.rows
+        return results
+
+    def describe(self, error: BaseException) -> str:
+        return f"model '{self._signature.model}' version {self._version} failed with {type(error).__name__}"

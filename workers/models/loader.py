@@ -1,0 +1,198 @@
+"""Brings one model version into memory: its code, its completed configuration, its executables or instances.
+
+    Load record ─▶ model.py in a module of its own ─▶ configuration: given, declared, completed, checked
+                ─▶ jitted function with executables  |  host-side function  |  TritonPythonModel objects
+
+Runs in the worker's loader thread, one version after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import jax
+
+from config import model_config
+from config.model_config import ModelConfig
+from shm.errors import Internal, InvalidArgument, Unsupported
+from shm.messages import Load
+from shm.status_page import StatusPage
+from workers.inbox import Inbox
+from workers.instance import Instance
+from workers.models.declaration import (
+    batch_rules,
+    choose_buckets,
+    declare_tensors,
+    queue_rules,
+    read_labels,
+    unsupported,
+)
+from workers.models.executable_cache import ExecutableCache
+from workers.models.executables import Apply, Executables, precision
+from workers.models.execution import describe_exception
+from workers.models.host_model import HostModel
+from workers.models.jax_model import JaxModel
+from workers.models.model_code import import_model, own_folders, python_source
+from workers.models.python_model import PythonModel, auto_complete
+from workers.models.signature import Signature, signature
+from workers.scheduling.dynamic_batcher import BatchRules
+from workers.scheduling.queue import QueueRules
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What the loader hands to the worker's loop."""
+
+    name: str
+    version: int
+    signature: Signature
+    metadata: bytes
+    config: bytes
+    #: Requests may be run again on another worker.
+    stateless: bool
+    #: Why no request can be run yet, "" where they can.
+    unsupported: str
+    #: The jitted model, or None where ``instances`` run it.
+    jitted: JaxModel | None
+    instances: tuple[Instance, ...]
+    queue_rules: QueueRules
+    batch_rules: BatchRules
+    #: Its name in ``sys.modules``.
+    module: str
+
+
+class Loader:
+    """Loads versions on one device."""
+
+    def __init__(
+        self,
+        device: jax.Device,
+        gpu: int | None,
+        cache: ExecutableCache,
+        inbox: Inbox,
+        page: StatusPage,
+        max_queue_size: int,
+        max_unexpected_shapes: int,
+    ) -> None:
+        self._device = device
+        self._gpu = gpu
+        self._cache = cache
+        self._inbox = inbox
+        self._page = page
+        self._max_queue_size = max_queue_size
+        self._max_unexpected_shapes = max_unexpected_shapes
+        self._serial = itertools.count(1)
+
+    def load(self, record: Load) -> LoadedModel:
+        """Raises ServingError: with one calm sentence, whatever went wrong; details are in the log."""
+        folders = (Path(record.version_path), Path(record.model_path))
+        name = f"tensord_model_{next(self._serial)}"
+        try:
+            message = model_config.from_bytes(record.config)
+            message.name = message.name or record.name
+            with own_folders(*folders):
+                module = import_model(folders[0] / (message.default_model_filename or "model.py"), name)
+                return self._load(record, message, module)
+        except BaseException as error:
+            sys.modules.pop(name, None)
+            if isinstance(error, (Internal, InvalidArgument, Unsupported)):
+                raise
+            _log.error("loading model '%s' version %d failed", record.name, record.version, exc_info=error)
+            raise Internal(f"Internal: {describe_exception(error)}") from error
+
+    def _load(self, record: Load, message: ModelConfig, module: ModuleType) -> LoadedModel:
+        triton = hasattr(module, "TritonPythonModel")
+        message.backend = message.backend or ("python" if triton else "jax")
+        if message.backend not in model_config.BACKENDS:
+            model_config.check(message)
+        if message.backend == "python":
+            if not triton:
+                raise InvalidArgument(f"model '{message.name}': model.py has no class TritonPythonModel")
+            message = auto_complete(module, message)
+            axes: dict[str, tuple[str | None, ...]] = {}
+        else:
+            if not callable(getattr(module, "create", None)):
+                raise InvalidArgument(f"model '{message.name}': model.py has no function create(path, config, device)")
+            axes = declare_tensors(message, module)
+        model_config.complete(message, self._gpu)
+        model_config.check(message, whole=True)
+        described = signature(message, axes, read_labels(message, Path(record.model_path)))
+        jitted: JaxModel | None = None
+        instances: tuple[Instance, ...]
+        if message.backend == "python":
+            instances = self._python_instances(record, message, module, described)
+        else:
+            jitted, instances = self._create(record, message, module, described)
+        return LoadedModel(
+            record.name,
+            record.version,
+            described,
+            model_config.metadata(message),
+            model_config.to_json(message),
+            not message.HasField("sequence_batching") and not message.model_transaction_policy.decoupled,
+            unsupported(message),
+            jitted,
+            instances,
+            queue_rules(message, self._max_queue_size),
+            batch_rules(message),
+            module.__name__,
+        )
+
+    def _create(
+        self, record: Load, message: ModelConfig, module: ModuleType, described: Signature
+    ) -> tuple[JaxModel | None, tuple[Instance, ...]]:
+        buckets = choose_buckets(message, module, described)
+        with precision(described):
+            created = module.create(Path(record.version_path), model_config.to_dict(message), self._device)
+        if not isinstance(created, tuple) or len(created) != 2 or not callable(created[0]):
+            raise InvalidArgument(f"model '{message.name}': create() must return a function and its parameters")
+        apply: Apply = created[0]
+        if getattr(module, "host", False):
+            model = HostModel(record.version, described, apply, created[1])
+            return None, self._start(message, lambda _: model)
+        executables = Executables(
+            described,
+            buckets,
+            apply,
+            created[1],
+            self._cache,
+            python_source(Path(record.version_path)),
+            self._max_unexpected_shapes,
+        )
+        jitted = JaxModel(record.version, described, buckets, executables)
+        executables.warm()
+        return jitted, ()
+
+    def _python_instances(
+        self, record: Load, message: ModelConfig, module: ModuleType, described: Signature
+    ) -> tuple[Instance, ...]:
+        kind = "CPU" if self._gpu is None else "GPU"
+        return self._start(
+            message,
+            lambda instance: PythonModel(module, message, described, record.version, record.model_path, instance, kind),
+        )
+
+    def _start(self, message: ModelConfig, create: Callable[[str], HostModel | PythonModel]) -> tuple[Instance, ...]:
+        """One thread for each configured instance, each initialised. One that fails takes the others down."""
+        started: list[Instance] = []
+        try:
+            for group in message.instance_group:
+                for index in range(group.count):
+                    name = f"{group.name}_{index}"
+                    instance = Instance(name, functools.partial(create, name), self._inbox, self._page)
+                    instance.start()
+                    started.append(instance)
+        except BaseException:
+            for instance in started:
+                instance.close(lambda: None)
+            raise
+        return tuple(started)

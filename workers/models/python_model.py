@@ -1,0 +1,140 @@
+"""A Triton Python-backend model: one ``TritonPythonModel`` object per instance, each in its own thread.
+
+What the model sees is ``workers.models.python_backend``; here is the other side: requests in, responses out. As in Triton its
+outputs are taken as they are, whatever the configuration says of their shapes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from types import ModuleType
+from typing import Any
+
+from google.protobuf import json_format
+
+from config.model_config import ModelConfig, empty, to_json
+from shm.arrays import Array
+from shm.errors import Internal, InvalidArgument, ServingError, from_code
+from workers.models import python_backend
+from workers.models.execution import Execution, Result, describe_exception
+from workers.models.signature import Signature
+from workers.request import Request
+
+_log = logging.getLogger(__name__)
+
+
+def auto_complete(module: ModuleType, message: ModelConfig) -> ModelConfig:
+    """Lets the model complete its own configuration, where it can.
+
+    Raises: InvalidArgument: it returned something else than a configuration; or whatever it raises itself.
+    """
+    complete = getattr(module.TritonPythonModel, "auto_complete_config", None)
+    if complete is None:
+        return message
+    asked = python_backend.ModelConfig(to_json(message).decode())
+    answered = complete(asked)
+    if not isinstance(answered, python_backend.ModelConfig):
+        raise InvalidArgument(
+            f"model '{message.name}': auto_complete_config must return the configuration it was given"
+        )
+    completed = empty()
+    try:
+        json_format.ParseDict(answered.as_dict(), completed)
+    except json_format.ParseError as error:
+        raise InvalidArgument(f"model '{message.name}': auto_complete_config: {error}") from None
+    return completed
+
+
+class PythonModel:
+    """One instance. ``initialize``, ``execute`` and ``close`` are called from its thread."""
+
+    def __init__(
+        self,
+        module: ModuleType,
+        message: ModelConfig,
+        signature: Signature,
+        version: int,
+        repository: str,
+        instance: str,
+        kind: str,
+    ) -> None:
+        self._signature = signature
+        self._instance = instance
+        self._model = module.TritonPythonModel()
+        self._arguments = {
+            "model_config": to_json(message).decode(),
+            "model_name": message.name,
+            "model_version": str(version),
+            "model_repository": repository,
+            "model_instance_name": instance,
+            "model_instance_kind": kind,
+            "model_instance_device_id": "0",
+        }
+
+    def initialize(self) -> None:
+        """Raises whatever the model raises."""
+        if hasattr(self._model, "initialize"):
+            self._model.initialize(self._arguments)
+
+    def execute(self, execution: Execution) -> None:
+        requests = execution.requests
+        given = [self._request(request) for request in requests]
+        execution.gathered_ns = time.monotonic_ns()
+        responses = self._model.execute(given)
+        execution.computed_ns = time.monotonic_ns()
+        if not isinstance(responses, list) or len(responses) != len(requests):
+            count = f"{len(responses)} responses" if isinstance(responses, list) else type(responses).__name__
+            raise TypeError(f"execute() returned {count}, a list of {len(requests)} InferenceResponse is expected")
+        execution.results = [self._result(response) for response in responses]
+
+    def _request(self, request: Request) -> python_backend.InferenceRequest:
+        submit = request.submit
+        return python_backend.InferenceRequest(
+            request_id=submit.client_id,
+            correlation_id=submit.sequence_id,
+            inputs=[python_backend.Tensor.borrowed(name, array) for name, array in request.arrays.items()],
+            requested_output_names=request.outputs or self._signature.outputs,
+            model_name=submit.model,
+            flags=submit.sequence_start | submit.sequence_end << 1,
+            timeout=submit.timeout_us,
+            parameters=submit.parameters,
+            cancelled=lambda: request.cancelled,
+        )
+
+    def _result(self, response: Any) -> Result:
+        if not isinstance(response, python_backend.InferenceResponse):
+            raise TypeError(f"execute() returned a list with {type(response).__name__}, InferenceResponse is expected")
+        if response.has_error():
+            return _client_error(response.error())
+        return {
+            tensor.name(): self._client_shape(tensor.name(), tensor.content)
+            for tensor in response.output_tensors()
+            if tensor.name() in self._signature.outputs
+        }
+
+    def _client_shape(self, name: str, array: Array) -> Array:
+        spec = self._signature.outputs[name]
+        lead = array.shape[:1] if self._signature.batches else ()
+        inner = array.shape[len(lead) :]
+        return array.reshape(lead + spec.to_client(inner)) if spec.reshaped and spec.fits_model(inner) else array
+
+    def describe(self, error: BaseException) -> str:
+        reason = describe_exception(error)
+        return f"Failed to process the request(s) for model '{self._instance}', message: {reason}"
+
+    def close(self) -> None:
+        """``finalize``; what it raises is only logged."""
+        finalize = getattr(self._model, "finalize", None)
+        if finalize is None:
+            return
+        try:
+            finalize()
+        except Exception:
+            _log.exception("finalize of model '%s' failed", self._instance)
+
+
+def _client_error(error: Any) -> ServingError:
+    if isinstance(error, python_backend.TritonError):
+        return from_code(error.code(), error.message())
+    return Internal(str(error))

@@ -1,0 +1,197 @@
+"""What a model version takes and gives: its tensors with datatypes and shapes, from its completed ModelConfig.
+
+    config.pbtxt      dims without the batch dimension, -1 where they vary
+    model.py          inputs = {"input_ids": "INT64[sequence]"}: where config.pbtxt is silent, and to give axes names
+
+A tensor has two shapes where the configuration reshapes it: the client's (``dims``) and the model's (``model_dims``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from config.model_config import ModelConfig, data_type_name, model_config_pb2
+from shm import datatypes
+from shm.arrays import DTYPES
+from shm.errors import InvalidArgument
+
+_DECLARATION = re.compile(r"([A-Z0-9]+)\[([^\[\]]*)\]")
+#: 64-bit datatypes need JAX's x64 mode, which otherwise wraps them in silence.
+_WIDE = {"INT64", "UINT64", "FP64"}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One input or output, without the batch dimension."""
+
+    name: str
+    datatype: str
+    dtype: np.dtype[Any]
+    #: The client's dims; -1 where any size goes.
+    dims: tuple[int, ...]
+    #: The model's dims.
+    model_dims: tuple[int, ...]
+    #: Names of the model's axes as model.py declares them, None where they have none.
+    axes: tuple[str | None, ...]
+    optional: bool = False
+    #: Lines of the label file of an output.
+    labels: tuple[str, ...] = ()
+    #: Whether the model's dims differ from the client's.
+    reshaped: bool = field(init=False)
+    #: Whether the bytes on the wire are the array as the model takes it.
+    plain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reshaped", self.dims != self.model_dims)
+        object.__setattr__(self, "plain", not self.reshaped and self.datatype not in ("BYTES", "BOOL"))
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether a client's shape, without the batch dimension, is one of this tensor."""
+        return _fits(shape, self.dims)
+
+    def fits_model(self, shape: tuple[int, ...]) -> bool:
+        """Whether a shape the model made, without the batch dimension, is one of this tensor."""
+        return _fits(shape, self.model_dims)
+
+    def to_model(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The model's shape of a tensor of that client's shape."""
+        return _refill(shape, self.dims, self.model_dims) if self.reshaped else shape
+
+    def to_client(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The client's shape of a tensor of that model's shape."""
+        return _refill(shape, self.model_dims, self.dims) if self.reshaped else shape
+
+
+def _fits(shape: tuple[int, ...], dims: tuple[int, ...]) -> bool:
+    if shape == dims:
+        return -1 not in dims  # what a client may not say is "any size"
+    if len(shape) != len(dims):
+        return False
+    return all(size >= 0 if dim == -1 else size == dim for size, dim in zip(shape, dims, strict=True))
+
+
+def _refill(shape: tuple[int, ...], given: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
+    varying = iter([size for size, dim in zip(shape, given, strict=True) if dim == -1])
+    return tuple(next(varying) if dim == -1 else dim for dim in wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """All tensors of a model version, by name in the order of its configuration."""
+
+    model: str
+    inputs: dict[str, TensorSpec]
+    outputs: dict[str, TensorSpec]
+    #: 0: no batch dimension; every request runs alone.
+    max_batch_size: int
+    batches: bool = field(init=False)
+    #: Whether any tensor has 64-bit elements.
+    wide: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Asked for with every request, so decided once.
+        object.__setattr__(self, "batches", self.max_batch_size > 0)
+        specs = (*self.inputs.values(), *self.outputs.values())
+        object.__setattr__(self, "wide", any(spec.datatype in _WIDE for spec in specs))
+
+    @property
+    def required(self) -> int:
+        """How many inputs are not optional."""
+        return sum(not spec.optional for spec in self.inputs.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """One tensor as model.py declares it: ``"INT64[sequence]"``."""
+
+    datatype: str
+    dims: tuple[int, ...]
+    axes: tuple[str | None, ...]
+
+
+def parse_declaration(what: str, text: object) -> Declared:
+    """Reads ``DATATYPE[dims]``; a dim is a number, a name or -1.
+
+    Raises: InvalidArgument: names the tensor and what is expected.
+    """
+    match = _DECLARATION.fullmatch(text.replace(" ", "")) if isinstance(text, str) else None
+    if match is None or match[1] not in datatypes.ELEMENT_SIZES:
+        raise InvalidArgument(f"{what}: declared as {text!r}; expected a datatype with dims, such as 'FP32[8, n]'")
+    dims: list[int] = []
+    axes: list[str | None] = []
+    for dim in match[2].split(",") if match[2] else ():
+        if dim.isascii() and dim.isdigit() and int(dim) > 0:
+            dims.append(int(dim))
+            axes.append(None)
+        elif dim == "-1" or dim.isidentifier():
+            dims.append(-1)
+            axes.append(None if dim == "-1" else dim)
+        else:
+            raise InvalidArgument(f"{what}: dim '{dim}' is no positive number, no name and not -1")
+    return Declared(match[1], tuple(dims), tuple(axes))
+
+
+def declare(message: ModelConfig, inputs: Mapping[str, Declared], outputs: Mapping[str, Declared]) -> None:
+    """Completes a configuration with what model.py declares.
+
+    Raises: InvalidArgument: both speak of a tensor and contradict each other.
+    """
+    for kind, fields, declared in (("input", message.input, inputs), ("output", message.output, outputs)):
+        known = {field.name: field for field in fields}
+        for name, tensor in declared.items():
+            field = known.get(name)
+            if field is None:
+                if known:
+                    raise InvalidArgument(
+                        f"model '{message.name}': {kind} '{name}' is declared in model.py and missing in config.pbtxt"
+                    )
+                field = fields.add(name=name, dims=tensor.dims)
+            _agree(f"model '{message.name}': {kind} '{name}'", field, tensor)
+
+
+def _agree(what: str, field: Any, declared: Declared) -> None:
+    if not field.data_type:
+        field.data_type = model_config_pb2().DataType.Value(datatypes.to_model_config(declared.datatype))
+    given = datatypes.from_model_config(data_type_name(field))
+    if given != declared.datatype:
+        raise InvalidArgument(f"{what}: {declared.datatype} in model.py, {given} in config.pbtxt")
+    dims = tuple(field.reshape.shape) if field.HasField("reshape") else tuple(field.dims)
+    if not dims and not field.HasField("reshape"):
+        field.dims.extend(declared.dims)
+    elif len(dims) != len(declared.dims) or any(
+        a != b and -1 not in (a, b) for a, b in zip(dims, declared.dims, strict=True)
+    ):
+        raise InvalidArgument(f"{what}: dims {list(declared.dims)} in model.py, {list(dims)} in config.pbtxt")
+
+
+def signature(
+    message: ModelConfig,
+    declared_axes: Mapping[str, tuple[str | None, ...]],
+    labels: Mapping[str, tuple[str, ...]],
+) -> Signature:
+    """The signature of a completed and checked configuration.
+
+    Args:
+      declared_axes: names of the model's axes by tensor, where model.py gives any.
+      labels: lines of the label files by output.
+    """
+    inputs = {field.name: _spec(field, declared_axes, ()) for field in message.input}
+    outputs = {field.name: _spec(field, declared_axes, labels.get(field.name, ())) for field in message.output}
+    return Signature(message.name, inputs, outputs, message.max_batch_size)
+
+
+def _spec(field: Any, declared_axes: Mapping[str, tuple[str | None, ...]], labels: tuple[str, ...]) -> TensorSpec:
+    datatype = datatypes.from_model_config(data_type_name(field))
+    dims = tuple(field.dims)
+    model_dims = tuple(field.reshape.shape) if field.HasField("reshape") else dims
+    names = declared_axes.get(field.name, (None,) * len(model_dims))
+    # A name stands for a size that varies; where the configuration fixes it there is nothing to pad.
+    axes = tuple(name if dim == -1 else None for name, dim in zip(names, model_dims, strict=True))
+    return TensorSpec(
+        field.name, datatype, DTYPES[datatype], dims, model_dims, axes, bool(getattr(field, "optional", False)), labels
+    )

@@ -1,0 +1,159 @@
+"""Answers on their way out: placed at once where there is room, kept for a bounded time where the response arena is full.
+
+    answer ─▶ placed ─▶ completion queued on the lane
+          └─▶ blocked, oldest first ──room──▶ placed
+                                    └─time──▶ 503 with both numbers
+
+A submitter whose blocked answers hold more than a whole arena gets nothing more computed until it takes some: its requests are
+held. Every way out of here ends a request exactly once.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+
+from config.options import Arenas
+from shm.arrays import Array
+from shm.errors import Cancelled, Internal, ServingError, Unavailable
+from workers.answers import complete, failure
+from workers.models.execution import Result
+from workers.request import Request
+from workers.submitter import BlockedAnswer, Submitter
+
+_log = logging.getLogger(__name__)
+
+
+class _Placing(enum.Enum):
+    """How placing an answer can end besides well and with an error."""
+
+    #: The response arena has no room now.
+    FULL = enum.auto()
+
+
+class Outbox:
+    """One per worker; belongs to its loop."""
+
+    def __init__(self, options: Arenas) -> None:
+        self._options = options
+        self._wait_ns = int(options.wait * 1e9)
+        #: Submitters with blocked answers.
+        self._blocked: dict[Submitter, None] = {}
+
+    def fail(self, request: Request, error: ServingError) -> None:
+        """Answers with an error and ends the request."""
+        request.submitter.answer(failure(request.submit.request_id, error, request.version.version))
+        self.end(request)
+
+    def end(self, request: Request) -> None:
+        """The request is over: its regions are free, its id may be forgotten."""
+        request.release()
+        request.submitter.in_flight.pop(request.submit.request_id, None)
+
+    def answer(self, request: Request, result: Result, now_ns: int) -> Result:
+        """Answers with a result. Returns what the client gets: the result, or the error it became."""
+        if isinstance(result, ServingError):
+            self.fail(request, result)
+        elif request.submitter.blocked and not request.submitter.closed:
+            self._block(request, result, now_ns)
+        else:
+            error = self._place(request, result)
+            if error is None:
+                return result
+            if error is _Placing.FULL:
+                self._block(request, result, now_ns)
+            else:
+                self.fail(request, error)
+                return error
+        return result
+
+    def _place(self, request: Request, result: dict[str, Array]) -> ServingError | _Placing | None:
+        """None: placed and ended. ``FULL``: try again later. Anything else: answer that."""
+        if request.submitter.closed:
+            self.end(request)
+            return None
+        if request.cancelled:
+            return Cancelled("the request was cancelled")
+        version = request.version
+        try:
+            completion = complete(request, result, version.signature, version.version, self._options.inline_byte_size)
+        except ServingError as error:
+            return error
+        except Exception as error:  # an array no one expected: this request's answer, nobody else's
+            _log.exception("placing the outputs of model '%s' failed", version.name)
+            return Internal(f"the outputs of model '{version.name}' could not be placed: {type(error).__name__}")
+        if completion is None:
+            return _Placing.FULL
+        request.submitter.answer(completion)
+        self.end(request)
+        return None
+
+    # ---------------------------------------------------------------------------------------------------------- waiting
+
+    def _block(self, request: Request, result: dict[str, Array], now_ns: int) -> None:
+        submitter = request.submitter
+        byte_size = sum(array.nbytes for array in result.values())
+        submitter.blocked.append(BlockedAnswer(request, result, byte_size, now_ns + self._wait_ns))
+        submitter.blocked_byte_size += byte_size
+        self._blocked[submitter] = None
+
+    @property
+    def blocked(self) -> bool:
+        """Whether any submitter does not take its answers."""
+        return bool(self._blocked)
+
+    def hold(self, request: Request) -> bool:
+        """True: keeps a request from being run, because its submitter does not take the answers it has."""
+        if not self._blocked or request.submitter.blocked_byte_size <= self._options.byte_size:
+            return False
+        request.submitter.held.append(request)
+        return True
+
+    def retry(self, now_ns: int) -> list[Request]:
+        """Places what fits by now and gives up on what waited too long. Returns requests that may be run again."""
+        freed: list[Request] = []
+        for submitter in list(self._blocked):
+            while submitter.blocked:
+                waiting = submitter.blocked[0]
+                error = self._place(waiting.request, waiting.result)
+                if error is _Placing.FULL:
+                    if now_ns < waiting.give_up_ns:
+                        break
+                    error = Unavailable(_describe_full(submitter, waiting.byte_size))
+                submitter.blocked.popleft()
+                submitter.blocked_byte_size -= waiting.byte_size
+                if error is not None:
+                    self.fail(waiting.request, error)
+            if submitter.blocked_byte_size <= self._options.byte_size:
+                freed += submitter.held
+                submitter.held = []
+            if not submitter.blocked:
+                del self._blocked[submitter]
+        return freed
+
+    @property
+    def next_give_up_ns(self) -> int | None:
+        """When ``retry`` must be called although no room came."""
+        return min((submitter.blocked[0].give_up_ns for submitter in self._blocked), default=None)
+
+    def drop(self, submitter: Submitter) -> None:
+        """Ends everything that waits for a submitter that is gone."""
+        for waiting in submitter.blocked:
+            self.end(waiting.request)
+        for request in submitter.held:
+            self.end(request)
+        submitter.blocked.clear()
+        submitter.held.clear()
+        submitter.blocked_byte_size = 0
+        self._blocked.pop(submitter, None)
+
+    def __repr__(self) -> str:
+        return f"<Outbox {len(self._blocked)} submitters blocked>"
+
+
+def _describe_full(submitter: Submitter, byte_size: int) -> str:
+    found = submitter.lane.arena.statistics()
+    return (
+        f"no room for an answer of {byte_size} bytes in the response arena: "
+        f"{found['leased_byte_size']} of {found['max_byte_size']} are in use"
+    )

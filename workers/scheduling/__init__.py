@@ -1,0 +1,1 @@
+"""Pure deciders: queues and batch planners. No jax, no sockets, no clocks."""

@@ -1,0 +1,252 @@
+"""The requests that wait for one model version: in order, within bounds, found by what they can be batched with.
+
+Pure: it knows shapes only as an opaque compatibility key, sizes as rows, and time as what it is told. Owned by the model version;
+one thread uses it.
+
+    line 2 * level        requests of that priority level, on time         each line: key -> deque, oldest first
+    line 2 * level + 1    those whose timeout passed and may be delayed
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from shm.errors import Unavailable
+
+
+class Waiting:
+    """What the scheduler knows of a request; ``workers.requests.Request`` adds the rest."""
+
+    __slots__ = ("arrived_ns", "deadline_ns", "key", "line", "priority", "rows", "sequence", "timeout_ns")
+
+    def __init__(self, key: Hashable, rows: int, arrived_ns: int) -> None:
+        #: Requests of equal keys may run together.
+        self.key = key
+        #: Size of the batch dimension, at least 1; 1 for a model that has none.
+        self.rows = rows
+        self.arrived_ns = arrived_ns
+        #: Nobody waits after that; 0: never.
+        self.deadline_ns = 0
+        #: The client's own wish for the queue timeout; 0: none.
+        self.timeout_ns = 0
+        #: 1 is the most urgent; 0: the model's default.
+        self.priority = 0
+        #: The queue's: where it waits, -1 while it does not, and its place in the order of arrival.
+        self.line = -1
+        self.sequence = 0
+
+
+W = TypeVar("W", bound=Waiting)
+
+
+@dataclass(frozen=True, slots=True)
+class QueuePolicy:
+    """Bounds of one priority level, as ModelConfig's ``ModelQueuePolicy`` names them."""
+
+    #: 0: no bound of its own.
+    max_size: int = 0
+    #: How long a request may wait; 0: for ever.
+    timeout_ns: int = 0
+    #: A request may ask for less.
+    allow_override: bool = False
+    #: True: a late request runs after those that are on time. False: it is refused.
+    delay: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class QueueRules:
+    """The policies of all levels and the bound on everything."""
+
+    max_size: int
+    default_policy: QueuePolicy = field(default_factory=QueuePolicy)
+    #: Level -> policy, where it differs.
+    policies: dict[int, QueuePolicy] = field(default_factory=dict)
+    levels: int = 1
+    default_level: int = 1
+
+    def level(self, priority: int) -> int:
+        """Where a request of that priority waits. Priorities beyond the levels wait in the last one, as in Triton."""
+        return min(priority, self.levels) if priority > 0 else self.default_level
+
+    def policy(self, level: int) -> QueuePolicy:
+        return self.policies.get(level, self.default_policy)
+
+
+class RequestQueue(Generic[W]):
+    """First come, first served within a level; lower levels first."""
+
+    def __init__(self, rules: QueueRules) -> None:
+        self._rules = rules
+        self._lines: list[dict[Hashable, deque[W]]] = [{} for _ in range(2 * (rules.levels + 1))]
+        self._rows: dict[Hashable, int] = {}
+        self._level_sizes = [0] * (rules.levels + 1)
+        self._size = 0
+        self._sequence = 0
+        #: (when, sequence, request) of those that can expire; entries of requests that left are skipped.
+        self._expiries: list[tuple[int, int, W]] = []
+
+    def __len__(self) -> int:
+        return self._size
+
+    def rows(self, key: Hashable) -> int:
+        """Rows of that key that wait."""
+        return self._rows.get(key, 0)
+
+    def push(self, request: W) -> None:
+        """Appends. Raises Unavailable: the queue is full."""
+        level = self._rules.level(request.priority)
+        policy = self._rules.policy(level)
+        if self._size >= self._rules.max_size or 0 < policy.max_size <= self._level_sizes[level]:
+            raise Unavailable("Exceeds maximum queue size")
+        self._sequence += 1
+        request.sequence = self._sequence
+        self._insert(request, 2 * level)
+        self._watch(request, policy)
+
+    def restore(self, requests: list[W]) -> None:
+        """Puts requests back that were taken and could not run: ahead of everything that came after them, whatever the bounds.
+
+        They are in the order of their arrival, and older than all of their keys that wait.
+        """
+        for request in reversed(requests):
+            level = self._rules.level(request.priority)
+            self._insert(request, 2 * level, first=True)
+            self._watch(request, self._rules.policy(level))
+
+    def _watch(self, request: W, policy: QueuePolicy) -> None:
+        """Notes when the request expires."""
+        expires_ns = self._expiry(request, policy)
+        if expires_ns:
+            heapq.heappush(self._expiries, (expires_ns, request.sequence, request))
+            if len(self._expiries) > 2 * self._size + 64:
+                self._expiries = [entry for entry in self._expiries if entry[2].line >= 0]
+                heapq.heapify(self._expiries)
+
+    @staticmethod
+    def _expiry(request: W, policy: QueuePolicy) -> int:
+        timeout = policy.timeout_ns
+        if not timeout and not request.deadline_ns:
+            return 0
+        if policy.allow_override and 0 < request.timeout_ns < timeout:
+            timeout = request.timeout_ns
+        moments = [request.arrived_ns + timeout] if timeout else []
+        if request.deadline_ns:
+            moments.append(request.deadline_ns)
+        return min(moments, default=0)
+
+    def head(self) -> W | None:
+        """The request whose turn it is."""
+        for line in self._lines:
+            if line:
+                if len(line) == 1:
+                    (waiting,) = line.values()
+                    return waiting[0]
+                return min((waiting[0] for waiting in line.values()), key=_sequence)
+        return None
+
+    def take(self, key: Hashable, max_rows: int) -> list[W]:
+        """Removes the oldest requests of that key, most urgent line first: as many as fit, and at least one if any waits."""
+        taken: list[W] = []
+        rows = 0
+        for line in self._lines:
+            waiting = line.get(key)
+            while waiting:
+                request = waiting[0]
+                if taken and rows + request.rows > max_rows:
+                    return taken
+                waiting.popleft()
+                self._left(request)
+                taken.append(request)
+                rows += request.rows
+            if waiting is not None and not waiting:
+                del line[key]
+        return taken
+
+    def remove(self, request: W) -> bool:
+        """Takes one request out, wherever it stands. False: it does not wait here."""
+        if request.line < 0:
+            return False
+        line = self._lines[request.line]
+        waiting = line[request.key]
+        waiting.remove(request)
+        if not waiting:
+            del line[request.key]
+        self._left(request)
+        return True
+
+    def expire(self, now_ns: int) -> list[W]:
+        """Removes and returns the requests to refuse; those that may be late are only put behind the others."""
+        refused: list[W] = []
+        while self._expiries and self._expiries[0][0] <= now_ns:
+            _, _, request = heapq.heappop(self._expiries)
+            if request.line < 0:
+                continue
+            level = request.line // 2
+            gone = 0 < request.deadline_ns <= now_ns
+            self.remove(request)
+            if gone or not self._rules.policy(level).delay:
+                refused.append(request)
+                continue
+            self._insert(request, 2 * level + 1)
+            if request.deadline_ns:
+                heapq.heappush(self._expiries, (request.deadline_ns, request.sequence, request))
+        return refused
+
+    @property
+    def next_expiry_ns(self) -> int:
+        """When ``expire`` is worth a call; 0: never. May be early."""
+        return self._expiries[0][0] if self._expiries else 0
+
+    def requests(self) -> list[W]:
+        """Everything that waits, in no order."""
+        return [request for line in self._lines for waiting in line.values() for request in waiting]
+
+    def _insert(self, request: W, line: int, *, first: bool = False) -> None:
+        request.line = line
+        self._size += 1
+        self._level_sizes[line // 2] += 1
+        self._rows[request.key] = self._rows.get(request.key, 0) + request.rows
+        waiting = self._lines[line].get(request.key)
+        if waiting is None:
+            self._lines[line][request.key] = deque((request,))
+        elif first:
+            waiting.appendleft(request)
+        else:
+            waiting.append(request)
+
+    def _left(self, request: W) -> None:
+        self._level_sizes[request.line // 2] -= 1
+        self._size -= 1
+        request.line = -1
+        rows = self._rows[request.key] - request.rows
+        if rows:
+            self._rows[request.key] = rows
+        else:
+            del self._rows[request.key]
+
+    def check_invariants(self) -> None:
+        """For tests: the counters say what the lines hold."""
+        requests = self.requests()
+        assert len(requests) == self._size
+        assert all(waiting for line in self._lines for waiting in line.values())
+        for number, line in enumerate(self._lines):
+            for key, waiting in line.items():
+                assert all(request.line == number and request.key == key for request in waiting)
+        rows: dict[Hashable, int] = {}
+        sizes = [0] * len(self._level_sizes)
+        for request in requests:
+            rows[request.key] = rows.get(request.key, 0) + request.rows
+            sizes[request.line // 2] += 1
+        assert rows == self._rows
+        assert sizes == self._level_sizes
+
+    def __repr__(self) -> str:
+        return f"<RequestQueue {self._size} waiting, {len(self._rows)} keys>"
+
+
+def _sequence(request: Waiting) -> int:
+    return request.sequence

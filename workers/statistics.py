@@ -1,0 +1,131 @@
+"""What one model version did, counted from its requests themselves, in the shape of Triton's statistics extension.
+
+A refused request counts nowhere. Source: Triton docs/protocol/extension_statistics.md.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from shm.errors import ServingError
+from workers.models.execution import Execution
+
+
+class Duration:
+    """How often and how long."""
+
+    __slots__ = ("count", "ns")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.ns = 0
+
+    def add(self, ns: int, count: int = 1) -> None:
+        self.count += count
+        self.ns += ns
+
+    def to_dict(self) -> dict[str, int]:
+        return {"count": self.count, "ns": self.ns}
+
+
+class BatchStatistics:
+    """Executions of one batch size."""
+
+    __slots__ = ("compute_infer", "compute_input", "compute_output")
+
+    def __init__(self) -> None:
+        self.compute_input = Duration()
+        self.compute_infer = Duration()
+        self.compute_output = Duration()
+
+
+class ModelStatistics:
+    """One per model version on one worker; belongs to the loop."""
+
+    def __init__(self, name: str, version: int) -> None:
+        self._name = name
+        self._version = version
+        self.success = Duration()
+        self.fail = Duration()
+        self.queue = Duration()
+        self.compute_input = Duration()
+        self.compute_infer = Duration()
+        self.compute_output = Duration()
+        self.inference_count = 0
+        self.execution_count = 0
+        self.last_inference_ms = 0
+        #: Input bytes copied for batching, padding or alignment: not in Triton's answer, but in ours to operators.
+        self.copied_byte_size = 0
+        self._batches: dict[int, BatchStatistics] = {}
+
+    def executed(self, execution: Execution, now_ns: int) -> None:
+        """Counts a batch whose answers are placed (or wait for room)."""
+        began, gathered, computed = execution.began_ns, execution.gathered_ns, execution.computed_ns
+        good, rows = 0, 0
+        for request, result in zip(execution.requests, execution.results, strict=True):
+            lasted = now_ns - request.arrived_ns
+            if isinstance(result, ServingError):
+                self.fail.add(lasted)
+                continue
+            good += 1
+            rows += request.rows
+            self.success.add(lasted)
+            self.queue.add(max(0, began - request.arrived_ns))
+        if not good:
+            return
+        runs = execution.runs
+        # As in Triton every request of a batch waited for the whole batch.
+        self.compute_input.add((gathered - began) * good, good)
+        self.compute_infer.add((computed - gathered) * good, good)
+        self.compute_output.add((now_ns - computed) * good, good)
+        self.inference_count += rows
+        self.execution_count += runs
+        self.last_inference_ms = time.time_ns() // 1_000_000
+        self.copied_byte_size += execution.copied_byte_size
+        size = rows // runs
+        batch = self._batches.get(size)
+        if batch is None:
+            batch = self._batches[size] = BatchStatistics()
+        batch.compute_input.add(gathered - began, runs)
+        batch.compute_infer.add(computed - gathered, runs)
+        batch.compute_output.add(now_ns - computed, runs)
+
+    def failed(self, lasted_ns: int) -> None:
+        """Counts a request that was queued and never ran: its time was up."""
+        self.fail.add(lasted_ns)
+
+    def to_dict(self) -> dict[str, Any]:
+        """One entry of ``model_stats``."""
+        never = Duration().to_dict()
+        return {
+            "name": self._name,
+            "version": str(self._version),
+            "last_inference": self.last_inference_ms,
+            "inference_count": self.inference_count,
+            "execution_count": self.execution_count,
+            "inference_stats": {
+                "success": self.success.to_dict(),
+                "fail": self.fail.to_dict(),
+                "queue": self.queue.to_dict(),
+                "compute_input": self.compute_input.to_dict(),
+                "compute_infer": self.compute_infer.to_dict(),
+                "compute_output": self.compute_output.to_dict(),
+                "cache_hit": never,
+                "cache_miss": never,
+            },
+            "response_stats": {},
+            "batch_stats": [
+                {
+                    "batch_size": size,
+                    "compute_input": batch.compute_input.to_dict(),
+                    "compute_infer": batch.compute_infer.to_dict(),
+                    "compute_output": batch.compute_output.to_dict(),
+                }
+                for size, batch in sorted(self._batches.items())
+            ],
+            "memory_usage": [],
+        }
+
+    def __repr__(self) -> str:
+        return f"<ModelStatistics {self._name}:{self._version} {self.success.count} ok, {self.fail.count} failed>"

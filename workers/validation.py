@@ -1,0 +1,241 @@
+"""From a Submit record to a Request, believing nothing: the record is read as if an enemy had written it.
+
+Texts follow Triton's where it has one. Numeric tensors become views of the bytes where they lie; BYTES are copied before their
+lengths are read. Whatever is refused here was never queued, and holds no lease.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shm.arrays import Array, array
+from shm.datatypes import MAX_ELEMENTS
+from shm.errors import InvalidArgument, ServingError
+from shm.messages import Inline, RegionSlice, RequestedOutput, Slice, Submit, Tensor
+from shm.regions import Region, check_range
+from workers.familiar import Known
+from workers.model_version import ModelVersion
+from workers.models.signature import Signature, TensorSpec
+from workers.region_table import RegionTable
+from workers.request import Request, label
+from workers.submitter import Submitter
+
+_BATCH_NOTE = (
+    "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each input "
+    "shape. If you want to specify the full shape including the batch dim in your input dims config, try setting "
+    "max_batch_size to zero. See the model configuration docs for more info on max_batch_size."
+)
+
+
+def validate(submit: Submit, submitter: Submitter, version: ModelVersion, regions: RegionTable, now_ns: int) -> Request:
+    """Raises ServingError: what is wrong, in a sentence for the client; nothing stays leased."""
+    signature = version.signature
+    leased: list[Region] = []
+    try:
+        inputs = tuple([(tensor.name, tensor.datatype, tensor.shape) for tensor in submit.inputs])
+        known = version.familiar.find(inputs)
+        if known is not None and submit.strikes == 0:
+            found = _familiar_arrays(submit, submitter, known, regions, leased)
+            if found is not None:
+                outputs = _outputs(submit, signature, regions, leased) if submit.outputs else {}
+                return Request(version, submitter, submit, known.key, known.rows, found, outputs, leased, now_ns)
+        arrays: dict[str, Array] = {}
+        rows = 0
+        for tensor in submit.inputs:
+            spec = signature.inputs.get(tensor.name)
+            if spec is None:
+                raise _unexpected_input(submit, signature, tensor.name)
+            if tensor.name in arrays:
+                raise InvalidArgument(f"{label(submit)}input '{tensor.name}' already exists in request")
+            rows = _check_shape(submit, signature, spec, tensor, rows)
+            arrays[tensor.name] = _content(submit, submitter, signature, spec, tensor, regions, leased)
+        if len(arrays) != len(signature.inputs):
+            _check_complete(submit, signature, arrays)
+        outputs = _outputs(submit, signature, regions, leased) if submit.outputs else {}
+        # A request under which a worker has died runs alone, so that it cannot take others with it.
+        key = version.key(arrays)
+        if known is None and all(spec.plain for spec in signature.inputs.values()):
+            version.familiar.learn(
+                inputs, Known(key, rows or 1, [(array.dtype, array.nbytes) for array in arrays.values()])
+            )
+        shared = key if submit.strikes == 0 else (key, submit.request_id, submitter.peer)
+        return Request(version, submitter, submit, shared, rows or 1, arrays, outputs, leased, now_ns)
+    except BaseException:
+        for region in leased:
+            region.unlease()
+        raise
+
+
+# --------------------------------------------------------------------------------------------------------------- inputs
+
+
+def _familiar_arrays(
+    submit: Submit, submitter: Submitter, known: Known, regions: RegionTable, leased: list[Region]
+) -> dict[str, Array] | None:
+    """The inputs of a request whose names, datatypes and shapes were found right before: only their places are new.
+
+    None: a size is not that of the shape; the long way says what is wrong with it.
+    """
+    arrays: dict[str, Array] = {}
+    used: list[Region] = []
+    for tensor, (dtype, byte_size) in zip(submit.inputs, known.tensors, strict=True):
+        place = tensor.place
+        content: bytes | memoryview
+        if type(place) is Inline:
+            content = place.content
+        elif type(place) is Slice:
+            content = submitter.lane.view(place)
+        else:
+            assert isinstance(place, RegionSlice)
+            region = regions.find(place.region)
+            content = region.view(place.offset, place.byte_size)
+            used.append(region)
+        if len(content) != byte_size:
+            return None
+        arrays[tensor.name] = np.frombuffer(content, dtype).reshape(tensor.shape)
+    for region in used:
+        region.lease()
+        leased.append(region)
+    return arrays
+
+
+def _unexpected_input(submit: Submit, signature: Signature, name: str) -> ServingError:
+    if len(submit.inputs) != len(signature.inputs) and signature.required == len(signature.inputs):
+        return _wrong_count(submit, signature, {tensor.name for tensor in submit.inputs})
+    return InvalidArgument(f"unexpected inference input '{name}' for model '{signature.model}'")
+
+
+def _wrong_count(submit: Submit, signature: Signature, given: set[str]) -> ServingError:
+    required, most = signature.required, len(signature.inputs)
+    expected = (
+        f"expected {most} inputs" if required == most else f"expected number of inputs between {required} and {most}"
+    )
+    missing = [spec.name for spec in signature.inputs.values() if spec.name not in given and not spec.optional]
+    return InvalidArgument(
+        f"{label(submit)}{expected} but got {len(submit.inputs)} inputs for model '{signature.model}'. "
+        f"Got input(s) [{_quoted(given)}], but missing required input(s) [{_quoted(missing)}]. "
+        "Please provide all required input(s)."
+    )
+
+
+def _quoted(names: list[str] | set[str]) -> str:
+    return ",".join(f"'{name}'" for name in sorted(names))
+
+
+def _check_complete(submit: Submit, signature: Signature, arrays: dict[str, Array]) -> None:
+    if any(not spec.optional and spec.name not in arrays for spec in signature.inputs.values()):
+        raise _wrong_count(submit, signature, set(arrays))
+
+
+def _check_shape(submit: Submit, signature: Signature, spec: TensorSpec, tensor: Tensor, rows: int) -> int:
+    """Returns the batch size so far: 0 for a model without a batch dimension."""
+    if tensor.datatype != spec.datatype:
+        raise InvalidArgument(
+            f"{label(submit)}inference input '{spec.name}' data-type is '{tensor.datatype}', "
+            f"but model '{signature.model}' expects '{spec.datatype}'"
+        )
+    shape = tensor.shape
+    if not signature.batches:
+        if not spec.fits(shape):
+            raise _unexpected_shape(submit, signature, spec, shape)
+        return 0
+    if not shape or not spec.fits(shape[1:]):
+        raise _unexpected_shape(submit, signature, spec, shape)
+    if shape[0] > signature.max_batch_size:
+        raise InvalidArgument(
+            f"{label(submit)}inference request batch-size must be <= {signature.max_batch_size} for '{signature.model}'"
+        )
+    if shape[0] < 1:
+        raise InvalidArgument(
+            f"{label(submit)}inference request batch-size must be at least 1 for '{signature.model}', got {shape[0]}"
+        )
+    if rows and shape[0] != rows:
+        raise InvalidArgument(
+            f"{label(submit)}input '{spec.name}' batch size does not match other inputs for '{signature.model}'"
+        )
+    return shape[0]
+
+
+def _unexpected_shape(submit: Submit, signature: Signature, spec: TensorSpec, shape: tuple[int, ...]) -> ServingError:
+    dims = (-1, *spec.dims) if signature.batches else spec.dims
+    return InvalidArgument(
+        f"{label(submit)}unexpected shape for input '{spec.name}' for model '{signature.model}'. "
+        f"Expected {_dims(dims)}, got {_dims(shape)}. {_BATCH_NOTE if signature.batches else ''}"
+    )
+
+
+def _dims(shape: tuple[int, ...]) -> str:
+    return f"[{','.join(map(str, shape))}]"
+
+
+def _content(
+    submit: Submit,
+    submitter: Submitter,
+    signature: Signature,
+    spec: TensorSpec,
+    tensor: Tensor,
+    regions: RegionTable,
+    leased: list[Region],
+) -> Array:
+    """The tensor as an array of the model's shape."""
+    place = tensor.place
+    content: bytes | memoryview
+    if isinstance(place, Inline):
+        content = place.content
+    elif isinstance(place, Slice):
+        content = submitter.lane.view(place)
+    else:
+        region = regions.find(place.region)
+        content = region.view(place.offset, place.byte_size)
+        region.lease()
+        leased.append(region)
+    if spec.datatype == "BYTES":
+        what = f"input '{spec.name}' for model '{signature.model}'"
+        # The first call is the snapshot: lengths are read from it, not from memory somebody else can write.
+        made = array(bytes(content), "BYTES", tensor.shape, what)
+    else:
+        count = 1
+        for size in tensor.shape:
+            count *= size
+        needed = count * spec.dtype.itemsize
+        if needed != len(content) or needed > MAX_ELEMENTS:
+            raise InvalidArgument(
+                f"{label(submit)}input byte size mismatch for input '{spec.name}' for model '{signature.model}'. "
+                f"Expected {needed}, got {len(content)}"
+            )
+        made = np.frombuffer(content, spec.dtype).reshape(tensor.shape)
+        if spec.datatype == "BOOL":
+            # Any byte but 0 is true on the wire; in memory a truth value may only be 0 or 1.
+            made = made.view(np.uint8) != 0
+    if spec.reshaped:
+        lead = tensor.shape[:1] if signature.batches else ()
+        made = made.reshape(lead + spec.to_model(tensor.shape[len(lead) :]))
+    return made
+
+
+# -------------------------------------------------------------------------------------------------------------- outputs
+
+
+def _outputs(
+    submit: Submit, signature: Signature, regions: RegionTable, leased: list[Region]
+) -> dict[str, RequestedOutput]:
+    """Requested outputs by name; one that is named twice is given once."""
+    wanted: dict[str, RequestedOutput] = {}
+    for output in submit.outputs:
+        if output.name not in signature.outputs:
+            raise InvalidArgument(f"unexpected inference output '{output.name}' for model '{signature.model}'")
+        if output.name in wanted:
+            continue
+        wanted[output.name] = output
+        if output.region is not None:
+            _check_room(output.region, output, regions, leased)
+    return wanted
+
+
+def _check_room(place: RegionSlice, output: RequestedOutput, regions: RegionTable, leased: list[Region]) -> None:
+    if output.classification:
+        raise InvalidArgument("Output can't set both 'shared_memory_region' and 'classification'")
+    region = regions.find(place.region)
+    check_range(place.offset, place.byte_size, region.byte_size, place.region)
+    region.lease()
+    leased.append(region)

@@ -1,0 +1,267 @@
+"""The worker process: one loop that is also the device's execution thread.
+
+    epoll ─▶ control channel: records of the supervisor      ─▶ Control
+          ─▶ lanes: requests, cancellations, leases back     ─▶ Dispatcher
+          ─▶ inbox: what other threads have finished
+    then     one jitted batch, batches for free instances, one flush per lane, one beat on the status page
+
+Beside it: a loader thread, a compiler thread, and one thread per instance of a model that is not jitted. None of them touches the
+loop's state; they post to the inbox.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import select
+import socket
+import time
+from typing import Any
+
+import jax
+
+from config.options import Options
+from shm.channel import Channel, ChannelClosed
+from shm.errors import InvalidArgument
+from shm.lane import WorkerLane
+from shm.messages import Cancel, ChildReady
+from shm.spin import Spin
+from shm.status_page import DESKS, StatusPage, WorkerState
+from workers.control import Control
+from workers.device import DeviceName
+from workers.dispatcher import FIRST_INSTANCE_DESK, Dispatcher
+from workers.inbox import Inbox
+from workers.model_table import ModelTable
+from workers.model_version import ModelVersion
+from workers.models.executable_cache import ExecutableCache, cache_directory, use_persistent_cache
+from workers.models.loader import LoadedModel, Loader
+from workers.region_table import RegionTable
+from workers.submitter import Submitter
+from workers.work_thread import WorkThread
+
+_log = logging.getLogger(__name__)
+
+#: Datagrams taken from one lane in a turn, so that a busy submitter cannot starve the others.
+_DATAGRAMS_PER_TURN = 32
+#: The loop turns at least this often: its beat is what the supervisor sees of an idle worker.
+_TURN_NS = 1_000_000_000
+
+
+class Worker:
+    """Made with an open device; ``run`` returns when the supervisor said stop, or is gone."""
+
+    def __init__(self, channel: Channel, options: Options, device_name: DeviceName, device: jax.Device) -> None:
+        self._channel = channel
+        self._options = options
+        self._page = StatusPage.create()
+        self._inbox = Inbox()
+        self._models = ModelTable()
+        self._regions = RegionTable()
+        self._compiler = WorkThread("compiler", self._inbox)
+        self._dispatcher = Dispatcher(
+            options, self._models, self._regions, self._page, self._compiler, time.monotonic_ns
+        )
+        directory = cache_directory(options.executables.cache_directory)
+        use_persistent_cache(directory)
+        loader = Loader(
+            device,
+            device_name.gpu,
+            ExecutableCache(directory),
+            self._inbox,
+            self._page,
+            options.requests.max_queue_size,
+            options.executables.max_unexpected_shapes,
+        )
+        self._loader_thread = WorkThread("loader", self._inbox)
+        self._control = Control(
+            channel,
+            self._models,
+            self._regions,
+            loader,
+            self._loader_thread,
+            self._open_lane,
+            self._adopt,
+            self._stop,
+        )
+        self._submitters: dict[int, Submitter] = {}
+        self._free_desks = list(range(DESKS - 1, FIRST_INSTANCE_DESK - 1, -1))
+        self._epoll = select.epoll()
+        self._epoll.register(channel.fileno(), select.EPOLLIN)
+        self._epoll.register(self._inbox.fileno(), select.EPOLLIN)
+        self._control_writing = False
+        self._spin = Spin(options.lanes.spin_us * 1000)
+        #: When to exit although something is in flight; 0: not told to stop.
+        self._stop_ns = 0
+        self._supervised = True
+
+    def run(self, incarnation: int, waiting: list[tuple[Any, list[int]]]) -> None:
+        """Serves until told to stop. ``waiting`` are records that came behind Start."""
+        self._page.set_state(WorkerState.IDLE, time.monotonic_ns())
+        self._channel.put(ChildReady(incarnation), self._page.fd)
+        for record, fds in waiting:
+            self._control.handle(record, fds)
+        timeout = 0.0
+        # Modules live as long as the process: the collector need not look at them again and again. It must go on looking at the
+        # rest as often as ever: arrays of XLA can be in cycles, and each may hold megabytes (measured: with rare collections a
+        # 16 MiB request took 3 ms more, for fresh pages).
+        gc.freeze()
+        while self._supervised:
+            for fd, events in self._wait(timeout):
+                self._handle(fd, events)
+            now_ns = time.monotonic_ns()
+            self._page.beat(now_ns)
+            next_ns = self._dispatcher.run_due(now_ns)
+            self._regions.settle()
+            self._models.settle()
+            self._flush()
+            if self._stop_ns and (self._finished() or time.monotonic_ns() >= self._stop_ns):
+                break
+            timeout = self._timeout(next_ns)
+
+    def _timeout(self, next_ns: int | None) -> float:
+        now_ns = time.monotonic_ns()
+        until = now_ns + _TURN_NS if next_ns is None else min(next_ns, now_ns + _TURN_NS)
+        if self._stop_ns:
+            until = min(until, self._stop_ns)
+        return max(0, until - now_ns) / 1e9
+
+    def _wait(self, timeout: float) -> list[tuple[int, int]]:
+        if timeout > 0:
+            until_ns = self._spin.begin(time.monotonic_ns())
+            events = self._look(min(until_ns, time.monotonic_ns() + int(timeout * 1e9))) if until_ns else []
+            if not events:
+                events = self._sleep(timeout)
+            self._spin.end(time.monotonic_ns())
+            return events
+        return self._epoll.poll(0)
+
+    def _look(self, until_ns: int) -> list[tuple[int, int]]:
+        """Looks for events without sleeping; empty when none came in time."""
+        poll = self._epoll.poll
+        while time.monotonic_ns() < until_ns:
+            events = poll(0)
+            if events:
+                return events
+            os.sched_yield()
+        return []
+
+    def _sleep(self, timeout: float) -> list[tuple[int, int]]:
+        if timeout < 0.05:
+            # epoll counts in milliseconds, queue delays are often shorter; select counts in microseconds.
+            select.select([self._epoll.fileno()], [], [], timeout)
+            timeout = 0
+        return self._epoll.poll(timeout)
+
+    # ----------------------------------------------------------------------------------------------------------- events
+
+    def _handle(self, fd: int, events: int) -> None:
+        submitter = self._submitters.get(fd)
+        if submitter is not None:
+            if events & ~select.EPOLLOUT:
+                self._receive(submitter)
+            if events & select.EPOLLOUT and not submitter.closed:
+                submitter.unflushed = True
+        elif fd == self._inbox.fileno():
+            self._inbox.drain()
+        elif events & ~select.EPOLLOUT:
+            self._receive_control()
+
+    def _receive(self, submitter: Submitter) -> None:
+        now_ns = time.monotonic_ns()
+        try:
+            for _ in range(_DATAGRAMS_PER_TURN):
+                records = submitter.lane.receive()
+                if records is None:
+                    return
+                for record in records:
+                    if type(record) is Cancel:
+                        self._dispatcher.cancel(submitter, record.request_id)
+                    else:
+                        self._dispatcher.submit(submitter, record, now_ns)  # type: ignore[arg-type]
+        except ChannelClosed:
+            self._close_lane(submitter)
+        except InvalidArgument as error:
+            _log.error("closing the lane of submitter %d: %s", submitter.peer, error.message)
+            self._close_lane(submitter)
+
+    def _receive_control(self) -> None:
+        try:
+            while (received := self._channel.receive()) is not None:
+                records, fds = received
+                for record in records:
+                    self._control.handle(record, fds if len(records) == 1 else [])
+        except ChannelClosed:
+            # Without a supervisor nobody would stop this process or use its answers.
+            self._supervised = False
+        except InvalidArgument as error:
+            _log.error("leaving: the supervisor sent what is not understood: %s", error.message)
+            self._supervised = False
+
+    # ------------------------------------------------------------------------------------------------------------ lanes
+
+    def _open_lane(self, peer: int, sock: socket.socket) -> None:
+        arenas = self._options.arenas
+        lane = WorkerLane(sock, arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
+        self._submitters[lane.fileno()] = Submitter(peer, lane)
+        self._epoll.register(lane.fileno(), select.EPOLLIN)
+
+    def _close_lane(self, submitter: Submitter) -> None:
+        fd = submitter.lane.fileno()
+        self._dispatcher.drop(submitter)
+        self._epoll.unregister(fd)
+        del self._submitters[fd]
+        submitter.lane.close()
+
+    def _flush(self) -> None:
+        for fd, submitter in self._submitters.items():
+            if submitter.unflushed:
+                submitter.unflushed = False
+                self._watch(fd, submitter.writing, writing := not submitter.lane.flush())
+                submitter.writing = writing
+        if self._channel.waiting:
+            writing = not self._channel.flush()
+            self._watch(self._channel.fileno(), self._control_writing, writing)
+            self._control_writing = writing
+
+    def _watch(self, fd: int, watched: bool, wanted: bool) -> None:
+        """Asks for EPOLLOUT only while a peer is slow."""
+        if watched != wanted:
+            self._epoll.modify(fd, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
+
+    # ------------------------------------------------------------------------------------------------- models, the end
+
+    def _adopt(self, loaded: LoadedModel) -> ModelVersion:
+        """Gives each instance a desk on the status page for as long as it lives."""
+        for instance in loaded.instances:
+            instance.desk = self._free_desks.pop() if self._free_desks else DESKS
+        version = ModelVersion(loaded)
+        version.when_closed(
+            lambda: self._free_desks.extend(instance.desk for instance in loaded.instances if instance.desk < DESKS)
+        )
+        return version
+
+    def _stop(self, grace_ns: int) -> None:
+        now_ns = time.monotonic_ns()
+        self._stop_ns = now_ns + grace_ns
+        self._dispatcher.resting_state = WorkerState.STOPPING
+        self._page.set_state(WorkerState.STOPPING, now_ns)
+
+    def _finished(self) -> bool:
+        """First every request in flight is answered and sent, then every model has ended."""
+        if any(submitter.in_flight or submitter.lane.waiting for submitter in self._submitters.values()):
+            return False
+        for version in list(self._models):
+            self._models.remove(version.name, version.version, lambda: None)
+        self._models.settle()
+        return self._models.draining == 0
+
+    def close(self) -> None:
+        """Lets go of everything. The process ends after this; its threads may still be inside models."""
+        for submitter in list(self._submitters.values()):
+            self._close_lane(submitter)
+        self._regions.close()
+        self._epoll.close()
+        self._inbox.close()
+        self._page.close()
+        self._channel.close()
