@@ -1,0 +1,262 @@
+"""One child process from its supervisor's side: spawned, spoken to, watched, buried.
+
+    spawn ─▶ Start ─▶ ChildReady (a worker: with its status page) ─▶ records, calls ─▶ Stop or kill ─▶ pidfd readable ─▶ on_exit
+
+The control channel's end says nothing about the process: only the pidfd proves that it is gone and can write nowhere any more.
+Spawn from the main thread only, because the kernel's parent-death signal is tied to the spawning thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import site
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from daemon.connection import Connection
+from shm.channel import Channel, pair
+from shm.errors import Unavailable, from_code
+from shm.messages import Call, ChildReady, FromFront, FromWorker, Load, Operation, Record, Reply, Start, Stop, decoder
+from shm.status_page import StatusPage
+
+_log = logging.getLogger(__name__)
+#: Where our packages are.
+_ROOT = str(Path(__file__).parent.parent)
+
+
+class Child:
+    """Owns the process, its pidfd and its control channel."""
+
+    def __init__(
+        self,
+        module: str,
+        name: str,
+        incarnation: int,
+        incoming: Any,
+        on_record: Callable[[Any, Any, list[int]], None],
+        on_exit: Callable[[Any], None],
+    ) -> None:
+        """``incoming`` is the union of records it may send; the callbacks get this object first."""
+        self.module = module
+        self.name = name
+        self.incarnation = incarnation
+        #: It reported ChildReady.
+        self.ready = False
+        #: It was told to stop, so its death is no accident.
+        self.stopping = False
+        self.started_ns = 0
+        #: As Popen: None while it runs.
+        self.returncode: int | None = None
+        self._incoming = incoming
+        self._on_record = on_record
+        self._on_exit = on_exit
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pidfd = -1
+        self._connection: Connection | None = None
+
+    def spawn(
+        self, options: bytes, arguments: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int] = ()
+    ) -> None:
+        """Starts the process. ``options``: ``config.options.Options`` as msgpack. Raises OSError: there is no room for it."""
+        ours, theirs = pair()
+        try:
+            self._process = subprocess.Popen(
+                # -P: a folder named like one of our packages in the working directory must not be imported instead.
+                [sys.executable, "-P", "-m", self.module, "--control-fd", str(theirs.fileno()), *arguments],
+                stdin=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), *pass_fds),
+                env=_environment(environment),
+            )
+            self._pidfd = os.pidfd_open(self._process.pid)
+        except OSError:
+            ours.close()
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
+            raise
+        finally:
+            theirs.close()
+        self.started_ns = time.monotonic_ns()
+        asyncio.get_running_loop().add_reader(self._pidfd, self._exited)
+        self._connection = Connection(Channel(ours, decoder(self._incoming)), self._received, self._channel_closed)
+        self._connection.start()
+        self.send(Start(self.incarnation, self.name, msgspec.Raw(options)))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process is not None else 0
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self.returncode is None
+
+    def send(self, record: Record, *fds: int) -> None:
+        """Queues a record; descriptors are duplicated. Lost where the process is gone, as everything said to it is."""
+        if self._connection is not None:
+            self._connection.send(record, *fds)
+
+    def stop(self, grace_ns: int) -> None:
+        """Asks it to finish and exit."""
+        self.stopping = True
+        self.send(Stop(max(0, grace_ns)))
+
+    def kill(self, reason: str = "") -> None:
+        """SIGKILL; ``on_exit`` follows."""
+        if not self.alive:
+            return
+        if reason:
+            _log.error("%s (process %d) %s: killing it", self.name, self.pid, reason)
+        # By pidfd: the number cannot have been given to another process.
+        signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def _received(self, record: Any, fds: list[int]) -> None:
+        if isinstance(record, ChildReady):
+            if record.incarnation != self.incarnation or self.ready:
+                _close(fds)
+                return self.kill("reported as somebody else")
+            self.ready = True
+        self._on_record(self, record, fds)
+        return None
+
+    def _channel_closed(self) -> None:
+        # An orderly child closes it by exiting, a moment before the pidfd tells. Without it a child is of no use.
+        if not self.stopping:
+            asyncio.get_running_loop().call_later(1.0, self.kill, "closed its control channel")
+
+    def _exited(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        assert self._process is not None
+        self.returncode = self._process.wait()
+        if self._connection is not None:
+            self._connection.close()
+        self.release()
+        self._on_exit(self)
+
+    def release(self) -> None:
+        """What a kind of child holds besides the process; called once it is dead."""
+
+    def describe_exit(self) -> str:
+        """``was killed by SIGSEGV``, ``exited with status 1``."""
+        code = self.returncode or 0
+        if code < 0:
+            try:
+                return f"was killed by {signal.Signals(-code).name}"
+            except ValueError:
+                return f"was killed by signal {-code}"
+        return f"exited with status {code}"
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name} pid={self.pid} ready={self.ready} returncode={self.returncode}>"
+
+
+class Front(Child):
+    """A process that speaks a protocol to clients."""
+
+    def __init__(
+        self,
+        module: str,
+        name: str,
+        incarnation: int,
+        on_record: Callable[[Front, Any, list[int]], None],
+        on_exit: Callable[[Front], None],
+    ) -> None:
+        super().__init__(module, name, incarnation, FromFront, on_record, on_exit)
+
+
+class Worker(Child):
+    """A process that runs models on one device; it answers calls and shows a status page."""
+
+    def __init__(
+        self,
+        module: str,
+        name: str,
+        incarnation: int,
+        device: str,
+        on_record: Callable[[Worker, Any, list[int]], None],
+        on_exit: Callable[[Worker], None],
+    ) -> None:
+        super().__init__(module, name, incarnation, FromWorker, on_record, on_exit)
+        self.device = device
+        self.page: StatusPage | None = None
+        #: Loads without an answer, and since when it has given none (ns).
+        self.loads_owed = 0
+        self.load_progress_ns = 0
+        self._calls: dict[int, asyncio.Future[tuple[Reply, list[int]]]] = {}
+        self._next_call = 1
+
+    def send(self, record: Record, *fds: int) -> None:
+        if isinstance(record, Load):
+            # Behind others it waits its turn: the clock runs from the last answer then.
+            if not self.loads_owed:
+                self.load_progress_ns = time.monotonic_ns()
+            self.loads_owed += 1
+        super().send(record, *fds)
+
+    def load_answered(self) -> None:
+        """A Loaded came."""
+        self.loads_owed -= 1
+        self.load_progress_ns = time.monotonic_ns()
+
+    async def call(self, operation: Operation, *fds: int) -> tuple[bytes, list[int]]:
+        """Asks and waits: the result and the descriptors that came with it, which the caller then owns.
+
+        Raises: Unavailable: the worker died first.  Any ServingError that the worker answered.
+        """
+        if not self.ready or not self.alive:
+            raise Unavailable(f"{self.name} is not running")
+        call_id, self._next_call = self._next_call, self._next_call + 1
+        answer = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = answer
+        self.send(Call(call_id, operation), *fds)
+        try:
+            reply, received = await answer
+        finally:
+            # After a cancellation the reply may still come; ``answered`` then finds nobody and closes its descriptors.
+            self._calls.pop(call_id, None)
+        if reply.code:
+            _close(received)
+            raise from_code(reply.code, reply.message)
+        return reply.result, received
+
+    def answered(self, reply: Reply, fds: list[int]) -> None:
+        """Hands a reply to whoever waits for it."""
+        waiting = self._calls.get(reply.call_id)
+        if waiting is None or waiting.done():
+            _close(fds)
+        else:
+            waiting.set_result((reply, fds))
+
+    def release(self) -> None:
+        for waiting in self._calls.values():
+            if not waiting.done():
+                waiting.set_exception(Unavailable(f"{self.name} stopped before it answered"))
+        if self.page is not None:
+            self.page.close()
+            self.page = None
+
+
+def _environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """Ours, less what systemd meant for us alone, with our packages on the path where they are not installed."""
+    ours = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
+    }
+    if _ROOT not in site.getsitepackages():
+        ours["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, ours.get("PYTHONPATH", ""))))
+    return ours | dict(extra)
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,121 @@
+"""The command line: ``tensord serve``, ``tensord check``, ``tensord --version``.
+
+Exit status: 0 done, 1 a failure while serving or a bad repository, 2 a bad configuration or command line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import click
+
+from config import layers
+from config.layers import ConfigurationError
+from config.options import Options
+from daemon import flags, log, repository
+from shm.errors import InvalidArgument
+
+#: Flags are ours to parse (see ``daemon.flags``), --config and --help are click's.
+_PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": True, "help_option_names": ["-h", "--help"]}
+
+
+class _FlagCommand(click.Command):
+    """A command whose --help lists the flags that click does not know."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_options(ctx, formatter)
+        with formatter.section("Flags (each sets the key in brackets; Triton's names where the meaning is the same)"):
+            formatter.write_dl(flags.help_table())
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("tensord")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown (not installed)"
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(_version(), prog_name="tensord", message="%(prog)s %(version)s")
+def main() -> None:
+    """tensord serves JAX models over the Open Inference Protocol, with tensors in shared memory.
+
+    A configuration value comes from, the later wins: the defaults, the file (--config or TENSORD_CONFIG), environment variables
+    (TENSORD_HTTP_PORT and so on), flags. config/default.toml lists every key.
+    """
+
+
+@main.command(cls=_FlagCommand, context_settings=_PASS_ON)
+@click.option(
+    "--config", type=click.Path(path_type=Path), envvar=layers.CONFIG_VARIABLE, help="Configuration file (TOML)."
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS]...")
+def serve(config: Path | None, arguments: tuple[str, ...]) -> None:
+    """Serve models until SIGTERM or SIGINT. SIGHUP reads the configuration again."""
+    options = _options(config, arguments)
+    if not options.repository.paths:
+        _fail(
+            "repository.paths: nothing to serve; give --model-repository=DIR or a configuration file with [repository] paths"
+        )
+    log.configure(options.log, "supervisor")
+    # Imported here: `tensord check` and --help need none of it.
+    from daemon.devices import NoDevice
+    from daemon.listening import ListenError
+    from daemon.supervisor import Supervisor
+
+    supervisor = Supervisor(options, lambda: layers.load(config, os.environ, flags.parse(arguments)), os.environ)
+    try:
+        status = asyncio.run(supervisor.run())
+    except (ListenError, NoDevice, InvalidArgument) as error:
+        _fail(str(error), status=1)
+    except OSError as error:
+        _fail(f"cannot start: {error}", status=1)
+    sys.exit(status)
+
+
+@main.command(cls=_FlagCommand, context_settings=_PASS_ON)
+@click.option(
+    "--config", type=click.Path(path_type=Path), envvar=layers.CONFIG_VARIABLE, help="Configuration file (TOML)."
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[FILE] [FLAGS]...")
+def check(config: Path | None, arguments: tuple[str, ...]) -> None:
+    """Check a configuration FILE and the repositories it names, without starting anything.
+
+    Exit status 0: all good. 1: a model cannot be served. 2: the configuration is wrong.
+    """
+    if arguments and not arguments[0].startswith("-"):
+        config, arguments = Path(arguments[0]), arguments[1:]
+    options = _options(config, arguments)
+    try:
+        found = repository.scan([Path(path) for path in options.repository.paths])
+    except InvalidArgument as error:
+        _fail(error.message)
+    bad = 0
+    for model in found.values():
+        problem = model.error or ("" if model.chosen else "no version is available under its version policy")
+        bad += bool(problem)
+        versions = ", ".join(map(str, model.chosen))
+        click.echo(f"{model.name}: {problem or f'version {versions}'}", err=bool(problem))
+    missing = [name for name in options.repository.load if name != "*" and name not in found]
+    for name in missing:
+        click.echo(f"{name}: it is to be loaded at start, but it is in no repository", err=True)
+    click.echo(f"configuration: good; models: {len(found) - bad} good, {bad + len(missing)} bad")
+    sys.exit(1 if bad or missing else 0)
+
+
+def _options(config: Path | None, arguments: Sequence[str]) -> Options:
+    try:
+        return layers.load(config, os.environ, flags.parse(arguments))
+    except ConfigurationError as error:
+        _fail(str(error))
+
+
+def _fail(message: str, status: int = 2) -> NoReturn:
+    click.echo(f"tensord: {message}", err=True)
+    sys.exit(status)

@@ -1,0 +1,194 @@
+"""Command-line flags: Triton's names where the meaning is the same, each standing for one key of the configuration.
+
+A unit file or manifest of a Triton server should start tensord after changing the program's name. So its flags have one of four
+fates: they set a key; they take a value that changes nothing here (``--allow-grpc=false``); they are refused with the reason in a
+sentence; or they are unknown, and the nearest known flag is suggested. Nothing is swallowed in silence.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from config.layers import ConfigurationError, Setting
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag that sets a key."""
+
+    name: str
+    key: str
+    help: str
+    #: Repeatable: each occurrence adds to a list.
+    many: bool = False
+    #: May stand without a value, which then means true.
+    switch: bool = False
+    metavar: str = "VALUE"
+
+
+#: In the order of --help.
+FLAGS = (
+    Flag(
+        "model-repository", "repository.paths", "A folder of models; may be given more than once.", True, metavar="DIR"
+    ),
+    Flag("model-store", "repository.paths", "The same, by its old name.", True, metavar="DIR"),
+    Flag(
+        "model-control-mode",
+        "repository.control_mode",
+        "none: all models, at start. explicit: on request.",
+        metavar="MODE",
+    ),
+    Flag(
+        "load-model",
+        "repository.load",
+        "Explicit mode: load it at start; * is all. May be repeated.",
+        True,
+        metavar="NAME",
+    ),
+    Flag(
+        "strict-readiness", "repository.strict_readiness", "Not ready while a model that should be is not.", switch=True
+    ),
+    Flag("exit-on-error", "repository.exit_on_error", "Exit when a model fails to load at start.", switch=True),
+    Flag("allow-http", "http.enabled", "Serve HTTP.", switch=True),
+    Flag("http-address", "http.address", "Address to listen on.", metavar="ADDRESS"),
+    Flag("http-port", "http.port", "Port to listen on; 0 picks a free one.", metavar="PORT"),
+    Flag("http-max-input-size", "http.max_body_byte_size", "Largest request body in bytes.", metavar="BYTES"),
+    Flag("http-header-timeout", "http.head_timeout", "Seconds for a connection to send a head.", metavar="SECONDS"),
+    Flag("allow-client-shm", "regions.enabled", "Clients may register shared memory.", switch=True),
+    Flag("device", "workers.device", "auto, cpu or cuda.", metavar="KIND"),
+    Flag("cpu-workers", "workers.cpu", "Number of CPU workers.", metavar="COUNT"),
+    Flag(
+        "cache-directory", "executables.cache_directory", "Where compiled code is kept between starts.", metavar="DIR"
+    ),
+    Flag("control-socket", "supervisor.control_socket", "Unix socket for tensorctl.", metavar="PATH"),
+    Flag(
+        "exit-timeout-secs",
+        "supervisor.exit_timeout",
+        "Seconds for accepted requests after SIGTERM.",
+        metavar="SECONDS",
+    ),
+    Flag("id", "server_name", "The server's name in GET /v2.", metavar="NAME"),
+    Flag("log-verbose", "log.verbose", "0: off; above: debug messages.", metavar="LEVEL"),
+    Flag("log-info", "log.info", "Log information.", switch=True),
+    Flag("log-warning", "log.warning", "Log warnings.", switch=True),
+    Flag("log-error", "log.error", "Log errors.", switch=True),
+    Flag("log-format", "log.format", "text or json.", metavar="FORMAT"),
+)
+_BY_NAME = {flag.name: flag for flag in FLAGS}
+
+_LATER_GRPC = "gRPC comes with a later version"
+_LATER_METRICS = "the metrics endpoint comes with a later version"
+#: Flags that name something tensord does not have: harmless with a value that asks for nothing, refused otherwise.
+#: name -> (harmless values; None: any, because it only shapes what is not there, reason)
+_ABSENT: dict[str, tuple[tuple[str, ...] | None, str]] = {
+    "allow-grpc": (("false", "0"), f"{_LATER_GRPC}; use --allow-grpc=false until then"),
+    "allow-metrics": (("false", "0"), f"{_LATER_METRICS}; use --allow-metrics=false until then"),
+    "allow-gpu-metrics": (("false", "0"), _LATER_METRICS),
+    "allow-cpu-metrics": (("false", "0"), _LATER_METRICS),
+    # Ports and addresses of what is not served: a client will be told so by the connection.
+    "grpc-port": (None, _LATER_GRPC),
+    "grpc-address": (None, _LATER_GRPC),
+    "grpc-infer-allocation-pool-size": (None, _LATER_GRPC),
+    "metrics-port": (None, _LATER_METRICS),
+    "metrics-address": (None, _LATER_METRICS),
+    "metrics-interval-ms": (None, _LATER_METRICS),
+    "http-thread-count": (None, "the front needs one thread"),
+    "pinned-memory-pool-byte-size": (None, "arenas.byte_size sizes our memory"),
+    "disable-auto-complete-config": (("false", "0"), "configurations are always completed from the model"),
+    "strict-model-config": (("false", "0"), "configurations are always completed from the model"),
+    "rate-limit": (("off",), "there is no rate limiter"),
+    "reuse-http-port": (
+        ("false", "0"),
+        "the supervisor holds the port, so that no restart of a front refuses a connection",
+    ),
+    "enable-peer-access": (None, "each worker owns one device"),
+}
+_REFUSED = {
+    "repository-poll-secs": "polling is not offered: SIGHUP reads the repositories again",
+    "backend-directory": "back ends are part of tensord: jax and python",
+    "backend-config": "back ends take no settings of their own; see [workers] and [executables] in the configuration",
+    "cache-config": "the response cache comes with a later version",
+    "response-cache-byte-size": "the response cache comes with a later version",
+    "trace-config": "tracing comes with a later version",
+    "trace-file": "tracing comes with a later version",
+    "trace-level": "tracing comes with a later version",
+    "http-restricted-api": "restricted APIs come with a later version",
+    "http-header-forward-pattern": "header forwarding comes with a later version",
+    "grpc-use-ssl": "TLS is not offered: put a proxy in front",
+    "grpc-restricted-protocol": "gRPC and restricted APIs come with a later version",
+    "log-file": "the log goes to standard error: let the service manager or the shell direct it",
+    "cuda-memory-pool-byte-size": "XLA manages device memory: set XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "model-load-thread-count": "each worker loads its models one after the other",
+    "allow-sagemaker": "the SageMaker endpoint is not offered",
+    "allow-vertex-ai": "the Vertex AI endpoint is not offered",
+    "buffer-manager-thread-count": "tensors are not copied between buffers by threads of their own",
+}
+
+
+def parse(arguments: Sequence[str]) -> list[Setting]:
+    """Settings of flags: ``--name=value``, ``--name value``, or ``--name`` alone for a switch.
+
+    Raises: ConfigurationError: a sentence about the first flag that cannot be obeyed.
+    """
+    found: dict[str, Setting] = {}
+    lists: dict[str, tuple[str, ...]] = {}
+    waiting = list(arguments)
+    while waiting:
+        name, value = _split(waiting.pop(0))
+        flag = _BY_NAME.get(name)
+        is_switch = flag.switch if flag is not None else name.startswith(("allow-", "disable-", "strict-", "reuse-"))
+        if (
+            value is None
+            and waiting
+            and not waiting[0].startswith("--")
+            and not (is_switch and not _is_bool(waiting[0]))
+        ):
+            value = waiting.pop(0)
+        if flag is None:
+            _refuse_or_ignore(name, value)
+            continue
+        if value is None:
+            if not flag.switch:
+                raise ConfigurationError(f"--{name}: needs a value")
+            value = "true"
+        if flag.many:
+            lists[flag.key] = (*lists.get(flag.key, ()), value)
+            found[flag.key] = Setting(flag.key, lists[flag.key], f"--{name}")
+        else:
+            found[flag.key] = Setting(flag.key, value, f"--{name}", textual=True)
+    return list(found.values())
+
+
+def _split(argument: str) -> tuple[str, str | None]:
+    if not argument.startswith("--") or argument == "--":
+        raise ConfigurationError(f"unexpected argument '{argument}'; flags begin with --")
+    name, equals, value = argument[2:].partition("=")
+    # Triton's own parser takes both spellings.
+    return name.replace("_", "-"), value if equals else None
+
+
+def _is_bool(value: str) -> bool:
+    return value.lower() in ("true", "false", "0", "1")
+
+
+def _refuse_or_ignore(name: str, value: str | None) -> None:
+    if name in _REFUSED:
+        raise ConfigurationError(f"--{name}: {_REFUSED[name]}")
+    if name in _ABSENT:
+        harmless, reason = _ABSENT[name]
+        if harmless is not None and (value or "true").lower() not in harmless:
+            raise ConfigurationError(f"--{name}={value or 'true'}: {reason}")
+        return
+    close = difflib.get_close_matches(name, [*_BY_NAME, *_ABSENT, *_REFUSED], n=1)
+    raise ConfigurationError(f"--{name}: unknown flag" + (f"; did you mean --{close[0]}?" if close else ""))
+
+
+def help_table() -> list[tuple[str, str]]:
+    """(flag, text) rows for --help."""
+    rows = []
+    for flag in FLAGS:
+        shown = f"--{flag.name}[=true|false]" if flag.switch else f"--{flag.name}={flag.metavar}"
+        rows.append((shown, f"{flag.help} [{flag.key}]"))
+    return rows

@@ -1,0 +1,1 @@
+"""The HTTP front: one process that parses requests, places tensors, submits, and serialises answers."""

@@ -1,0 +1,82 @@
+"""The body of an inference request while it arrives: bytes kept aside, or written straight into the request arena.
+
+lease    | pad | JSON head | part | part | ...      pad = -head size mod 64, so the first part is 64-byte aligned,
+                                                     which is what an executable needs to use it in place
+"""
+
+from __future__ import annotations
+
+from daemon.http.request_codec import Part
+from shm.arena import Lease
+from shm.messages import Inline, Place, Slice
+
+ALIGNMENT = 64
+
+
+class CollectedBody:
+    """Small bodies, JSON, and bodies of unknown length: chunks in ordinary memory."""
+
+    __slots__ = ("_first", "_more", "received")
+
+    def __init__(self) -> None:
+        self._first = b""
+        #: All but the first chunk, which is mostly the only one. Not a list: a chunk of two bytes would cost forty.
+        self._more: bytearray | None = None
+        self.received = 0
+
+    def write(self, chunk: bytes) -> None:
+        if not self.received:
+            self._first = chunk
+        elif self._more is None:
+            self._more = bytearray(chunk)
+        else:
+            self._more += chunk
+        self.received += len(chunk)
+
+    def whole(self) -> bytes:
+        """Everything received."""
+        if self._more is not None:
+            self._first, self._more = self._first + self._more, None
+        return self._first
+
+
+class PlacedBody:
+    """A large binary body of known length, in a lease of the request arena."""
+
+    __slots__ = ("_end", "_start", "lease", "received")
+
+    def __init__(self, lease: Lease, byte_size: int, head_size: int) -> None:
+        self.lease = lease
+        self._start = -head_size % ALIGNMENT
+        self._end = self._start + byte_size
+        self.received = 0
+
+    @staticmethod
+    def lease_size(byte_size: int) -> int:
+        """What to borrow for a body of that size."""
+        return byte_size + ALIGNMENT
+
+    def write(self, chunk: bytes) -> None:
+        at = self._start + self.received
+        self.lease.view[at : at + len(chunk)] = chunk
+        self.received += len(chunk)
+
+    def rest(self) -> memoryview:
+        """What is still to come: a socket may be read straight into it."""
+        return self.lease.view[self._start + self.received : self._end]
+
+    def advance(self, byte_size: int) -> None:
+        """That many bytes were written into ``rest``."""
+        self.received += byte_size
+
+    def head(self, head_size: int) -> memoryview:
+        """The JSON."""
+        return self.lease.view[self._start : self._start + head_size]
+
+    def place(self, head_size: int, part: Part, inline_byte_size: int) -> Place:
+        """Where a part lies; a tiny one travels with its record."""
+        start = self._start + head_size + part.offset
+        if part.byte_size <= inline_byte_size:
+            return Inline(bytes(self.lease.view[start : start + part.byte_size]))
+        slice_ = self.lease.place
+        return Slice(slice_.segment, slice_.offset + start, part.byte_size)

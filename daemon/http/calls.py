@@ -1,0 +1,44 @@
+"""Questions to the supervisor: what concerns the whole daemon and not one request."""
+
+from __future__ import annotations
+
+import asyncio
+
+from daemon.connection import Connection
+from shm.errors import Unavailable, from_code
+from shm.messages import Call, Operation, Reply
+
+#: Questions waiting for their answers; a client that floods the control endpoints is refused, not queued.
+_LIMIT = 1024
+
+
+class Calls:
+    """Asks over the control connection; each answer finds its asker by number."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._last = 0
+
+    async def ask(self, operation: Operation) -> bytes:
+        """The result, JSON or empty. Raises the ServingError the supervisor answered with, or Unavailable: too many questions."""
+        if len(self._waiting) >= _LIMIT:
+            raise Unavailable(f"{len(self._waiting)} control requests are waiting, at most {_LIMIT} are allowed")
+        self._last += 1
+        number = self._last
+        waiter: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = waiter
+        self._connection.send(Call(number, operation))
+        try:
+            reply = await waiter
+        finally:
+            del self._waiting[number]
+        if reply.code:
+            raise from_code(reply.code, reply.message)
+        return reply.result
+
+    def answered(self, reply: Reply) -> None:
+        """A reply came; of a question nobody waits for any more it is dropped."""
+        waiter = self._waiting.get(reply.call_id)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(reply)

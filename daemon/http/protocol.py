@@ -1,0 +1,486 @@
+"""A connection: uvicorn's httptools protocol, with a short way for inference requests and guards for everything.
+
+Requests of one connection are answered in their order, whichever way each goes:
+
+    _order   [ active | next | next ]     an Exchange (infer, short way) or uvicorn's cycle (everything else, through Starlette)
+
+The guards, each with a clear answer: size of the head (431), exactly one Host (400), size of the body (413), malformed HTTP
+(400), number of connections (503), and deadlines for head, body, idle time and a client that does not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+import urllib.parse
+from collections import deque
+from typing import Any, ClassVar
+
+import httptools
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from daemon.http.body import PlacedBody
+from daemon.http.direct_body import DirectBody
+from daemon.http.exchange import Exchange, InferHead, Phase, Serving
+from daemon.http.infer_route import InferRoute, InferRoutes
+from daemon.http.known_head import KnownHead, learn
+from daemon.http.response_codec import Buffer, error_response
+from shm.errors import InvalidArgument, ServingError, Unsupported
+
+_log = logging.getLogger(__name__)
+
+#: A body with more to come than this is read from the socket straight into the arena.
+DIRECT_BYTE_SIZE = 64 << 10
+#: Requests a client may send ahead on one connection before the first is answered.
+_MAX_PIPELINED = 256
+#: After a refusal the rest of what the client sends is thrown away for that long, so that it can read the answer.
+_LINGER_SECONDS = 2.0
+
+
+#: A request target: its path, absolute or not, and its query. Anything else ("*") is a path that nobody serves.
+_TARGET = re.compile(rb"(?:https?://[^/?]*)?(/[^?#]*)(?:\?([^#]*))?.*", re.IGNORECASE | re.DOTALL)
+
+
+class InferProtocol(HttpToolsProtocol):
+    """One connection. ``serving`` and ``routes`` are set once per process by ``protocol_for``."""
+
+    serving: ClassVar[Serving]
+    routes: ClassVar[InferRoutes]
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._order: deque[Exchange | RequestResponseCycle] = deque()
+        #: The exchange or cycle whose body is arriving.
+        self._receiving: Exchange | RequestResponseCycle | None = None
+        #: The one whose answer ends the connection because the server stops.
+        self._ends_with: Exchange | RequestResponseCycle | None = None
+        #: Exchanges whose answers are partly in the transport's buffer.
+        self._unwritten: list[Exchange] = []
+        #: The head of the last request, where the next one may repeat it; how many messages began in the chunk being parsed, and
+        #: what the head of the last of them meant.
+        self._known: KnownHead | None = None
+        self._begun = 0
+        self._meaning: InferHead | None = None
+        self._write_paused = False
+        #: The body that is arriving has no place yet.
+        self._body_waits = False
+        self._closing = False
+        self._refusal: bytes | None = None
+        self._head_size = 0
+        #: Bytes of a body that brought nothing of it: trailers, extensions of chunks.
+        self._barren_size = 0
+        now = time.monotonic()
+        #: Since when the connection waits for what it waits for; 0: it does not.
+        self._idle_since = now
+        self._head_since = 0.0
+        self._body_since = 0.0
+        self._stalled_since = 0.0
+        #: What the client had still to take when that was last looked at.
+        self._unsent = 0
+        self._linger_since = 0.0
+
+    # ------------------------------------------------------------------------------------------- connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # With no room to buffer, a write goes to the socket at once and says whether all of it went.
+        transport.set_write_buffer_limits(high=0)
+        limit = self.serving.options.http.max_connections
+        if len(self.connections) > limit:
+            self._refuse(503, f"{len(self.connections)} connections are open, at most {limit} are allowed")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for exchange in {*self._order, *self._unwritten}:
+            if isinstance(exchange, Exchange):
+                exchange.abandon()
+            else:
+                exchange.disconnected = True
+                exchange.message_event.set()
+        self._order.clear()
+        self._unwritten.clear()
+        self._receiving = None
+        self.cycle = None  # type: ignore[assignment]
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._closing:
+            return
+        between = not self._order and self._receiving is None and not self._head_since
+        if between and self._known is not None and self._known.is_head_of(data):
+            self._repeat(self._known, data)
+            return
+        self._begun, self._known = 0, None
+        if self._receiving is None:
+            self._head_size += len(data)
+            if not self._head_since:
+                self._head_since = time.monotonic()
+                self._idle_since = 0.0
+        else:
+            self._barren_size += len(data)
+        self._feed(data)
+        if self._closing:
+            return
+        size = self._head_size if self._receiving is None else self._barren_size
+        if size > self.serving.options.http.max_head_byte_size:
+            self._refuse_head()
+            return
+        receiving = self._receiving
+        if isinstance(receiving, Exchange):
+            if isinstance(receiving.body, PlacedBody) and len(receiving.body.rest()) >= DIRECT_BYTE_SIZE:
+                DirectBody(self, self.transport, receiving.body).start()
+        elif between and receiving is None and self._begun == 1 and self._meaning is not None and not self._head_since:
+            # The chunk was exactly one request.
+            self._known = learn(data, self._meaning)
+
+    def _repeat(self, known: KnownHead, data: bytes) -> None:
+        """A whole request whose head needs no parsing."""
+        self._idle_since = 0.0
+        exchange = Exchange(self.serving, known.meaning, self._write_answer, self._answered, self._pause_reading)
+        self._order.append(exchange)
+        exchange.begin()
+        exchange.receive(data[len(known.head) :])
+        exchange.complete()
+        exchange.take_turn()
+
+    def _feed(self, data: bytes) -> None:
+        while not self._closing:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                # Offered (Java's client does, with its first request), not taken. The parser takes everything after the head
+                # for another protocol's bytes, so it reads the head again, without the offer.
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+            except httptools.HttpParserCallbackError:
+                _log.exception("a request met a defect of the server")
+                self._refuse(500, "internal error; the server's log has the details")
+            except httptools.HttpParserError:
+                if not self._closing:
+                    self._refuse(400, "malformed HTTP request")
+
+    def _head_without_upgrade(self) -> bytes:
+        line = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
+        fields = [b"%b: %b\r\n" % (name, value) for name, value in self.headers if name != b"upgrade"]
+        return b"".join((line, *fields, b"\r\n"))
+
+    def eof_received(self) -> None:
+        self._closing = True
+
+    # ------------------------------------------------------------------------------------------------- head
+
+    def on_message_begin(self) -> None:
+        self._begun += 1
+        self._meaning = None
+        self.url = b""
+        self.headers = []
+        self.expect_100_continue = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._receiving is None:
+            super().on_header(name, value)
+        # Else it is a trailer, which nobody wants.
+
+    def on_headers_complete(self) -> None:
+        if self._closing:
+            return  # refused already; the parser goes on to the end of what it was fed
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                self._refuse(400, "malformed HTTP request")
+            return  # see _feed
+        limit = self.serving.options.http.max_head_byte_size
+        if sum([len(name) + len(value) + 4 for name, value in self.headers], len(self.url)) > limit:
+            self._refuse_head()
+            return
+        self._head_size = 0
+        self._head_since = 0.0
+        self._body_since = time.monotonic()
+        if len(self._order) >= _MAX_PIPELINED:
+            self._refuse(400, f"more than {_MAX_PIPELINED} requests are waiting for their answers on this connection")
+            return
+        if self.parser.get_http_version() == "1.1" and [name for name, _ in self.headers].count(b"host") != 1:
+            self._refuse(400, "an HTTP/1.1 request needs exactly one Host header")
+            return
+        route = self.routes.find(self.url) if self.parser.get_method() == b"POST" else None
+        if route is None:
+            self._begin_cycle()
+        else:
+            self._begin_exchange(route)
+
+    def _begin_exchange(self, route: InferRoute) -> None:
+        head = self._infer_head(route)
+        http = self.serving.options.http
+        if (head.content_length or 0) > http.max_body_byte_size:
+            self._refuse(
+                413, f"the request body has {head.content_length} bytes, at most {http.max_body_byte_size} are allowed"
+            )
+            return
+        if not self.expect_100_continue:
+            self._meaning = head
+        exchange = Exchange(self.serving, head, self._write_answer, self._answered, self._pause_reading)
+        self._append(exchange)
+        exchange.begin()
+        if exchange.refused and (self.expect_100_continue or head.content_length is None):
+            # Its body is not wanted, and how much would come is unknown: answer now and hang up.
+            exchange.keep_alive = False
+            self._receiving = None
+            exchange.complete()
+        elif self.expect_100_continue and len(self._order) == 1:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if len(self._order) == 1:
+            exchange.take_turn()
+
+    def _infer_head(self, route: InferRoute) -> InferHead:
+        length: int | None = 0
+        json_size: int | None = None
+        error: ServingError | None = route.error
+        for name, value in self.headers:
+            if name == b"content-length":
+                length = int(value)
+            elif name == b"transfer-encoding":
+                length = None
+            elif name == b"inference-header-content-length":
+                if json_size is None and value.isdigit() and len(value) < 19:
+                    json_size = int(value)
+                else:
+                    error = error or InvalidArgument(
+                        "Inference-Header-Content-Length should be an unsigned integer, given once"
+                    )
+            elif name == b"content-encoding" and value != b"identity":
+                error = error or Unsupported("Unsupported compression type")
+        keep_alive = self.parser.get_http_version() != "1.0" and bool(self.parser.should_keep_alive())
+        return InferHead(route.model, route.version, length, json_size, keep_alive, error)
+
+    def _begin_cycle(self) -> None:
+        """Everything but infer: uvicorn's own cycle, run by Starlette."""
+        headers, url = self.headers, self.url
+        super().on_message_begin()
+        self.headers.extend(headers)
+        target = _TARGET.fullmatch(url)
+        path, query = (target[1], target[2] or b"") if target else (url, b"")
+        version = self.parser.get_http_version()
+        self.scope["method"] = self.parser.get_method().decode("ascii")
+        self.scope["http_version"] = version
+        self.scope["path"] = urllib.parse.unquote_to_bytes(path).decode("utf-8", "replace")
+        self.scope["raw_path"] = path
+        self.scope["query_string"] = query
+        cycle = RequestResponseCycle(
+            scope=self.scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=False,
+            default_headers=[],
+            message_event=asyncio.Event(),
+            expect_100_continue=any(name == b"expect" and value.lower() == b"100-continue" for name, value in headers),
+            keep_alive=version != "1.0" and self.parser.should_keep_alive(),
+            on_response=self._answered,
+        )
+        self.cycle = cycle
+        self._append(cycle)
+        if len(self._order) == 1:
+            self._start_asgi_task(cycle, self.app)
+
+    def _append(self, exchange: Exchange | RequestResponseCycle) -> None:
+        self._order.append(exchange)
+        self._receiving = exchange
+        if self.serving.stopping:
+            self.announce_end()
+
+    # ------------------------------------------------------------------------------------------------- body
+
+    def on_body(self, body: bytes) -> None:
+        receiving = self._receiving
+        self._barren_size = 0
+        if isinstance(receiving, Exchange):
+            limit = self.serving.options.http.max_body_byte_size
+            if receiving.body.received + len(body) > limit:
+                self._refuse(413, f"the request body has more than {limit} bytes, at most {limit} are allowed")
+            else:
+                receiving.receive(body)
+        elif receiving is not None and not receiving.response_complete:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        receiving, self._receiving = self._receiving, None
+        self._body_since = 0.0
+        if len(self._order) > 1:
+            # Whoever sends ahead is read no further until it is answered.
+            self.flow.pause_reading()
+        if isinstance(receiving, Exchange):
+            if receiving.phase is Phase.RECEIVING:
+                receiving.complete()
+        elif receiving is not None and not receiving.response_complete:
+            receiving.more_body = False
+            receiving.message_event.set()
+
+    def direct_body_complete(self) -> None:
+        """The rest of a large body was read past the parser: the next bytes are a new request's."""
+        self.parser = httptools.HttpRequestParser(self)
+        self.on_message_complete()
+        if self.flow.read_paused and not self.transport.is_closing():
+            self.transport.pause_reading()  # it was resumed past the flow control, for this body
+
+    # ------------------------------------------------------------------------------------------------ answers
+
+    def _write_answer(self, pieces: list[Buffer]) -> bool:
+        """True when nothing of it is left in the transport's buffer."""
+        if len(pieces) == 1:
+            self.transport.write(pieces[0])
+        else:
+            self.transport.writelines(pieces)
+        if self._write_paused:
+            active = self._order[0]
+            assert isinstance(active, Exchange)
+            self._unwritten.append(active)
+        return not self._write_paused
+
+    def _answered(self) -> None:
+        """The active request has its answer: the next one's turn."""
+        self.server_state.total_requests += 1
+        answered = self._order.popleft()
+        if not answered.keep_alive or self.transport.is_closing():
+            if not self.transport.is_closing():
+                self._hang_up()
+            return
+        if self._order:
+            following = self._order[0]
+            if isinstance(following, Exchange):
+                if following is self._receiving and self.expect_100_continue:
+                    self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                self._steer_reading()
+                following.take_turn()
+            else:
+                self._start_asgi_task(following, self.app)
+            return
+        if self._refusal is not None:
+            self._write_refusal()
+            return
+        self._idle_since = time.monotonic() if not self._head_since else 0.0
+        if not self._write_paused:
+            self.flow.resume_reading()
+
+    def pause_writing(self) -> None:
+        self._write_paused = True
+        self._stalled_since = time.monotonic()
+        # A client that does not take its answers gets no more of its requests read.
+        self.flow.pause_reading()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._write_paused = False
+        self._stalled_since = 0.0
+        unwritten, self._unwritten = self._unwritten, []
+        for exchange in unwritten:
+            exchange.written()
+        super().resume_writing()
+        if not self._closing:
+            self._steer_reading()
+
+    def _pause_reading(self, pause: bool) -> None:
+        self._body_waits = pause
+        self._steer_reading()
+
+    def _steer_reading(self) -> None:
+        """Reads while a body arrives, or nothing waits for its answer; not while the client or the arena is full."""
+        if self._write_paused or self._body_waits:
+            self.flow.pause_reading()
+        elif isinstance(self._receiving, Exchange) or not self._order:
+            self.flow.resume_reading()
+
+    # ------------------------------------------------------------------------------------------------- guards
+
+    def _refuse_head(self) -> None:
+        limit = self.serving.options.http.max_head_byte_size
+        self._refuse(431, f"the request line and headers have more than {limit} bytes, at most {limit} are allowed")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answers after everything that came before, then hangs up. What still arrives is thrown away."""
+        self._closing = True
+        self._refusal = error_response(status, message, keep_alive=False)
+        receiving, self._receiving = self._receiving, None
+        if receiving is not None and receiving in self._order:
+            self._order.remove(receiving)
+            if isinstance(receiving, Exchange):
+                receiving.abandon()
+            else:
+                receiving.disconnected = True
+                receiving.message_event.set()
+        if not self._order:
+            self._write_refusal()
+
+    def _write_refusal(self) -> None:
+        if self._refusal is not None and not self.transport.is_closing():
+            self.transport.write(self._refusal)
+            self._refusal = None
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Ends our side; the client may still be sending, and must not be reset before it has read the answer."""
+        self._closing = True
+        if self._receiving is None and not self._linger_needed():
+            self.transport.close()
+            return
+        self._linger_since = time.monotonic()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+
+    def _linger_needed(self) -> bool:
+        return self._body_since > 0 or self._head_since > 0
+
+    def check(self, now: float) -> None:
+        """Ends what has waited too long; called about once a second by the server."""
+        http = self.serving.options.http
+        if self._stalled_since:
+            unsent = self.transport.get_write_buffer_size()
+            if unsent != self._unsent:
+                self._unsent, self._stalled_since = unsent, now
+        for since, limit in (
+            (self._linger_since, _LINGER_SECONDS),
+            (self._stalled_since, http.write_timeout),
+            (self._head_since, http.head_timeout),
+            (self._body_since, http.body_timeout),
+            (self._idle_since if not self._order else 0.0, http.keep_alive_timeout),
+        ):
+            if since and now - since > limit:
+                self.transport.abort()
+                return
+
+    def shutdown(self) -> None:
+        """The server stops: an idle connection closes, a busy one after its last answer."""
+        if self.idle:
+            self.transport.close()
+        else:
+            self.announce_end()
+
+    def announce_end(self) -> None:
+        """The last answer says that there will be no more; not those before it: what the client sent ahead is answered."""
+        last = self._order[-1] if self._order else None
+        if last is None or not last.keep_alive:
+            return
+        if self._ends_with is not None:
+            self._ends_with.keep_alive = True
+        last.keep_alive = False
+        self._ends_with = last
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is under way."""
+        return not self._order and not self._head_since
+
+
+def protocol_for(serving: Serving) -> type[InferProtocol]:
+    """The protocol class for a server: uvicorn makes the instances."""
+    return type("Connection", (InferProtocol,), {"serving": serving, "routes": InferRoutes()})

@@ -1,0 +1,103 @@
+"""An inference answer as HTTP bytes: JSON head, binary parts, response line. Sans-I/O.
+
+binary answer   | JSON head (Inference-Header-Content-Length bytes) | part | part | ...     parts in the order of ``outputs``
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from shm.arrays import array
+from shm.errors import InvalidArgument
+from shm.messages import Completion, Inline, RegionSlice, Slice, Tensor
+
+Buffer = bytes | memoryview
+_encode = msgspec.json.Encoder().encode
+_REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 413: "Content Too Large"}
+_REASONS |= {431: "Request Header Fields Too Large", 500: "Internal Server Error", 501: "Not Implemented"}
+_REASONS |= {503: "Service Unavailable"}
+
+
+def encode(
+    completion: Completion,
+    model: str,
+    client_id: str,
+    binary: dict[str, bool],
+    all_binary: bool,
+    view: Callable[[Slice], memoryview],
+) -> tuple[bytes, list[Buffer]]:
+    """The JSON head and the binary parts of a good answer.
+
+    Args:
+      binary: what the request said of single outputs; the others are as ``all_binary`` says.
+      view: the bytes of a slice of the response arena.
+    Raises: InvalidArgument: an output cannot be written as JSON; the text says which and what to do.
+    """
+    parts: list[Buffer] = []
+    outputs: list[dict[str, Any]] = []
+    for tensor in completion.outputs:
+        entry: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
+        place = tensor.place
+        if type(place) is not RegionSlice:
+            content = place.content if type(place) is Inline else view(place)  # type: ignore[arg-type]
+            if binary.get(tensor.name, all_binary):
+                entry["parameters"] = {"binary_data_size": len(content)}
+                parts.append(content)
+            else:
+                entry["data"] = _json_data(tensor, content)
+        outputs.append(entry)
+    head: dict[str, Any] = {"id": client_id} if client_id else {}
+    head["model_name"] = model
+    head["model_version"] = str(completion.version)
+    if completion.parameters:
+        head["parameters"] = completion.parameters
+    head["outputs"] = outputs
+    return _encode(head), parts
+
+
+def _json_data(tensor: Tensor, content: Buffer) -> Any:
+    datatype, name = tensor.datatype, tensor.name
+    if datatype in ("FP16", "BF16"):
+        raise InvalidArgument(
+            f"sending {datatype} data via JSON is not supported. Please use the binary data format for output {name}"
+        )
+    values = array(content, datatype, tensor.shape, f"output '{name}'")
+    if datatype == "BYTES":
+        try:
+            return [value.decode() for value in values.ravel()]
+        except UnicodeDecodeError as error:
+            raise InvalidArgument(
+                f"output '{name}' holds bytes that are not UTF-8 text. Please use the binary data format for output {name}"
+            ) from error
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        # Not JSON, but what Triton writes and its clients read; msgspec would write null.
+        return msgspec.Raw(json.dumps(values.ravel().tolist(), separators=(",", ":")).encode())
+    return values.ravel().tolist()
+
+
+def response_head(json_size: int, parts: list[Buffer], keep_alive: bool) -> bytes:
+    """Response line and headers of a good answer."""
+    total = json_size + sum(len(part) for part in parts)
+    close = "" if keep_alive else "Connection: close\r\n"
+    if total == json_size:
+        return f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n{close}Content-Length: {total}\r\n\r\n".encode()
+    return (
+        "HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\n"
+        f"Inference-Header-Content-Length: {json_size}\r\n{close}Content-Length: {total}\r\n\r\n"
+    ).encode()
+
+
+def error_response(status: int, message: str, keep_alive: bool) -> bytes:
+    """A whole error answer: always a JSON object with ``error``."""
+    body = _encode({"error": message})
+    close = "" if keep_alive else "Connection: close\r\n"
+    retry = "Retry-After: 1\r\n" if status == 503 else ""
+    return (
+        f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: application/json\r\n{retry}{close}"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    ).encode() + body

@@ -1,0 +1,405 @@
+"""Which versions of which models are where: decides, does no I/O. The driver is ``daemon.supervisor``.
+
+Every event returns instructions, in order:
+
+    load(model) ─▶ Send(worker, Load) to all ─▶ loaded(worker, ...) from all ─▶ Publish(READY) ─▶ Send(Unload) of versions the
+    new ones replace ─▶ unloaded(worker, ...) ─▶ Settled
+
+A version keeps serving until what replaces it is ready everywhere, so no request sees a cold model. Loads and unloads of one
+model happen one after the other; different models do not wait for each other. A worker that joins gets every wanted version; one
+that leaves takes nothing along: a version whose last worker died stays READY without workers, and its requests wait for the next.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from daemon.repository import FoundModel
+from shm.messages import Load, Loaded, ModelState, Unload
+
+#: A version under which that many workers died while it alone was loading is not tried again.
+MAX_LOAD_DEATHS = 2
+
+
+class VersionState(enum.Enum):
+    """The states of Triton's repository index."""
+
+    #: Known to the repository, never asked for.
+    UNKNOWN = "UNKNOWN"
+    #: Workers are loading it, and none serves it yet.
+    LOADING = "LOADING"
+    #: Requests for it are taken.
+    READY = "READY"
+    #: No new requests; those in the workers' queues are being finished.
+    UNLOADING = "UNLOADING"
+    #: It failed to load, or was unloaded; the reason says which.
+    UNAVAILABLE = "UNAVAILABLE"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A record for one worker."""
+
+    worker: int
+    record: Load | Unload
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """A record for every front."""
+
+    state: ModelState
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The operation that ``token`` stands for is over; ``error`` is "" or Triton's sentence."""
+
+    token: int
+    error: str = ""
+
+
+Instruction = Send | Publish | Settled
+
+
+@dataclass(slots=True)
+class Version:
+    """One version of one model. All sets hold worker incarnations."""
+
+    load: Load
+    state: VersionState = VersionState.UNKNOWN
+    reason: str = ""
+    #: Serves there, with what the worker said about it.
+    ready: dict[int, Loaded] = field(default_factory=dict)
+    #: Loads there that are not answered yet.
+    loading: dict[int, int] = field(default_factory=dict)
+    #: Should get a Load once that worker loads nothing else.
+    postponed: set[int] = field(default_factory=set)
+    unloading: set[int] = field(default_factory=set)
+    #: A joining worker gets it.
+    wanted: bool = False
+    #: A worker died with its Load unanswered, so it is loaded alone from now on: then a death is its own.
+    suspect: bool = False
+    #: Workers that died while it alone was loading.
+    deaths: int = 0
+    #: The last answer about it, kept while no worker serves it.
+    described: Loaded | None = None
+
+
+@dataclass(slots=True)
+class _Operation:
+    """A load (with the model as found) or an unload (without)."""
+
+    token: int
+    found: FoundModel | None
+
+
+@dataclass(slots=True)
+class Model:
+    """One name: its versions and the operations that wait for each other."""
+
+    versions: dict[int, Version] = field(default_factory=dict)
+    waiting: deque[_Operation] = field(default_factory=deque)
+    running: _Operation | None = None
+    #: Versions the running load brings, and what went wrong with each.
+    bringing: dict[int, str] = field(default_factory=dict)
+    fingerprint: str = ""
+
+
+class Lifecycle:
+    """The state machine. ``known`` names are in the repository; models may be loaded that no longer are."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, Model] = {}
+        self.known: set[str] = set()
+        self._workers: set[int] = set()
+
+    # ---------------------------------------------------------------------------------------------------- operations
+
+    def load(self, found: FoundModel, token: int) -> list[Instruction]:
+        """Brings the chosen versions of a model, whose folder polled well, to READY; answered with Settled(token)."""
+        model = self.models.setdefault(found.name, Model())
+        model.waiting.append(_Operation(token, found))
+        return self._advance(found.name)
+
+    def unload(self, name: str, token: int) -> list[Instruction]:
+        """Takes a model away; unknown or unloaded names settle at once."""
+        if name not in self.models:
+            return [Settled(token)]
+        self.models[name].waiting.append(_Operation(token, None))
+        return self._advance(name)
+
+    def _advance(self, name: str) -> list[Instruction]:
+        """Starts what waits, while nothing runs."""
+        model, out = self.models[name], list[Instruction]()
+        while model.running is None and model.waiting:
+            model.running = model.waiting.popleft()
+            found = model.running.found
+            out += self._begin_unload(name, model) if found is None else self._begin_load(model, found)
+            out += self._finish(name, model)
+        return out
+
+    def _begin_load(self, model: Model, found: FoundModel) -> list[Instruction]:
+        out: list[Instruction] = []
+        unchanged = model.fingerprint == found.fingerprint
+        model.bringing = dict.fromkeys(found.chosen, "")
+        for number in found.chosen:
+            load = Load(found.name, number, str(found.path), str(found.path / str(number)), found.config)
+            version = model.versions.setdefault(number, Version(load))
+            if version.state is VersionState.READY and unchanged:
+                continue
+            version.load, version.deaths, version.suspect, version.wanted = load, 0, False, True
+            if version.state is not VersionState.READY:
+                version.state, version.reason = VersionState.LOADING, ""
+                out.append(self._publish(number, version))
+            version.postponed = set()
+            for worker in sorted(self._workers):
+                out += self._send_load(worker, version)
+        model.fingerprint = found.fingerprint
+        return out
+
+    def _begin_unload(self, name: str, model: Model) -> list[Instruction]:
+        model.fingerprint = ""
+        return [i for number in sorted(model.versions) for i in self._retire(name, number)]
+
+    def _retire(self, name: str, number: int) -> list[Instruction]:
+        """UNLOADING where it serves; a version that failed keeps its reason, as in Triton."""
+        version = self.models[name].versions[number]
+        version.wanted, version.postponed = False, set()
+        if version.state is not VersionState.READY:
+            return []
+        version.state, version.unloading = VersionState.UNLOADING, set(version.ready)
+        out: list[Instruction] = [Send(worker, Unload(name, number)) for worker in sorted(version.ready)]
+        version.ready = {}
+        return [self._publish(number, version), *out, *self._unload_ended(number, version)]
+
+    def _unload_ended(self, number: int, version: Version) -> list[Instruction]:
+        if version.state is not VersionState.UNLOADING or version.unloading:
+            return []
+        version.state, version.reason, version.described = VersionState.UNAVAILABLE, "unloaded", None
+        return [self._publish(number, version)]
+
+    def _finish(self, name: str, model: Model) -> list[Instruction]:
+        """Ends the running operation once every worker has answered."""
+        operation = model.running
+        if operation is None:
+            return []
+        if operation.found is None:
+            if any(version.unloading for version in model.versions.values()):
+                return []
+            model.running = None
+            return [Settled(operation.token)]
+        brought = [model.versions[number] for number in model.bringing]
+        # Without any worker the load waits for the first one: it cannot be said to have succeeded.
+        if any(v.loading or v.postponed or (v.state is VersionState.LOADING and not v.ready) for v in brought):
+            return []
+        if any(version.unloading for version in model.versions.values()):
+            return []
+        out: list[Instruction] = []
+        failed = {number: reason for number, reason in model.bringing.items() if reason}
+        if len(failed) < len(model.bringing):
+            # Something new serves: what it replaces goes, and the operation ends when that is gone.
+            old = [n for n, v in model.versions.items() if n not in model.bringing and v.state is VersionState.READY]
+            for number in old:
+                out += self._retire(name, number)
+            if old and any(model.versions[number].unloading for number in old):
+                return out
+        model.running, model.bringing = None, {}
+        if failed:
+            model.fingerprint = ""
+        return [*out, Settled(operation.token, load_error(name, failed) if failed else "")]
+
+    # -------------------------------------------------------------------------------------------------------- workers
+
+    def worker_joined(self, worker: int) -> list[Instruction]:
+        """A worker is ready for records."""
+        self._workers.add(worker)
+        versions = (version for model in self.models.values() for version in model.versions.values())
+        wanted = [version for version in versions if version.wanted and version.deaths < MAX_LOAD_DEATHS]
+        # Those that may have killed a worker come last and alone.
+        return [i for version in sorted(wanted, key=lambda v: v.suspect) for i in self._send_load(worker, version)]
+
+    def worker_left(self, worker: int) -> list[Instruction]:
+        """A worker is dead and fenced."""
+        self._workers.discard(worker)
+        out: list[Instruction] = []
+        loading = [v for model in self.models.values() for v in model.versions.values() if worker in v.loading]
+        for version in loading:
+            version.suspect = True
+            version.deaths += len(loading) == 1
+        for name, model in self.models.items():
+            for number, version in model.versions.items():
+                out += self._left(name, number, version, worker)
+        for name in list(self.models):
+            out += self._after_answer(name)
+        return out
+
+    def _left(self, name: str, number: int, version: Version, worker: int) -> list[Instruction]:
+        served = version.ready.pop(worker, None) is not None
+        owed = version.loading.pop(worker, 0) > 0 or worker in version.postponed
+        version.postponed.discard(worker)
+        if worker in version.unloading:
+            version.unloading.discard(worker)
+            return self._unload_ended(number, version)
+        out: list[Instruction] = [self._publish(number, version)] if served else []
+        if owed and version.deaths >= MAX_LOAD_DEATHS:
+            out += self._failed(name, number, version, "the worker process died while loading it")
+        return out
+
+    def loaded(self, worker: int, answer: Loaded) -> list[Instruction]:
+        """A worker's answer to Load."""
+        version = self._version(answer.name, answer.version)
+        if version is None or worker not in version.loading:
+            return []
+        version.loading[worker] -= 1
+        if version.loading[worker]:
+            return []  # the answer to an earlier Load; a newer one is on its way
+        del version.loading[worker]
+        out: list[Instruction] = []
+        if answer.reason:
+            out += self._failed(answer.name, answer.version, version, answer.reason)
+        elif version.wanted:
+            version.deaths, version.suspect = 0, False
+            version.ready[worker] = version.described = answer
+            version.state, version.reason = VersionState.READY, ""
+            out.append(self._publish(answer.version, version))
+        else:
+            # It was unloaded or given up while this worker was still loading it.
+            out.append(Send(worker, Unload(answer.name, answer.version)))
+        return out + self._send_postponed(worker) + self._after_answer(answer.name)
+
+    def unloaded(self, worker: int, name: str, number: int) -> list[Instruction]:
+        """A worker's answer to Unload."""
+        version = self._version(name, number)
+        if version is None or worker not in version.unloading:
+            return []
+        version.unloading.discard(worker)
+        return self._unload_ended(number, version) + self._after_answer(name)
+
+    def _after_answer(self, name: str) -> list[Instruction]:
+        out = self._finish(name, self.models[name])
+        return out + self._advance(name)
+
+    def _failed(self, name: str, number: int, version: Version, reason: str) -> list[Instruction]:
+        model = self.models[name]
+        if number in model.bringing:
+            model.bringing[number] = reason
+        if not version.wanted:
+            return []  # unloaded, or given up, before this answer came
+        if version.ready or version.loading or version.postponed:
+            # What serves goes on serving (also the former content of the same version); the last answer decides.
+            return []
+        version.wanted, version.described = False, None
+        version.state, version.reason = VersionState.UNAVAILABLE, reason
+        return [self._publish(number, version)]
+
+    def _send_load(self, worker: int, version: Version) -> list[Instruction]:
+        if version.suspect and self.loading_at(worker):
+            version.postponed.add(worker)
+            return []
+        version.loading[worker] = version.loading.get(worker, 0) + 1
+        return [Send(worker, version.load)]
+
+    def _send_postponed(self, worker: int) -> list[Instruction]:
+        for model in self.models.values():
+            for version in model.versions.values():
+                if worker in version.postponed and not self.loading_at(worker):
+                    version.postponed.discard(worker)
+                    return self._send_load(worker, version)
+        return []
+
+    # ------------------------------------------------------------------------------------------------------ questions
+
+    def loading_at(self, worker: int) -> bool:
+        """Whether that worker owes an answer to a Load."""
+        return any(worker in v.loading for model in self.models.values() for v in model.versions.values())
+
+    def states(self) -> list[ModelState]:
+        """Everything a new front must know."""
+        return [self._state(n, v) for model in self.models.values() for n, v in sorted(model.versions.items())]
+
+    def index(self, ready: bool = False) -> list[dict[str, str]]:
+        """The repository index: sorted by name, then version; names alone for what was never loaded."""
+        entries: list[dict[str, str]] = []
+        for name in sorted(self.known | self.models.keys()):
+            versions = self.models[name].versions if name in self.models else {}
+            for number, version in sorted(versions.items()):
+                if ready and version.state is not VersionState.READY:
+                    continue
+                entry = {"name": name, "version": str(number), "state": version.state.value}
+                entries.append(entry | ({"reason": version.reason} if version.reason else {}))
+            if not versions and not ready and name in self.known:
+                entries.append({"name": name})
+        return entries
+
+    def is_ready(self, name: str, number: int = 0) -> bool:
+        """Whether that version, or any with 0, is READY."""
+        versions = self.models[name].versions if name in self.models else {}
+        return any(v.state is VersionState.READY for n, v in versions.items() if number in (0, n))
+
+    def ready_models(self) -> dict[str, list[int]]:
+        """READY versions by name."""
+        found = {
+            name: [n for n, v in sorted(model.versions.items()) if v.state is VersionState.READY]
+            for name, model in sorted(self.models.items())
+        }
+        return {name: versions for name, versions in found.items() if versions}
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError where the books do not balance; for tests."""
+        for model in self.models.values():
+            assert model.running is not None or not model.waiting
+            for version in model.versions.values():
+                everywhere = [version.ready.keys(), version.unloading, version.postponed]
+                assert all(workers <= self._workers for workers in everywhere)
+                assert version.loading.keys() <= self._workers
+                assert not version.ready or version.state is VersionState.READY
+                assert not version.unloading or version.state is VersionState.UNLOADING
+                assert not version.postponed & version.loading.keys()
+                if version.state in (VersionState.READY, VersionState.LOADING):
+                    assert version.wanted
+
+    def _version(self, name: str, number: int) -> Version | None:
+        model = self.models.get(name)
+        return None if model is None else model.versions.get(number)
+
+    def _publish(self, number: int, version: Version) -> Publish:
+        return Publish(self._state(number, version))
+
+    @staticmethod
+    def _state(number: int, version: Version) -> ModelState:
+        described = version.described if version.state is VersionState.READY else None
+        if described is None:
+            return ModelState(version.load.name, number, version.state.value, version.reason)
+        return ModelState(
+            version.load.name,
+            number,
+            version.state.value,
+            version.reason,
+            tuple(sorted(version.ready)),
+            described.metadata,
+            described.config,
+            described.stateless,
+        )
+
+
+def load_error(name: str, failed: dict[int, str]) -> str:
+    """Triton's sentence for versions that failed to load."""
+    listed = "".join(f"version {n} is at UNAVAILABLE state: {reason};\n" for n, reason in sorted(failed.items()))
+    return f"load failed for model '{name}': {listed}"
+
+
+def no_version_error(name: str) -> str:
+    """Triton's sentence for a model without a version that its policy chooses."""
+    return (
+        f"load failed for model '{name}': "
+        f"at least one version must be available under the version policy of model '{name}'\n"
+    )
+
+
+def poll_error(names: Iterable[str]) -> str:
+    """Triton's sentence for a model that is not there or cannot be read."""
+    return f"failed to load '{', '.join(names)}', failed to poll from model repository"

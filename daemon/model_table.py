@@ -1,0 +1,84 @@
+"""What a front knows of the models: the last ModelState of each version, as the supervisor sent it.
+
+The supervisor owns the truth; this copy lets a front answer metadata and refuse unknown models without asking.
+"""
+
+from __future__ import annotations
+
+from shm.errors import InvalidArgument, NotFound
+from shm.messages import ModelGone, ModelState
+
+_LIMIT = (1 << 63) - 1
+
+
+class ModelTable:
+    """Models by name and version."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, dict[int, ModelState]] = {}
+        #: Grows with every change, so that caches notice by one comparison.
+        self.edition = 0
+
+    def update(self, state: ModelState) -> None:
+        """The last one sent holds."""
+        self._models.setdefault(state.name, {})[state.version] = state
+        self.edition += 1
+
+    def remove(self, gone: ModelGone) -> None:
+        """Forgets a version; unknown ones are ignored."""
+        versions = self._models.get(gone.name, {})
+        versions.pop(gone.version, None)
+        if not versions:
+            self._models.pop(gone.name, None)
+        self.edition += 1
+
+    def find(self, name: str, version: int = 0) -> ModelState:
+        """The state of a version that serves requests; 0 is the newest.
+
+        A version whose workers are being replaced still serves: its requests wait.
+        Raises: NotFound: unknown, or known and not ready.
+        """
+        versions = self._models.get(name)
+        if versions is None:
+            raise NotFound(f"Request for unknown model: '{name}' is not found")
+        if version:
+            state = versions.get(version)
+            if state is None or state.state != "READY":
+                raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
+            return state
+        ready = [number for number, state in versions.items() if state.state == "READY"]
+        if not ready:
+            raise NotFound(f"Request for unknown model: '{name}' has no available versions")
+        return versions[max(ready)]
+
+    def is_ready(self, name: str, version: int = 0) -> bool:
+        """Whether requests for it are answered now."""
+        try:
+            return bool(self.find(name, version).workers)
+        except NotFound:
+            return False
+
+    def ready_versions(self, name: str) -> list[int]:
+        """The versions that serve, ascending."""
+        versions = self._models.get(name, {})
+        return sorted(number for number, state in versions.items() if state.state == "READY")
+
+    def states(self) -> list[ModelState]:
+        """Every version known."""
+        return [state for versions in self._models.values() for state in versions.values()]
+
+
+def parse_version(model: str, text: str) -> int:
+    """A version as it stands in a path: digits.
+
+    Raises: InvalidArgument: beyond int64.  NotFound: 0, which is no version.
+    """
+    number = int(text) if len(text) <= 40 else _LIMIT + 1
+    if number > _LIMIT:
+        raise InvalidArgument(
+            f"failed to get model version from specified version string '{text[:64]}' (details: stol), "
+            "version should be an integral value > 0"
+        )
+    if number == 0:
+        raise NotFound(f"Request for unknown model: '{model}' version 0 is not found")
+    return number

@@ -1,0 +1,210 @@
+"""Operations on models: what clients, the start and a reload ask for, carried out through the lifecycle's instructions.
+
+Files are read off the loop; decisions are ``daemon.lifecycle``'s. A configuration that a client gave with a load stays in force
+for later plain loads, until the model's files change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from config.options import Repository
+from daemon import lifecycle, repository
+from daemon.lifecycle import Instruction, Lifecycle, Publish, Send, Settled
+from daemon.repository import FoundModel
+from shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
+from shm.messages import Loaded, LoadModel, ModelGone, ModelState, Record
+
+_log = logging.getLogger(__name__)
+#: A name without any version, told to the fronts so that readiness knows of it.
+_NO_VERSION = 0
+
+
+class Peer(Protocol):
+    """What is needed of a worker."""
+
+    name: str
+
+    def send(self, record: Record, *fds: int) -> None: ...
+
+
+class Models:
+    """Owns the lifecycle. ``workers`` is the supervisor's live table; ``publish`` reaches every front."""
+
+    def __init__(
+        self, options: Repository, workers: Mapping[int, Peer], publish: Callable[[ModelState | ModelGone], None]
+    ) -> None:
+        self._options = options
+        self._workers = workers
+        self._publish = publish
+        self.lifecycle = Lifecycle()
+        #: Models that should be served and could not even be tried, with the reason.
+        self.refused: dict[str, str] = {}
+        #: ``repository.load`` as it was last acted upon.
+        self._listed: set[str] = set()
+        self._tokens = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[str]] = {}
+        #: name -> (fingerprint of the files it was given for, configuration in JSON).
+        self._overrides: dict[str, tuple[str, str]] = {}
+
+    # --------------------------------------------------------------------------------------------- clients' operations
+
+    async def load(self, request: LoadModel) -> None:
+        """Loads or reloads a model by name and waits for the outcome.
+
+        Raises: Unavailable: not in explicit mode.  Internal, InvalidArgument: Triton's sentences.  Unsupported: files.
+        """
+        self._only_explicit()
+        name = request.name
+        if request.files:
+            raise Unsupported(f"failed to load '{name}': version files in a load request are not supported yet")
+        found = await asyncio.to_thread(self._poll, name)
+        if not found.error and request.config:
+            found = await asyncio.to_thread(self._override, found, request.config)
+        elif not found.error and name in self._overrides:
+            fingerprint, config = self._overrides[name]
+            if fingerprint == found.fingerprint:
+                found = await asyncio.to_thread(repository.override, found, config)
+            else:
+                del self._overrides[name]
+        if found.error:
+            _log.error("model '%s' cannot be polled: %s", name, found.error)
+            raise Internal(lifecycle.poll_error([name]))
+        if error := await self._bring(found):
+            raise InvalidArgument(error)
+
+    def unload(self, name: str) -> None:
+        """Begins to take a model away; unknown names are no error. Raises Unavailable: not in explicit mode."""
+        self._only_explicit()
+        self._begin(self.lifecycle.unload(name, self._token()))
+
+    async def index(self, ready: bool) -> list[dict[str, str]]:
+        """The repository index, with what lies in the folders now."""
+        folders = await asyncio.to_thread(repository.folders, self._paths())
+        self.lifecycle.known = {folder.name for folder in folders}
+        return self.lifecycle.index(ready)
+
+    def _only_explicit(self) -> None:
+        if self._options.control_mode != "explicit":
+            raise Unavailable("explicit model load / unload is not allowed if polling is enabled")
+
+    def _override(self, found: FoundModel, config: str) -> FoundModel:
+        try:
+            overridden = repository.override(found, config)
+        except ServingError as error:
+            return FoundModel(found.name, found.path, error=error.message)
+        self._overrides[found.name] = (found.fingerprint, config)
+        return overridden
+
+    def _poll(self, name: str) -> FoundModel:
+        # Only a well-formed name may become part of a path.
+        if repository.NAME.fullmatch(name):
+            places = [path / name for path in self._paths() if (path / name).is_dir()]
+            if len(places) == 1:
+                return repository.poll(places[0])
+            if places:
+                return FoundModel(name, places[0], error="it is in more than one repository")
+        return FoundModel(name, Path(), error="it is in no repository")
+
+    # ------------------------------------------------------------------------------------------------ start and reload
+
+    async def scan(self, options: Repository) -> dict[str, FoundModel]:
+        """What lies in the folders that ``options`` names. Raises InvalidArgument: a folder cannot be read."""
+        return await asyncio.to_thread(repository.scan, [Path(path) for path in options.paths])
+
+    def begin(self, found: Mapping[str, FoundModel], options: Repository) -> list[asyncio.Future[str]]:
+        """Begins to load what should be served and to unload what no longer should; the futures are the outcomes ("" or why not).
+
+        At the start, and again with new options after a reload.
+        """
+        self._options = options
+        self.lifecycle.known = set(found)
+        if options.control_mode == "none":
+            wanted: Iterable[str] = found
+            for name in self.lifecycle.ready_models().keys() - found.keys():
+                self._begin(self.lifecycle.unload(name, self._token()))
+        elif "*" in options.load:
+            wanted = found
+        else:
+            # Explicit models that clients loaded stay as they are; names new in the list are loaded.
+            wanted = [name for name in dict.fromkeys(options.load) if name not in self._listed]
+        self._listed = set(options.load)
+        return [asyncio.ensure_future(self._bring_wanted(name, found.get(name))) for name in wanted]
+
+    async def _bring_wanted(self, name: str, found: FoundModel | None) -> str:
+        if found is None or found.error:
+            reason = "it is in no repository" if found is None else found.error
+            self._refuse(name, reason)
+            return f"model '{name}' cannot be polled: {reason}"
+        return await self._bring(found)
+
+    async def _bring(self, found: FoundModel) -> str:
+        if not found.chosen:
+            self._refuse(found.name, "no version is available under its version policy")
+            return lifecycle.no_version_error(found.name)
+        if self.refused.pop(found.name, None) is not None:
+            self._publish(ModelGone(found.name, _NO_VERSION))
+        token = self._token()
+        outcome: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._waiting[token] = outcome
+        self._begin(self.lifecycle.load(found, token))
+        return await outcome
+
+    def _refuse(self, name: str, reason: str) -> None:
+        _log.error("model '%s' is not served: %s", name, reason)
+        self.refused[name] = reason
+        self._publish(self._refusal(name))
+
+    def _refusal(self, name: str) -> ModelState:
+        return ModelState(name, _NO_VERSION, "UNAVAILABLE", self.refused[name])
+
+    # ----------------------------------------------------------------------------------------------- workers and fronts
+
+    def worker_joined(self, incarnation: int) -> None:
+        """Sends a new worker every model."""
+        self._begin(self.lifecycle.worker_joined(incarnation))
+
+    def worker_left(self, incarnation: int) -> None:
+        """Tells fronts that a dead worker serves nothing."""
+        self._begin(self.lifecycle.worker_left(incarnation))
+
+    def loaded(self, incarnation: int, answer: Loaded) -> None:
+        """A worker's answer to Load."""
+        if answer.reason:
+            _log.error("model '%s' version %d failed to load: %s", answer.name, answer.version, answer.reason)
+        else:
+            _log.info("model '%s' version %d is loaded", answer.name, answer.version)
+        self._begin(self.lifecycle.loaded(incarnation, answer))
+
+    def unloaded(self, incarnation: int, name: str, version: int) -> None:
+        """A worker's answer to Unload."""
+        _log.info("model '%s' version %d is unloaded", name, version)
+        self._begin(self.lifecycle.unloaded(incarnation, name, version))
+
+    def states(self) -> list[ModelState]:
+        """What a new front must know."""
+        return [*self.lifecycle.states(), *map(self._refusal, self.refused)]
+
+    def _begin(self, instructions: Sequence[Instruction]) -> None:
+        """Carries instructions out, in order."""
+        for instruction in instructions:
+            match instruction:
+                case Send(worker, record):
+                    self._workers[worker].send(record)
+                case Publish(state):
+                    self._publish(state)
+                case Settled(token, error):
+                    waiting = self._waiting.pop(token, None)
+                    if waiting is not None and not waiting.done():
+                        waiting.set_result(error)
+
+    def _token(self) -> int:
+        return next(self._tokens)
+
+    def _paths(self) -> list[Path]:
+        return [Path(path) for path in self._options.paths]

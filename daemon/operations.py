@@ -1,0 +1,96 @@
+"""Control operations by name: one place that answers them, whoever asks (a front for its client, tensorctl for its operator)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from daemon import statistics
+from daemon.child import Worker
+from daemon.models import Models
+from daemon.region_registry import RegionRegistry
+from shm.errors import Internal, InvalidArgument, ServingError, Unavailable
+from shm.messages import (
+    LoadModel,
+    ModelStatistics,
+    Operation,
+    RegionStatus,
+    RegisterSystemRegion,
+    Reply,
+    RepositoryIndex,
+    UnloadModel,
+    UnregisterRegion,
+)
+
+_log = logging.getLogger(__name__)
+#: A worker whose loop does not turn for that long is asked later again by whoever wanted the figures.
+_STATISTICS_TIMEOUT = 30.0
+
+
+class Operations:
+    """Answers ``shm.messages.Operation``; ``workers()`` are those ready for calls."""
+
+    def __init__(self, models: Models, regions: RegionRegistry, workers: Callable[[], Sequence[Worker]]) -> None:
+        self._models = models
+        self._regions = regions
+        self._workers = workers
+
+    async def reply(self, call_id: int, operation: Operation) -> Reply:
+        """The answer as a record; every failure becomes a code and a sentence."""
+        try:
+            return Reply(call_id, result=await self.answer(operation))
+        except ServingError as error:
+            return Reply(call_id, error.code, error.message)
+        except Exception:
+            _log.exception("%s failed", type(operation).__name__)
+            return Reply(call_id, Internal.code, "the server failed to carry out the operation")
+
+    async def answer(self, operation: Operation) -> bytes:
+        """The result, JSON or empty. Raises ServingError."""
+        match operation:
+            case LoadModel():
+                await self._models.load(operation)
+            case UnloadModel(name):
+                self._models.unload(name)
+            case RepositoryIndex(ready):
+                return msgspec.json.encode(await self._models.index(ready))
+            case ModelStatistics():
+                return await self._statistics(operation)
+            case RegisterSystemRegion():
+                await self._regions.register(operation)
+            case UnregisterRegion():
+                await self._regions.unregister(operation)
+            case RegionStatus():
+                return self._regions.status(operation)
+        return b""
+
+    async def _statistics(self, operation: ModelStatistics) -> bytes:
+        name, version = operation.name, operation.version
+        lifecycle = self._models.lifecycle
+        if name and not lifecycle.is_ready(name):
+            raise InvalidArgument(f"requested model '{name}' is not available")
+        if name and version and not lifecycle.is_ready(name, version):
+            raise InvalidArgument(f"requested model version is not available for model '{name}'")
+        try:
+            async with asyncio.timeout(_STATISTICS_TIMEOUT):
+                answers = await asyncio.gather(
+                    *(_ask(worker, operation) for worker in self._workers()), return_exceptions=True
+                )
+        except TimeoutError:
+            raise Unavailable("a worker is too busy to give its statistics") from None
+        for answer in answers:
+            # A worker that died takes its counters along; one that answers with an error does not happen by itself.
+            if isinstance(answer, BaseException) and not isinstance(answer, Unavailable):
+                raise answer
+        return statistics.merge(answer for answer in answers if isinstance(answer, bytes))
+
+
+async def _ask(worker: Worker, operation: Operation) -> bytes:
+    result, fds = await worker.call(operation)
+    for fd in fds:
+        os.close(fd)
+    return result

@@ -1,0 +1,178 @@
+"""What lies in the model repositories: names, versions, configurations. Reads files, imports nothing, loads nothing.
+
+    <repository>/<model>/config.pbtxt          optional
+    <repository>/<model>/<version>/model.py    version: a whole number from 1
+
+A folder that cannot be served is still found, with the reason: it is listed, and loading it says why. Whoever scans does so off
+the event loop; the result is a plain value.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import hashlib
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from config import model_config
+from config.model_config import ModelConfig
+from shm.errors import InvalidArgument, ServingError
+
+#: Names go into URLs, logs and cache keys; nothing in them may mean anything to a file system or a shell.
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254}", re.ASCII)
+_VERSION = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
+_IGNORED = ("__pycache__", "lost+found")
+
+
+@dataclass(frozen=True, slots=True)
+class FoundModel:
+    """One folder of a repository."""
+
+    name: str
+    path: Path
+    #: Serialised ModelConfig as far as it is given, with name and backend.
+    config: bytes = b""
+    #: Every version folder, ascending.
+    versions: tuple[int, ...] = ()
+    #: Those the version policy chooses, ascending.
+    chosen: tuple[int, ...] = ()
+    #: Changes when any file of the model does.
+    fingerprint: str = ""
+    #: Why it cannot be polled, for the operator; "" when it can.
+    error: str = ""
+
+
+def scan(repositories: Sequence[Path]) -> dict[str, FoundModel]:
+    """Every model folder by name, sorted. A repository that is no readable folder raises InvalidArgument, naming it."""
+    found: dict[str, FoundModel] = {}
+    for path in folders(repositories):
+        model = poll(path)
+        if path.name in found:
+            model = dataclasses.replace(model, error="it is in more than one repository", chosen=())
+        found[path.name] = model
+    return dict(sorted(found.items()))
+
+
+def folders(repositories: Sequence[Path]) -> list[Path]:
+    """The model folders. Raises InvalidArgument: a repository cannot be read."""
+    found: list[Path] = []
+    for repository in repositories:
+        try:
+            names = sorted(entry.name for entry in os.scandir(repository) if entry.is_dir())
+        except OSError as error:
+            raise InvalidArgument(f"model repository '{repository}': {error.strerror}") from None
+        found += [repository / name for name in names if not name.startswith(".") and name not in _IGNORED]
+    return found
+
+
+def poll(path: Path) -> FoundModel:
+    """Reads one model folder; never raises for what an operator may have written there."""
+    name = path.name
+    try:
+        if not NAME.fullmatch(name):
+            raise InvalidArgument("its name may hold only letters, digits and _.+- and must not begin with . + or -")
+        versions = _versions(path)
+        text = _read(path / "config.pbtxt")
+        message = model_config.parse_pbtxt(text, name) if text is not None else model_config.empty()
+        return _found(path, message, versions)
+    except ServingError as error:
+        return FoundModel(name, path, error=error.message)
+    except (OSError, UnicodeDecodeError) as error:
+        return FoundModel(name, path, error=f"cannot be read: {error}")
+
+
+def override(model: FoundModel, config: str) -> FoundModel:
+    """The model with a configuration in JSON in the place of its own. Raises InvalidArgument, Unsupported."""
+    message = model_config.parse_json(config, model.name)
+    try:
+        return _found(model.path, message, _versions(model.path))
+    except OSError as error:
+        raise InvalidArgument(f"model '{model.name}' cannot be read: {error.strerror}") from None
+
+
+def _found(path: Path, message: ModelConfig, versions: tuple[int, ...]) -> FoundModel:
+    name = path.name
+    if message.name and message.name != name:
+        raise InvalidArgument(f"its configuration is for '{message.name}', but its folder is '{name}'")
+    message.name = name
+    model_config.check(message)
+    chosen = _choose(message, versions)
+    if not message.backend and chosen:
+        message.backend = _guess_backend(path, message, chosen[-1])
+    config = message.SerializeToString(deterministic=True)
+    return FoundModel(name, path, config, versions, chosen, _fingerprint(path, config))
+
+
+def _versions(path: Path) -> tuple[int, ...]:
+    names = (entry.name for entry in os.scandir(path) if entry.is_dir())
+    return tuple(sorted(int(name) for name in names if _VERSION.fullmatch(name)))
+
+
+def _choose(message: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:
+    """The version policy; latest 1 where there is none."""
+    policy = message.version_policy
+    match policy.WhichOneof("policy_choice"):
+        case "all":
+            return versions
+        case "specific":
+            return tuple(version for version in versions if version in policy.specific.versions)
+        case "latest":
+            return versions[-policy.latest.num_versions :]
+        case _:
+            return versions[-1:]
+
+
+def _guess_backend(path: Path, message: ModelConfig, version: int) -> str:
+    """By what the model's file defines at its top level, read as syntax: importing it is for its worker alone."""
+    file = message.default_model_filename or "model.py"
+    text = _read(path / str(version) / file)
+    if text is None:
+        raise InvalidArgument(f"it names no backend, and version {version} has no {file} to tell it from")
+    try:
+        names = set(_defined(ast.parse(text)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise InvalidArgument(f"{file} of version {version} is not valid Python{line}") from None
+    if "TritonPythonModel" in names:
+        return "python"
+    if "create" in names:
+        return "jax"
+    raise InvalidArgument(
+        f"it names no backend, and {file} of version {version} defines neither create() nor class TritonPythonModel"
+    )
+
+
+def _defined(tree: ast.Module) -> list[str]:
+    names: list[str] = []
+    for node in tree.body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                names.append(name)
+            case ast.Assign(targets=targets):
+                names += [target.id for target in targets if isinstance(target, ast.Name)]
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                names += [alias.asname or alias.name for alias in aliases]
+    return names
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError):
+        return None
+
+
+def _fingerprint(path: Path, config: bytes) -> str:
+    """Sizes and times of all files, not their content: parameters may be gigabytes."""
+    digest = hashlib.sha256(config)
+    for folder, folders, files in os.walk(path):
+        folders[:] = sorted(name for name in folders if name not in _IGNORED)
+        for name in sorted(files):
+            file = os.path.join(folder, name)
+            status = os.stat(file)
+            digest.update(f"{os.path.relpath(file, path)}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+    return digest.hexdigest()

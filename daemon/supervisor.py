@@ -1,0 +1,454 @@
+"""The supervisor: starts fronts and workers, connects them, replaces what dies, stops in order. Never touches a tensor.
+
+    1. bind the socket, start the workers (their imports take longest), read the repositories meanwhile
+    2. start the front with the models as LOADING; each worker that reports gets its regions, its lanes, then its models
+    3. when the first loads are settled: READY=1, and every look at the status pages feeds the watchdog
+    4. a process that dies is fenced by its pidfd: fronts learn of it, a replacement starts after a delay that grows
+    5. SIGTERM: fronts finish what they accepted, then workers stop, then whatever is left is killed
+
+One loop, one thread for its own work; files are read in others. It never waits for a child without a bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from config import layers
+from config.layers import ConfigurationError
+from config.options import Options
+from daemon import listening, log, watch
+from daemon.backoff import Backoff
+from daemon.child import Child, Front, Worker
+from daemon.control_socket import ControlSocket
+from daemon.devices import Device, find_devices
+from daemon.models import Models
+from daemon.notify import Notifier
+from daemon.operations import Operations
+from daemon.region_registry import RegionRegistry
+from shm.channel import pair
+from shm.errors import InvalidArgument, ServingError
+from shm.messages import Call, ChildReady, LaneOpened, Loaded, ModelGone, ModelState, Reply, Unloaded, WorkerFenced
+from shm.status_page import StatusPage
+
+_log = logging.getLogger(__name__)
+#: Between looks at the workers' status pages.
+_WATCH_INTERVAL = 0.5
+#: Workers get at least this to exit once the fronts are done.
+_WORKER_GRACE = 2.0
+#: Before the first readiness, this many deaths of one post mean that it will never come up.
+_MAX_START_DEATHS = 5
+#: Changed by SIGHUP; everything else needs a restart.
+_RELOADABLE = ("repository.paths", "repository.load", "log.")
+
+
+class Phase(enum.Enum):
+    """Where the daemon is in its life."""
+
+    #: Not all first loads are settled.
+    STARTING = "starting"
+    #: It serves.
+    SERVING = "serving"
+    #: The fronts finish what they accepted; workers are still replaced for it.
+    DRAINING = "draining"
+    #: Everything is told to exit.
+    STOPPING = "stopping"
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """What the children run, as ``python -m`` takes it."""
+
+    front: str = "daemon.http"
+    worker: str = "workers"
+
+
+class Supervisor:
+    """``run`` is the whole life of the daemon and returns its exit status."""
+
+    def __init__(
+        self,
+        options: Options,
+        reread: Callable[[], Options],
+        environment: Mapping[str, str],
+        programs: Programs = Programs(),
+    ) -> None:
+        """``reread`` reads the configuration again, for SIGHUP; it raises ConfigurationError."""
+        self.options = options
+        self.phase = Phase.STARTING
+        self.workers: dict[int, Worker] = {}
+        self.fronts: dict[int, Front] = {}
+        self._programs = programs
+        self._reread = reread
+        self._environment = environment
+        self._chance = random.Random()
+        self._next_incarnation = 1
+        self._backoffs: dict[str, Backoff] = {}
+        self._notifier = Notifier(environment)
+        self._socket: socket.socket | None = None
+        self._models = Models(options.repository, self.workers, self._publish)
+        self._regions = RegionRegistry(options.regions, self._ready_workers)
+        self._operations = Operations(self._models, self._regions, self._ready_workers)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stop = asyncio.Event()
+        #: Set by the second signal.
+        self._hurry = asyncio.Event()
+        #: Set whenever a child has died.
+        self._death = asyncio.Event()
+        self._exit_status = 0
+
+    async def run(self) -> int:
+        """From the first bind to the last child. Raises ListenError, NoDevice, InvalidArgument, OSError: it cannot start."""
+        loop = asyncio.get_running_loop()
+        devices = find_devices(self.options.workers, self._environment)
+        if self.options.http.enabled:
+            http = self.options.http
+            self._socket = listening.inherited(self._environment) or listening.listen(http.address, http.port)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled)
+        loop.add_signal_handler(signal.SIGHUP, lambda: self._spawn_task(self._reload()))
+        control = ControlSocket(self.options.supervisor, self._environment, self._operations, self.describe)
+        try:
+            await control.open()
+            for index, device in enumerate(devices):
+                self._start_worker(f"worker-{index}", device)
+            outcomes = self._models.begin(await self._models.scan(self.options.repository), self.options.repository)
+            if self._socket is not None:
+                self._start_front("http-0")
+            self._spawn_task(self._watch())
+            self._spawn_task(self._become_ready(outcomes))
+            await self._stop.wait()
+            await self._drain()
+        finally:
+            self.phase = Phase.STOPPING
+            await self._bury()
+            control.close()
+            self._regions.close()
+            self._notifier.close()
+            if self._socket is not None:
+                self._socket.close()
+        return self._exit_status
+
+    # --------------------------------------------------------------------------------------------------------- starting
+
+    def _start_worker(self, name: str, device: Device) -> None:
+        def died(worker: Worker) -> None:
+            self._worker_died(worker, device)
+
+        worker = Worker(self._programs.worker, name, self._incarnation(), device.name, self._from_worker, died)
+        worker.spawn(self._packed_options(), ["--device", device.name], device.environment)
+        self.workers[worker.incarnation] = worker
+
+    def _start_front(self, name: str) -> None:
+        assert self._socket is not None
+        front = Front(self._programs.front, name, self._incarnation(), self._from_front, self._front_died)
+        fd = self._socket.fileno()
+        front.spawn(self._packed_options(), ["--listen-fd", str(fd)], {}, [fd])
+        self.fronts[front.incarnation] = front
+        # Lanes before the states that name their workers.
+        for worker in self._ready_workers():
+            self._open_lane(front, worker)
+        for state in self._models.states():
+            front.send(state)
+
+    def _open_lane(self, front: Front, worker: Worker) -> None:
+        ours, theirs = pair()
+        with ours, theirs:
+            page = () if worker.page is None else (worker.page.fd,)
+            front.send(LaneOpened(worker.incarnation, worker.device), ours.fileno(), *page)
+            worker.send(LaneOpened(front.incarnation), theirs.fileno())
+
+    async def _join(self, worker: Worker) -> None:
+        """A new worker: regions first, so that no request names one it does not have; then lanes, then models."""
+        await self._regions.restore(worker)
+        if not worker.alive:
+            return
+        for front in self.fronts.values():
+            if front.alive:
+                self._open_lane(front, worker)
+        self._models.worker_joined(worker.incarnation)
+
+    async def _become_ready(self, outcomes: list[asyncio.Future[str]]) -> None:
+        pending: set[asyncio.Future[str]] = set(outcomes)
+        while pending:
+            self._notifier.extend_timeout(30.0)
+            self._notifier.status(f"loading {len(pending)} models")
+            _, pending = await asyncio.wait(pending, timeout=10.0)
+        failures = [error for outcome in outcomes if (error := outcome.result())]
+        if failures and self.options.repository.exit_on_error:
+            _log.critical("stopping: a model failed to load at start, and repository.exit_on_error is set")
+            self._exit_status = 1
+            self._stop.set()
+            return
+        while self.phase is Phase.STARTING and not self._all_up():
+            await asyncio.sleep(0.05)
+        if self.phase is not Phase.STARTING:
+            return
+        self.phase = Phase.SERVING
+        self._notifier.ready(self._summary())
+        _log.info("ready: %s", self._summary())
+        served = self._models.lifecycle.ready_models()
+        if self._socket is not None and served:
+            _log.info("try: curl %s/v2/models/%s", listening.url(self._socket), next(iter(served)))
+
+    def _all_up(self) -> bool:
+        """Whether every post is filled, and every worker has what it should have."""
+        return all(front.ready for front in self.fronts.values()) and all(
+            worker.ready and not worker.loads_owed for worker in self.workers.values()
+        )
+
+    def _summary(self) -> str:
+        served = self._models.lifecycle.ready_models()
+        models = ", ".join(f"{name} {'+'.join(map(str, versions))}" for name, versions in served.items())
+        devices = ", ".join(worker.device for worker in self._ready_workers())
+        refused = f"; {len(self._models.refused)} not served" if self._models.refused else ""
+        return f"{len(served)} models ({models or 'none'}) on {devices or 'no worker'}{refused}"
+
+    # ---------------------------------------------------------------------------------------------------------- records
+
+    def _from_worker(self, worker: Worker, record: Any, fds: list[int]) -> None:
+        match record:
+            case ChildReady():
+                if len(fds) != 1:
+                    _close(fds)
+                    return worker.kill("reported without its status page")
+                try:
+                    worker.page = StatusPage.attach(fds[0])
+                except InvalidArgument as error:
+                    return worker.kill(f"reported with a bad status page ({error.message})")
+                _log.info("%s (process %d) is up on %s", worker.name, worker.pid, worker.device)
+                self._spawn_task(self._join(worker))
+            case Loaded():
+                worker.load_answered()
+                self._models.loaded(worker.incarnation, record)
+            case Unloaded(name, version):
+                self._models.unloaded(worker.incarnation, name, version)
+            case Reply():
+                worker.answered(record, fds)
+                return None
+        _close(fds if not isinstance(record, ChildReady) else [])
+        return None
+
+    def _from_front(self, front: Front, record: Any, fds: list[int]) -> None:
+        _close(fds)
+        match record:
+            case ChildReady():
+                assert self._socket is not None
+                _log.info("serving http on %s", listening.url(self._socket))
+            case Call(call_id, operation):
+                self._spawn_task(self._answer(front, call_id, operation))
+
+    async def _answer(self, front: Front, call_id: int, operation: Any) -> None:
+        front.send(await self._operations.reply(call_id, operation))
+
+    def _publish(self, record: ModelState | ModelGone) -> None:
+        for front in self.fronts.values():
+            front.send(record)
+
+    # ----------------------------------------------------------------------------------------------------------- deaths
+
+    def _worker_died(self, worker: Worker, device: Device) -> None:
+        del self.workers[worker.incarnation]
+        self._regions.worker_left(worker.incarnation)
+        # First the fence: what was in flight there may run elsewhere from now on.
+        for front in self.fronts.values():
+            front.send(WorkerFenced(worker.incarnation))
+        self._models.worker_left(worker.incarnation)
+        if self.phase is not Phase.STOPPING:
+            self._replace(worker, lambda: self._start_worker(worker.name, device))
+        self._death.set()
+
+    def _front_died(self, front: Front) -> None:
+        del self.fronts[front.incarnation]
+        if self.phase in (Phase.STARTING, Phase.SERVING):
+            self._replace(front, lambda: self._start_front(front.name))
+        self._death.set()
+
+    def _replace(self, dead: Child, start: Callable[[], None]) -> None:
+        options = self.options.supervisor
+        post = self._backoffs.setdefault(
+            dead.name, Backoff(options.restart_delay, options.max_restart_delay, self._chance)
+        )
+        delay = post.died(time.monotonic_ns() - dead.started_ns, dead.ready)
+        if self.phase is Phase.STARTING and not dead.ready and post.deaths >= _MAX_START_DEATHS:
+            _log.critical("stopping: %s died %d times before it was ready", dead.name, post.deaths)
+            self._exit_status = 1
+            self._stop.set()
+            return
+        _log.error(
+            "%s (process %d) %s; its replacement starts in %.1f s", dead.name, dead.pid, dead.describe_exit(), delay
+        )
+        asyncio.get_running_loop().call_later(delay, self._start_again, dead, start)
+
+    def _start_again(self, dead: Child, start: Callable[[], None]) -> None:
+        over = (Phase.STOPPING,) if isinstance(dead, Worker) else (Phase.STOPPING, Phase.DRAINING)
+        if self.phase in over:
+            return
+        try:
+            start()
+        except OSError as error:
+            # No memory, no process slots: the same post tries again, later.
+            _log.error("%s cannot be started: %s", dead.name, error.strerror)
+            self._replace(dead, start)
+
+    async def _watch(self) -> None:
+        """Looks at every worker; kills those that overran their time; feeds the watchdog while none is overdue."""
+        fed = 0.0
+        while True:
+            now_ns = time.monotonic_ns()
+            overdue = False
+            for child in [*self.workers.values(), *self.fronts.values()]:
+                if reason := watch.overdue(watch.snapshot(child), self.options, now_ns):
+                    overdue = True
+                    child.kill(reason)
+            interval = self._notifier.watchdog_interval
+            if interval and not overdue and now_ns / 1e9 - fed >= min(interval, 5.0):
+                self._notifier.alive()
+                fed = now_ns / 1e9
+            await asyncio.sleep(min(_WATCH_INTERVAL, interval or _WATCH_INTERVAL))
+
+    # --------------------------------------------------------------------------------------------------- reload and stop
+
+    async def _reload(self) -> None:
+        """Applies what can be applied; a bad file changes nothing."""
+        while self.phase is Phase.STARTING:
+            await asyncio.sleep(0.1)
+        _log.info("reload: reading the configuration again")
+        self._notifier.reloading()
+        try:
+            new = await asyncio.to_thread(self._reread)
+            found = await self._models.scan(new.repository)
+        except (ConfigurationError, ServingError) as error:
+            _log.error("reload refused, the former configuration stays in force: %s", error)
+            self._notifier.ready(f"reload refused: {error}")
+            return
+        changed = layers.changed_keys(self.options, new)
+        fixed = [key for key in changed if not key.startswith(_RELOADABLE)]
+        if fixed:
+            _log.warning("reload: these keys need a restart: %s", ", ".join(fixed))
+        repository = msgspec.structs.replace(
+            self.options.repository, paths=new.repository.paths, load=new.repository.load
+        )
+        self.options = msgspec.structs.replace(self.options, repository=repository, log=new.log)
+        log.configure(self.options.log, "supervisor", self._environment)
+        outcomes = self._models.begin(found, self.options.repository)
+        _log.info("reload: done, %d keys changed, %d models to look at", len(changed), len(outcomes))
+        self._notifier.ready(self._summary())
+        await asyncio.gather(*outcomes)
+        self._notifier.status(self._summary())
+
+    def _signalled(self) -> None:
+        if self._stop.is_set():
+            self._hurry.set()
+        self._stop.set()
+
+    async def _drain(self) -> None:
+        """Fronts first, then workers; whatever outlives the bound, or a second signal, is killed by ``_bury``."""
+        deadline_ns = time.monotonic_ns() + int(self.options.supervisor.exit_timeout * 1e9)
+        self.phase = Phase.DRAINING
+        self._notifier.stopping("finishing accepted requests")
+        _log.info("stopping: finishing accepted requests, for at most %g s", self.options.supervisor.exit_timeout)
+        if self._socket is not None:
+            self._socket.close()
+        for front in self.fronts.values():
+            front.stop(deadline_ns - time.monotonic_ns())
+        await self._until_gone(self.fronts, deadline_ns)
+        self.phase = Phase.STOPPING
+        deadline_ns = max(deadline_ns, time.monotonic_ns() + int(_WORKER_GRACE * 1e9))
+        for worker in self.workers.values():
+            worker.stop(deadline_ns - time.monotonic_ns())
+        await self._until_gone(self.workers, deadline_ns)
+
+    async def _until_gone(self, children: Mapping[int, Child], deadline_ns: int) -> None:
+        hurry = asyncio.ensure_future(self._hurry.wait())
+        while children and not hurry.done():
+            self._death.clear()
+            left = (deadline_ns - time.monotonic_ns()) / 1e9
+            if left <= 0:
+                _log.warning(
+                    "stopping: %s did not finish in time", ", ".join(child.name for child in children.values())
+                )
+                break
+            death = asyncio.ensure_future(self._death.wait())
+            await asyncio.wait((death, hurry), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            death.cancel()
+        hurry.cancel()
+
+    async def _bury(self) -> None:
+        """Nothing outlives us."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while children := [child for child in (*self.fronts.values(), *self.workers.values()) if child.alive]:
+            self._death.clear()
+            for child in children:
+                child.kill()
+            await self._death.wait()
+        _log.info("stopped")
+
+    # ------------------------------------------------------------------------------------------------------------ others
+
+    def describe(self) -> dict[str, Any]:
+        """The processes, for ``tensorctl status``."""
+        now_ns = time.monotonic_ns()
+
+        def entry(child: Child) -> dict[str, Any]:
+            return {
+                "name": child.name,
+                "pid": child.pid,
+                "ready": child.ready,
+                "uptime_s": round((now_ns - child.started_ns) / 1e9, 1),
+                "deaths": self._backoffs[child.name].deaths if child.name in self._backoffs else 0,
+            }
+
+        workers = [
+            entry(worker)
+            | {"device": worker.device, "state": worker.page.state[0].name.lower() if worker.page else "starting"}
+            for worker in self.workers.values()
+        ]
+        return {
+            "server_name": self.options.server_name,
+            "phase": self.phase.value,
+            "http": listening.url(self._socket) if self._socket is not None and self._socket.fileno() >= 0 else None,
+            "workers": workers,
+            "fronts": [entry(front) for front in self.fronts.values()],
+            "refused": self._models.refused,
+        }
+
+    def _ready_workers(self) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.ready and worker.alive]
+
+    def _packed_options(self) -> bytes:
+        return msgspec.msgpack.encode(self.options)
+
+    def _incarnation(self) -> int:
+        incarnation, self._next_incarnation = self._next_incarnation, self._next_incarnation + 1
+        return incarnation
+
+    def _spawn_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.critical("a task of the supervisor failed: the daemon stops", exc_info=error)
+            self._exit_status = 1
+            self._stop.set()
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
