@@ -1,0 +1,127 @@
+"""The four layers: who wins, and what an operator reads when a value is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from config import layers
+from config.layers import ConfigurationError, Setting
+from config.options import Options
+
+
+def toml(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "tensord.toml"
+    path.write_text(text)
+    return path
+
+
+def test_the_reference_file_is_the_defaults_with_every_key() -> None:
+    path = Path(layers.__file__).with_name("default.toml")
+    settings = layers.read_file(path)
+    assert [setting.key for setting in settings] == list(layers.known_keys())
+    assert layers.merge(settings) == Options()
+    lines = path.read_text().splitlines()
+    for i, line in enumerate(lines):
+        if "=" in line and not line.startswith("#"):
+            near = lines[max(0, i - 4) : i]
+            assert any(other.startswith("#") for other in near) or line.startswith("enabled"), f"say what is {line}"
+
+
+def test_later_layers_win(tmp_path: Path) -> None:
+    file = toml(tmp_path, 'server_name = "a"\n[http]\nport = 1\naddress = "0.0.0.0"\n[log]\nverbose = 2\n')
+    environment = {"TENSORD_HTTP_PORT": "2", "TENSORD_SERVER_NAME": "b", "OTHER": "x", "TENSORD_CONFIG": "x"}
+    options = layers.load(file, environment, [Setting("http.port", "3", "--http-port", textual=True)])
+    assert (options.http.port, options.http.address) == (3, "0.0.0.0")
+    assert (options.server_name, options.log.verbose) == ("b", 2)
+    assert options.arenas == Options().arenas
+
+
+def test_text_becomes_what_the_key_wants() -> None:
+    options = layers.load(
+        environment={
+            "TENSORD_REPOSITORY_PATHS": "/a, /b",
+            "TENSORD_HTTP_ENABLED": "false",
+            "TENSORD_ARENAS_WAIT": "2.5",
+            "TENSORD_LOG_FORMAT": "json",
+        }
+    )
+    assert options.repository.paths == ("/a", "/b")
+    assert (options.http.enabled, options.arenas.wait, options.log.format) == (False, 2.5, "json")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[http]\nprot = 1", r"tensord.toml: unknown key http.prot; did you mean http.port\?"),
+        ("[htp]\nport = 1", r"unknown section \[htp\]; did you mean \[?http"),
+        ("serve_name = 'x'", "unknown key serve_name; did you mean server_name"),
+        ("http = 3", r"http: expected a section \[http\], given 3"),
+        ("[http]\nport = 'x'", "tensord.toml: http.port: expected int, got str, given 'x'"),
+        ("[http]\nport = 70000", "http.port: expected int <= 65535, given 70000"),
+        ("[http]\nport = true", "http.port: expected int, got bool, given True"),
+        ("[http]\nport = {a = 1}", "http.port: expected int"),
+        ("[log]\nformat = 'xml'", "log.format: invalid enum value 'xml', given 'xml'"),
+        ("[repository]\npaths = [1]", r"repository.paths: expected str, got int - at \$\[0\], given \[1\]"),
+        ("[repository]\npaths = ['']", "expected folders"),
+        ("[repository]\nload = ['a']", "needs repository.control_mode"),
+        ("[arenas]\nbyte_size = 2097152\nmax_byte_size = 1048576", "arenas.max_byte_size: expected at least"),
+        ("[supervisor]\nrestart_delay = 20", "max_restart_delay: expected at least"),
+        ("[http\n", "tensord.toml: .*line 1"),
+    ],
+)
+def test_what_an_operator_reads(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        layers.load(toml(tmp_path, text))
+
+
+def test_errors_name_variables_flags_and_missing_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"TENSORD_HTTP_PORT: http\.port: expected int.* given 'x'"):
+        layers.load(environment={"TENSORD_HTTP_PORT": "x"})
+    with pytest.raises(
+        ConfigurationError, match=r"unknown variable TENSORD_HTTP_PROT; did you mean TENSORD_HTTP_PORT\?"
+    ):
+        layers.load(environment={"TENSORD_HTTP_PROT": "1"})
+    with pytest.raises(ConfigurationError, match=r"--http-port: http\.port"):
+        layers.load(flags=[Setting("http.port", "", "--http-port", textual=True)])
+    with pytest.raises(ConfigurationError, match="cannot be read: No such file"):
+        layers.load(tmp_path / "nowhere.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff")
+    with pytest.raises(ConfigurationError, match=r"binary\.toml"):
+        layers.load(tmp_path / "binary.toml")
+
+
+def test_changed_keys() -> None:
+    old = Options()
+    new = layers.merge([Setting("http.port", 1, "x"), Setting("server_name", "y", "x")])
+    assert layers.changed_keys(old, new) == ["server_name", "http.port"]
+    assert layers.changed_keys(old, old) == []
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.lists(st.text(max_size=3))
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from(sorted(layers.known_keys())), VALUES, st.booleans()), max_size=4))
+def test_any_values_give_options_or_a_sentence(values: list[tuple[str, Any, bool]]) -> None:
+    """Whatever is accepted survives the way to a child process unchanged."""
+    try:
+        options = layers.merge(Setting(key, value, "source", textual) for key, value, textual in values)
+    except ConfigurationError as error:
+        assert str(error)
+    else:
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(options), type=Options) == options
+
+
+@given(st.dictionaries(st.text(max_size=12), VALUES, max_size=3))
+def test_any_names_are_refused_with_a_sentence(content: dict[str, Any]) -> None:
+    settings = [Setting(key, value, "source") for key, value in content.items() if key not in layers.known_keys()]
+    if settings:
+        with pytest.raises(ConfigurationError, match="unknown key"):
+            layers.merge(settings)

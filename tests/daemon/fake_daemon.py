@@ -1,0 +1,144 @@
+"""The real supervisor with fake children, as a process: what it tells its fronts, and what becomes of everybody."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parent.parent.parent
+#: These machines are shared; no test decides by time.
+PATIENCE = 60.0
+
+
+def write_model(repository: Path, name: str, *versions: int, config: str = "") -> Path:
+    """A model folder that polls well."""
+    for version in versions or (1,):
+        folder = repository / name / str(version)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "model.py").write_text("def create(path, config, device):\n    raise NotImplementedError\n")
+    if config:
+        (repository / name / "config.pbtxt").write_text(config)
+    return repository / name
+
+
+class FakeDaemon:
+    """``tests.daemon.serve_fakes`` as a child process."""
+
+    def __init__(self, folder: Path, options: dict[str, dict[str, Any]], environment: dict[str, str] | None = None):
+        self.file = folder / "tensord.toml"
+        self.control = folder / "control.sock"
+        self.sections: dict[str, dict[str, Any]] = {
+            "repository": {"paths": [str(folder / "models")]},
+            "http": {"port": 0},
+            "workers": {"device": "cpu", "cpu": 2},
+            "supervisor": {"control_socket": str(self.control), "restart_delay": 0.05},
+        }
+        for section, values in options.items():
+            self.sections.setdefault(section, {}).update(values)
+        self.write_config()
+        self._lines: list[str] = []
+        variables = {k: v for k, v in os.environ.items() if not k.startswith("TENSORD_")} | (environment or {})
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.daemon.serve_fakes", str(self.file)],
+            cwd=ROOT,
+            env=variables,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def write_config(self) -> None:
+        lines: list[str] = []
+        for section, values in self.sections.items():
+            lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
+        self.file.write_text("\n".join(lines) + "\n")
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self._lines.append(line)
+
+    @property
+    def log(self) -> str:
+        return "".join(self._lines)
+
+    def wait_log(self, pattern: str, count: int = 1) -> None:
+        self.wait(lambda: len(re.findall(pattern, self.log)) >= count, repr(pattern))
+
+    def wait(self, condition: Callable[[], Any], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            assert time.monotonic() < deadline, f"no {what}:\n{self.log}"
+            assert self.process.poll() is None or condition(), f"exited before {what}:\n{self.log}"
+            time.sleep(0.02)
+
+    def wait_ready(self) -> None:
+        self.wait_log(r"ready: ")
+
+    @property
+    def port(self) -> int:
+        self.wait_log(r"serving http on")
+        return int(re.findall(r"serving http on http://127\.0\.0\.1:(\d+)", self.log)[-1])
+
+    def ask(self, question: dict[str, Any] | None = None) -> Any:
+        """What the front knows, or its answer to an operation."""
+        with (
+            socket.create_connection(("127.0.0.1", self.port), PATIENCE) as connection,
+            connection.makefile("rb") as lines,
+        ):
+            connection.sendall(json.dumps(question or {}).encode() + b"\n")
+            return json.loads(lines.readline())
+
+    def call(self, operation: str, **fields: Any) -> tuple[str, str]:
+        """(code, message or result) of an operation."""
+        answer = self.ask({"operation": operation, "fields": fields})
+        return answer["code"], answer["message"] or answer["result"]
+
+    def state(self, name: str, version: int = 1) -> dict[str, Any]:
+        """What the front was told of a version."""
+        return dict(self.ask()["models"].get(f"{name}/{version}", {"state": "", "workers": []}))
+
+    def children(self, module: str) -> list[psutil.Process]:
+        found = []
+        for process in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                if module in process.cmdline():
+                    found.append(process)
+        return found
+
+    @property
+    def workers(self) -> list[psutil.Process]:
+        return self.children("tests.daemon.fake_worker")
+
+    @property
+    def fronts(self) -> list[psutil.Process]:
+        return self.children("tests.daemon.fake_front")
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Ends it; returns the exit status."""
+        try:
+            if self.process.poll() is None:
+                self.process.send_signal(number)
+            return self.process.wait(PATIENCE)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self._reader.join(10)
+            assert self.process.stderr is not None
+            self.process.stderr.close()

@@ -1,0 +1,144 @@
+"""A front without HTTP: one JSON question a line on the listening socket, answered with what the supervisor told it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import socket
+from typing import Any
+
+import msgspec
+
+from daemon.connection import Connection
+from shm.channel import Channel
+from shm.messages import (
+    Call,
+    ChildReady,
+    LaneOpened,
+    LoadModel,
+    ModelGone,
+    ModelState,
+    ModelStatistics,
+    RegionStatus,
+    RegisterSystemRegion,
+    Reply,
+    RepositoryIndex,
+    Start,
+    Stop,
+    ToFront,
+    UnloadModel,
+    UnregisterRegion,
+    WorkerFenced,
+    decoder,
+)
+from shm.parent import die_with_parent
+
+OPERATIONS = {
+    kind.__name__: kind
+    for kind in (
+        LoadModel,
+        ModelStatistics,
+        RegionStatus,
+        RegisterSystemRegion,
+        RepositoryIndex,
+        UnloadModel,
+        UnregisterRegion,
+    )
+}
+
+
+class FakeFront:
+    """One process."""
+
+    def __init__(self, control_fd: int, listen_fd: int) -> None:
+        self.listener = socket.socket(fileno=listen_fd)
+        self.done = asyncio.Event()
+        self.server_name = ""
+        self.models: dict[str, dict[str, Any]] = {}
+        self.lanes: dict[int, list[int]] = {}
+        self.fenced: list[int] = []
+        #: States that named a worker before its lane was there.
+        self.early: list[str] = []
+        self.waiting: dict[int, asyncio.Future[Reply]] = {}
+        channel = Channel(socket.socket(fileno=control_fd), decoder(ToFront))
+        self.connection = Connection(channel, self.received, self.done.set)
+
+    async def run(self) -> None:
+        self.connection.start()
+        self.listener.setblocking(False)
+        server = await asyncio.start_server(self.serve, sock=self.listener)
+        await self.done.wait()
+        server.close()
+        # What was asked is answered.
+        while self.waiting:
+            await asyncio.sleep(0.01)
+
+    def received(self, record: Any, fds: list[int]) -> None:
+        match record:
+            case Start(incarnation, _, options):
+                self.server_name = msgspec.msgpack.decode(options)["server_name"]
+                self.connection.send(ChildReady(incarnation))
+            case LaneOpened(peer):
+                self.lanes[peer] = fds
+                assert len(fds) == 2, "a lane and its worker's status page"
+                return
+            case WorkerFenced(worker):
+                self.fenced.append(worker)
+                for fd in self.lanes.pop(worker, []):
+                    os.close(fd)
+            case ModelState(name, version):
+                self.models[f"{name}/{version}"] = msgspec.to_builtins(msgspec.structs.asdict(record))
+                self.early += [name for worker in record.workers if worker not in self.lanes]
+            case ModelGone(name, version):
+                self.models.pop(f"{name}/{version}", None)
+            case Reply(call_id):
+                self.waiting.pop(call_id).set_result(record)
+            case Stop():
+                self.done.set()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while line := await reader.readline():
+            question = msgspec.json.decode(line)
+            if "operation" in question:
+                call_id = len(self.waiting) + 1
+                reply = self.waiting[call_id] = asyncio.get_running_loop().create_future()
+                self.connection.send(Call(call_id, OPERATIONS[question["operation"]](**question["fields"])))
+                answered = await reply
+                answer: dict[str, Any] = {
+                    "code": answered.code,
+                    "message": answered.message,
+                    "result": answered.result.decode(),
+                }
+            else:
+                answer = {
+                    "pid": os.getpid(),
+                    "server_name": self.server_name,
+                    "models": self.models,
+                    "lanes": list(self.lanes),
+                    "fenced": self.fenced,
+                    "early": self.early,
+                }
+            writer.write(msgspec.json.encode(answer) + b"\n")
+            await writer.drain()
+        writer.close()
+
+
+def main() -> None:
+    die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--control-fd", type=int, required=True)
+    parser.add_argument("--listen-fd", type=int, required=True)
+    arguments = parser.parse_args()
+
+    async def run() -> None:
+        await FakeFront(arguments.control_fd, arguments.listen_fd).run()
+
+    asyncio.run(run())
+
+
+if __name__ == "__main__":
+    main()

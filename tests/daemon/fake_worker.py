@@ -1,0 +1,134 @@
+"""A worker without models: speaks the control channel, answers as the names of models tell it to.
+
+``fails`` does not load; ``dies`` kills the process that loads it, ``dies_once`` the first that does; ``never`` is never answered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from daemon.connection import Connection
+from shm.channel import Channel
+from shm.errors import ServingError
+from shm.messages import (
+    Call,
+    ChildReady,
+    LaneOpened,
+    Load,
+    Loaded,
+    ModelStatistics,
+    RegisterSystemRegion,
+    Reply,
+    Start,
+    Stop,
+    ToWorkerControl,
+    Unload,
+    Unloaded,
+    decoder,
+)
+from shm.parent import die_with_parent
+from shm.regions import open_object
+from shm.status_page import StatusPage, WorkerState
+
+
+class FakeWorker:
+    """One process."""
+
+    def __init__(self, control_fd: int) -> None:
+        self.page = StatusPage.create()
+        self.done = asyncio.Event()
+        self.models: dict[tuple[str, int], int] = {}
+        self.regions: dict[str, int] = {}
+        self.lanes: list[int] = []
+        channel = Channel(socket.socket(fileno=control_fd), decoder(ToWorkerControl))
+        self.connection = Connection(channel, self.received, self.done.set)
+
+    async def run(self) -> None:
+        self.connection.start()
+        while not self.done.is_set():
+            if not Path("/tmp", f"tensord-test-hang-{os.getpid()}").exists():
+                self.page.beat(time.monotonic_ns())
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.05)
+
+    def received(self, record: Any, fds: list[int]) -> None:
+        match record:
+            case Start(incarnation):
+                self.page.set_state(WorkerState.IDLE, time.monotonic_ns())
+                self.connection.send(ChildReady(incarnation), self.page.fd)
+            case LaneOpened():
+                self.lanes += fds
+                fds = []
+            case Load(name, version):
+                self.load(record, name, version)
+            case Unload(name, version):
+                self.models.pop((name, version), None)
+                self.connection.send(Unloaded(name, version))
+            case Call(call_id, operation):
+                self.call(call_id, operation, fds)
+                return
+            case Stop():
+                self.done.set()
+        for fd in fds:
+            os.close(fd)
+
+    def load(self, load: Load, name: str, version: int) -> None:
+        marker = Path(load.model_path, "died")
+        if name == "dies" or (name == "dies_once" and not marker.exists()):
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if name == "never":
+            return
+        if name == "fails":
+            self.connection.send(Loaded(name, version, reason="it always does"))
+            return
+        self.models[name, version] = self.models.get((name, version), 0) + 1
+        described = msgspec.json.encode({"name": name, "loads": self.models[name, version]})
+        self.connection.send(Loaded(name, version, metadata=described, config=b"{}"))
+
+    def call(self, call_id: int, operation: Any, fds: list[int]) -> None:
+        match operation:
+            case RegisterSystemRegion(name, key):
+                try:
+                    sent = () if fds else (open_object(name, key),)
+                except ServingError as error:
+                    self.connection.send(Reply(call_id, error.code, error.message))
+                    return
+                self.regions[name] = 1
+                self.connection.send(Reply(call_id), *sent)
+                for fd in (*sent, *fds):
+                    os.close(fd)
+            case ModelStatistics():
+                stats = [{"name": n, "version": str(v), "inference_count": 3} for n, v in self.models]
+                self.connection.send(Reply(call_id, result=msgspec.json.encode({"model_stats": stats})))
+            case _:
+                self.regions.pop(getattr(operation, "name", ""), None)
+                self.connection.send(Reply(call_id))
+
+
+def main() -> None:
+    die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--control-fd", type=int, required=True)
+    parser.add_argument("--device", required=True)
+    arguments = parser.parse_args()
+
+    async def run() -> None:
+        await FakeWorker(arguments.control_fd).run()
+
+    asyncio.run(run())
+
+
+if __name__ == "__main__":
+    main()

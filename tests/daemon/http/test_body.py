@@ -1,0 +1,74 @@
+"""Bodies while they arrive: collected, or placed so that the first part is aligned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daemon.http.body import ALIGNMENT, CollectedBody, PlacedBody
+from daemon.http.request_codec import Part
+from shm.arena import Arena
+from shm.messages import Inline, Slice
+
+
+@pytest.fixture(scope="module")
+def arena() -> Iterator[Arena]:
+    arena = Arena(1 << 20, 1 << 20, 0)
+    yield arena
+    arena.close()
+
+
+@given(st.lists(st.binary()))
+def test_a_collected_body_is_its_chunks(chunks: list[bytes]) -> None:
+    body = CollectedBody()
+    for chunk in chunks:
+        body.write(chunk)
+    assert body.received == sum(map(len, chunks))
+    assert body.whole() == body.whole() == b"".join(chunks)
+    body.write(b"more")
+    assert body.whole() == b"".join(chunks) + b"more"
+
+
+@given(st.binary(min_size=1), st.lists(st.binary(min_size=1), min_size=1, max_size=4), st.data())
+def test_a_placed_body(arena: Arena, head: bytes, parts: list[bytes], draw: st.DataObject) -> None:
+    whole = head + b"".join(parts)
+    lease = arena.loan(PlacedBody.lease_size(len(whole)))
+    assert lease is not None
+    body = PlacedBody(lease, len(whole), len(head))
+    at = 0
+    while at < len(whole):
+        piece = whole[at : at + draw.draw(st.integers(1, len(whole)))]
+        assert len(body.rest()) == len(whole) - at
+        if draw.draw(st.booleans()):
+            body.write(piece)
+        else:
+            body.rest()[: len(piece)] = piece
+            body.advance(len(piece))
+        at += len(piece)
+    assert (body.received, len(body.rest())) == (len(whole), 0)
+    assert bytes(body.head(len(head))) == head
+    offset, limit = 0, draw.draw(st.integers(0, 20))
+    for part in parts:
+        place = body.place(len(head), Part(offset, len(part)), limit)
+        if len(part) <= limit:
+            assert place == Inline(part)
+        else:
+            assert isinstance(place, Slice)
+            assert (place.segment, place.byte_size) == (lease.place.segment, len(part))
+            start = place.offset - lease.place.offset
+            assert bytes(lease.view[start : start + len(part)]) == part
+            assert offset or place.offset % ALIGNMENT == 0
+        offset += len(part)
+    lease.release()
+
+
+def test_a_placed_body_never_leaves_its_lease(arena: Arena) -> None:
+    lease = arena.loan(PlacedBody.lease_size(100))
+    assert lease is not None
+    body = PlacedBody(lease, 100, 1)
+    with pytest.raises(ValueError, match="different structures"):
+        body.write(bytes(200))
+    lease.release()

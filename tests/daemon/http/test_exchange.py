@@ -1,0 +1,395 @@
+"""Exchanges under stress: no room, no worker, no time, too many; workers that die. Each test has a front of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import time
+from typing import Any
+
+import pytest
+
+from shm.messages import Inline, ModelGone, Slice, Tensor
+from tests.fakes import (
+    INCARNATION,
+    MIB,
+    binary_request,
+    in_service,
+    json_request,
+    post,
+    serving,
+    until,
+)
+
+# -------------------------------------------------------------------------------------------------------------- room
+
+
+@pytest.mark.parametrize("make", [json_request, binary_request])
+def test_requests_wait_for_room_and_get_it(make: Any) -> None:
+    arenas = {"byte_size": MIB, "max_byte_size": MIB, "wait": 60.0}
+    with serving(arenas=arenas) as (front, (worker,)), contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(front.client()) for _ in range(12)]
+        for number, client in enumerate(clients):
+            client.send(make(bytes([number + 1]) * 200_000))
+        front.sync()
+        first = [worker.next() for _ in range(4)]  # four blocks of 256 KiB
+        assert worker.idle()
+        for request in first:
+            worker.answer(request, worker.content(request)[:1])
+        for _ in range(8):
+            request = worker.next()
+            worker.answer(request, worker.content(request)[:1])
+        for number, client in enumerate(clients):
+            answer = client.answer()
+            assert (answer.parts if make is binary_request else answer.values) == bytes([number + 1])
+
+
+def test_no_room_is_said_with_both_numbers() -> None:
+    arenas = {"byte_size": MIB, "max_byte_size": MIB, "wait": 0.2}
+    with serving(arenas=arenas) as (front, (worker,)), contextlib.ExitStack() as stack:
+        busy = [stack.enter_context(front.client()) for _ in range(4)]
+        for client in busy:
+            client.send(binary_request(bytes(200_000)))
+        held = [worker.next() for _ in busy]
+        for make in (json_request, binary_request):
+            with front.client() as client:
+                client.send(make(bytes(200_000)) + post(b"{"))
+                answer = client.answer()
+                assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+                assert f"{MIB} of {MIB} are in use" in answer.error
+                assert client.answer().status == 400  # the connection goes on
+        for request, client in zip(held, busy, strict=True):
+            worker.answer(request, b"\1")
+            assert client.answer().status == 200
+        with front.client() as client:
+            client.send(binary_request(bytes(200_000)))
+            worker.echo(worker.next())
+            assert client.answer().status == 200
+
+
+def test_who_leaves_while_waiting_for_room_keeps_none() -> None:
+    arenas = {"byte_size": MIB, "max_byte_size": MIB, "wait": 60.0}
+    with serving(arenas=arenas) as (front, (worker,)), contextlib.ExitStack() as stack:
+        busy = [stack.enter_context(front.client()) for _ in range(4)]
+        for client in busy:
+            client.send(binary_request(bytes(200_000)))
+        held = [worker.next() for _ in busy]
+        for make in (json_request, binary_request):
+            for part in (0, 1000):
+                request = make(bytes(200_000))
+                with front.client() as client:
+                    client.send(request[: len(request) - part])
+                    front.sync()
+        with front.client() as last:
+            last.send(binary_request(bytes(200_000)))
+            front.sync()
+            for request_ in held:
+                worker.answer(request_, b"\1")
+            # Who waits is not read from, so that it has left may be seen only when its turn has come.
+            while last.sock not in select.select([last.sock], [], [], 0.01)[0]:
+                worker.poll()
+                if not worker.idle(0.01):
+                    worker.answer(worker.next(), b"\2")
+            assert last.answer().parts == b"\2"
+        assert worker.idle()
+        for _ in range(8):
+            with front.client() as client:
+                client.send(binary_request(bytes(200_000)))
+                worker.echo(worker.next())
+                assert client.answer().status == 200
+
+
+def test_what_could_never_fit_is_refused_at_once() -> None:
+    arenas = {"byte_size": MIB, "max_byte_size": 2 * MIB, "wait": 60.0}
+    with serving(arenas=arenas) as (front, (worker,)), front.client() as client:
+        client.send(binary_request(bytes(3 * MIB)))
+        answer = client.answer()
+        assert (answer.status, "cannot fit" in answer.error) == (400, True)
+        in_service(front, worker, client)
+
+
+# ------------------------------------------------------------------------------------------------- times and numbers
+
+
+@pytest.mark.parametrize(
+    ("limit", "sent"),
+    [
+        ("head_timeout", b"POST /v2/models/echo/infer HTTP/1.1\r\nHo"),
+        ("body_timeout", post(b"{}")[:-1]),
+        ("body_timeout", binary_request(bytes(MIB))[:-1]),
+        ("keep_alive_timeout", b""),
+    ],
+)
+def test_who_does_not_go_on_is_cut_off(limit: str, sent: bytes) -> None:
+    with serving(http={"port": 0, limit: 0.1}) as (front, (worker,)):
+        with front.client() as client:
+            client.send(sent)
+            assert client.ends()
+        assert worker.idle(0.05)
+
+
+def test_an_idle_connection_ends_and_a_waiting_one_does_not() -> None:
+    with serving(http={"port": 0, "keep_alive_timeout": 0.5}) as (front, (worker,)), front.client() as client:
+        client.send(json_request(b"\1"))
+        request = worker.next()
+        time.sleep(2.5)
+        worker.echo(request)
+        assert client.answer().status == 200
+        assert client.ends()
+
+
+def test_a_client_that_takes_nothing_is_cut_off() -> None:
+    with serving(http={"port": 0, "write_timeout": 0.5}) as (front, (worker,)), front.client() as client:
+        client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+        client.send(binary_request(b"\1"))
+        worker.answer(worker.next(), bytes(16 * MIB))
+        until(lambda: worker.leases == 0)
+
+
+def test_a_client_that_takes_a_little_is_not() -> None:
+    with serving(http={"port": 0, "write_timeout": 1.5}) as (front, (worker,)), front.client() as client:
+        client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+        client.send(binary_request(b"\1"))
+        worker.answer(worker.next(), bytes(16 * MIB))
+        for _ in range(10):
+            time.sleep(0.4)
+            assert len(client.take(MIB)) == MIB
+        client.take(6 * MIB)
+
+
+def test_too_many_connections() -> None:
+    with serving(http={"port": 0, "max_connections": 3}) as (front, (worker,)), contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(front.client()) for _ in range(3)]
+        for client in clients:
+            in_service(front, worker, client)
+        with front.client() as client:
+            answer = client.answer()
+            assert (answer.status, "at most 3" in answer.error) == (503, True)
+            assert client.ends()
+        clients[0].sock.close()
+        with front.client() as client:
+            in_service(front, worker, client)
+
+
+def test_too_many_requests_in_flight() -> None:
+    with serving(requests={"max_in_flight": 2}) as (front, (worker,)), contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(front.client()) for _ in range(2)]
+        for client in clients:
+            client.send(binary_request(bytes(10_000)))
+        held = [worker.next() for _ in clients]
+        with front.client() as client:
+            client.send(binary_request(bytes(10_000)))
+            answer = client.answer()
+            assert (answer.status, "at most 2" in answer.error) == (503, True)
+            worker.echo(held[0])
+            clients[0].answer()
+            in_service(front, worker, client)
+        worker.echo(held[1])
+        assert clients[1].answer().status == 200
+
+
+def test_an_answer_that_comes_too_late() -> None:
+    with serving(requests={"timeout": 0.3}) as (front, (worker,)), front.client() as client:
+        client.send(binary_request(bytes(10_000)))
+        late = worker.next()
+        answer = client.answer()
+        assert (answer.status, answer.error) == (503, "no answer within 0.3 s")
+        until(lambda: worker.idle(0.01) and late.request_id in worker.cancelled)
+        worker.echo(late)
+        until(lambda: worker.leases == 0)
+        in_service(front, worker, client)
+
+
+# ---------------------------------------------------------------------------------------------------- workers that die
+
+
+def test_a_request_of_a_dead_worker_runs_again_once_it_is_fenced() -> None:
+    with serving(2) as (front, workers), front.client() as client:
+        client.send(binary_request(bytes(range(250)) * 100))
+        until(lambda: not (workers[0].idle(0.01) and workers[1].idle(0.01)))
+        dead, other = workers if not workers[0].idle(0.01) else workers[::-1]
+        request = dead.next()
+        content = dead.content(request)
+        dead.die()
+        assert other.idle()
+        front.fence(dead)
+        again = other.next()
+        assert (again.request_id, again.strikes) == (request.request_id, 0)
+        assert other.content(again) == content
+        other.echo(again)
+        assert client.answer().parts == content
+
+
+def test_a_request_that_kills_two_workers_is_given_up() -> None:
+    with serving() as (front, (first,)), front.client() as client:
+        client.send(json_request(b"\1") + json_request(b"\2"))
+        request = first.next()
+        first.page.begin(0, [(INCARNATION, request.request_id), (INCARNATION + 1, 5)])
+        first.die()
+        front.fence(first)
+        second = front.worker()
+        front.model(second)
+        request = second.next()
+        assert request.strikes == 1
+        second.page.begin(0, [(INCARNATION, request.request_id)])
+        second.die()
+        front.fence(second)
+        answer = client.answer()
+        assert (answer.status, "2 worker processes died" in answer.error) == (500, True)
+        third = front.worker()
+        front.model(third)
+        request = third.next()
+        assert (third.content(request), request.strikes) == (b"\2", 0)
+        third.echo(request)
+        assert client.answer().values == b"\2"
+
+
+def test_a_sequence_is_not_run_twice() -> None:
+    with serving(2) as (front, workers), front.client() as client:
+        front.model(*workers, stateless=False)
+        client.send(json_request(b"\1"))
+        until(lambda: not (workers[0].idle(0.01) and workers[1].idle(0.01)))
+        dead, other = workers if not workers[0].idle(0.01) else workers[::-1]
+        dead.page.begin(0, [(INCARNATION, dead.next().request_id)])
+        dead.die()
+        front.fence(dead)
+        assert client.answer().status == 500
+        assert other.idle()
+
+
+def test_what_a_worker_answered_before_it_died_counts() -> None:
+    """More answers than the front takes at one go."""
+    with serving() as (front, (worker,)), contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(front.client()) for _ in range(100)]
+        for client in clients:
+            client.send(json_request(b"\1"))
+        requests = [worker.next() for _ in clients]
+        for request in requests:
+            worker.page.begin(0, [(INCARNATION, request.request_id)])
+            worker.answer(request, b"\2")
+        worker.die()
+        front.fence(worker)
+        for client in clients:
+            assert client.answer().values == b"\2"
+
+
+def test_a_dead_workers_answer_is_still_read_to_its_end() -> None:
+    with serving() as (front, (worker,)), front.client() as client:
+        client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+        client.send(binary_request(b"\1"))
+        content = bytes(range(256)) * (16 * MIB // 256)
+        worker.answer(worker.next(), content)
+        client.sock.recv(1, socket.MSG_PEEK)
+        worker.die()
+        front.fence(worker)
+        replacement = front.worker()
+        front.model(replacement)
+        assert client.answer().parts == content
+        in_service(front, replacement, client)
+
+
+def test_no_worker_for_too_long() -> None:
+    with serving(0, requests={"worker_wait": 0.2}) as (front, _), front.client() as client:
+        client.send(json_request(b"\1"))
+        answer = client.answer()
+        assert (answer.status, answer.error) == (503, "no worker was ready for model 'echo' within 0.2 s")
+        worker = front.worker()
+        front.model(worker)
+        in_service(front, worker, client)
+
+
+def test_a_worker_that_sends_garbage_gets_nothing_more() -> None:
+    with serving(2) as (front, (bad, good)), front.client() as client:
+        bad.lane._channel._sock.send(b"\1garbage")
+        front.sync()
+        front.sync()
+        for _ in range(4):
+            in_service(front, good, client)
+
+
+def test_requests_of_a_worker_that_sends_garbage_are_answered() -> None:
+    """It may live on for long: its clients do not wait for its death. Its memory does."""
+    with serving() as (front, (worker,)), front.client() as client:
+        client.send(json_request(b"\1"))
+        worker.next()
+        worker.lane._channel._sock.send(b"\1garbage")
+        answer = client.answer()
+        assert (answer.status, answer.error) == (500, "the worker's answer could not be understood")
+        front.fence(worker)
+        fresh = front.worker()
+        front.model(fresh)
+        in_service(front, fresh, client)
+
+
+def test_late_and_unknown_completions_are_ignored() -> None:
+    with serving() as (front, (worker,)), front.client() as client:
+        lease = worker.lane.loan(10)
+        assert lease is not None
+        worker.complete(999, lease=lease.key)
+        until(lambda: worker.leases == 0)
+        client.send(json_request(b"\1"))
+        request = worker.next()
+        worker.echo(request)
+        worker.echo(request)
+        assert client.answer().values == b"\1"
+        in_service(front, worker, client)
+
+
+def test_errors_of_the_worker_are_passed_on() -> None:
+    with serving() as (front, (worker,)), front.client() as client:
+        for code, status in (("INVALID_ARGUMENT", 400), ("UNAVAILABLE", 503), ("INTERNAL", 500), ("NOT_FOUND", 404)):
+            client.send(json_request(b"\1"))
+            worker.complete(worker.next().request_id, code=code, message="so it is")
+            answer = client.answer()
+            assert (answer.status, answer.error) == (status, "so it is")
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        Tensor("y", "FP7", (1,), Inline(b"a")),
+        Tensor("y", "FP32", (-1,), Inline(b"abcd")),
+        Tensor("y", "FP32", (2,), Inline(b"a")),
+        Tensor("y", "UINT8", (1,), Slice(7, 0, 1)),
+        Tensor("y", "UINT8", (1,), Slice(0, 1 << 40, 1)),
+    ],
+)
+def test_an_answer_that_is_none_is_an_error_and_nothing_worse(tensor: Tensor) -> None:
+    with serving() as (front, (worker,)), front.client() as client:
+        client.send(json_request(b"\1"))
+        lease = worker.lane.loan(10)
+        assert lease is not None
+        worker.complete(worker.next().request_id, outputs=(tensor,), lease=lease.key)
+        assert client.answer().status in (400, 500)
+        until(lambda: worker.leases == 0)
+        in_service(front, worker, client)
+
+
+# --------------------------------------------------------------------------------------------------- models
+
+
+def test_models_come_and_go() -> None:
+    with serving() as (front, (worker,)), front.client() as client:
+        other = front.worker()
+        front.model(other, version=2)
+        for version, at in ((0, other), (1, worker), (2, other)):
+            target = f"/versions/{version}/infer".encode() if version else b"/infer"
+            client.send(json_request(b"\1").replace(b"/infer", target))
+            at.echo(at.next())
+            assert client.answer().status == 200
+        front.send(ModelGone("echo", 2))
+        front.sync()
+        in_service(front, worker, client)
+        front.model(worker, state="UNAVAILABLE", reason="unloaded")
+        client.send(json_request(b"\1"))
+        answer = client.answer()
+        assert (answer.status, "has no available versions" in answer.error) == (404, True)
+
+
+def test_a_model_that_goes_while_its_request_waits_for_a_worker() -> None:
+    with serving(0) as (front, _), front.client() as client:
+        client.send(json_request(b"\1"))
+        front.sync()
+        front.send(ModelGone("echo", 1))
+        assert client.answer().status == 404

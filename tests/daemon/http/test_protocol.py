@@ -1,0 +1,482 @@
+"""A connection, byte by byte: a real front process, a raw socket on one side and a scripted worker on the other."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from shm.messages import Slice
+from tests.fakes import (
+    MIB,
+    Client,
+    EchoWorker,
+    FrontProcess,
+    binary_request,
+    chunked,
+    front_process,
+    json_request,
+    post,
+    until,
+)
+
+HEAD_LIMIT, BODY_LIMIT = 16 << 10, 40 * MIB
+GET = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+JSON = b'{"inputs":[{"name":"x","datatype":"UINT8","shape":[3],"data":[1,2,3]}]}'
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[FrontProcess]:
+    with front_process(
+        http={"port": 0, "max_head_byte_size": HEAD_LIMIT, "max_body_byte_size": BODY_LIMIT},
+        arenas={"byte_size": MIB, "max_byte_size": 256 * MIB, "keep_byte_size": 0},
+    ) as front:
+        front.model(front.worker())
+        yield front
+
+
+@pytest.fixture
+def worker(front: FrontProcess) -> EchoWorker:
+    """The one worker of ``front``."""
+    return front.workers[0]
+
+
+@pytest.fixture
+def client(front: FrontProcess, worker: EchoWorker) -> Iterator[Client]:
+    """A connection; at its end nothing is left at the worker."""
+    with front.client() as client:
+        yield client
+    assert worker.idle(0.05)
+    until(lambda: worker.leases == 0)
+
+
+# ------------------------------------------------------------------------------------------------------ one request
+
+
+def test_json_and_binary(client: Client, worker: EchoWorker) -> None:
+    for request in (json_request(b"\1\2\3"), post(JSON)):
+        client.send(request)
+        worker.echo(worker.next())
+        answer = client.answer()
+        assert (answer.status, answer.values) == (200, b"\1\2\3")
+    client.send(binary_request(b"abc"))
+    worker.echo(worker.next())
+    assert client.answer().parts == b"abc"
+
+
+@pytest.mark.parametrize("size", [0, 1, 2048, 2049, 5000, 70_000, 3 * MIB])
+def test_any_size_both_ways(client: Client, worker: EchoWorker, size: int) -> None:
+    content = bytes(range(256)) * (size // 256) + bytes(size % 256)
+    for _ in range(3):
+        client.send(binary_request(content))
+        request = worker.next()
+        assert worker.content(request) == content
+        worker.echo(request)
+        answer = client.answer()
+        assert answer.status == 200
+        if size:
+            assert answer.parts == content
+        else:
+            assert "inference-header-content-length" not in answer.headers
+
+
+def test_large_parts_are_aligned(client: Client, worker: EchoWorker) -> None:
+    for size in (8193, 100_000, 2 * MIB):
+        client.send(binary_request(bytes(size)))
+        request = worker.next()
+        place = request.inputs[0].place
+        assert isinstance(place, Slice)
+        assert place.offset % 64 == 0
+        worker.echo(request)
+        client.answer()
+
+
+@pytest.mark.parametrize(
+    "request_", [json_request(b"\1\2"), binary_request(b"ab"), binary_request(bytes(5000))[:-4990]]
+)
+def test_split_at_every_boundary(client: Client, worker: EchoWorker, request_: bytes) -> None:
+    rest = bytes(4990) if b"5000" in request_ else b""
+    for at in range(1, len(request_), 3 if rest else 2):
+        client.send(request_[:at], request_[at:] + rest)
+        worker.echo(worker.next())
+        assert client.answer().status == 200
+
+
+def test_byte_by_byte(client: Client, worker: EchoWorker) -> None:
+    client.send(*[bytes([byte]) for byte in json_request(b"\7")])
+    worker.echo(worker.next())
+    assert client.answer().values == b"\7"
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_chunked(client: Client, worker: EchoWorker, size: int) -> None:
+    client.send(chunked(JSON, size), chunked(JSON, size))
+    for _ in range(2):
+        worker.echo(worker.next())
+        assert client.answer().values == b"\1\2\3"
+
+
+def test_chunked_binary(client: Client, worker: EchoWorker) -> None:
+    content = bytes(range(256)) * 1000
+    head, _, body = binary_request(content).partition(b"\r\n\r\n")
+    size = head.partition(b"Inference-Header-Content-Length: ")[2].decode()
+    client.send(chunked(body, 10_000, f"Inference-Header-Content-Length: {size}"))
+    request = worker.next()
+    assert worker.content(request) == content
+    worker.echo(request)
+    assert client.answer().parts == content
+
+
+def test_expect_continue(client: Client, worker: EchoWorker) -> None:
+    request = post(JSON, "Expect: 100-continue")
+    client.send(request[: -len(JSON)])
+    assert client.answer().status == 100
+    client.send(JSON)
+    worker.echo(worker.next())
+    assert client.answer().values == b"\1\2\3"
+
+
+def test_expect_continue_of_a_refused_request_gets_its_error_at_once(client: Client) -> None:
+    client.send(post(JSON, "Expect: 100-continue", model="unknown")[: -len(JSON)])
+    answer = client.answer()
+    assert (answer.status, answer.headers["connection"]) == (404, "close")
+
+
+def test_expect_continue_behind_another_request(client: Client, worker: EchoWorker) -> None:
+    client.send(json_request(b"\1") + post(JSON, "Expect: 100-continue")[: -len(JSON)])
+    worker.echo(worker.next())
+    assert client.answer().values == b"\1"
+    assert client.answer().status == 100
+    client.send(JSON)
+    worker.echo(worker.next())
+    assert client.answer().values == b"\1\2\3"
+
+
+def test_http_10_and_close(front: FrontProcess, worker: EchoWorker) -> None:
+    for request in (
+        json_request(b"\1").replace(b"HTTP/1.1", b"HTTP/1.0"),
+        json_request(b"\1", "Connection: close"),
+        json_request(b"\1").replace(b"HTTP/1.1\r\nHost: x", b"HTTP/1.0"),
+    ):
+        with front.client() as client:
+            client.send(request)
+            worker.echo(worker.next())
+            answer = client.answer()
+            assert (answer.status, answer.headers["connection"]) == (200, "close")
+            assert client.ends()
+
+
+def test_an_offered_upgrade_is_not_taken(client: Client, worker: EchoWorker) -> None:
+    """Java's client offers HTTP/2 with its first request, and keeps the connection."""
+    for _ in range(2):
+        client.send(json_request(b"\1", "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMA"))
+        worker.echo(worker.next())
+        assert client.answer().values == b"\1"
+
+
+def test_paths(client: Client, worker: EchoWorker) -> None:
+    for target in (
+        b"/v2/models/echo/infer?a=b",
+        b"/v2/models/echo/versions/1/infer",
+        b"/v2/models/echo/versions/01/infer",
+        b"/v2/models/%65cho/infer",
+        b"http://host/v2/models/echo/infer",
+    ):
+        client.send(json_request(b"\1").replace(b"/v2/models/echo/infer", target))
+        worker.echo(worker.next())
+        assert client.answer().values == b"\1"
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        (b"/v2/models/echo/infer/", 404),
+        (b"/v2/models/nope/infer", 404),
+        (b"/v2/models/%ff/infer", 404),
+        (b"/v2/models/echo/versions/2/infer", 404),
+        (b"/v2/models/echo/versions/0/infer", 404),
+        (b"/v2/models/echo/versions/x/infer", 404),
+        (b"/v2/models/echo/versions/99999999999999999999/infer", 400),
+        (b"/v2/models/echo/versions/" + b"9" * 5000 + b"/infer", 400),
+        (b"//", 404),
+        (b"http://host", 404),
+        (b"*", 404),
+    ],
+)
+def test_paths_to_nowhere_keep_the_connection(client: Client, worker: EchoWorker, target: bytes, status: int) -> None:
+    client.send(post(JSON).replace(b"/v2/models/echo/infer", target) + json_request(b"\1"))
+    assert client.answer().status == status
+    worker.echo(worker.next())
+    assert client.answer().values == b"\1"
+
+
+# --------------------------------------------------------------------------------------------------------- pipelines
+
+
+def test_pipelined_requests_are_answered_in_order(client: Client, worker: EchoWorker) -> None:
+    client.send(b"".join(json_request(bytes([n])) if n % 3 else GET for n in range(1, 40)))
+    for n in range(1, 40):
+        if n % 3:
+            worker.echo(worker.next())
+            assert client.answer().values == bytes([n])
+        else:
+            answer = client.answer()
+            assert (answer.status, answer.body) == (200, b"")
+
+
+def test_a_pipelined_error_waits_for_its_turn(client: Client, worker: EchoWorker) -> None:
+    client.send(json_request(b"\1") + json_request(b"\1", model="nope") + post(b"{") + json_request(b"\2"))
+    worker.echo(worker.next())
+    assert client.answer().values == b"\1"
+    assert [client.answer().status for _ in range(2)] == [404, 400]
+    worker.echo(worker.next())
+    assert client.answer().values == b"\2"
+
+
+@pytest.mark.parametrize("make", [json_request, binary_request])
+@pytest.mark.parametrize("size", [1, 3000, 10_000, 200_000])
+def test_a_pipelined_body_that_comes_later(
+    client: Client, worker: EchoWorker, make: Callable[[bytes], bytes], size: int
+) -> None:
+    second = make(bytes(size))
+    end_of_head = second.index(b"\r\n\r\n") + 4
+    for at in (end_of_head, end_of_head + 1, len(second) - 1):
+        client.send(json_request(b"\1") + second[:at])
+        request = worker.next()
+        client.send(second[at:])
+        worker.echo(request)
+        assert client.answer().values == b"\1"
+        worker.answer(worker.next(), b"\2")
+        assert client.answer().status == 200
+
+
+def test_a_pipelined_body_that_comes_after_the_first_answer(client: Client, worker: EchoWorker) -> None:
+    second = json_request(b"\2")
+    client.send(json_request(b"\1") + second[:-5])
+    worker.echo(worker.next())
+    assert client.answer().values == b"\1"
+    client.send(second[-5:])
+    worker.echo(worker.next())
+    assert client.answer().values == b"\2"
+
+
+def test_a_large_body_followed_by_another_request(client: Client, worker: EchoWorker) -> None:
+    """The large one is read past the parser; not a byte of the next may be lost."""
+    content = bytes(range(256)) * 2000
+    client.send((binary_request(content) + json_request(b"\1") + GET) * 3)
+    for _ in range(3):
+        request = worker.next()
+        assert worker.content(request) == content
+        worker.echo(request)
+        assert client.answer().parts == content
+        worker.echo(worker.next())
+        assert client.answer().values == b"\1"
+        assert client.answer().status == 200
+
+
+def test_too_many_pipelined_requests(front: FrontProcess, worker: EchoWorker) -> None:
+    with front.client() as client:
+        client.send(json_request(b"\1") * 300)
+        for _ in range(256):
+            worker.echo(worker.next())
+            assert client.answer().status == 200
+        answer = client.answer()
+        assert (answer.status, answer.headers["connection"]) == (400, "close")
+        assert "256" in answer.error
+        assert client.ends()
+    assert worker.idle()
+
+
+# ------------------------------------------------------------------------------------------------------- malformed
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GARBAGE\r\n\r\n", 400),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+        (b"GET /v2 HTTP/1.1\r\n\r\n", 400),
+        (b"GET /v2 HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
+        (b"GET /v2 HTTP/1.1\r\nHost : a\r\n\r\n", 400),
+        (b"GET /v2 HTTP/1.1\r\nHost: a\r\n folded\r\n\r\n", 400),
+        (post(JSON, "Content-Length: 5"), 400),
+        (post(JSON, "Transfer-Encoding: chunked"), 400),
+        (post(JSON).replace(b"Content-Length: ", b"Content-Length: -"), 400),
+        (post(JSON).replace(b"Content-Length: ", b"Content-Length: x"), 400),
+        (post(JSON, "X: " + "a" * HEAD_LIMIT), 431),
+        (b"GET /" + b"a" * HEAD_LIMIT + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431),
+        (b"GET /v2 HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 2 * HEAD_LIMIT, 431),
+        (b"POST /v2/models/echo/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (BODY_LIMIT + 1), 413),
+        (b"POST /v2/models/echo/infer HTTP/1.1\r\nHost: x\r\nContent-Length: " + b"9" * 30 + b"\r\n\r\n", 400),
+        (chunked(JSON, 10).replace(b"\r\na\r\n", b"\r\nzz\r\n", 1), 400),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_understood_is_answered_and_ends(
+    front: FrontProcess, worker: EchoWorker, request_: bytes, status: int
+) -> None:
+    with front.client() as client:
+        # What follows in the same packet belongs to nobody: it must not be run.
+        client.send(request_ + json_request(b"\1") * 2)
+        answer = client.answer()
+        assert (answer.status, answer.headers["connection"]) == (status, "close")
+        assert answer.error
+        assert client.ends()
+    assert worker.idle(0.05)
+
+
+def test_a_refusal_waits_for_the_answers_before_it(front: FrontProcess, worker: EchoWorker) -> None:
+    with front.client() as client:
+        client.send(json_request(b"\1") + json_request(b"\2") + b"GARBAGE\r\n\r\n")
+        for n in (1, 2):
+            worker.echo(worker.next())
+            assert client.answer().values == bytes([n])
+        assert client.answer().status == 400
+        assert client.ends()
+
+
+def test_a_chunked_body_over_the_limit(front: FrontProcess, worker: EchoWorker) -> None:
+    with front.client() as client:
+        body = bytes(BODY_LIMIT + 1)
+        client.send(chunked(body, MIB))
+        answer = client.answer()
+        assert (answer.status, answer.headers["connection"]) == (413, "close")
+        assert str(BODY_LIMIT) in answer.error
+    assert worker.idle(0.05)
+
+
+@pytest.mark.parametrize(
+    ("header", "status", "found"),
+    [
+        ("Inference-Header-Content-Length: 100000", 400, "inference header size should be in range"),
+        ("Inference-Header-Content-Length: -1", 400, "should be an unsigned integer"),
+        ("Inference-Header-Content-Length: x", 400, "should be an unsigned integer"),
+        ("Inference-Header-Content-Length:", 400, "should be an unsigned integer"),
+        ("Inference-Header-Content-Length: 99999999999999999999", 400, "should be an unsigned integer"),
+        ("Content-Encoding: gzip", 501, "Unsupported compression"),
+    ],
+)
+def test_refused_headers_keep_the_connection(
+    client: Client, worker: EchoWorker, header: str, status: int, found: str
+) -> None:
+    client.send(post(JSON, header) + json_request(b"\1"))
+    answer = client.answer()
+    assert (answer.status, found in answer.error) == (status, True), answer
+    worker.echo(worker.next())
+    assert client.answer().values == b"\1"
+
+
+def test_a_large_body_of_a_refused_request_is_skipped(client: Client, worker: EchoWorker) -> None:
+    client.send(binary_request(bytes(2 * MIB), model="nope") + json_request(b"\1"))
+    assert client.answer().status == 404
+    worker.echo(worker.next())
+    assert client.answer().values == b"\1"
+
+
+def test_a_raw_request(client: Client, worker: EchoWorker) -> None:
+    for size in (5, 5000, 100_000):
+        client.send(post(bytes(size), "Inference-Header-Content-Length: 0"))
+        request = worker.next()
+        assert request.inputs[0].shape == (size,)
+        worker.echo(request)
+        assert client.answer().parts == bytes(size)
+
+
+# ------------------------------------------------------------------------------------------------- clients that leave
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_body(front: FrontProcess, worker: EchoWorker) -> None:
+    for size in (1000, 10_000, 3 * MIB):
+        request = binary_request(bytes(size))
+        for at in (len(request) - 900, len(request) - 1):
+            with front.client() as client:
+                client.send(request[:at])
+    assert worker.idle()
+
+
+def test_a_client_that_leaves_before_its_answer(front: FrontProcess, worker: EchoWorker) -> None:
+    for content in (b"\1", bytes(3 * MIB)):
+        with front.client() as client:
+            client.send(binary_request(content))
+            request = worker.next()
+        until(lambda request=request: worker.idle(0.01) and request.request_id in worker.cancelled)  # type: ignore[misc]
+        worker.echo(request)
+        until(lambda: worker.leases == 0)
+
+
+def test_a_client_that_leaves_with_half_of_its_answer(front: FrontProcess, worker: EchoWorker) -> None:
+    with front.client() as client:
+        client.send(json_request(b"\1"))
+        worker.answer(worker.next(), bytes(16 * MIB))
+        client.sock.recv(1000)
+        assert worker.leases == 1
+    until(lambda: worker.leases == 0)
+
+
+def test_a_slow_reader_keeps_its_lease_until_it_has_read(front: FrontProcess, worker: EchoWorker) -> None:
+    with front.client() as client:
+        client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+        content = bytes(range(256)) * (16 * MIB // 256)
+        client.send(binary_request(b"\1") + binary_request(b"\2"))
+        worker.answer(worker.next(), content)
+        worker.answer(worker.next(), b"\2")
+        client.sock.recv(1, socket.MSG_PEEK)
+        front.sync()
+        assert worker.leases == 1
+        # No more of its requests are read meanwhile.
+        client.send(binary_request(b"\3"))
+        assert worker.idle()
+        assert client.answer().parts == content
+        until(lambda: worker.leases == 0)
+        assert client.answer().parts == b"\2"
+        worker.answer(worker.next(), b"\3")
+        assert client.answer().parts == b"\3"
+
+
+def test_a_slow_reader_with_half_a_request_behind(front: FrontProcess, worker: EchoWorker) -> None:
+    with front.client() as client:
+        client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+        second = json_request(b"\2")
+        client.send(binary_request(b"\1") + second[:-5])
+        worker.answer(worker.next(), bytes(16 * MIB))
+        client.sock.recv(1, socket.MSG_PEEK)
+        front.sync()
+        assert len(client.answer().parts) == 16 * MIB
+        client.send(second[-5:])
+        worker.echo(worker.next())
+        assert client.answer().values == b"\2"
+
+
+# ------------------------------------------------------------------------------------------------- after the body
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [b"X: y\r\n" * 100_000, b"X: " + b"y" * 600_000],
+    ids=["many trailers", "one endless trailer"],
+)
+def test_trailers_are_bounded_like_the_head(front: FrontProcess, worker: EchoWorker, flood: bytes) -> None:
+    """What follows the last chunk is headers again: nobody wants them, so they may not fill the memory."""
+    with front.client() as client:
+        with contextlib.suppress(ConnectionError):
+            client.send(chunked(JSON, 10)[:-2], flood, b"\r\n\r\n")
+        answer = client.answer()
+        assert (answer.status, answer.headers["connection"]) == (431, "close")
+    assert worker.idle(0.05)
+
+
+def test_a_few_trailers_are_ignored(client: Client, worker: EchoWorker) -> None:
+    client.send(chunked(JSON, 10)[:-2] + b"Expect: 100-continue\r\nX: y\r\n\r\n" + json_request(b"\2"))
+    for values in (b"\1\2\3", b"\2"):
+        worker.echo(worker.next())
+        assert client.answer().values == values
+
+
+def test_two_length_headers(client: Client, worker: EchoWorker) -> None:
+    """Which of them is meant cannot be known."""
+    client.send(binary_request(b"abc", "Inference-Header-Content-Length: 5"))
+    assert client.answer().status == 400
+    client.send(binary_request(b"abc"))
+    worker.echo(worker.next())
+    assert client.answer().parts == b"abc"

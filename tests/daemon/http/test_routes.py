@@ -1,0 +1,211 @@
+"""Every endpoint but infer, through a real front: what it answers itself, what it asks the supervisor, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from shm.messages import (
+    LoadModel,
+    ModelGone,
+    ModelStatistics,
+    Operation,
+    RegionStatus,
+    RegisterSystemRegion,
+    RepositoryIndex,
+    UnloadModel,
+    UnregisterRegion,
+)
+from tests.fakes import Answer, Client, FrontProcess, front_process
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[FrontProcess]:
+    with front_process(http={"port": 0}, server_name="named") as front:
+        front.model(front.worker())
+        yield front
+
+
+@pytest.fixture
+def client(front: FrontProcess) -> Iterator[Client]:
+    with front.client() as client:
+        yield client
+
+
+def send(client: Client, method: str, path: str, body: bytes = b"") -> None:
+    client.send(f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+
+
+def ask(client: Client, method: str, path: str, body: bytes = b"") -> Answer:
+    send(client, method, path, body)
+    return client.answer()
+
+
+def test_health(client: Client) -> None:
+    for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/echo/ready", "/v2/models/echo/versions/1/ready"):
+        answer = ask(client, "GET", path)
+        assert (answer.status, answer.body) == (200, b""), path
+
+
+@pytest.mark.parametrize("path", ["/v2/models/nope/ready", "/v2/models/echo/versions/7/ready"])
+def test_a_model_that_is_not_ready(client: Client, path: str) -> None:
+    answer = ask(client, "GET", path)
+    assert (answer.status, answer.error) == (400, "Model version not ready")
+
+
+def test_server_metadata(client: Client) -> None:
+    answer = json.loads(ask(client, "GET", "/v2").body)
+    assert list(answer) == ["name", "version", "extensions"]
+    assert answer["name"] == "named"
+    assert "binary_tensor_data" in answer["extensions"]
+
+
+def test_model_metadata_and_configuration(client: Client, front: FrontProcess) -> None:
+    front.model(front.workers[0], version=3)
+    for path in ("/v2/models/echo", "/v2/models/echo/versions/1?x=y"):
+        answer = json.loads(ask(client, "GET", path).body)
+        assert list(answer) == ["name", "versions", "platform", "inputs", "outputs"]
+        assert (answer["name"], answer["versions"]) == ("echo", ["1", "3"])
+    assert json.loads(ask(client, "GET", "/v2/models/echo/config").body)["name"] == "echo"
+    front.send(ModelGone("echo", 3))
+    front.sync()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "text"),
+    [
+        ("GET", "/v2/models/nope", 404, "Request for unknown model: 'nope' is not found"),
+        ("GET", "/v2/models/echo/versions/9", 404, "Request for unknown model: 'echo' version 9 is not found"),
+        ("GET", "/v2/models/echo/versions/x", 404, "Not Found"),
+        ("GET", "/v2/models/echo/versions/-1", 404, "Not Found"),
+        ("GET", "/v2/models/echo/versions/\u00b2", 404, "Not Found"),
+        ("GET", "/nowhere", 404, "Not Found"),
+        ("GET", "/v2/", 404, "Not Found"),
+        ("GET", "/v2/health/live/", 404, "Not Found"),
+        ("POST", "/v2/health/live", 405, "Method Not Allowed"),
+        ("GET", "/v2/models/echo/infer", 405, "Method Not Allowed"),
+        ("PUT", "/v2/models/echo/infer", 405, "Method Not Allowed"),
+        ("GET", "/v2/repository/index", 405, "Method Not Allowed"),
+    ],
+)
+def test_what_is_not_there(client: Client, method: str, path: str, status: int, text: str) -> None:
+    path = path.encode().decode("latin-1") if path.isascii() else "/v2/models/echo/versions/%C2%B2"
+    answer = ask(client, method, path)
+    assert (answer.status, answer.error) == (status, text)
+    assert answer.headers["content-type"] == "application/json"
+    assert "allow" not in answer.headers
+
+
+def test_head_is_refused(client: Client) -> None:
+    client.send(b"HEAD /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert client._until(b"\r\n\r\n").startswith(b"HTTP/1.1 405 ")
+
+
+INDEX, LOAD, UNLOAD = "/v2/repository/index", "/v2/repository/models/a%20b/load", "/v2/repository/models/m/unload"
+REGIONS = "/v2/systemsharedmemory"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "operation"),
+    [
+        ("GET", "/v2/models/stats", b"", ModelStatistics()),
+        ("GET", "/v2/models/echo/stats", b"", ModelStatistics("echo")),
+        ("GET", "/v2/models/echo/versions/2/stats", b"", ModelStatistics("echo", 2)),
+        ("POST", INDEX, b"", RepositoryIndex()),
+        ("POST", INDEX, b'{"ready":true}', RepositoryIndex(True)),
+        ("POST", LOAD, b"", LoadModel("a b")),
+        ("POST", LOAD, b'{"parameters":{"config":"{}"}}', LoadModel("a b", "{}")),
+        ("POST", LOAD, b'{"parameters":{"file:1/m.py":"YWJj"}}', LoadModel("a b", "", {"file:1/m.py": b"abc"})),
+        ("POST", UNLOAD, b"{}", UnloadModel("m")),
+        ("POST", UNLOAD, b'{"parameters":{"unload_dependents":true}}', UnloadModel("m", True)),
+        (
+            "POST",
+            f"{REGIONS}/region/r/register",
+            b'{"key":"/k","byte_size":8,"x":1}',
+            RegisterSystemRegion("r", "/k", 0, 8),
+        ),
+        (
+            "POST",
+            f"{REGIONS}/region/r/register",
+            b'{"key":"/k","byte_size":8,"offset":4}',
+            RegisterSystemRegion("r", "/k", 4, 8),
+        ),
+        ("POST", f"{REGIONS}/region/r/unregister", b"ignored", UnregisterRegion("system", "r")),
+        ("POST", f"{REGIONS}/unregister", b"", UnregisterRegion("system", "")),
+        ("POST", "/v2/cudasharedmemory/unregister", b"", UnregisterRegion("cuda", "")),
+        ("GET", f"{REGIONS}/status", b"", RegionStatus("system", "")),
+        ("GET", f"{REGIONS}/region/r.-_/status", b"", RegionStatus("system", "r.-_")),
+        ("GET", "/v2/cudasharedmemory/region/r/status", b"", RegionStatus("cuda", "r")),
+    ],
+)
+def test_what_the_supervisor_is_asked(
+    client: Client, front: FrontProcess, method: str, path: str, body: bytes, operation: Operation
+) -> None:
+    for code, status in (("", 200), ("NOT_FOUND", 404), ("UNAVAILABLE", 503), ("NEVER_HEARD", 400)):
+        send(client, method, path, body)
+        call = front.answer_call(code, "so it is", b'{"a":1}')
+        assert call.operation == operation
+        answer = client.answer()
+        assert answer.status == status
+        if code:
+            assert answer.error == "so it is"
+        else:
+            assert answer.body in (b"", b'{"a":1}')
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "text"),
+    [
+        (INDEX, b"{", "failed to parse the request JSON buffer"),
+        (INDEX, b"[]", "failed to parse the request JSON buffer"),
+        (INDEX, b"\xff", "failed to parse the request JSON buffer"),
+        (INDEX, b'{"a":"\xff"}', "failed to parse the request JSON buffer"),
+        (INDEX, b"[" * 100_000, "failed to parse the request JSON buffer"),
+        (LOAD, b'{"parameters":[]}', "'parameters' should be an object"),
+        (LOAD, b'{"parameters":{"config":{}}}', "'config' should be a string"),
+        (LOAD, b'{"parameters":{"file:a":"*"}}', "'file:a' should be base64 text"),
+        (LOAD, b'{"parameters":{"x":1}}', "unrecognized load parameter 'x'"),
+        (UNLOAD, b'{"parameters":{"unload_dependents":1}}', "'unload_dependents' should be a boolean"),
+        (UNLOAD, b'{"parameters":1}', "'unload_dependents' should be a boolean"),
+        (f"{REGIONS}/region/r/register", b"{}", "Shared memory register request has no 'key' field"),
+        (f"{REGIONS}/region/r/register", b'{"key":"k"}', "Shared memory register request has no 'byte_size' field"),
+        (f"{REGIONS}/region/r/register", b'{"key":"k","byte_size":-1}', "'byte_size' should be an unsigned integer"),
+        (f"{REGIONS}/region/r/register", b'{"key":"k","byte_size":1e3}', "'byte_size' should be an unsigned integer"),
+        (
+            f"{REGIONS}/region/r/register",
+            b'{"key":"k","byte_size":1,"offset":true}',
+            "'offset' should be an unsigned integer",
+        ),
+        ("/v2/cudasharedmemory/region/r/register", b"{}", "failed to register shared memory region 'r'"),
+    ],
+)
+def test_what_is_refused_before_anybody_is_asked(client: Client, path: str, body: bytes, text: str) -> None:
+    answer = ask(client, "POST", path, body)
+    assert (answer.status, text in answer.error) == (400, True), answer
+
+
+def test_a_body_over_the_limit(client: Client) -> None:
+    answer = ask(client, "POST", INDEX, bytes((1 << 20) + 1))
+    assert (answer.status, str(1 << 20) in answer.error) == (413, True)
+
+
+@pytest.mark.parametrize(
+    ("strict", "states", "status"),
+    [
+        (True, [], 200),
+        (True, [("UNAVAILABLE", "it fails")], 400),
+        (False, [("UNAVAILABLE", "it fails")], 200),
+        (True, [("UNAVAILABLE", "unloaded")], 200),
+        (True, [("LOADING", "")], 400),
+        (True, [("UNLOADING", "")], 400),
+    ],
+)
+def test_the_server_is_ready_when_its_models_are(strict: bool, states: list[tuple[str, str]], status: int) -> None:
+    with front_process(http={"port": 0}, repository={"strict_readiness": strict}) as front, front.client() as client:
+        front.model(front.worker())
+        for state, reason in states:
+            front.model(name="other", state=state, reason=reason)
+        answer = ask(client, "GET", "/v2/health/ready")
+        assert (answer.status, answer.body) == (status, b"")

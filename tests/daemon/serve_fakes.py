@@ -1,0 +1,19 @@
+"""``tensord serve`` with the fake front and the fake worker: the real supervisor, real processes, no models."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from config import layers
+from daemon import log
+from daemon.supervisor import Programs, Supervisor
+
+if __name__ == "__main__":
+    file = Path(sys.argv[1])
+    options = layers.load(file)
+    log.configure(options.log, "supervisor")
+    programs = Programs("tests.daemon.fake_front", "tests.daemon.fake_worker")
+    sys.exit(asyncio.run(Supervisor(options, lambda: layers.load(file), os.environ, programs).run()))

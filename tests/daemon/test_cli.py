@@ -1,0 +1,102 @@
+"""The command line as an operator meets it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.fake_daemon import ROOT, write_model
+
+
+def tensord(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "daemon", *arguments],
+        cwd=ROOT,
+        env={"PATH": "/usr/bin:/bin", **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_version_and_help() -> None:
+    assert tensord("--version").stdout.startswith("tensord ")
+    assert "serve" in tensord("--help").stdout
+    text = tensord("serve", "--help").stdout
+    for words in ("--config", "--model-repository=DIR", "--exit-on-error[=true|false]", "[http.port]", "SIGHUP"):
+        assert words in text
+
+
+def test_check_of_a_good_and_a_bad_repository(tmp_path: Path) -> None:
+    write_model(tmp_path / "models", "good", 1, 2)
+    file = tmp_path / "tensord.toml"
+    file.write_text(f'[repository]\npaths = ["{tmp_path / "models"}"]\n')
+    done = tensord("check", str(file))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "good: version 2\nconfiguration: good; models: 1 good, 0 bad\n"
+    write_model(tmp_path / "models", "bad", config="nonsense: 1")
+    (tmp_path / "models" / "empty").mkdir()
+    done = tensord("check", str(file), "--model-control-mode=explicit", "--load-model=absent")
+    assert done.returncode == 1
+    assert "bad: config.pbtxt of model 'bad': line 1, column 1" in done.stderr
+    assert "empty: no version" in done.stderr
+    assert "absent: it is to be loaded at start, but it is in no repository" in done.stderr
+    assert "1 good, 3 bad" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["check", "serve"])
+@pytest.mark.parametrize(
+    ("text", "arguments", "words"),
+    [
+        ("[http]\nprot = 1\n", [], "unknown key http.prot; did you mean http.port?"),
+        ("[http]\nport = 'x'\n", [], "http.port: expected int, got str, given 'x'"),
+        ("", ["--allow-grpc=true"], "gRPC comes with a later version"),
+        ("", ["--http-port=99999"], "--http-port: http.port: expected int <= 65535, given '99999'"),
+    ],
+)
+def test_a_bad_configuration(tmp_path: Path, command: str, text: str, arguments: list[str], words: str) -> None:
+    file = tmp_path / "tensord.toml"
+    file.write_text(text)
+    done = tensord(command, "--config", str(file), *arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("tensord: ")
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_variables(tmp_path: Path) -> None:
+    done = tensord("check", TENSORD_HTTP_PORT="x")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "tensord: TENSORD_HTTP_PORT: http.port: expected int, got str, given 'x'\n",
+    )
+    file = tmp_path / "named.toml"
+    file.write_text("x = 1\n")
+    assert "unknown key x" in tensord("check", TENSORD_CONFIG=str(file)).stderr
+
+
+def test_what_serve_cannot_do(tmp_path: Path) -> None:
+    """Each is one sentence and a status; nothing was started."""
+    (tmp_path / "models").mkdir()
+    models = f"--model-repository={tmp_path / 'models'}"
+    done = tensord("serve")
+    assert done.returncode == 2
+    assert "nothing to serve" in done.stderr
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = tensord("serve", models, f"--http-port={port}", "--device=cpu")
+    assert done.returncode == 1
+    assert f"tensord: cannot listen on 127.0.0.1:{port}: Address already in use\n" in done.stderr
+    done = tensord("serve", f"--model-repository={tmp_path / 'nowhere'}", "--http-port=0", "--device=cpu")
+    assert done.returncode == 1
+    assert "nowhere': No such file or directory" in done.stderr
+    done = tensord("serve", models, "--device=cuda", "--http-port=0", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1
+    assert "no GPU is visible" in done.stderr

@@ -1,0 +1,94 @@
+"""Flags: Triton's command lines are obeyed, or refused with a reason; nothing is swallowed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from config import layers
+from config.layers import ConfigurationError
+from config.options import Options
+from daemon import flags
+
+
+def parsed(*arguments: str) -> Options:
+    return layers.load(flags=flags.parse(arguments))
+
+
+def test_a_triton_command_line() -> None:
+    options = parsed(
+        "--model-repository=/a,b",
+        "--model-repository",
+        "/c",
+        "--model-control-mode=explicit",
+        "--load-model=x",
+        "--load-model=*",
+        "--http-port=9000",
+        "--http-address",
+        "0.0.0.0",
+        "--allow-grpc=false",
+        "--grpc-port=9001",
+        "--metrics-port=9002",
+        "--allow-metrics=0",
+        "--exit-timeout-secs=5",
+        "--exit-on-error=false",
+        "--strict-readiness=true",
+        "--log-verbose=1",
+        "--log-info=False",
+        "--log_format=json",
+        "--id=me",
+        "--http-thread-count=8",
+    )
+    assert options.repository.paths == ("/a,b", "/c")
+    assert (options.repository.control_mode, options.repository.load) == ("explicit", ("x", "*"))
+    assert (options.http.port, options.http.address) == (9000, "0.0.0.0")
+    assert (options.supervisor.exit_timeout, options.repository.exit_on_error) == (5.0, False)
+    assert (options.log.verbose, options.log.info, options.log.format, options.server_name) == (1, False, "json", "me")
+
+
+def test_switches_take_a_value_or_none() -> None:
+    for arguments in (
+        ["--exit-on-error"],
+        ["--exit-on-error", "true"],
+        ["--exit-on-error=1"],
+        ["--exit-on-error=TRUE"],
+    ):
+        assert parsed(*arguments, "--http-port", "1").repository.exit_on_error
+    assert parsed("--allow-http", "false").http.enabled is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--allow-grpc=true"], "--allow-grpc=true: gRPC comes with a later version; use --allow-grpc=false"),
+        (["--allow-metrics"], "the metrics endpoint comes with a later version"),
+        (["--trace-config=level=TIMESTAMPS"], "tracing comes with a later version"),
+        (["--backend-directory=/x"], "back ends are part of tensord"),
+        (["--model-control-mode=poll"], "--model-control-mode: repository.control_mode: invalid enum value 'poll'"),
+        (["--http-prot=1"], r"--http-prot: unknown flag; did you mean --http-port\?"),
+        (["--xyzzy"], "--xyzzy: unknown flag"),
+        (["--http-port"], "--http-port: needs a value"),
+        (["--http-port", "--id=x"], "--http-port: needs a value"),
+        (["--http-port=x"], "--http-port: http.port: expected int, got str, given 'x'"),
+        (["models"], "unexpected argument 'models'"),
+        (["--load-model=x"], "needs repository.control_mode"),
+    ],
+)
+def test_what_an_operator_reads(arguments: list[str], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        parsed(*arguments)
+
+
+def test_every_flag_names_a_key_and_stands_in_the_help() -> None:
+    keys = layers.known_keys()
+    assert all(flag.key in keys for flag in flags.FLAGS)
+    assert len(flags.help_table()) == len(flags.FLAGS)
+
+
+@given(st.lists(st.text(max_size=20) | st.sampled_from([f"--{flag.name}" for flag in flags.FLAGS]), max_size=5))
+def test_any_line_gives_options_or_a_sentence(arguments: list[str]) -> None:
+    try:
+        parsed(*arguments)
+    except ConfigurationError as error:
+        assert str(error)

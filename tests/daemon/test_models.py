@@ -1,0 +1,101 @@
+"""Operations on models without processes: what is read again, what stays in force."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from config import model_config
+from config.options import Repository
+from daemon.models import Models
+from shm.errors import Internal, Unsupported
+from shm.messages import Load, Loaded, LoadModel, ModelGone, ModelState, Record, Unload
+from tests.daemon.fake_daemon import write_model
+
+
+class ObedientWorker:
+    """Answers every record at once."""
+
+    name = "worker-0"
+
+    def __init__(self) -> None:
+        self.models: Models | None = None
+        self.loads: list[Load] = []
+
+    def send(self, record: Record, *fds: int) -> None:
+        assert self.models is not None
+        loop = asyncio.get_running_loop()
+        if isinstance(record, Load):
+            self.loads.append(record)
+            loop.call_soon(self.models.loaded, 1, Loaded(record.name, record.version))
+        elif isinstance(record, Unload):
+            loop.call_soon(self.models.unloaded, 1, record.name, record.version)
+
+
+def serving(folder: Path) -> tuple[Models, ObedientWorker, list[ModelState | ModelGone]]:
+    published: list[ModelState | ModelGone] = []
+    worker = ObedientWorker()
+    models = Models(Repository(paths=(str(folder),), control_mode="explicit"), {1: worker}, published.append)
+    worker.models = models
+    models.worker_joined(1)
+    return models, worker, published
+
+
+async def test_an_override_stays_until_the_files_change(tmp_path: Path) -> None:
+    model = write_model(tmp_path, "m")
+    models, worker, _ = serving(tmp_path)
+
+    def batch() -> int:
+        return int(model_config.from_bytes(worker.loads[-1].config).max_batch_size)
+
+    await models.load(LoadModel("m", config='{"max_batch_size": 4}'))
+    assert batch() == 4
+    models.unload("m")
+    await models.load(LoadModel("m"))
+    assert batch() == 4
+    os.utime(model / "1" / "model.py", (1, 1))
+    await models.load(LoadModel("m"))
+    assert (batch(), len(worker.loads)) == (0, 3)
+    await models.load(LoadModel("m"))
+    assert len(worker.loads) == 3
+
+
+async def test_refusals(tmp_path: Path) -> None:
+    write_model(tmp_path, "m")
+    models, worker, _ = serving(tmp_path)
+    with pytest.raises(Unsupported, match="version files"):
+        await models.load(LoadModel("m", config="{}", files={"1/model.py": b""}))
+    for name in ("", ".", "..", "a/b", "/etc", "nope"):
+        with pytest.raises(Internal, match="failed to poll from model repository"):
+            await models.load(LoadModel(name))
+    assert not worker.loads
+
+
+async def test_a_refused_model_heals(tmp_path: Path) -> None:
+    """Fronts learn of a name that cannot be served, and that it can be after all."""
+    model = write_model(tmp_path, "m", config="nonsense: 1")
+    models, _, published = serving(tmp_path)
+    options = Repository(paths=(str(tmp_path),))
+    (outcome,) = [await future for future in models.begin(await models.scan(options), options)]
+    assert "nonsense" in outcome
+    assert published == [ModelState("m", 0, "UNAVAILABLE", models.refused["m"])]
+    assert models.states() == published
+    (model / "config.pbtxt").unlink()
+    assert [await future for future in models.begin(await models.scan(options), options)] == [""]
+    assert published[1] == ModelGone("m", 0)
+    assert models.refused == {}
+
+
+async def test_the_list_of_a_reload_adds(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_model(tmp_path, name)
+    models, worker, _ = serving(tmp_path)
+    for listed, loads in ((("a",), ["a"]), (("a", "b"), ["a", "b"]), (("b",), ["a", "b"])):
+        options = Repository(paths=(str(tmp_path),), control_mode="explicit", load=listed)
+        for future in models.begin(await models.scan(options), options):
+            assert await future == ""
+        assert [load.name for load in worker.loads] == loads
+    assert [entry["state"] for entry in await models.index(False)] == ["READY", "READY"]

@@ -1,0 +1,380 @@
+"""The submitter against every history: one final callback a request, every lease given back once, nobody asked twice for nothing.
+
+The machine plays clients, supervisor and workers by turns; beside it stands what each request may still get.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+
+from config.options import Arenas, Options, Requests
+from daemon.model_table import ModelTable
+from daemon.submit import Submitter
+from shm.arena import Lease
+from shm.channel import pair
+from shm.errors import InvalidArgument, ServingError, Unavailable
+from shm.lane import SubmitterLane
+from shm.messages import (
+    Cancel,
+    Completion,
+    LaneOpened,
+    ModelGone,
+    ModelState,
+    Parameter,
+    Slice,
+    Submit,
+    Tensor,
+    WorkerFenced,
+)
+from tests.fakes import INCARNATION, EchoWorker
+
+MIB = 1 << 20
+
+
+class Asked:
+    """A request, as its owner sees it."""
+
+    def __init__(self, request_id: int, size: int, lease: Lease) -> None:
+        self.request_id = request_id
+        self.size = size
+        self.lease = lease
+        self.finals: list[Completion] = []
+        self.cancelled = False
+        #: How often a worker died with it on its desk.
+        self.strikes = 0
+
+
+class Setting:
+    """A submitter on a loop of its own that turns only when told to."""
+
+    def __init__(self, **options: Any) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.submitter: Submitter = self.loop.run_until_complete(self._make(Options(**options)))
+        self.workers: dict[int, EchoWorker] = {}
+        self._last = 100
+
+    async def _make(self, options: Options) -> Submitter:
+        return Submitter(INCARNATION, options, ModelTable())
+
+    def turn(self, count: int = 3) -> None:
+        """Lets the loop run what is due."""
+        for _ in range(count):
+            self.loop.call_soon(self.loop.stop)
+            self.loop.run_forever()
+
+    def sleep(self, seconds: float) -> None:
+        self.loop.run_until_complete(asyncio.sleep(seconds))
+
+    def open_worker(self) -> EchoWorker:
+        self._last += 1
+        ours, theirs = pair()
+        worker = EchoWorker(ours, self._last)
+        self.submitter.open_lane(LaneOpened(self._last, "cpu:0"), [theirs.detach(), os.dup(worker.page.fd)])
+        self.workers[self._last] = worker
+        return worker
+
+    def ready(self, *workers: EchoWorker, stateless: bool = True) -> None:
+        incarnations = tuple(worker.incarnation for worker in workers)
+        self.submitter.model_changed(ModelState("m", 1, "READY", workers=incarnations, stateless=stateless))
+
+    def ask(self, size: int = 5000) -> Asked:
+        lease = self.submitter.loan(size)
+        assert lease is not None
+        lease.view[:] = bytes([size % 251]) * size
+        asked = Asked(self.submitter.next_id(), size, lease)
+
+        def completed(completion: Completion, lane: SubmitterLane | None) -> None:
+            assert not asked.cancelled, "nobody waits for it"
+            asked.finals.append(completion)
+            if completion.lease is not None:
+                assert lane is not None
+                place = completion.outputs[0].place
+                assert isinstance(place, Slice)
+                assert bytes(lane.view(place)) == bytes([size % 251]) * size
+                self.submitter.release(lane, completion.lease)
+
+        inputs = (Tensor("x", "UINT8", (size,), lease.place),)
+        self.submitter.submit(Submit(asked.request_id, "m", 0, inputs), [lease], completed)
+        assert not asked.finals, "never from within submit"
+        return asked
+
+    def close(self) -> None:
+        self.submitter.close()
+        for worker in self.workers.values():
+            worker.close()
+        self.turn()
+        self.loop.close()
+        # What is in flight still has views of the arena, which keep its mapping.
+        del self.submitter
+        gc.collect()
+
+
+class Histories(RuleBasedStateMachine):
+    """Every order of everything that can happen."""
+
+    requests = Bundle("requests")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setting = Setting(arenas=Arenas(byte_size=MIB, max_byte_size=64 * MIB))
+        self.asked: dict[int, Asked] = {}
+        #: At each worker: what it has taken and not answered.
+        self.taken: dict[int, dict[int, Submit]] = {}
+        self.dead: set[int] = set()
+        self.fenced: set[int] = set()
+        self.new_worker()
+
+    def alive(self) -> list[EchoWorker]:
+        return [worker for number, worker in self.setting.workers.items() if number not in self.dead]
+
+    def model_ready(self) -> None:
+        self.setting.ready(*self.alive())
+
+    @precondition(lambda self: self.setting.submitter.in_flight() < 8)
+    @rule(target=requests, sizes=st.lists(st.sampled_from([5000, 1, 100_000]), min_size=1, max_size=3))
+    def ask(self, sizes: list[int]) -> Any:
+        made = [self.setting.ask(size) for size in sizes]
+        self.asked.update((asked.request_id, asked) for asked in made)
+        return multiple(*made)
+
+    @rule(asked=consumes(requests))
+    def cancel(self, asked: Asked) -> None:
+        if not asked.finals:
+            asked.cancelled = True
+        self.setting.submitter.cancel(asked.request_id)
+        self.setting.submitter.cancel(asked.request_id)
+
+    @precondition(lambda self: len(self.alive()) < 3)
+    @rule()
+    def new_worker(self) -> None:
+        worker = self.setting.open_worker()
+        self.taken[worker.incarnation] = {}
+        self.model_ready()
+
+    @rule()
+    def model_goes_and_comes(self) -> None:
+        self.setting.submitter.model_changed(ModelGone("m", 1))
+        self.model_ready()
+
+    @rule(data=st.data(), count=st.integers(1, 4))
+    def answer(self, data: st.DataObject, count: int) -> None:
+        """Some worker answers some of what it has; it may have stopped being read from."""
+        for worker in self.alive():
+            taken = self.take(worker)
+            for _ in range(min(count, len(taken))):
+                number = data.draw(st.sampled_from(sorted(taken)))
+                request = taken.pop(number)
+                worker.answer(request, worker.content(request))
+                if data.draw(st.integers(0, 4)) == 0:
+                    worker.complete(number)  # once more: late, to be ignored
+
+    @rule()
+    def answer_error(self) -> None:
+        for worker in self.alive():
+            for number in list(self.take(worker)):
+                del self.taken[worker.incarnation][number]
+                worker.complete(number, code="INTERNAL", message="no")
+
+    @precondition(lambda self: self.alive() and self.setting.submitter.in_flight())
+    @rule(data=st.data(), answers=st.booleans())
+    def die(self, data: st.DataObject, answers: bool) -> None:
+        worker = data.draw(st.sampled_from(self.alive()))
+        self.setting.turn()
+        taken = self.take(worker)
+        if answers and taken:
+            number = min(taken)
+            worker.answer(taken.pop(number), b"" if not taken else self.content_of(number))
+        executing = sorted(taken)[: data.draw(st.sampled_from([9, 1, 0]))]
+        worker.page.begin(0, [(INCARNATION, number) for number in executing] + [(INCARNATION + 1, 2)])
+        for number in executing:
+            self.asked[number].strikes += 1
+        worker.die()
+        self.dead.add(worker.incarnation)
+
+    def content_of(self, number: int) -> bytes:
+        size = self.asked[number].size
+        return bytes([size % 251]) * size
+
+    @rule()
+    def fence(self) -> None:
+        for number in sorted(self.dead - self.fenced):
+            self.setting.submitter.fence(WorkerFenced(number))
+            self.fenced.add(number)
+        self.model_ready()
+
+    @rule(count=st.integers(1, 3))
+    def turn(self, count: int) -> None:
+        self.setting.turn(count)
+
+    def take(self, worker: EchoWorker) -> dict[int, Submit]:
+        """What has arrived at a worker, checked."""
+        taken = self.taken[worker.incarnation]
+        while (records := worker.lane.receive()) is not None:
+            for record in records:
+                if isinstance(record, Cancel):
+                    assert self.asked[record.request_id].cancelled
+                    continue
+                asked = self.asked[record.request_id]
+                assert not asked.finals, "it is answered already"
+                assert worker.content(record) == self.content_of(record.request_id)
+                # A strike counts once its worker is fenced, and this record came after.
+                assert record.strikes == asked.strikes < 2
+                for other, theirs in self.taken.items():
+                    assert other in self.fenced or record.request_id not in theirs, "two workers have it"
+                taken[record.request_id] = record
+        return taken
+
+    @invariant()
+    def one_final_answer_and_no_lease_twice(self) -> None:
+        open_leases = 0
+        for asked in self.asked.values():
+            assert len(asked.finals) <= 1
+            if asked.finals:
+                assert not asked.cancelled
+                assert "released" in repr(asked.lease)
+                if asked.strikes >= 2:
+                    assert asked.finals[0].code == "INTERNAL"
+            open_leases += "released" not in repr(asked.lease)
+        assert self.setting.submitter.statistics()["leases"] == open_leases
+        assert self.setting.submitter.in_flight() == open_leases
+
+    def teardown(self) -> None:
+        """Everything that is still open gets its answer from a last worker."""
+        self.dead |= self.setting.workers.keys() - self.dead
+        for worker in self.setting.workers.values():
+            worker.die()
+        self.fence()
+        last = self.setting.open_worker()
+        self.taken[last.incarnation] = {}
+        self.setting.ready(last)
+        for _ in range(20):
+            self.setting.turn()
+            for number in list(self.take(last)):
+                last.answer(self.taken[last.incarnation].pop(number), self.content_of(number))
+        self.one_final_answer_and_no_lease_twice()
+        assert self.setting.submitter.in_flight() == 0
+        for asked in self.asked.values():
+            assert asked.cancelled != bool(asked.finals)
+        self.setting.turn()
+        last.poll()
+        assert last.leases == 0
+        self.setting.close()
+
+
+Histories.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestHistories = Histories.TestCase
+
+
+@pytest.fixture
+def setting() -> Any:
+    made = Setting(
+        arenas=Arenas(byte_size=MIB, max_byte_size=MIB, wait=0.05), requests=Requests(max_in_flight=4, worker_wait=0.05)
+    )
+    yield made
+    made.close()
+
+
+def test_the_least_loaded_worker_is_asked(setting: Setting) -> None:
+    workers = [setting.open_worker(), setting.open_worker()]
+    setting.ready(*workers)
+    for _ in range(4):
+        setting.ask()
+    setting.turn()
+    for worker in workers:
+        assert len([worker.next(), worker.next()]) == 2
+
+
+def test_too_many_leave_the_lease_with_the_caller(setting: Setting) -> None:
+    for _ in range(4):
+        setting.ask()
+    lease = setting.submitter.loan(5000)
+    assert lease is not None
+    with pytest.raises(Unavailable, match="4 requests are in flight, at most 4"):
+        setting.submitter.submit(Submit(99, "m", 0, ()), [lease], lambda completion, lane: None)
+    assert setting.submitter.statistics()["leases"] == 5
+    setting.submitter.give_back(lease)
+
+
+def test_a_request_gives_up_waiting_for_a_worker(setting: Setting) -> None:
+    setting.ready()
+    asked = setting.ask()
+    setting.sleep(0.4)
+    (final,) = asked.finals
+    assert (final.code, final.message) == ("UNAVAILABLE", "no worker was ready for model 'm' within 0.05 s")
+
+
+def test_an_unknown_model(setting: Setting) -> None:
+    asked = setting.ask()
+    setting.turn()
+    assert [final.code for final in asked.finals] == ["NOT_FOUND"]
+
+
+def test_room_is_given_in_the_order_of_asking(setting: Setting) -> None:
+    held = [setting.submitter.loan(200_000) for _ in range(4)]
+    assert setting.submitter.loan(200_000) is None
+    found: list[tuple[int, Lease | ServingError]] = []
+    for number, size in enumerate((200_000, 100, 200_000)):
+        setting.submitter.wait_for_room(size, lambda lease, number=number: found.append((number, lease)))  # type: ignore[misc]
+    # What would fit does not overtake.
+    assert setting.submitter.loan(1) is None
+    for lease in held[:2]:
+        assert lease is not None
+        setting.submitter.give_back(lease)
+    assert [number for number, _ in found] == [0, 1]
+    setting.sleep(0.4)
+    assert [number for number, _ in found] == [0, 1, 2]
+    late = found[2][1]
+    assert isinstance(late, Unavailable)
+    assert "and none came free within 0.05 s" in late.message
+    assert setting.submitter.loan(1) is not None
+
+
+def test_what_can_never_fit(setting: Setting) -> None:
+    with pytest.raises(InvalidArgument, match="cannot fit"):
+        setting.submitter.loan(2 * MIB)
+
+
+def test_a_sequence_that_was_executing_is_not_run_again(setting: Setting) -> None:
+    first = setting.open_worker()
+    setting.ready(first, stateless=False)
+    executing, queued = setting.ask(), setting.ask()
+    setting.turn()
+    first.page.begin(0, [(INCARNATION, executing.request_id)])
+    first.die()
+    second = setting.open_worker()
+    setting.ready(second, stateless=False)
+    setting.submitter.fence(WorkerFenced(first.incarnation))
+    setting.turn()
+    assert [final.code for final in executing.finals] == ["INTERNAL"]
+    assert second.next().request_id == queued.request_id
+    assert second.idle(0.01)
+
+
+def test_a_lane_that_takes_no_more_is_written_to_later(setting: Setting) -> None:
+    """A worker that does not read: the socket's buffer fills, nothing is lost."""
+    worker = setting.open_worker()
+    setting.ready(worker)
+    submitter = setting.submitter
+    big: dict[str, Parameter] = {"p": "x" * 60_000}
+    for number in range(4):
+        submitter.submit(Submit(1000 + number, "m", 0, (), parameters=big), [], lambda completion, lane: None)
+        setting.turn()
+    for number in range(4):
+        submitter.cancel(1000 + number)
+    setting.turn()
+    got = []
+    for _ in range(50):
+        setting.turn()
+        worker.poll()
+        if not worker.idle(0.01):
+            got.append(worker.next().request_id)
+    assert got == [1000, 1001, 1002, 1003]
+    assert worker.cancelled == got

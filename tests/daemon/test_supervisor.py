@@ -1,0 +1,412 @@
+"""The real supervisor with real processes: start, death, hang, reload, stop."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.daemon.fake_daemon import PATIENCE, FakeDaemon, write_model
+
+Start = Callable[..., FakeDaemon]
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def start(tmp_path: Path, repository: Path) -> Iterator[Start]:
+    daemons: list[FakeDaemon] = []
+
+    def begin(environment: dict[str, str] | None = None, **options: dict[str, Any]) -> FakeDaemon:
+        daemons.append(FakeDaemon(tmp_path, options, environment))
+        return daemons[-1]
+
+    yield begin
+    for daemon in daemons:
+        family = psutil.Process(daemon.process.pid).children() if daemon.process.poll() is None else []
+        daemon.stop()
+        assert not psutil.wait_procs(family, PATIENCE)[1]
+
+
+def test_start_and_stop(start: Start, repository: Path) -> None:
+    """
+    1. Two models, one of which fails; two workers.
+    Result: the fronts know lanes before models, the good model is on both workers, and the stop leaves nothing.
+    """
+    write_model(repository, "good", 1, 2)
+    write_model(repository, "fails")
+    daemon = start()
+    daemon.wait_ready()
+    told = daemon.ask()
+    assert told["early"] == []
+    assert len(told["lanes"]) == 2
+    good = told["models"]["good/2"]
+    assert (good["state"], sorted(good["workers"])) == ("READY", sorted(told["lanes"]))
+    assert json.loads(base64.b64decode(good["metadata"]))["name"] == "good"
+    assert told["models"]["fails/1"]["state"] == "UNAVAILABLE"
+    assert told["models"]["fails/1"]["reason"] == "it always does"
+    assert "good/1" not in told["models"]
+    assert "try: curl http://127.0.0.1:" in daemon.log
+    family = [*daemon.workers, *daemon.fronts]
+    assert daemon.stop() == 0
+    assert not [process for process in family if process.is_running()]
+    assert not daemon.control.exists()
+
+
+def test_memory_of_the_supervisor(start: Start, repository: Path) -> None:
+    write_model(repository, "good")
+    daemon = start()
+    daemon.wait_ready()
+    assert psutil.Process(daemon.process.pid).memory_info().rss <= 60 << 20
+    maps = Path(f"/proc/{daemon.process.pid}/maps").read_text()
+    assert not [name for name in ("jaxlib", "numpy", "grpc", "uvloop") if f"/{name}/" in maps]
+
+
+def test_killed_worker(start: Start, repository: Path) -> None:
+    """
+    1. A worker is killed. 2. The other is killed.
+    Result: each is fenced and replaced, and the model is on the replacements.
+    """
+    write_model(repository, "good")
+    daemon = start()
+    daemon.wait_ready()
+    for deaths in (1, 2):
+        before = {process.pid for process in daemon.workers}
+        told = daemon.ask()
+        daemon.workers[0].kill()
+        daemon.wait(lambda fences=deaths: len(daemon.ask()["fenced"]) == fences, "fence")
+        daemon.wait(
+            lambda: (
+                len(daemon.state("good")["workers"]) == 2
+                and set(daemon.ask()["lanes"]) == set(daemon.state("good")["workers"])
+            ),
+            "replacement",
+        )
+        assert len({process.pid for process in daemon.workers} - before) == 1
+        assert set(daemon.ask()["lanes"]) != set(told["lanes"])
+    assert daemon.ask()["early"] == []
+
+
+def test_killed_front(start: Start, repository: Path) -> None:
+    """
+    1. The front is killed.
+    Result: the port refuses nobody, the new front knows everything, the workers are the same.
+    """
+    write_model(repository, "good")
+    daemon = start()
+    daemon.wait_ready()
+    workers = {process.pid for process in daemon.workers}
+    first = daemon.ask()
+    daemon.fronts[0].kill()
+    with contextlib.suppress(ConnectionError, json.JSONDecodeError):
+        daemon.ask()
+    second = daemon.ask()
+    assert second["pid"] != first["pid"]
+    assert second["models"] == first["models"]
+    assert sorted(second["lanes"]) == sorted(first["lanes"])
+    assert {process.pid for process in daemon.workers} == workers
+
+
+def test_a_model_that_kills_its_worker(start: Start, repository: Path) -> None:
+    """
+    1. Loading one model kills the process, always; another does so once; a third is innocent.
+    Result: the first is given up after two workers, the others serve.
+    """
+    for name in ("dies", "dies_once", "good"):
+        write_model(repository, name)
+    daemon = start(workers={"cpu": 1})
+    daemon.wait_ready()
+    assert daemon.state("dies")["state"] == "UNAVAILABLE"
+    assert daemon.state("dies")["reason"] == "the worker process died while loading it"
+    daemon.wait(lambda: len(daemon.state("good")["workers"]) == 1, "good")
+    daemon.wait(lambda: len(daemon.state("dies_once")["workers"]) == 1, "dies_once")
+
+
+def test_explicit_operations(start: Start, repository: Path) -> None:
+    for name in ("good", "fails"):
+        write_model(repository, name)
+    write_model(repository, "badconfig", config="no_such_field: 1")
+    (repository / "noversion").mkdir()
+    daemon = start(repository={"control_mode": "explicit", "load": ["good"]})
+    daemon.wait_ready()
+    assert daemon.call("LoadModel", name="nope") == (
+        "INTERNAL",
+        "failed to load 'nope', failed to poll from model repository",
+    )
+    assert daemon.call("LoadModel", name="../models/good")[0] == "INTERNAL"
+    assert daemon.call("LoadModel", name="badconfig")[0] == "INTERNAL"
+    assert daemon.call("LoadModel", name="fails") == (
+        "INVALID_ARGUMENT",
+        "load failed for model 'fails': version 1 is at UNAVAILABLE state: it always does;\n",
+    )
+    assert daemon.call("LoadModel", name="noversion") == (
+        "INVALID_ARGUMENT",
+        "load failed for model 'noversion': at least one version must be available under the version policy of model "
+        "'noversion'\n",
+    )
+    assert json.loads(daemon.call("RepositoryIndex")[1]) == [
+        {"name": "badconfig"},
+        {"name": "fails", "version": "1", "state": "UNAVAILABLE", "reason": "it always does"},
+        {"name": "good", "version": "1", "state": "READY"},
+        {"name": "noversion"},
+    ]
+    # Unchanged: nothing is loaded again; changed: the version is replaced while it serves.
+    assert daemon.call("LoadModel", name="good") == ("", "")
+    assert b'"loads":1' in base64.b64decode(daemon.state("good")["metadata"])
+    os.utime(repository / "good" / "1" / "model.py", (1, 1))
+    assert daemon.call("LoadModel", name="good") == ("", "")
+    assert b'"loads":2' in base64.b64decode(daemon.state("good")["metadata"])
+    # A new version takes the place of the old one.
+    write_model(repository, "good", 2)
+    assert daemon.call("LoadModel", name="good") == ("", "")
+    assert (daemon.state("good", 2)["state"], daemon.state("good", 1)["state"]) == ("READY", "UNAVAILABLE")
+    assert daemon.call("LoadModel", name="good", config='{"version_policy": {"all": {}}}') == ("", "")
+    assert daemon.state("good", 1)["state"] == "READY"
+    assert daemon.call("LoadModel", name="good", config="{")[0] == "INTERNAL"
+    assert daemon.call("UnloadModel", name="good") == ("", "")
+    assert daemon.call("UnloadModel", name="nope") == ("", "")
+    daemon.wait(lambda: daemon.state("good", 2)["reason"] == "unloaded", "unload")
+    assert json.loads(daemon.call("RepositoryIndex", ready=True)[1]) == []
+
+
+def test_without_explicit_mode_clients_may_not_load(start: Start, repository: Path) -> None:
+    write_model(repository, "good")
+    daemon = start()
+    daemon.wait_ready()
+    refusal = ("UNAVAILABLE", "explicit model load / unload is not allowed if polling is enabled")
+    assert daemon.call("LoadModel", name="good") == refusal
+    assert daemon.call("UnloadModel", name="good") == refusal
+
+
+def test_statistics_are_added_up(start: Start, repository: Path) -> None:
+    write_model(repository, "good")
+    daemon = start()
+    daemon.wait_ready()
+    (stats,) = json.loads(daemon.call("ModelStatistics")[1])["model_stats"]
+    assert stats == {"name": "good", "version": "1", "inference_count": 6}
+    assert daemon.call("ModelStatistics", name="x") == ("INVALID_ARGUMENT", "requested model 'x' is not available")
+    assert daemon.call("ModelStatistics", name="good", version=7) == (
+        "INVALID_ARGUMENT",
+        "requested model version is not available for model 'good'",
+    )
+
+
+def test_regions(start: Start, repository: Path) -> None:
+    """
+    1. A client registers a region, removes its name, a worker is killed.
+    Result: the replacement has the same object; unregistering forgets it everywhere.
+    """
+    daemon = start()
+    daemon.wait_ready()
+    name = f"tensord-test-{os.getpid()}"
+    path = Path("/dev/shm", name)
+    path.write_bytes(bytes(4096))
+    try:
+        fields = {"name": "r", "key": f"/{name}", "offset": 0, "byte_size": 4096}
+        assert daemon.call("RegisterSystemRegion", **fields) == ("", "")
+    finally:
+        path.unlink()
+    assert daemon.call("RegisterSystemRegion", **fields)[0] == "ALREADY_EXISTS"
+    before = {process.pid for process in daemon.workers}
+    daemon.workers[0].kill()
+    daemon.wait(
+        lambda: {process.pid for process in daemon.workers} - before and len(daemon.workers) == 2, "replacement"
+    )
+    daemon.wait(lambda: len(daemon.ask()["lanes"]) == 2, "lanes")
+    listed = [{"name": "r", "key": f"/{name}", "offset": 0, "byte_size": 4096}]
+    assert json.loads(daemon.call("RegionStatus", kind="system", name="")[1]) == listed
+    assert daemon.call("UnregisterRegion", kind="system", name="r") == ("", "")
+    assert json.loads(daemon.call("RegionStatus", kind="system", name="")[1]) == []
+    held = [os.readlink(link) for link in Path(f"/proc/{daemon.process.pid}/fd").iterdir() if link.is_symlink()]
+    assert not [target for target in held if name in target]
+
+
+def test_hung_worker(start: Start, repository: Path) -> None:
+    """
+    1. A worker's loop stops turning.
+    Result: it is killed and replaced, and the log says why.
+    """
+    write_model(repository, "good")
+    daemon = start(workers={"idle_timeout": 1.0, "cpu": 1})
+    daemon.wait_ready()
+    (worker,) = daemon.workers
+    mark = Path("/tmp", f"tensord-test-hang-{worker.pid}")
+    mark.touch()
+    try:
+        daemon.wait_log(r"worker-0 .* has not turned its loop for 1 s: killing it")
+    finally:
+        mark.unlink()
+    daemon.wait(lambda: [process.pid for process in daemon.workers] not in ([], [worker.pid]), "replacement")
+    daemon.wait(lambda: len(daemon.state("good")["workers"]) == 1, "model")
+
+
+def test_model_that_loads_for_ever(start: Start, repository: Path) -> None:
+    """
+    1. A model's load is never answered.
+    Result: its workers are killed, the model is given up, the daemon becomes ready without it.
+    """
+    write_model(repository, "never")
+    daemon = start(workers={"load_timeout": 0.5, "cpu": 1})
+    daemon.wait_ready()
+    assert daemon.log.count("loads one model for more than 0.5 s") == 2
+    assert daemon.state("never")["state"] == "UNAVAILABLE"
+
+
+def test_reload(start: Start, repository: Path) -> None:
+    """
+    1. A model is added, another removed, a third changed; SIGHUP. 2. The file is broken; SIGHUP. 3. A fixed key changes; SIGHUP.
+    Result: each is applied, refused, or named as needing a restart; the daemon goes on.
+    """
+    for name in ("stays", "goes", "changes"):
+        write_model(repository, name)
+    daemon = start()
+    daemon.wait_ready()
+    workers = {process.pid for process in daemon.workers}
+    write_model(repository, "comes")
+    os.rename(repository / "goes", repository.parent / "gone")
+    os.utime(repository / "changes" / "1" / "model.py", (1, 1))
+    os.kill(daemon.process.pid, signal.SIGHUP)
+    daemon.wait(lambda: len(daemon.state("comes")["workers"]) == 2, "the new model")
+    daemon.wait(lambda: daemon.state("goes")["reason"] == "unloaded", "the end of the old model")
+    daemon.wait(lambda: b'"loads":2' in base64.b64decode(daemon.state("changes")["metadata"]), "the changed model")
+    assert b'"loads":1' in base64.b64decode(daemon.state("stays")["metadata"])
+
+    daemon.sections["http"]["prot"] = 1
+    daemon.write_config()
+    os.kill(daemon.process.pid, signal.SIGHUP)
+    daemon.wait_log(r"reload refused.*unknown key http.prot; did you mean http.port\?")
+    del daemon.sections["http"]["prot"]
+    daemon.sections["http"]["max_connections"] = 7
+    daemon.sections["log"] = {"verbose": 1}
+    daemon.write_config()
+    os.kill(daemon.process.pid, signal.SIGHUP)
+    daemon.wait_log(r"reload: these keys need a restart: http.max_connections\n")
+    assert daemon.state("stays")["state"] == "READY"
+    assert {process.pid for process in daemon.workers} == workers
+
+
+def test_supervisor_killed(start: Start, repository: Path) -> None:
+    """
+    1. The supervisor is killed with SIGKILL.
+    Result: every child is gone.
+    """
+    daemon = start()
+    daemon.wait_ready()
+    family = [*daemon.workers, *daemon.fronts]
+    assert len(family) == 3
+    daemon.process.kill()
+    _, alive = psutil.wait_procs(family, PATIENCE)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_second_signal(start: Start, repository: Path) -> None:
+    """
+    1. An accepted request takes for ever; SIGTERM; the fronts wait for it. 2. SIGTERM again.
+    Result: the daemon exits at once, with 0, and its children with it.
+    """
+    write_model(repository, "never")
+    daemon = start(repository={"control_mode": "explicit"}, supervisor={"exit_timeout": 1000})
+    daemon.wait_ready()
+    family = [*daemon.workers, *daemon.fronts]
+    with socket.create_connection(("127.0.0.1", daemon.port), PATIENCE) as connection:
+        connection.sendall(b'{"operation": "LoadModel", "fields": {"name": "never"}}\n')
+        daemon.wait(lambda: daemon.state("never")["state"] == "LOADING", "load")
+        daemon.process.send_signal(signal.SIGTERM)
+        daemon.wait_log("finishing accepted requests")
+        assert daemon.stop() == 0
+    assert not psutil.wait_procs(family, PATIENCE)[1]
+
+
+def test_bound_of_the_drain(start: Start, repository: Path) -> None:
+    """
+    1. As before, with a bound of half a second and one signal.
+    Result: exit 0, the late front is named in the log.
+    """
+    write_model(repository, "never")
+    daemon = start(repository={"control_mode": "explicit"}, supervisor={"exit_timeout": 0.5})
+    daemon.wait_ready()
+    with socket.create_connection(("127.0.0.1", daemon.port), PATIENCE) as connection:
+        connection.sendall(b'{"operation": "LoadModel", "fields": {"name": "never"}}\n')
+        daemon.wait(lambda: daemon.state("never")["state"] == "LOADING", "load")
+        assert daemon.stop() == 0
+    assert "http-0 did not finish in time" in daemon.log
+
+
+def test_stop_while_starting(start: Start, repository: Path) -> None:
+    write_model(repository, "never")
+    daemon = start()
+    daemon.wait_log("is up on", 2)
+    assert daemon.stop(signal.SIGINT) == 0
+    assert "ready: " not in daemon.log
+
+
+def test_exit_on_error(start: Start, repository: Path) -> None:
+    write_model(repository, "fails")
+    daemon = start(repository={"exit_on_error": True})
+    assert daemon.process.wait(PATIENCE) == 1
+    daemon.stop()
+    assert "a model failed to load at start" in daemon.log
+
+
+def test_service_manager(start: Start, tmp_path: Path) -> None:
+    """
+    1. Started as a Type=notify service with a watchdog, told to reload, stopped.
+    Result: READY, WATCHDOG, RELOADING and STOPPING, in the right order; children do not inherit the socket's name.
+    """
+    address = f"\0tensord-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(address)
+        manager.settimeout(PATIENCE)
+        seen: list[str] = []
+
+        def wait_for(words: str) -> None:
+            while not seen or words not in seen[-1]:
+                seen.append(manager.recv(4096).decode())
+
+        daemon = start({"NOTIFY_SOCKET": "@" + address[1:], "WATCHDOG_USEC": "400000"})
+        wait_for("READY=1")
+        wait_for("WATCHDOG=1")
+        assert not [c for c in (*daemon.workers, *daemon.fronts) if "NOTIFY_SOCKET" in c.environ()]
+        os.kill(daemon.process.pid, signal.SIGHUP)
+        wait_for("RELOADING=1\nMONOTONIC_USEC=")
+        wait_for("READY=1\nSTATUS=0 models")
+        daemon.process.send_signal(signal.SIGTERM)
+        wait_for("STOPPING=1")
+
+
+def test_text_a_control_socket_takes(start: Start, repository: Path) -> None:
+    daemon = start(repository={"control_mode": "explicit"})
+    daemon.wait_ready()
+    assert daemon.control.stat().st_mode & 0o777 == 0o600
+
+    def ask(line: bytes) -> Any:
+        with socket.socket(socket.AF_UNIX) as sock, sock.makefile("rb") as lines:
+            sock.connect(str(daemon.control))
+            sock.sendall(line + b"\n")
+            return json.loads(lines.readline())
+
+    assert ask(b'{"command": "models"}') == {"result": []}
+    assert ask(b'{"command": "regions"}') == {"result": []}
+    assert ask(b'{"command": "unload", "name": "x"}') == {"result": None}
+    assert "failed to poll" in ask(b'{"command": "load", "name": "x"}')["error"]
+    assert ask(b'{"command": "statistics"}') == {"result": {"model_stats": []}}
+    assert ask(b'{"command": "nonsense"}') == {"error": "unknown command 'nonsense'"}
+    assert "malformed" in ask(b"{")["error"]
+    assert "malformed" in ask(b'{"command": 1}')["error"]
+    described = ask(b'{"command": "status"}')["result"]
+    assert described["phase"] == "serving"
+    assert [worker["device"] for worker in described["workers"]] == ["cpu:0", "cpu:1"]

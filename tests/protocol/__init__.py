@@ -1,0 +1,1 @@
+"""Stock clients against a real daemon."""

@@ -1,0 +1,173 @@
+"""Model repositories for tests, written where a test wants them: small arithmetic whose answers depend on the request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import dedent
+
+#: Datatypes a jax model may have.
+NUMERIC = (
+    "BOOL",
+    "UINT8",
+    "UINT16",
+    "UINT32",
+    "UINT64",
+    "INT8",
+    "INT16",
+    "INT32",
+    "INT64",
+    "FP16",
+    "FP32",
+    "FP64",
+    "BF16",
+)
+
+
+def write_model(repository: Path, name: str, source: str, config: str = "", version: int = 1) -> Path:
+    """``<repository>/<name>/<version>/model.py`` and, unless empty, ``config.pbtxt``."""
+    folder = repository / name / str(version)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.py").write_text(dedent(source))
+    if config:
+        (repository / name / "config.pbtxt").write_text(dedent(config))
+    return folder
+
+
+def echo_models(repository: Path) -> Path:
+    """``echo_<datatype>``: output y is input x, any length."""
+    for datatype in NUMERIC:
+        write_model(
+            repository,
+            f"echo_{datatype.lower()}",
+            f"""
+            inputs = {{"x": "{datatype}[n]"}}
+            outputs = {{"y": "{datatype}[n]"}}
+
+            def create(path, config, device):
+                return (lambda params, inputs: {{"y": inputs["x"]}}), {{}}
+            """,
+        )
+    write_model(
+        repository,
+        "echo_bytes",
+        """
+        inputs = {"x": "BYTES[n]"}
+        outputs = {"y": "BYTES[n]"}
+        host = True
+
+        def create(path, config, device):
+            return (lambda params, inputs: {"y": inputs["x"]}), {}
+        """,
+    )
+    return repository
+
+
+def scale_model(repository: Path, name: str = "scale", factor: float = 3.0, version: int = 1) -> Path:
+    """``y = factor * x + 1`` on FP32[4], batched up to 8; the factor is a parameter."""
+    write_model(
+        repository,
+        name,
+        f"""
+        import numpy as np
+
+        inputs = {{"x": "FP32[4]"}}
+        outputs = {{"y": "FP32[4]"}}
+        max_batch_size = 8
+
+        def create(path, config, device):
+            def apply(params, inputs):
+                return {{"y": params["factor"] * inputs["x"] + 1}}
+            return apply, {{"factor": np.float32({factor})}}
+        """,
+        version=version,
+    )
+    return repository
+
+
+def deadly_model(repository: Path, name: str = "deadly") -> Path:
+    """A host model whose negative input kills its worker, as a segmentation fault would."""
+    write_model(
+        repository,
+        name,
+        """
+        import os, signal
+
+        inputs = {"x": "INT32[1]"}
+        outputs = {"y": "INT32[1]"}
+        host = True
+
+        def create(path, config, device):
+            def apply(params, inputs):
+                if inputs["x"][0] < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return {"y": inputs["x"] * 2}
+            return apply, None
+        """,
+    )
+    return repository
+
+
+def faulty_models(repository: Path) -> Path:
+    """Models that raise, return the wrong shape or datatype, or do not load."""
+    declared = """
+        inputs = {"x": "FP32[2]"}
+        outputs = {"y": "FP32[2]"}
+        host = True
+    """
+    for name, body in {
+        "raises": "raise ValueError('secret detail')",
+        "wrong_shape": "return {'y': inputs['x'][:1]}",
+        "wrong_datatype": "return {'y': inputs['x'].astype('float64')}",
+        "missing_output": "return {}",
+    }.items():
+        write_model(
+            repository,
+            name,
+            declared
+            + f"""
+        def create(path, config, device):
+            def apply(params, inputs):
+                {body}
+            return apply, None
+        """,
+        )
+    write_model(
+        repository,
+        "does_not_load",
+        declared + "\n        def create(path, config, device):\n            raise OSError('no')\n",
+    )
+    return repository
+
+
+def sleepy_model(repository: Path, name: str = "sleepy") -> Path:
+    """A Triton Python-backend model that sleeps as long as it is told, and touches the file of parameter ``began`` first."""
+    write_model(
+        repository,
+        name,
+        """
+        import json
+        import pathlib
+        import time
+        import numpy as np
+        import triton_python_backend_utils as pb_utils
+
+        class TritonPythonModel:
+            def execute(self, requests):
+                answers = []
+                for request in requests:
+                    began = json.loads(request.parameters() or "{}").get("began")
+                    if began:
+                        pathlib.Path(began).touch()
+                    delay = pb_utils.get_input_tensor_by_name(request, "DELAY_MS").as_numpy()
+                    time.sleep(float(delay[0]) / 1000)
+                    answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", delay)]))
+                return answers
+        """,
+        f"""
+        name: "{name}"
+        backend: "python"
+        input [ {{ name: "DELAY_MS" data_type: TYPE_INT32 dims: [ 1 ] }} ]
+        output [ {{ name: "OUTPUT" data_type: TYPE_INT32 dims: [ 1 ] }} ]
+        """,
+    )
+    return repository

@@ -1,0 +1,185 @@
+"""Channels: order, batching, descriptors, large records, garbage, a peer that stops reading or dies."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shm.channel import MAX_DATAGRAM, Channel, ChannelClosed, pair
+from shm.errors import InvalidArgument
+from shm.messages import (
+    Cancel,
+    Completion,
+    Inline,
+    Release,
+    SegmentOpened,
+    Slice,
+    Submit,
+    Tensor,
+    ToSubmitter,
+    ToWorker,
+    decoder,
+)
+
+
+def channels() -> tuple[Channel, Channel]:
+    ours, theirs = pair()
+    return Channel(ours, decoder(ToSubmitter)), Channel(theirs, decoder(ToWorker))
+
+
+def drain(channel: Channel) -> list[Any]:
+    found: list[Any] = []
+    while (received := channel.receive()) is not None:
+        records, fds = received
+        assert not fds
+        found += records
+    return found
+
+
+numbers = st.integers(0, 2**63 - 1)
+tensors = st.builds(
+    Tensor,
+    st.text(max_size=8),
+    st.sampled_from(["FP32", "BYTES"]),
+    st.lists(numbers, max_size=4).map(tuple),
+    st.one_of(st.builds(Slice, numbers, numbers, numbers), st.binary(max_size=200).map(Inline)),
+)
+submits = st.builds(Submit, numbers, st.text(max_size=20), numbers, st.lists(tensors, max_size=3).map(tuple))
+records = st.one_of(submits, st.builds(Cancel, numbers), st.just(Release(((0, 4096, 7),))))
+
+
+@settings(deadline=None)
+@given(st.lists(records, max_size=30))
+def test_records_arrive_in_order_and_equal(sent: list[Any]) -> None:
+    submitter, worker = channels()
+    for record in sent:
+        submitter.put(record)
+    assert submitter.flush()
+    assert drain(worker) == sent
+    submitter.close()
+    worker.close()
+
+
+def test_what_is_queued_together_travels_together() -> None:
+    submitter, worker = channels()
+    for i in range(500):
+        submitter.put(Cancel(i))
+    submitter.flush()
+    received = worker.receive()
+    assert received is not None
+    assert len(received[0]) == 500
+    assert worker.receive() is None
+    submitter.close()
+    worker.close()
+
+
+@pytest.mark.parametrize("size", [MAX_DATAGRAM - 200, MAX_DATAGRAM, 3 * MAX_DATAGRAM, 5 << 20])
+def test_records_of_any_size(size: int) -> None:
+    submitter, worker = channels()
+    before = len(os.listdir("/proc/self/fd"))
+    large = Submit(1, "m", 0, (Tensor("x", "UINT8", (size,), Inline(bytes(size))),))
+    for record in (Cancel(1), large, Cancel(2)):
+        submitter.put(record)
+    assert submitter.flush()
+    assert drain(worker) == [Cancel(1), large, Cancel(2)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    submitter.close()
+    worker.close()
+
+
+def test_a_peer_that_does_not_read_costs_nobody_a_record() -> None:
+    submitter, worker = channels()
+    sent = [Submit(i, "m", 0, (Tensor("x", "UINT8", (5000,), Inline(bytes(5000))),)) for i in range(400)]
+    found: list[Any] = []
+    for record in sent:
+        submitter.put(record)
+    while not submitter.flush():
+        assert submitter.waiting
+        received = worker.receive()
+        assert received is not None
+        found += received[0]
+    assert found + drain(worker) == sent
+    submitter.close()
+    worker.close()
+
+
+def test_descriptors_travel_with_their_record_and_nothing_leaks() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    submitter, worker = channels()
+    read, write = os.pipe()
+    submitter.put(Cancel(1))
+    submitter.put(SegmentOpened(0, 4096), write)
+    os.close(write)
+    submitter.put(Cancel(2))
+    submitter.flush()
+    assert worker.receive() == ([Cancel(1)], [])
+    received = worker.receive()
+    assert received is not None
+    assert received[0] == [SegmentOpened(0, 4096)]
+    os.write(received[1][0], b"through")
+    assert os.read(read, 7) == b"through"
+    assert worker.receive() == ([Cancel(2)], [])
+    for fd in (read, *received[1]):
+        os.close(fd)
+    submitter.close()
+    worker.close()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+@given(st.binary(max_size=300))
+@settings(deadline=None)
+def test_garbage_is_refused_not_believed(garbage: bytes) -> None:
+    ours, theirs = pair()
+    worker = Channel(theirs, decoder(ToWorker))
+    ours.send(garbage or b"\x00")
+    try:
+        received = worker.receive()
+    except InvalidArgument as error:
+        assert "malformed" in error.message
+    else:
+        assert received is not None
+        assert all(isinstance(record, ToWorker) for record in received[0])
+    ours.close()
+    worker.close()
+
+
+def test_a_record_of_the_other_direction_is_refused() -> None:
+    submitter, worker = channels()
+    submitter.put(Completion(1))
+    submitter.flush()
+    with pytest.raises(InvalidArgument, match="malformed record"):
+        worker.receive()
+    submitter.close()
+    worker.close()
+
+
+def test_descriptors_of_garbage_are_closed() -> None:
+    ours, theirs = pair()
+    worker = Channel(theirs, decoder(ToWorker))
+    before = set(os.listdir("/proc/self/fd"))
+    fds = [os.memfd_create("x") for _ in range(4)]
+    socket.send_fds(ours, [b"\x01nonsense"], fds)
+    socket.send_fds(ours, [b"\x02"], fds[:1])
+    for fd in fds:
+        os.close(fd)
+    for _ in range(2):
+        with pytest.raises(InvalidArgument):
+            worker.receive()
+    assert set(os.listdir("/proc/self/fd")) == before
+    ours.close()
+    worker.close()
+
+
+def test_a_dead_peer_swallows_what_is_sent_and_is_noticed() -> None:
+    submitter, worker = channels()
+    worker.close()
+    submitter.put(Cancel(1))
+    assert submitter.flush()
+    with pytest.raises(ChannelClosed):
+        submitter.receive()
+    submitter.close()

@@ -1,0 +1,124 @@
+"""The fault guard: a client's missing memory is a count, every other fault is as fatal as ever."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shm import guard
+from shm.regions import Region
+
+ROOT = Path(__file__).parent.parent.parent
+PAGE = mmap.PAGESIZE
+
+pytestmark = pytest.mark.skipif(not guard.available, reason="the C extension was not built")
+
+
+def region_of(byte_size: int) -> Region:
+    fd = os.memfd_create("a client's")
+    os.ftruncate(fd, byte_size)
+    os.pwrite(fd, b"\x01" * byte_size, 0)
+    return Region("r", "k", fd, 0, byte_size)
+
+
+def test_a_truncated_region_reads_as_zeros_and_counts() -> None:
+    region = region_of(8 * PAGE)
+    values = np.frombuffer(region.view(0, 8 * PAGE), np.uint8)
+    assert values.sum() == 8 * PAGE
+    assert region.faults == 0
+    os.ftruncate(region.fd, 3 * PAGE)
+    assert values.sum() == 3 * PAGE
+    assert region.faults == 1
+    values = np.frombuffer(b"", np.uint8)
+    region.close()
+
+
+def test_writing_goes_nowhere_and_counts() -> None:
+    region = region_of(4 * PAGE)
+    os.ftruncate(region.fd, 0)
+    region.view(2 * PAGE, 4)[:] = b"lost"
+    assert region.faults == 1
+    assert os.fstat(region.fd).st_size == 0
+    region.close()
+
+
+def test_truncation_while_another_thread_reads() -> None:
+    region = region_of(1024 * PAGE)
+    values = np.frombuffer(region.view(0, 1024 * PAGE), np.uint8)
+    stop = threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            values.sum()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    os.ftruncate(region.fd, 0)
+    while not region.faults:
+        pass
+    stop.set()
+    reader.join()
+    assert values.sum() == 0
+    region.close()
+
+
+def test_each_region_counts_its_own() -> None:
+    first, second = region_of(2 * PAGE), region_of(2 * PAGE)
+    os.ftruncate(second.fd, 0)
+    assert bytes(first.view(0, 1)) == b"\x01"
+    assert bytes(second.view(0, 1)) == b"\x00"
+    assert (first.faults, second.faults) == (0, 1)
+    first.close()
+    second.close()
+
+
+def test_slots_are_used_again() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10_000):
+        mapping = mmap.mmap(-1, PAGE)
+        guarded = guard.Guarded(mapping)
+        guarded.release()
+        guarded.release()
+        mapping.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    ("story", "body"),
+    [
+        ("a fault in a mapping that is not guarded", "os.ftruncate(fd, 0); m[0]"),
+        (
+            "a fault after the guard is released",
+            "g = guard.Guarded(m); g.release(); os.ftruncate(fd, 0); m[0]",
+        ),
+        ("a signal somebody sent", "os.kill(os.getpid(), signal.SIGBUS)"),
+    ],
+)
+def test_everything_else_stays_fatal(story: str, body: str) -> None:
+    script = (
+        "import mmap, os, signal\nfrom shm import guard\nguard.install()\n"
+        f"fd = os.memfd_create('x'); os.ftruncate(fd, 8192); m = mmap.mmap(fd, 8192)\n{body}\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False, capture_output=True)
+    assert done.returncode == -signal.SIGBUS, (story, done.stderr)
+
+
+def test_misuse_is_refused() -> None:
+    from shm import _guard
+
+    with pytest.raises(LookupError):
+        _guard.faults(8191)
+    with pytest.raises(LookupError):
+        _guard.remove(-5)
+    mapping = mmap.mmap(-1, 2 * PAGE)
+    with pytest.raises(ValueError):
+        _guard.add(memoryview(mapping)[1:])
+    mapping.close()

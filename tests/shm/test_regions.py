@@ -1,0 +1,109 @@
+"""Client regions: what may be opened, what may be mapped, what a range may be."""
+
+from __future__ import annotations
+
+import os
+import stat
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shm.errors import Internal, InvalidArgument, ServingError
+from shm.regions import Region, check_range, open_object
+
+SHM = Path("/dev/shm")
+
+
+@pytest.fixture
+def key() -> Iterator[str]:
+    name = f"tensord-test-{uuid.uuid4().hex}"
+    yield name
+    (SHM / name).unlink(missing_ok=True)
+
+
+def make(key: str, byte_size: int) -> None:
+    with (SHM / key).open("wb") as file:
+        file.truncate(byte_size)
+
+
+def test_a_region_reads_and_writes_the_clients_object(key: str) -> None:
+    make(key, 3 * 4096)
+    region = Region("r", key, open_object("r", "/" + key), 4096, 8192)
+    region.view(8, 4)[:] = b"here"
+    assert (SHM / key).read_bytes()[4096 + 8 : 4096 + 12] == b"here"
+    (SHM / key).unlink()
+    assert bytes(region.view(8, 4)) == b"here"
+    region.close()
+    region.close()
+
+
+@pytest.mark.parametrize(
+    "key", ["", "/", "a/b", "../x", "/../x", ".", "..", "sem.x", "/sem.x", "x\0y", "é", "a" * 300, "/dev/null"]
+)
+def test_names_that_are_none(key: str) -> None:
+    with pytest.raises(InvalidArgument, match="invalid shm key"):
+        open_object("r", key)
+
+
+def test_an_object_that_is_not_there(key: str) -> None:
+    with pytest.raises(Internal, match=f"Unable to open shared memory region: '/{key}'"):
+        open_object("r", "/" + key)
+
+
+def test_only_regular_files_of_ours(key: str) -> None:
+    """FIFO, directory, symbolic link, somebody else's file: each refused, no descriptor left, and nothing blocks."""
+    before = set(os.listdir("/proc/self/fd"))
+    path = SHM / key
+    os.mkfifo(path)
+    with pytest.raises(ServingError):
+        open_object("r", key)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ServingError):
+        open_object("r", key)
+    path.rmdir()
+    path.symlink_to("/etc/passwd")
+    with pytest.raises(ServingError):
+        open_object("r", key)
+    path.unlink()
+    if os.geteuid() == 0:
+        make(key, 4096)
+        os.chown(path, 12345, 12345)
+        with pytest.raises(InvalidArgument, match="another user"):
+            open_object("r", key)
+        os.chown(path, 12345, os.getegid())
+        path.chmod(stat.S_IRUSR | stat.S_IRGRP | stat.S_IWGRP)
+        os.close(open_object("r", key))
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize(
+    ("offset", "byte_size"), [(0, 0), (0, -1), (-4096, 4096), (0, 8193), (4096, 4097), (2**63, 1), (100, 100)]
+)
+def test_ranges_that_cannot_be_mapped(key: str, offset: int, byte_size: int) -> None:
+    make(key, 8192)
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(InvalidArgument, match="failed to register shared memory region 'r'"):
+        Region("r", key, open_object("r", key), offset, byte_size)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_sparse_object_is_not_filled_by_registering_it(key: str) -> None:
+    make(key, 1 << 40)
+    region = Region("r", key, open_object("r", key), 0, 1 << 40)
+    assert (SHM / key).stat().st_blocks == 0
+    region.close()
+
+
+@given(st.integers(-(2**65), 2**65), st.integers(-(2**65), 2**65), st.integers(1, 2**40))
+def test_the_range_check_is_exact(offset: int, byte_size: int, limit: int) -> None:
+    inside = 0 <= offset < limit and byte_size >= 0 and offset + byte_size <= limit
+    if inside:
+        check_range(offset, byte_size, limit, "r")
+    else:
+        with pytest.raises(InvalidArgument, match="'r'"):
+            check_range(offset, byte_size, limit, "r")

@@ -1,0 +1,61 @@
+"""Segments: sealed for everybody, writable only for the creator."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+
+import pytest
+
+from shm.errors import InvalidArgument
+from shm.segment import Segment
+
+
+def test_nobody_resizes_or_writes_a_segment() -> None:
+    segment = Segment.create(1 << 16)
+    with pytest.raises(PermissionError):
+        os.ftruncate(segment.fd, 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(segment.fd, 1 << 20)
+    with pytest.raises(PermissionError):
+        mmap.mmap(segment.fd, 1 << 16)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(segment.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    segment.close()
+    segment.close()
+
+
+def test_its_memory_is_there_before_it_is_touched() -> None:
+    segment = Segment.create(1 << 20)
+    assert os.fstat(segment.fd).st_blocks * 512 >= 1 << 20
+    segment.close()
+
+
+@pytest.mark.parametrize(("size", "announced"), [(4096, 8192), (8192, 4096), (4096, 0), (4096, -1)])
+def test_attach_refuses_another_size(size: int, announced: int) -> None:
+    segment = Segment.create(size)
+    with pytest.raises(InvalidArgument, match="were announced"):
+        Segment.attach(os.dup(segment.fd), announced)
+    segment.close()
+
+
+def test_attach_refuses_what_could_be_truncated() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    fd = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 4096)
+    with pytest.raises(InvalidArgument, match="not sealed"):
+        Segment.attach(fd, 4096)
+    read, write = os.pipe()
+    with pytest.raises(InvalidArgument, match="not sealed"):
+        Segment.attach(read, 4096)
+    os.close(write)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_view_in_use_survives_the_close() -> None:
+    segment = Segment.create(4096)
+    view = segment.view[:4]
+    view[:] = b"held"
+    segment.close()
+    assert bytes(view) == b"held"

@@ -1,0 +1,23 @@
+"""Looking instead of sleeping: only while it pays."""
+
+from __future__ import annotations
+
+from shm.spin import Spin
+
+
+def test_it_starts_asleep_and_learns_from_each_wait() -> None:
+    spin = Spin(300)
+    assert spin.begin(1000) == 0
+    spin.end(1200)
+    assert spin.begin(2000) == 2300
+    spin.end(2299)
+    assert spin.begin(3000) == 3300
+    spin.end(3300)
+    assert spin.begin(4000) == 0
+
+
+def test_it_can_be_turned_off() -> None:
+    spin = Spin(0)
+    spin.begin(1000)
+    spin.end(1000)
+    assert spin.begin(1000) == 0

@@ -1,0 +1,36 @@
+"""The status page: what a reader finds after the writer is gone."""
+
+from __future__ import annotations
+
+import os
+
+from shm.status_page import DESKS, IDS_PER_DESK, StatusPage, WorkerState
+
+
+def test_what_the_worker_notes_is_what_others_read() -> None:
+    page = StatusPage.create()
+    reader = StatusPage.attach(os.dup(page.fd))
+    assert reader.state == (WorkerState.STARTING, 0)
+    page.set_state(WorkerState.EXECUTING, 5)
+    page.beat(7)
+    page.begin(0, [(1, 2), (3, 2**63 - 1)])
+    page.begin(DESKS - 1, [(9, 9)])
+    page.begin(DESKS, [(4, 4)])
+    page.close()
+    assert reader.state == (WorkerState.EXECUTING, 5)
+    assert reader.last_beat_ns == 7
+    assert reader.executing() == {(1, 2), (3, 2**63 - 1), (9, 9)}
+    reader.close()
+
+
+def test_a_batch_that_ended_is_gone_and_a_huge_one_is_cut() -> None:
+    page = StatusPage.create()
+    page.begin(3, [(1, i) for i in range(IDS_PER_DESK + 50)])
+    assert len(page.executing()) == IDS_PER_DESK
+    page.end(3)
+    page.begin(3, [(1, 999)])
+    assert page.executing() == {(1, 999)}
+    page.end(3)
+    page.end(DESKS)
+    assert page.executing() == set()
+    page.close()

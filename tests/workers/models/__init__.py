@@ -1,0 +1,1 @@
+"""Models and the ways they are run."""

@@ -1,0 +1,80 @@
+"""A bad request of a batch costs only its own answer."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+
+from shm.errors import Internal, InvalidArgument
+from tests.workers.requests import request_of
+from workers.models.execution import Execution, describe_exception, run
+
+
+class Picky:
+    """Refuses a whole batch because of one element, in the way its value says."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def execute(self, execution: Execution) -> None:
+        self.sizes.append(len(execution.requests))
+        values = [int(request.arrays["x"][0]) for request in execution.requests]
+        if 1 in values:
+            raise InvalidArgument("one is not wanted")
+        if 2 in values:
+            raise ValueError("secret")
+        if 3 in values:
+            raise SystemExit(3)
+        execution.results = [{"y": np.array([value * 10])} for value in values]
+
+    def describe(self, error: BaseException) -> str:
+        return f"picky failed with {type(error).__name__}"
+
+
+def execute(*values: int) -> tuple[Picky, list[object]]:
+    model = Picky()
+    execution = Execution([request_of({"x": np.array([value])}) for value in values], 5)
+    run(model, execution)
+    assert execution.began_ns <= execution.gathered_ns <= execution.computed_ns
+    return model, [
+        result["y"].tolist() if isinstance(result, dict) else (type(result), str(result))
+        for result in execution.results
+    ]
+
+
+def test_good_batch() -> None:
+    model, results = execute(7, 8)
+    assert results == [[70], [80]]
+    assert model.sizes == [2]
+
+
+def test_everyone_gets_his_own(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR):
+        model, results = execute(7, 1, 8, 2, 3)
+    assert results == [
+        [70],
+        (InvalidArgument, "one is not wanted"),
+        [80],
+        (Internal, "picky failed with ValueError"),
+        (Internal, "picky failed with SystemExit"),
+    ]
+    assert model.sizes == [5, 1, 1, 1, 1, 1]
+    assert "secret" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("boom"), "ValueError: boom"),
+        (ValueError(), "ValueError"),
+        (OSError(2, "No such file", "/etc/a b"), "FileNotFoundError: [Errno 2] No such file: '<path> b'"),
+        (
+            RuntimeError("in /srv/models/m/1/model.py, line 3:\n  1/2 of a/b"),
+            "RuntimeError: in <path>, line 3: 1/2 of a/b",
+        ),
+    ],
+)
+def test_descriptions_have_no_paths(error: Exception, text: str) -> None:
+    assert describe_exception(error) == text

@@ -1,0 +1,302 @@
+"""From files to a version that can run: what is completed, what is refused, and that no model sees another's code."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from config.model_config import empty, parse_pbtxt
+from shm.errors import Internal, InvalidArgument, ServingError, Unsupported
+from shm.messages import Load
+from shm.status_page import StatusPage
+from tests.repositories import write_model
+from tests.workers.requests import request_of
+from workers.inbox import Inbox
+from workers.models.executable_cache import ExecutableCache
+from workers.models.execution import Execution, Result
+from workers.models.loader import LoadedModel, Loader
+from workers.models.model_code import install_python_backend
+from workers.scheduling.dynamic_batcher import BatchRules
+from workers.scheduling.queue import QueuePolicy
+
+Loading = Callable[..., LoadedModel]
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loading]:
+    """Writes a model, loads it, and ends its instances after the test."""
+    for name in ("triton_python_backend_utils", "c_python_backend_utils"):
+        monkeypatch.setitem(sys.modules, name, None)
+    install_python_backend()
+    inbox, page = Inbox(), StatusPage.create()
+    loader = Loader(jax.devices()[0], None, ExecutableCache(None), inbox, page, 100, 4)
+    loaded: list[LoadedModel] = []
+
+    def load_model(source: str, config: str = "", name: str = "m", version: int = 1) -> LoadedModel:
+        folder = write_model(tmp_path, name, source, version=version)
+        message = parse_pbtxt(config, name) if config else empty(name)
+        message.name = name
+        loaded.append(loader.load(Load(name, version, str(folder.parent), str(folder), message.SerializeToString())))
+        return loaded[-1]
+
+    yield load_model
+    for model in loaded:
+        sys.modules.pop(model.module, None)
+        for instance in model.instances:
+            ended = threading.Event()
+            instance.close(ended.set)
+            while not ended.is_set() and instance._thread.is_alive():
+                inbox.drain()
+                ended.wait(0.01)
+    inbox.close()
+    page.close()
+
+
+def run(model: LoadedModel, load: Loading, **arrays: Any) -> Result:
+    """Runs one request in the model's first instance."""
+    execution = Execution([request_of(arrays, version=model, submitter=SimpleNamespace(peer=1))], 0)
+    done = threading.Event()
+    instance = model.instances[0]
+    instance._inbox = _Direct()  # type: ignore[assignment]
+    instance.run(execution, lambda _: done.set())
+    assert done.wait(60)
+    return execution.results[0]
+
+
+class _Direct:
+    """An inbox that calls at once."""
+
+    def post(self, call: Callable[[], None]) -> None:
+        call()
+
+
+JAX = """
+    inputs = {"x": "FP32[s]"}
+    outputs = {"y": "FP32[s]"}
+    max_batch_size = 4
+    buckets = {"s": (2, 8)}
+    batch_buckets = (1, 3)
+
+    def create(path, config, device):
+        assert path.name == "1" and config["max_batch_size"] == 4 and device.platform == "cpu"
+        return (lambda params, inputs: {"y": inputs["x"] * params["w"]}), {"w": 2.0}
+"""
+
+
+def test_jax_from_declarations_alone(load: Loading) -> None:
+    model = load(JAX)
+    assert model.jitted is not None
+    assert repr(model.jitted.executables) == "<Executables 6 planned, 0 unexpected>"
+    assert json.loads(model.metadata) == {
+        "name": "m",
+        "platform": "jax",
+        "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, -1]}],
+        "outputs": [{"name": "y", "datatype": "FP32", "shape": [-1, -1]}],
+    }
+    config = json.loads(model.config)
+    assert (config["backend"], config["max_batch_size"], config["input"][0]["data_type"]) == ("jax", 4, "TYPE_FP32")
+    assert model.batch_rules == BatchRules(4)
+    assert model.stateless
+
+
+def test_config_pbtxt_comes_first(load: Loading) -> None:
+    model = load(
+        JAX,
+        """
+        max_batch_size: 4
+        input { name: "x" data_type: TYPE_FP32 dims: [ 2 ] }
+        output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }
+        parameters { key: "batch_buckets" value { string_value: "2" } }
+        dynamic_batching {
+          max_queue_delay_microseconds: 7 preferred_batch_size: [ 2 ]
+          default_queue_policy { default_timeout_microseconds: 5 max_queue_size: 9 timeout_action: DELAY }
+        }""",
+    )
+    assert model.jitted is not None
+    assert repr(model.jitted.executables) == "<Executables 2 planned, 0 unexpected>"
+    assert model.batch_rules == BatchRules(4, 7000, (2,))
+    assert model.queue_rules.default_policy == QueuePolicy(9, 5000, delay=True)
+
+
+HOST = """
+    import numpy as np
+    inputs = {"x": "BYTES[n]"}
+    outputs = {"y": "INT32[n]"}
+    host = True
+
+    def create(path, config, device):
+        return (lambda params, inputs: {"y": np.array([len(word) for word in inputs["x"]], np.int32)}), None
+"""
+
+
+def test_host_model(load: Loading) -> None:
+    model = load(HOST)
+    assert model.jitted is None
+    result = run(model, load, x=np.array([b"a", b"bbb"], np.object_))
+    assert isinstance(result, dict)
+    assert result["y"].tolist() == [1, 3]
+
+
+TRITON = """
+    import json
+    import triton_python_backend_utils as pb_utils
+
+    class TritonPythonModel:
+        @staticmethod
+        def auto_complete_config(config):
+            config.add_input({"name": "x", "data_type": "TYPE_INT32", "dims": [1]})
+            config.add_output({"name": "y", "data_type": "TYPE_INT32", "dims": [1]})
+            return config
+
+        def initialize(self, args):
+            self.args = args
+
+        def execute(self, requests):
+            x = pb_utils.get_input_tensor_by_name(requests[0], "x").as_numpy()
+            if x[0] == 1:
+                raise OSError("cannot read /etc/secret/file")
+            if x[0] == 2:
+                raise SystemExit(3)
+            if x[0] == 3:
+                return []
+            if x[0] == 4:
+                return ["text"]
+            if x[0] == 5:
+                return [pb_utils.InferenceResponse(error="plain text")]
+            x += len(json.loads(self.args["model_config"])["input"])
+            return [pb_utils.InferenceResponse([pb_utils.Tensor("y", x), pb_utils.Tensor("undeclared", x)])]
+"""
+
+
+def test_triton_model(load: Loading) -> None:
+    model = load(TRITON)
+    assert len(model.instances) == 1
+    assert model.batch_rules == BatchRules(joins=False)
+    result = run(model, load, x=np.array([7], np.int32))
+    assert isinstance(result, dict)
+    assert {name: value.tolist() for name, value in result.items()} == {"y": [8]}
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (1, "Failed to process the request(s) for model 'm_0', message: OSError: cannot read <path>"),
+        (2, "SystemExit: 3"),
+        (3, "execute() returned 0 responses, a list of 1 InferenceResponse is expected"),
+        (4, "a list with str"),
+        (5, "plain text"),
+    ],
+)
+def test_triton_model_fails(load: Loading, x: int, words: str) -> None:
+    model = load(TRITON)
+    result = run(model, load, x=np.array([x], np.int32))
+    assert isinstance(result, Internal)
+    assert words in result.message
+    assert isinstance(run(model, load, x=np.array([7], np.int32)), dict)
+
+
+def test_instances(load: Loading) -> None:
+    model = load(TRITON, 'backend: "python" instance_group { count: 2 } instance_group { name: "other" }')
+    assert [instance._thread.name for instance in model.instances] == ["m_0_0", "m_0_1", "other_0"]
+
+
+@pytest.mark.parametrize(
+    ("source", "config", "kind", "words"),
+    [
+        ("x = 1", "", InvalidArgument, "create(path, config, device)"),
+        ("x = 1", 'backend: "python"', InvalidArgument, "no class TritonPythonModel"),
+        ("x = 1", 'backend: "onnxruntime"', InvalidArgument, "backend 'onnxruntime' is not supported"),
+        ("def f(:", "", Internal, "SyntaxError"),
+        ("raise SystemExit(1)", "", Internal, "SystemExit"),
+        ("import no_such_module", "", Internal, "ModuleNotFoundError: No module named 'no_such_module'"),
+        (JAX.replace("FP32[s]", "FP32[s", 1), "", InvalidArgument, "input 'x': declared as 'FP32[s'"),
+        (JAX.replace("(2, 8)", "(8, 2)"), "", InvalidArgument, "buckets of axis 's'"),
+        (JAX.replace("(1, 3)", "(1, 5)"), "", InvalidArgument, "batch_buckets"),
+        (JAX.replace("(2, 8)", "range(1, 400)"), "", InvalidArgument, "executables"),
+        (JAX.replace("max_batch_size = 4", "max_batch_size = 'x'"), "", InvalidArgument, "max_batch_size"),
+        (JAX.replace('{"y": inputs["x"] * params["w"]}', "1 / 0"), "", Internal, "ZeroDivisionError"),
+        (JAX.replace('"w": 2.0', '"w": object()'), "", Internal, "TypeError"),
+        (JAX.replace(', {"w": 2.0}', ""), "", InvalidArgument, "must return a function and its parameters"),
+        (JAX.replace('"y"', '"z"', 1), "", Internal, "'z' is declared but not computed"),
+        (HOST.replace("host = True", ""), "", Unsupported, "declare 'host = True'"),
+        (TRITON.replace("self.args = args", "raise RuntimeError('refusing')"), "", Internal, "RuntimeError: refusing"),
+        (TRITON.replace("self.args = args", "raise SystemExit(1)"), "", Internal, "SystemExit"),
+        (TRITON.replace("return config", "return None"), "", InvalidArgument, "auto_complete_config must return"),
+        (TRITON, 'output { name: "y" label_filename: "gone.txt" }', InvalidArgument, "label file 'gone.txt'"),
+    ],
+)
+def test_refused(load: Loading, source: str, config: str, kind: type[ServingError], words: str) -> None:
+    before = set(sys.modules), list(sys.path), threading.active_count()
+    with pytest.raises(kind) as caught:
+        load(source, config)
+    assert words in caught.value.message
+    assert "/tmp" not in caught.value.message
+    assert not {name for name in set(sys.modules) - before[0] if name.startswith("tensord_model")}
+    assert sys.path == before[1]
+
+
+def test_no_model_sees_another(load: Loading, tmp_path: Path) -> None:
+    """Two models with modules of the same name beside them; globals of one; and no files are left in their folders."""
+    source = """
+        import labels
+        inputs = {"x": "INT32[1]"}
+        outputs = {"y": "INT32[1]"}
+        host = True
+        calls = []
+
+        def create(path, config, device):
+            def apply(params, inputs):
+                calls.append(1)
+                return {"y": inputs["x"] + labels.NUMBER + 1000 * len(calls)}
+            return apply, None
+    """
+    for name, number in (("a", 1), ("b", 2)):
+        folder = tmp_path / name / "1"
+        folder.mkdir(parents=True)
+        (folder / "labels.py").write_text(f"NUMBER = {number}\n")
+    a, b = load(source, name="a"), load(source, name="b")
+    assert "labels" not in sys.modules
+    x = np.array([0], np.int32)
+    for model, expected in ((a, 1001), (b, 1002), (a, 2001)):
+        result = run(model, load, x=x)
+        assert isinstance(result, dict)
+        assert result["y"].tolist() == [expected]
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == [
+        "labels.py",
+        "labels.py",
+        "model.py",
+        "model.py",
+    ]
+
+
+def test_a_changed_source_is_always_seen(load: Loading) -> None:
+    """Also within the second and at the same size, where compiled copies would be taken for current."""
+    for number in "12345":
+        model = load(HOST.replace("len(word)", f"{number} "))
+        result = run(model, load, x=np.array([b"a"], np.object_))
+        assert isinstance(result, dict)
+        assert result["y"].tolist() == [int(number)]
+
+
+def test_labels(load: Loading, tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "labels.txt").write_text("cat\ndog\n")
+    model = load(TRITON, 'output { name: "y" label_filename: "labels.txt" }')
+    assert model.signature.outputs["y"].labels == ("cat", "dog")
+
+
+def test_not_yet(load: Loading) -> None:
+    decoupled = load(TRITON, "model_transaction_policy { decoupled: true }")
+    assert "decoupled" in decoupled.unsupported
+    assert not decoupled.stateless
+    sequences = load(TRITON, 'sequence_batching { } input { name: "x" data_type: TYPE_INT32 dims: [ 1 ] }')
+    assert "sequences" in sequences.unsupported

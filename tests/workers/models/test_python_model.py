@@ -1,0 +1,146 @@
+"""The other side of a Triton Python model: what it is given, and what becomes of its responses."""
+
+from __future__ import annotations
+
+import json
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from config.model_config import ModelConfig, complete, parse_pbtxt
+from shm.errors import InvalidArgument, NotFound
+from shm.messages import RequestedOutput
+from tests.workers.requests import request_of
+from workers.models import python_backend as pb_utils
+from workers.models.execution import Execution
+from workers.models.python_model import PythonModel, auto_complete
+from workers.models.signature import signature
+
+CONFIG = """
+    name: "m" backend: "python" max_batch_size: 4
+    input { name: "x" data_type: TYPE_INT32 dims: [ 2 ] reshape { shape: [ 1, 2 ] } }
+    output { name: "y" data_type: TYPE_INT32 dims: [ 2 ] reshape { shape: [ 1, 2 ] } }
+    output { name: "z" data_type: TYPE_FP32 dims: [ 1 ] }
+    parameters { key: "colour" value { string_value: "blue" } }
+"""
+
+
+def config() -> ModelConfig:
+    message = parse_pbtxt(CONFIG, "m")
+    complete(message)
+    return message
+
+
+def model_of(source: type) -> PythonModel:
+    module: Any = ModuleType("made")
+    module.TritonPythonModel = source
+    model = PythonModel(module, config(), signature(config(), {}, {}), 3, "/models/m", "m_0_0", "CPU")
+    model.initialize()
+    return model
+
+
+def test_what_a_model_is_given() -> None:
+    seen: dict[str, Any] = {}
+
+    class Model:
+        def initialize(self, args: dict[str, str]) -> None:
+            seen.update(args)
+
+        def execute(self, requests: list[pb_utils.InferenceRequest]) -> list[pb_utils.InferenceResponse]:
+            (request,) = requests
+            seen.update(
+                id=request.request_id(),
+                correlation=request.correlation_id(),
+                flags=request.flags(),
+                timeout=request.timeout(),
+                parameters=json.loads(request.parameters()),
+                wanted=request.requested_output_names(),
+                inputs={tensor.name(): tensor.as_numpy().shape for tensor in request.inputs()},
+                cancelled=request.is_cancelled(),
+            )
+            return [pb_utils.InferenceResponse([pb_utils.Tensor("y", request.inputs()[0].as_numpy() + 1)])]
+
+        def finalize(self) -> None:
+            seen["finalized"] = True
+
+    model = model_of(Model)
+    fields: dict[str, Any] = {
+        "client_id": "me",
+        "sequence_id": "s",
+        "sequence_end": True,
+        "timeout_us": 9,
+        "parameters": {"a": 1.5},
+    }
+    request = request_of({"x": np.zeros((3, 1, 2), np.int32)}, 3, outputs={"y": RequestedOutput("y")}, **fields)
+    execution = Execution([request], 0)
+    model.execute(execution)
+    model.close()
+    (result,) = execution.results
+    assert isinstance(result, dict)
+    assert result["y"].shape == (3, 2)
+    assert json.loads(seen.pop("model_config"))["parameters"] == {"colour": {"string_value": "blue"}}
+    assert seen == {
+        "model_name": "m",
+        "model_version": "3",
+        "model_repository": "/models/m",
+        "model_instance_name": "m_0_0",
+        "model_instance_kind": "CPU",
+        "model_instance_device_id": "0",
+        "id": "me",
+        "correlation": "s",
+        "flags": 2,
+        "timeout": 9,
+        "parameters": {"a": 1.5},
+        "wanted": ["y"],
+        "inputs": {"x": (3, 1, 2)},
+        "cancelled": False,
+        "finalized": True,
+    }
+
+
+def test_responses_one_by_one() -> None:
+    """As in Triton: an error of one response is that request's; other datatypes and shapes than declared pass."""
+
+    class Model:
+        def execute(self, requests: list[pb_utils.InferenceRequest]) -> list[pb_utils.InferenceResponse]:
+            return [
+                pb_utils.InferenceResponse(error=pb_utils.TritonError("gone", pb_utils.TritonError.NOT_FOUND)),
+                pb_utils.InferenceResponse([pb_utils.Tensor("y", np.zeros(7))]),
+                pb_utils.InferenceResponse(),
+            ]
+
+    execution = Execution([request_of({}) for _ in range(3)], 0)
+    model_of(Model).execute(execution)
+    error, strange, empty = execution.results
+    assert isinstance(error, NotFound)
+    assert isinstance(strange, dict)
+    assert (strange["y"].dtype, strange["y"].shape) == (np.float64, (7,))
+    assert empty == {}
+
+
+def test_auto_complete() -> None:
+    class Model:
+        @staticmethod
+        def auto_complete_config(given: pb_utils.ModelConfig) -> pb_utils.ModelConfig:
+            given.add_output({"name": "w", "data_type": "TYPE_BF16", "dims": [-1]})
+            return given
+
+    module: Any = ModuleType("made")
+    module.TritonPythonModel = Model
+    completed = auto_complete(module, config())
+    assert [output.name for output in completed.output] == ["y", "z", "w"]
+    assert list(completed.input[0].reshape.shape) == [1, 2]
+    Model.auto_complete_config = staticmethod(lambda given: pb_utils.ModelConfig({"nonsense": 1}))  # type: ignore[method-assign]
+    with pytest.raises(InvalidArgument, match="auto_complete_config"):
+        auto_complete(module, config())
+
+
+def test_finalize_that_fails_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:
+    class Model:
+        def finalize(self) -> None:
+            raise ValueError("at the end")
+
+    model_of(Model).close()
+    assert "finalize of model 'm_0_0' failed" in caplog.text

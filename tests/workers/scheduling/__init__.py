@@ -1,0 +1,1 @@
+"""The pure deciders, tested by what they decide."""

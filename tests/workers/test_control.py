@@ -1,0 +1,132 @@
+"""What the supervisor asks, and the one answer each question gets, also when things cross."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from config.model_config import empty
+from shm.channel import pair
+from shm.errors import Internal, InvalidArgument
+from shm.messages import Call, LaneOpened, Load, ModelStatistics, RepositoryIndex, Stop, Unload, UnregisterRegion
+from tests.workers.test_model_table import version_of
+from workers.control import Control
+from workers.model_table import ModelTable
+from workers.model_version import ModelVersion
+from workers.region_table import RegionTable
+
+
+class Bench:
+    """A control with everything around it in the test's hands."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.loads: list[Callable[[Any], None]] = []
+        self.lanes: list[tuple[int, socket.socket]] = []
+        self.stopped: list[int] = []
+        self.models = ModelTable()
+        self.control = Control(
+            cast(Any, SimpleNamespace(put=lambda record, *fds: self.sent.append(record))),
+            self.models,
+            RegionTable(),
+            cast(Any, None),
+            cast(Any, SimpleNamespace(do=lambda job, done: self.loads.append(done))),
+            lambda peer, sock: self.lanes.append((peer, sock)),
+            lambda loaded: ModelVersion(loaded),
+            self.stopped.append,
+        )
+
+    def load(self) -> Callable[[Any], None]:
+        self.control.handle(Load("m", 1, "", "", empty("m").SerializeToString()), [])
+        return self.loads[-1]
+
+    def kinds(self) -> list[str]:
+        found = [type(record).__name__ for record in self.sent]
+        self.sent.clear()
+        return found
+
+
+def loaded() -> Any:
+    return version_of().loaded
+
+
+def test_load_and_unload() -> None:
+    bench = Bench()
+    done = bench.load()
+    assert bench.sent == []
+    done(loaded())
+    assert bench.sent[0].reason == ""
+    assert bench.kinds() == ["Loaded"]
+    assert bench.models.find("m", 0).version == 1
+    bench.control.handle(Unload("m", 1), [])
+    bench.models.settle()
+    assert bench.kinds() == ["Unloaded"]
+
+
+def test_a_load_that_fails() -> None:
+    bench = Bench()
+    bench.load()(Internal("no weights"))
+    bench.load()(KeyError("x"))
+    assert [record.reason for record in bench.sent] == ["no weights", "loading failed with KeyError"]
+
+
+def test_an_unload_overtakes_a_load() -> None:
+    bench = Bench()
+    done = bench.load()
+    bench.control.handle(Unload("m", 1), [])
+    assert bench.kinds() == ["Unloaded"]
+    done(loaded())
+    bench.models.settle()
+    assert bench.kinds() == []
+    assert list(bench.models) == []
+
+
+def test_of_two_loads_the_later_one_counts() -> None:
+    bench = Bench()
+    first, second = bench.load(), bench.load()
+    first(loaded())
+    assert bench.kinds() == []
+    second(loaded())
+    assert bench.kinds() == ["Loaded"]
+
+
+def test_lanes_and_stop() -> None:
+    bench = Bench()
+    ours, theirs = pair()
+    bench.control.handle(LaneOpened(9), [theirs.detach()])
+    ((peer, sock),) = bench.lanes
+    assert peer == 9
+    sock.close()
+    assert ours.recv(1) == b""
+    ours.close()
+    bench.control.handle(Stop(5), [])
+    assert bench.stopped == [5]
+
+
+def test_every_call_has_one_reply() -> None:
+    bench = Bench()
+    bench.control.handle(Call(1, ModelStatistics()), [])
+    bench.control.handle(Call(2, UnregisterRegion("system", "nobody")), [])
+    bench.control.handle(Call(3, UnregisterRegion("cuda", "")), [])
+    bench.control.handle(Call(4, RepositoryIndex()), [])
+    assert [(reply.call_id, reply.code, reply.result) for reply in bench.sent] == [
+        (1, "", b'{"model_stats":[]}'),
+        (2, "", b""),
+        (3, "", b""),
+        (4, "UNSUPPORTED", b""),
+    ]
+
+
+def test_what_is_not_expected_is_refused_and_its_descriptors_closed() -> None:
+    bench = Bench()
+    read, write = os.pipe()
+    with pytest.raises(InvalidArgument, match="LaneOpened with 2 descriptors"):
+        bench.control.handle(LaneOpened(1), [read, write])
+    for fd in (read, write):
+        with pytest.raises(OSError):
+            os.fstat(fd)

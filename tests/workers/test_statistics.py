@@ -1,0 +1,58 @@
+"""Counted from requests: each with its own wait, each batch once, refused and failed ones apart."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shm.errors import Internal
+from tests.workers.requests import request_of
+from workers.models.execution import Execution
+from workers.statistics import ModelStatistics
+
+
+def executed(rows: list[int], failed: int = 0) -> Execution:
+    requests = [request_of({}, count, received_ns=100) for count in rows]
+    execution = Execution(requests, began_ns=300)
+    execution.gathered_ns, execution.computed_ns = 310, 350
+    execution.results = [{"y": np.zeros(1)} for _ in rows]
+    for i in range(failed):
+        execution.results[i] = Internal("no")
+    return execution
+
+
+def test_a_batch() -> None:
+    statistics = ModelStatistics("m", 3)
+    statistics.executed(executed([1, 2, 1]), now_ns=370)
+    found = statistics.to_dict()
+    assert (found["name"], found["version"]) == ("m", "3")
+    assert (found["inference_count"], found["execution_count"]) == (4, 1)
+    assert found["last_inference"] > 1_600_000_000_000
+    assert {key: (value["count"], value["ns"]) for key, value in found["inference_stats"].items()} == {
+        "success": (3, 3 * 270),
+        "fail": (0, 0),
+        "queue": (3, 3 * 200),
+        "compute_input": (3, 3 * 10),
+        "compute_infer": (3, 3 * 40),
+        "compute_output": (3, 3 * 20),
+        "cache_hit": (0, 0),
+        "cache_miss": (0, 0),
+    }
+    assert found["batch_stats"] == [
+        {
+            "batch_size": 4,
+            "compute_input": {"count": 1, "ns": 10},
+            "compute_infer": {"count": 1, "ns": 40},
+            "compute_output": {"count": 1, "ns": 20},
+        }
+    ]
+
+
+def test_failures_count_apart() -> None:
+    statistics = ModelStatistics("m", 1)
+    statistics.executed(executed([1, 1], failed=1), now_ns=370)
+    statistics.executed(executed([1], failed=1), now_ns=370)
+    statistics.failed(500)
+    found = statistics.to_dict()
+    assert (found["inference_count"], found["execution_count"]) == (1, 1)
+    assert found["inference_stats"]["success"]["count"] == 1
+    assert found["inference_stats"]["fail"] == {"count": 3, "ns": 270 + 270 + 500}

@@ -1,0 +1,402 @@
+"""A whole worker process, driven as its supervisor and a front would."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import posix_ipc
+import pytest
+from msgspec.structs import replace
+
+from shm.arena import Arena
+from shm.channel import pair
+from shm.errors import Internal, InvalidArgument, NotFound, ServingError
+from shm.messages import (
+    Inline,
+    LaneOpened,
+    ModelStatistics,
+    RegionSlice,
+    RegisterSystemRegion,
+    RequestedOutput,
+    Slice,
+    Stop,
+    Submit,
+    Tensor,
+    UnregisterRegion,
+)
+from tests import repositories
+from tests.workers.worker_process import PEER, WorkerProcess, small_arenas, wait_until
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("repository")
+    repositories.echo_models(folder)
+    repositories.scale_model(folder)
+    repositories.faulty_models(folder)
+    repositories.sleepy_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def worker(leaves_nothing: None, repository: Path) -> Iterator[WorkerProcess]:
+    with WorkerProcess() as running:
+        running.serve(repository, "scale", "sleepy", "echo_bytes", "echo_fp32", "echo_bf16", "echo_int64", "echo_bool")
+        yield running
+
+
+def test_inline_answer(worker: WorkerProcess) -> None:
+    x = np.arange(8, dtype=np.float32).reshape(2, 4)
+    np.testing.assert_array_equal(worker.infer("scale", {"x": x})["y"], 3 * x + 1)
+
+
+def test_arena_answer_and_its_lease(worker: WorkerProcess) -> None:
+    """Large tensors lie in arenas both ways; a lease given back is used again, so that nothing grows."""
+    for n in (5000, 5000, 5001, 300_000):
+        x = np.random.default_rng(n).random(n, np.float32)
+        for _ in range(3):
+            np.testing.assert_array_equal(worker.infer("echo_fp32", {"x": x})["y"], x)
+
+
+@pytest.mark.parametrize("n", [0, 1, 7])
+def test_unexpected_shapes_are_compiled(worker: WorkerProcess, n: int) -> None:
+    values = np.arange(n).astype(np.int64) << 40
+    np.testing.assert_array_equal(worker.infer("echo_int64", {"x": values})["y"], values)
+
+
+def test_an_unexpected_shape_stops_nobody(worker: WorkerProcess) -> None:
+    """While one shape is compiled, other requests are answered, and all that wait for it are answered after."""
+    x = np.ones((1, 4), np.float32)
+    odd = np.arange(123, dtype=np.float32)
+    waiting = [worker.submit("echo_fp32", {"x": odd}) for _ in range(5)]
+    np.testing.assert_array_equal(worker.infer("scale", {"x": x})["y"], 3 * x + 1)
+    for request_id in waiting:
+        np.testing.assert_array_equal(worker.arrays(worker.answer(request_id))["y"], odd)
+
+
+def test_bytes_and_bfloat16_and_bool(worker: WorkerProcess) -> None:
+    words = np.array([b"", b"abc", "häß".encode()], np.object_)
+    np.testing.assert_array_equal(worker.infer("echo_bytes", {"x": words})["y"], words)
+    halves = np.arange(4).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(worker.infer("echo_bf16", {"x": halves})["y"], halves)
+    truths = Tensor("x", "BOOL", (3,), Inline(b"\x00\x02\xff"))
+    np.testing.assert_array_equal(worker.infer("echo_bool", [truths])["y"], [False, True, True])
+
+
+def test_batches_give_everyone_his_own(worker: WorkerProcess) -> None:
+    rng = np.random.default_rng(0)
+    before = statistics(worker, "scale")
+    sent = [rng.random((rows, 4), np.float32) for rows in rng.integers(1, 9, 100)]
+    ids = [worker.submit("scale", {"x": x}) for x in sent]
+    for request_id, x in zip(ids, sent, strict=True):
+        np.testing.assert_allclose(worker.arrays(worker.answer(request_id))["y"], 3 * x + 1, rtol=1e-6)
+    after = statistics(worker, "scale")
+    assert after["inference_count"] - before["inference_count"] == sum(len(x) for x in sent)
+    assert after["inference_stats"]["success"]["count"] - before["inference_stats"]["success"]["count"] == 100
+    assert after["execution_count"] - before["execution_count"] < 100
+
+
+def statistics(worker: WorkerProcess, name: str) -> dict[str, Any]:
+    reply, _ = worker.call(ModelStatistics(name))
+    (found,) = json.loads(reply.result)["model_stats"]
+    assert isinstance(found, dict)
+    return found
+
+
+GOOD = Tensor("x", "FP32", (1, 4), Inline(bytes(16)))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "kind", "words"),
+    [
+        ([], InvalidArgument, "expected 1 inputs but got 0 inputs for model 'scale'"),
+        ([GOOD, GOOD], InvalidArgument, "input 'x' already exists in request"),
+        ([replace(GOOD, name="z")], InvalidArgument, "unexpected inference input 'z' for model 'scale'"),
+        ([replace(GOOD, datatype="INT32")], InvalidArgument, "data-type is 'INT32', but model 'scale' expects 'FP32'"),
+        ([replace(GOOD, datatype="nonsense")], InvalidArgument, "data-type is 'nonsense'"),
+        ([replace(GOOD, shape=(1, 5))], InvalidArgument, "Expected [-1,4], got [1,5]"),
+        ([replace(GOOD, shape=(4,))], InvalidArgument, "Expected [-1,4], got [4]"),
+        ([replace(GOOD, shape=())], InvalidArgument, "Expected [-1,4], got []"),
+        ([replace(GOOD, shape=(1,) * 1000)], InvalidArgument, "unexpected shape"),
+        ([replace(GOOD, shape=(9, 4))], InvalidArgument, "batch-size must be <= 8 for 'scale'"),
+        ([replace(GOOD, shape=(0, 4))], InvalidArgument, "at least 1"),
+        ([replace(GOOD, shape=(-1, 4))], InvalidArgument, "at least 1"),
+        ([replace(GOOD, shape=(2, 4))], InvalidArgument, "Expected 32, got 16"),
+        ([replace(GOOD, place=Slice(99, 0, 16))], InvalidArgument, "segment 99"),
+        ([replace(GOOD, place=Slice(0, 1 << 62, 16))], InvalidArgument, ""),
+        ([replace(GOOD, place=Slice(0, -16, 16))], InvalidArgument, ""),
+        ([replace(GOOD, place=Slice(0, 0, 1 << 62))], InvalidArgument, ""),
+        ([replace(GOOD, place=RegionSlice("nope", 0, 16))], NotFound, "Unable to find shared memory region: 'nope'"),
+    ],
+)
+def test_bad_inputs(worker: WorkerProcess, inputs: list[Tensor], kind: type[ServingError], words: str) -> None:
+    before = statistics(worker, "scale")
+    with pytest.raises(kind) as caught:
+        worker.infer("scale", inputs)
+    assert words in caught.value.message
+    assert statistics(worker, "scale") == before
+    np.testing.assert_array_equal(worker.infer("scale", [GOOD])["y"], np.ones((1, 4)))
+
+
+@pytest.mark.parametrize("content", [b"\x01", b"\x05\0\0\0ab", b"\0\0\0\0" * 3, b"\xff\xff\xff\xff"])
+def test_bad_bytes(worker: WorkerProcess, content: bytes) -> None:
+    with pytest.raises(InvalidArgument, match="'x'"):
+        worker.infer("echo_bytes", [Tensor("x", "BYTES", (2,), Inline(content))])
+
+
+def test_bad_outputs(worker: WorkerProcess) -> None:
+    with pytest.raises(InvalidArgument, match="unexpected inference output 'nope' for model 'scale'"):
+        worker.infer("scale", [GOOD], RequestedOutput("nope"))
+    with pytest.raises(NotFound, match="Unable to find shared memory region: 'nope'"):
+        worker.infer("scale", [GOOD], RequestedOutput("y", RegionSlice("nope", 0, 16)))
+    # Named twice is given once.
+    assert list(worker.infer("scale", [GOOD], RequestedOutput("y"), RequestedOutput("y"))) == ["y"]
+
+
+def test_unknown_models(worker: WorkerProcess) -> None:
+    with pytest.raises(NotFound, match="unknown model: 'nope' is not found"):
+        worker.infer("nope", [GOOD])
+    with pytest.raises(NotFound, match="unknown model: 'scale' version 7 is not found"):
+        worker.infer("scale", [GOOD], version=7)
+
+
+def test_faulty_models_harm_themselves(worker: WorkerProcess, repository: Path) -> None:
+    worker.serve(repository, "raises", "wrong_shape", "wrong_datatype", "missing_output")
+    x = {"x": np.ones(2, np.float32)}
+    for name, words in {
+        "raises": "model 'raises' version 1 failed with ValueError",
+        "wrong_shape": "output 'y' is computed as FP32[1], declared as FP32[2]",
+        "wrong_datatype": "output 'y' is computed as FP64[2], declared as FP32[2]",
+        "missing_output": "'y'",
+    }.items():
+        with pytest.raises(Internal) as caught:
+            worker.infer(name, x)
+        assert words in caught.value.message
+        assert "secret" not in caught.value.message
+    assert statistics(worker, "raises")["inference_stats"]["fail"]["count"] == 1
+    failed = worker.load(repository, "does_not_load")
+    assert failed.reason == "Internal: OSError: no"
+
+
+def test_a_sleeping_model_stalls_nobody(worker: WorkerProcess) -> None:
+    slow = worker.submit("sleepy", {"DELAY_MS": np.array([1000], np.int32)})
+    x = np.ones((1, 4), np.float32)
+    for _ in range(20):
+        worker.infer("scale", {"x": x})
+    wait_until(lambda: (PEER, slow) in worker.page.executing())
+    assert worker.arrays(worker.answer(slow))["OUTPUT"] == 1000
+    assert worker.page.executing() == set()
+
+
+def test_cancel_and_deadline(worker: WorkerProcess) -> None:
+    """A cancelled or late request that waits is not run; one that runs is answered when it is done."""
+    running = worker.submit("sleepy", {"DELAY_MS": np.array([500], np.int32)})
+    cancelled = worker.submit("sleepy", {"DELAY_MS": np.array([60_000], np.int32)})
+    late = worker.submit(
+        "sleepy", {"DELAY_MS": np.array([60_000], np.int32)}, deadline_ns=time.monotonic_ns() + 10_000_000
+    )
+    worker.lane.cancel(cancelled)
+    worker.lane.cancel(123_456_789)
+    worker.lane.flush()
+    assert worker.answer(cancelled).code == "CANCELLED"
+    answer = worker.answer(late)
+    assert (answer.code, answer.message) == ("UNAVAILABLE", "Request timeout expired")
+    assert worker.arrays(worker.answer(running))["OUTPUT"] == 500
+
+
+def test_a_request_with_a_strike_runs_alone(worker: WorkerProcess) -> None:
+    before = statistics(worker, "scale")["execution_count"]
+    x = np.ones((1, 4), np.float32)
+    ids = [worker.submit("scale", {"x": x}, strikes=1) for _ in range(5)]
+    for request_id in ids:
+        assert worker.answer(request_id).code == ""
+    assert statistics(worker, "scale")["execution_count"] - before == 5
+
+
+def test_regions(worker: WorkerProcess) -> None:
+    """Input and output in one region, in place; errors leave it untouched; unregister unmaps it."""
+    key = f"/tensord-test-{os.getpid()}"
+    made = posix_ipc.SharedMemory(key, posix_ipc.O_CREX, size=4096)
+    try:
+        with mmap.mmap(made.fd, 4096) as region:
+            reply, fds = worker.call(RegisterSystemRegion("r", key, 0, 4096))
+            assert reply.code == ""
+            (fd,) = fds
+            assert os.fstat(fd).st_ino == os.fstat(made.fd).st_ino
+            os.close(fd)
+            assert worker.call(RegisterSystemRegion("r", key, 0, 4096))[0].code == "ALREADY_EXISTS"
+
+            region[8:24] = np.arange(4, dtype=np.float32).tobytes()
+            given = Tensor("x", "FP32", (1, 4), RegionSlice("r", 8, 16))
+            answer = worker.answer(worker.submit("scale", [given], [RequestedOutput("y", RegionSlice("r", 64, 100))]))
+            assert answer.code == ""
+            (output,) = answer.outputs
+            assert (output.shape, output.place) == ((1, 4), RegionSlice("r", 64, 100))
+            assert np.frombuffer(region[64:80], np.float32).tolist() == [1, 4, 7, 10]
+            assert region[80:164] == bytes(84)
+
+            for place, words in {
+                RegionSlice("r", 4096, 16): "Invalid offset for shared memory region: 'r'",
+                RegionSlice("r", 4090, 16): "Invalid offset + byte size for shared memory region: 'r'",
+                RegionSlice("r", 1 << 63, 16): "'r'",
+                RegionSlice("r", (1 << 63) - 8, 16): "'r'",
+                RegionSlice("r", 8, (1 << 64) - 8): "'r'",
+                RegionSlice("r", 0, 20): "Expected 16, got 20",
+            }.items():
+                with pytest.raises(InvalidArgument) as caught:
+                    worker.infer("scale", [replace(GOOD, place=place)])
+                assert words in caught.value.message
+            with pytest.raises(Internal, match=r"\(8 bytes\) should be at least 16 bytes"):
+                worker.infer("scale", [given], RequestedOutput("y", RegionSlice("r", 2000, 8)))
+            assert region[2000:2100] == bytes(100)
+
+            # A running request holds the region: the reply comes when it is done.
+            region[0:4] = np.array([400], np.int32).tobytes()
+            slow = worker.submit("sleepy", [Tensor("DELAY_MS", "INT32", (1,), RegionSlice("r", 0, 4))])
+            wait_until(lambda: (PEER, slow) in worker.page.executing())
+            assert worker.call(UnregisterRegion("system", "r"))[0].code == ""
+            assert worker.page.executing() == set()
+            assert worker.answer(slow).code == ""
+            with pytest.raises(NotFound):
+                worker.infer("scale", [given])
+            assert worker.call(UnregisterRegion("system", ""))[0].code == ""
+            # Another worker gets the descriptor instead of opening the key again.
+            assert worker.call(RegisterSystemRegion("r", key, 0, 4096), made.fd)[0].code == ""
+            np.testing.assert_array_equal(worker.infer("scale", [given])["y"], [[1, 4, 7, 10]])
+            assert worker.call(UnregisterRegion("system", ""))[0].code == ""
+    finally:
+        os.close(made.fd)
+        posix_ipc.unlink_shared_memory(key)
+    reply, _ = worker.call(RegisterSystemRegion("gone", key, 0, 4096))
+    assert (reply.code, reply.message) == ("INTERNAL", f"Unable to open shared memory region: '{key}'")
+
+
+def test_unload_finishes_what_waits(worker: WorkerProcess, repository: Path) -> None:
+    repositories.sleepy_model(repository, "dozing")
+    worker.serve(repository, "dozing")
+    ids = [worker.submit("dozing", {"DELAY_MS": np.array([100], np.int32)}) for _ in range(3)]
+    worker.unload("dozing")
+    assert all(worker.answer(request_id).code == "" for request_id in ids)
+    with pytest.raises(NotFound):
+        worker.infer("dozing", {"DELAY_MS": np.array([1], np.int32)})
+
+
+def test_versions_and_reload(worker: WorkerProcess, repository: Path) -> None:
+    """The newest version answers where none is asked for; a reloaded one is replaced in one step."""
+    x = np.ones((1, 4), np.float32)
+    for version, factor in ((1, 1.0), (2, 2.0)):
+        repositories.scale_model(repository, "versioned", factor, version)
+        assert worker.load(repository, "versioned", version).reason == ""
+    assert worker.infer("versioned", {"x": x})["y"][0, 0] == 3
+    assert worker.infer("versioned", {"x": x}, version=1)["y"][0, 0] == 2
+    repositories.scale_model(repository, "versioned", 5.0, 2)
+    assert worker.load(repository, "versioned", 2).reason == ""
+    assert worker.infer("versioned", {"x": x})["y"][0, 0] == 6
+    worker.unload("versioned", 2)
+    assert worker.infer("versioned", {"x": x})["y"][0, 0] == 2
+
+
+def test_another_submitter_and_its_death(worker: WorkerProcess) -> None:
+    """Ids of two submitters may be the same; one that dies takes only its own requests along."""
+    arena = Arena(1 << 20, 1 << 20, 0)
+    other = worker.open_lane(arena, PEER + 1)
+    next_id = worker.submit("sleepy", {"DELAY_MS": np.array([100], np.int32)})
+    other.submit(Submit(next_id, "scale", 0, (GOOD,)))
+    for request_id in range(next_id + 1, next_id + 50):
+        other.submit(Submit(request_id, "sleepy", 0, (Tensor("DELAY_MS", "INT32", (1,), Inline(bytes(4))),)))
+    other.flush()
+    other.close()
+    arena.close()
+    assert worker.answer(next_id).code == ""
+    np.testing.assert_array_equal(worker.infer("scale", [GOOD])["y"], np.ones((1, 4)))
+
+
+def test_garbage_on_a_lane_closes_that_lane(worker: WorkerProcess) -> None:
+    ours, theirs = pair()
+    worker.send(LaneOpened(PEER + 2), theirs.fileno())
+    theirs.close()
+    ours.send(b"\x01\xc1 this is no record")
+    ours.settimeout(60)
+    assert ours.recv(100) == b""
+    ours.close()
+    np.testing.assert_array_equal(worker.infer("scale", [GOOD])["y"], np.ones((1, 4)))
+
+
+def test_stop_answers_what_was_accepted(repository: Path) -> None:
+    with WorkerProcess() as worker:
+        worker.serve(repository, "sleepy", "scale")
+        ids = [worker.submit("sleepy", {"DELAY_MS": np.array([200], np.int32)}) for _ in range(3)]
+        worker.send(Stop(60_000_000_000))
+        assert [worker.answer(request_id).code for request_id in ids] == ["", "", ""]
+        assert worker.process.wait(60) == 0
+
+
+def test_stop_does_not_wait_for_ever(repository: Path) -> None:
+    with WorkerProcess() as worker:
+        worker.serve(repository, "sleepy")
+        worker.submit("sleepy", {"DELAY_MS": np.array([3_600_000], np.int32)})
+        assert worker.stop(grace_s=0.2) == 0
+
+
+def test_without_its_supervisor_a_worker_leaves(repository: Path) -> None:
+    with WorkerProcess() as worker:
+        worker.channel.close()
+        assert worker.process.wait(60) == 0
+
+
+def test_signals_are_ignored(repository: Path) -> None:
+    with WorkerProcess() as worker:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            worker.process.send_signal(number)
+        assert worker.stop() == 0
+
+
+def test_a_killed_worker_left_word_of_what_it_ran(repository: Path) -> None:
+    repositories.deadly_model(repository)
+    with WorkerProcess() as worker:
+        worker.serve(repository, "deadly", "sleepy")
+        waiting = worker.submit("sleepy", {"DELAY_MS": np.array([60_000], np.int32)})
+        wait_until(lambda: (PEER, waiting) in worker.page.executing())
+        fatal = worker.submit("deadly", {"x": np.array([-1], np.int32)})
+        worker.process.wait(60)
+        assert worker.page.executing() == {(PEER, waiting), (PEER, fatal)}
+
+
+def test_a_full_response_arena(repository: Path) -> None:
+    """
+    1. Answers larger together than the response arena, none of them taken.
+    2. Leases come back one by one.
+    Result: every answer is right; nothing was refused, nothing grew beyond the bound.
+    """
+    with WorkerProcess(arenas=small_arenas()) as worker:
+        worker.serve(repository, "echo_fp32", "scale")
+        x = np.random.default_rng(1).random(100_000, np.float32)
+        place = worker.place("x", x)
+        ids = [worker.submit("echo_fp32", [place]) for _ in range(20)]
+        for request_id in ids:
+            np.testing.assert_array_equal(worker.arrays(worker.answer(request_id))["y"], x)
+
+
+def test_a_response_arena_that_stays_full(repository: Path) -> None:
+    """Answers that find no room in time are given up with both numbers; small ones and other requests are not."""
+    with WorkerProcess(arenas=small_arenas(wait=0.3)) as worker:
+        worker.serve(repository, "echo_fp32", "scale")
+        place = worker.place("x", np.ones(100_000, np.float32))
+        answers = [worker.answer(request_id) for request_id in [worker.submit("echo_fp32", [place]) for _ in range(12)]]
+        refused = [answer for answer in answers if answer.code]
+        assert {answer.code for answer in refused} == {"UNAVAILABLE"}
+        assert "no room for an answer of 400000 bytes" in refused[0].message
+        assert 0 < len(refused) < 12
+        huge = worker.place("x", np.ones(1_000_000, np.float32))
+        with pytest.raises(InvalidArgument, match="cannot fit"):
+            worker.infer("echo_fp32", [huge])
+        np.testing.assert_array_equal(worker.infer("scale", [GOOD])["y"], np.ones((1, 4)))

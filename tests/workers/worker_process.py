@@ -1,0 +1,248 @@
+"""A real worker process with the test as its supervisor and its only submitter."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from config.model_config import empty, parse_pbtxt
+from config.options import Arenas, Executables, Options
+from shm.arena import Arena
+from shm.arrays import Array, array, byte_content, datatype_of
+from shm.channel import Channel, ChannelClosed, pair
+from shm.errors import from_code
+from shm.lane import SubmitterLane
+from shm.messages import (
+    Call,
+    ChildReady,
+    Completion,
+    FromWorker,
+    Inline,
+    LaneOpened,
+    Load,
+    Loaded,
+    Record,
+    Reply,
+    RequestedOutput,
+    Slice,
+    Start,
+    Stop,
+    Submit,
+    Tensor,
+    Unload,
+    Unloaded,
+    decoder,
+)
+from shm.status_page import StatusPage
+
+ROOT = Path(__file__).parent.parent.parent
+#: Generous: these machines are shared, and no test decides by time.
+PATIENCE_S = 120.0
+#: What the submitter calls itself.
+PEER = 7001
+
+
+class WorkerProcess:
+    """Starts a worker; ``with`` ends it. Everything blocks, with patience."""
+
+    def __init__(self, cache: Path | None = None, **sections: Any) -> None:
+        # Without a cache directory of its own a test would fill the user's.
+        sections.setdefault("executables", Executables(cache_directory=str(cache or "/dev/null/none")))
+        self.options = Options(**sections)
+        ours, theirs = pair()
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "workers", "--control-fd", str(theirs.fileno()), "--device", "cpu:0"],
+            pass_fds=[theirs.fileno()],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        theirs.close()
+        self.channel = Channel(ours, decoder(FromWorker))
+        self._records: list[tuple[Any, list[int]]] = []
+        self._completions: dict[int, Completion] = {}
+        self._calls = 0
+        self._requests = 0
+        self.arena = Arena(1 << 20, 64 << 20, 16 << 20)
+        self.send(Start(42, "worker-0", msgspec.Raw(msgspec.msgpack.encode(self.options))))
+        _, fds = self.wait(lambda record: isinstance(record, ChildReady) and record.incarnation == 42)
+        self.page = StatusPage.attach(fds[0])
+        self.lane = self.open_lane(self.arena)
+
+    def __enter__(self) -> WorkerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.channel.close()
+        self.lane.close()
+        self.arena.close()
+        self.page.close()
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stderr is not None
+        self.log = self.process.stderr.read()
+        self.process.stderr.close()
+        for _, fds in self._records:
+            for fd in fds:
+                os.close(fd)
+
+    # ---------------------------------------------------------------------------------------------------------- control
+
+    def send(self, record: Record, *fds: int) -> None:
+        self.channel.put(record, *fds)
+        assert self.channel.flush()
+
+    def wait(self, wanted: Callable[[Any], bool]) -> tuple[Any, list[int]]:
+        """The next record of the supervisor's channel that is wanted, with its descriptors; others stay for later."""
+        while True:
+            for i, (record, _) in enumerate(self._records):
+                if wanted(record):
+                    return self._records.pop(i)
+            self._readable(self.channel.fileno())
+            try:
+                received = self.channel.receive()
+            except ChannelClosed:
+                raise AssertionError(f"the worker is gone: {self.process.wait()}") from None
+            if received is not None:
+                records, fds = received
+                self._records += [(record, fds if len(records) == 1 else []) for record in records]
+
+    def _readable(self, fd: int) -> None:
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        assert poll.poll(PATIENCE_S * 1000), "the worker says nothing"
+
+    def open_lane(self, arena: Arena, peer: int = PEER) -> SubmitterLane:
+        ours, theirs = pair()
+        self.send(LaneOpened(peer), theirs.fileno())
+        theirs.close()
+        return SubmitterLane(ours, arena)
+
+    def load(self, repository: Path, name: str, version: int = 1) -> Loaded:
+        """Loads a version, whatever becomes of it."""
+        folder = repository / name
+        text = folder / "config.pbtxt"
+        config = parse_pbtxt(text.read_text(), name) if text.exists() else empty(name)
+        config.name = config.name or name
+        self.send(Load(name, version, str(folder), str(folder / str(version)), config.SerializeToString()))
+        record, _ = self.wait(
+            lambda record: isinstance(record, Loaded) and (record.name, record.version) == (name, version)
+        )
+        assert isinstance(record, Loaded)
+        return record
+
+    def serve(self, repository: Path, *names: str) -> None:
+        """Loads models that must load."""
+        for name in names:
+            assert self.load(repository, name).reason == ""
+
+    def unload(self, name: str, version: int = 1) -> None:
+        self.send(Unload(name, version))
+        self.wait(lambda record: record == Unloaded(name, version))
+
+    def call(self, operation: Any, *fds: int) -> tuple[Reply, list[int]]:
+        self._calls += 1
+        number = self._calls
+        self.send(Call(number, operation), *fds)
+        record, received = self.wait(lambda record: isinstance(record, Reply) and record.call_id == number)
+        return record, received
+
+    def stop(self, grace_s: float = PATIENCE_S) -> int:
+        """Says stop and waits for the exit status."""
+        self.send(Stop(int(grace_s * 1e9)))
+        return self.process.wait(PATIENCE_S)
+
+    # --------------------------------------------------------------------------------------------------------- requests
+
+    def submit(
+        self,
+        model: str,
+        inputs: dict[str, Array] | Sequence[Tensor],
+        outputs: Sequence[RequestedOutput] = (),
+        **fields: Any,
+    ) -> int:
+        """Sends a request; arrays travel inline when small and in the arena when not. Returns its id."""
+        self._requests += 1
+        tensors = (
+            inputs if not isinstance(inputs, dict) else [self.place(name, value) for name, value in inputs.items()]
+        )
+        record = Submit(self._requests, model, fields.pop("version", 0), tuple(tensors), tuple(outputs), **fields)
+        if all(not isinstance(t.place, Slice) or t.place.segment in self.arena.segments for t in tensors):
+            self.lane.submit(record)
+        else:
+            self.lane._channel.put(record)  # our own end would not send such a thing
+        assert self.lane.flush()
+        return self._requests
+
+    def place(self, name: str, value: Array, *, inline: int = 2048) -> Tensor:
+        """Leases of a test live as long as its arena."""
+        datatype = datatype_of(value.dtype)
+        assert datatype is not None
+        content = byte_content(value) if datatype == "BYTES" else value.tobytes()
+        if len(content) <= inline:
+            return Tensor(name, datatype, value.shape, Inline(content))
+        lease = self.arena.loan(len(content))
+        assert lease is not None
+        lease.view[:] = content
+        return Tensor(name, datatype, value.shape, lease.place)
+
+    def answer(self, request_id: int) -> Completion:
+        """Waits for the completion of a request."""
+        while request_id not in self._completions:
+            received = self.lane.receive()
+            if received is None:
+                self._readable(self.lane.fileno())
+                continue
+            for completion in received:
+                assert completion.request_id not in self._completions, "answered twice"
+                self._completions[completion.request_id] = completion
+        return self._completions.pop(request_id)
+
+    def arrays(self, completion: Completion) -> dict[str, Array]:
+        """The outputs, copied; raises what the answer says and gives its lease back."""
+        if completion.code:
+            raise from_code(completion.code, completion.message)
+        found = {}
+        for tensor in completion.outputs:
+            if isinstance(tensor.place, Inline):
+                content: bytes | memoryview = tensor.place.content
+            elif isinstance(tensor.place, Slice):
+                content = self.lane.view(tensor.place)
+            else:
+                continue
+            found[tensor.name] = np.array(array(content, tensor.datatype, tensor.shape))
+        if completion.lease is not None:
+            self.lane.release(completion.lease)
+            assert self.lane.flush()
+        return found
+
+    def infer(
+        self, model: str, inputs: dict[str, Array] | Sequence[Tensor], *outputs: RequestedOutput, **fields: Any
+    ) -> dict[str, Array]:
+        """Submits and waits. Raises the ServingError of a refusal."""
+        return self.arrays(self.answer(self.submit(model, inputs, outputs, **fields)))
+
+
+def small_arenas(byte_size: int = 1 << 20, max_byte_size: int = 2 << 20, wait: float = 60.0) -> Arenas:
+    """Arenas that are soon full."""
+    return Arenas(byte_size=byte_size, max_byte_size=max_byte_size, keep_byte_size=0, wait=wait)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Looks again and again, with patience."""
+    end = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
