@@ -8,7 +8,7 @@ import socket
 
 import uvloop
 
-from daemon.http.server import Front
+from daemon.http.server import HttpFront
 from shm.parent import die_with_parent
 
 
@@ -25,7 +25,7 @@ def main() -> None:
 
     async def run() -> None:
         control, listener = socket.socket(fileno=arguments.control_fd), socket.socket(fileno=arguments.listen_fd)
-        await Front(control, listener).run()
+        await HttpFront(control, listener).run()
 
     uvloop.run(run())
 

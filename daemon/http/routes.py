@@ -1,7 +1,7 @@
 """Every endpoint but infer, as a Starlette application: health, metadata, configuration, statistics, repository, regions.
 
-Handlers answer from the front's own table of models, or ask the supervisor. Errors are one JSON object with ``error``, whatever
-raised them. Source: KServe V2 REST and Triton's extensions; texts and statuses as recorded against a real Triton.
+What they answer is the business of ``daemon.endpoints``; here stand paths, methods, JSON bodies and statuses. Errors are one JSON
+object with ``error``, whatever raised them. Source: KServe V2 REST and Triton's extensions, as recorded against a real Triton.
 """
 
 from __future__ import annotations
@@ -16,47 +16,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from daemon.http.calls import Calls
-from daemon.model_table import ModelTable, parse_version
+from daemon.endpoints import Endpoints
+from daemon.model_table import parse_version
 from daemon.status import http_status
 from shm.errors import InvalidArgument, NotFound, ServingError
-from shm.messages import (
-    LoadModel,
-    ModelState,
-    ModelStatistics,
-    RegionStatus,
-    RegisterSystemRegion,
-    RepositoryIndex,
-    UnloadModel,
-    UnregisterRegion,
-)
 
-#: What works, in Triton's order and spelling.
-EXTENSIONS = (
-    "classification",
-    "model_repository",
-    "model_configuration",
-    "system_shared_memory",
-    "binary_tensor_data",
-    "parameters",
-    "statistics",
-)
 _MAX_BODY = 1 << 20
-_INT64 = (1 << 63) - 1
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-class Endpoints:
-    """The handlers, over what a front knows and whom it can ask."""
+class Routes:
+    """The HTTP form of the endpoints."""
 
-    def __init__(self, table: ModelTable, calls: Calls, server_name: str, version: str, strict: bool) -> None:
-        self._table = table
-        self._calls = calls
-        self._server = _json({"name": server_name, "version": version, "extensions": EXTENSIONS})
-        self._strict = strict
-        #: Told to stop: not ready any more.
-        self.stopping = False
+    def __init__(self, endpoints: Endpoints) -> None:
+        self._endpoints = endpoints
 
     def application(self) -> Starlette:
         """The ASGI application."""
@@ -101,48 +75,27 @@ class Endpoints:
         return Response()
 
     async def ready(self, request: Request) -> Response:
-        return Response(status_code=200 if self.is_ready() else 400)
-
-    def is_ready(self) -> bool:
-        """Whether every model that is wanted is served now; see ``repository.strict_readiness``."""
-        if self.stopping:
-            return False
-        return all(self._holds_nothing_up(state) for state in self._table.states())
-
-    def _holds_nothing_up(self, state: ModelState) -> bool:
-        match state.state:
-            case "READY":
-                return bool(state.workers)
-            case "LOADING":
-                # A new version beside one that serves is no reason to send clients away.
-                return bool(self._table.ready_versions(state.name))
-            case "UNAVAILABLE":
-                return not self._strict or state.reason == "unloaded"
-            case _:
-                return not self._strict or state.state != "UNLOADING"
+        return Response(status_code=200 if self._endpoints.is_ready() else 400)
 
     # ------------------------------------------------------------------------------------------------ models
 
     async def server_metadata(self, request: Request) -> Response:
-        return _answer(self._server)
+        return _answer(_json(self._endpoints.server_metadata()))
 
     async def model_ready(self, request: Request) -> Response:
         try:
             model, version = _target(request)
         except NotFound:
             model, version = "", 0
-        if self._table.is_ready(model, version):
+        if self._endpoints.model_is_ready(model, version):
             return Response()
         return _answer(_json({"error": "Model version not ready"}), 400)
 
     async def metadata(self, request: Request) -> Response:
-        model, version = _target(request)
-        metadata = msgspec.json.decode(self._table.find(model, version).metadata)
-        versions = [str(number) for number in self._table.ready_versions(model)]
-        return _answer(_json({"name": metadata.pop("name"), "versions": versions, **metadata}))
+        return _answer(_json(self._endpoints.model_metadata(*_target(request))))
 
     async def config(self, request: Request) -> Response:
-        return _answer(self._table.find(*_target(request)).config)
+        return _answer(self._endpoints.model_config(*_target(request)))
 
     async def infer(self, request: Request) -> Response:
         """Only for its place in the table: a connection takes every infer request the short way."""
@@ -150,33 +103,22 @@ class Endpoints:
 
     async def statistics(self, request: Request) -> Response:
         model, version = _target(request) if "model" in request.path_params else ("", 0)
-        return _answer(await self._calls.ask(ModelStatistics(model, version)))
+        return _answer(await self._endpoints.statistics(model, version))
 
     # -------------------------------------------------------------------------------------------- repository
 
     async def index(self, request: Request) -> Response:
         fields = await _fields(request)
-        return _answer(await self._calls.ask(RepositoryIndex(bool(fields.get("ready", False)))))
+        return _answer(await self._endpoints.index(bool(fields.get("ready", False))))
 
     async def load(self, request: Request) -> Response:
-        parameters = (await _fields(request)).get("parameters", {})
-        if not isinstance(parameters, dict):
-            raise InvalidArgument("'parameters' should be an object")
-        config = parameters.pop("config", "")
-        if not isinstance(config, str):
-            raise InvalidArgument("load parameter 'config' should be a string with a JSON object")
-        files = {key: _base64(key, value) for key, value in parameters.items() if key.startswith("file:")}
-        if unknown := parameters.keys() - files.keys():
-            raise InvalidArgument(f"unrecognized load parameter '{min(unknown)}'")
-        await self._calls.ask(LoadModel(request.path_params["model"], config, files))
+        parameters = _parameters(await _fields(request))
+        parameters |= {key: _base64(key, value) for key, value in parameters.items() if key.startswith("file:")}
+        await self._endpoints.load(request.path_params["model"], parameters)
         return Response()
 
     async def unload(self, request: Request) -> Response:
-        parameters = (await _fields(request)).get("parameters", {})
-        dependents = parameters.get("unload_dependents", False) if isinstance(parameters, dict) else None
-        if not isinstance(dependents, bool):
-            raise InvalidArgument("unload parameter 'unload_dependents' should be a boolean")
-        await self._calls.ask(UnloadModel(request.path_params["model"], dependents))
+        await self._endpoints.unload(request.path_params["model"], _parameters(await _fields(request)))
         return Response()
 
     # ----------------------------------------------------------------------------------------------- regions
@@ -189,21 +131,20 @@ class Endpoints:
         if "byte_size" not in fields:
             raise InvalidArgument("Shared memory register request has no 'byte_size' field")
         name = request.path_params["region"]
-        offset, size = (_region_number(fields, field, name) for field in ("offset", "byte_size"))
-        await self._calls.ask(RegisterSystemRegion(name, key, offset, size))
+        await self._endpoints.register_system(name, key, fields.get("offset", 0), fields["byte_size"])
         return Response()
 
     async def register_cuda(self, request: Request) -> Response:
         await _fields(request)
-        name = request.path_params["region"]
-        raise InvalidArgument(f"failed to register shared memory region '{name}': this server has no CUDA device")
+        await self._endpoints.register_cuda(request.path_params["region"])
+        return Response()
 
     async def unregister(self, request: Request) -> Response:
-        await self._calls.ask(UnregisterRegion(_kind(request), request.path_params.get("region", "")))
+        await self._endpoints.unregister(_kind(request), request.path_params.get("region", ""))
         return Response()
 
     async def region_status(self, request: Request) -> Response:
-        return _answer(await self._calls.ask(RegionStatus(_kind(request), request.path_params.get("region", ""))))
+        return _answer(await self._endpoints.region_status(_kind(request), request.path_params.get("region", "")))
 
 
 def _exactly(method: str, handler: Handler) -> Handler:
@@ -231,13 +172,11 @@ def _kind(request: Request) -> str:
     return "system" if request.url.path.startswith("/v2/system") else "cuda"
 
 
-def _region_number(fields: dict[str, Any], field: str, region: str) -> int:
-    value = fields.get(field, 0)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _INT64:
-        raise InvalidArgument(
-            f"failed to register shared memory region '{region}': '{field}' should be an unsigned integer, got {value!r:.40}"
-        )
-    return value
+def _parameters(fields: dict[str, Any]) -> dict[str, Any]:
+    parameters = fields.get("parameters", {})
+    if not isinstance(parameters, dict):
+        raise InvalidArgument("'parameters' should be an object")
+    return parameters
 
 
 async def _fields(request: Request) -> dict[str, Any]:

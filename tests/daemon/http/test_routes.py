@@ -168,7 +168,7 @@ def test_what_the_supervisor_is_asked(
         (LOAD, b'{"parameters":{"file:a":"*"}}', "'file:a' should be base64 text"),
         (LOAD, b'{"parameters":{"x":1}}', "unrecognized load parameter 'x'"),
         (UNLOAD, b'{"parameters":{"unload_dependents":1}}', "'unload_dependents' should be a boolean"),
-        (UNLOAD, b'{"parameters":1}', "'unload_dependents' should be a boolean"),
+        (UNLOAD, b'{"parameters":1}', "'parameters' should be an object"),
         (f"{REGIONS}/region/r/register", b"{}", "Shared memory register request has no 'key' field"),
         (f"{REGIONS}/region/r/register", b'{"key":"k"}', "Shared memory register request has no 'byte_size' field"),
         (f"{REGIONS}/region/r/register", b'{"key":"k","byte_size":-1}', "'byte_size' should be an unsigned integer"),

@@ -1,4 +1,4 @@
-"""The life of a front process: told to stop it finishes what was begun, and without its supervisor it ends."""
+"""The life of a front process: told to stop it finishes what was begun,."""
 
 from __future__ import annotations
 
@@ -68,9 +68,3 @@ def test_stop_cuts_what_does_not_end() -> None:
         front.stop(0.2)
         assert client.ends()
         assert front.process.wait(30) == 0
-
-
-def test_a_front_without_its_supervisor_ends() -> None:
-    with serving() as (front, _):
-        front._control.close()
-        assert front.process.wait(30) == 1

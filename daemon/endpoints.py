@@ -1,0 +1,150 @@
+"""What both protocols answer besides infer: from the front's own table of models, or by asking the supervisor.
+
+A protocol reads a request into the arguments of one of these and writes the result in its own form. Errors are ServingErrors.
+Source: KServe V2 and Triton's extensions; texts as recorded against a real Triton.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from config.options import Options
+from daemon.calls import Calls
+from daemon.model_table import ModelTable
+from shm.errors import InvalidArgument
+from shm.messages import (
+    LoadModel,
+    ModelState,
+    ModelStatistics,
+    RegionStatus,
+    RegisterSystemRegion,
+    RepositoryIndex,
+    UnloadModel,
+    UnregisterRegion,
+)
+
+#: What works, in Triton's order and spelling.
+EXTENSIONS = (
+    "classification",
+    "model_repository",
+    "model_configuration",
+    "system_shared_memory",
+    "binary_tensor_data",
+    "parameters",
+    "statistics",
+)
+_INT64 = (1 << 63) - 1
+
+
+class Endpoints:
+    """The answers, over what a front knows and whom it can ask. JSON results are the supervisor's bytes, unread."""
+
+    def __init__(self, table: ModelTable, calls: Calls, options: Options) -> None:
+        self._table = table
+        self._calls = calls
+        self._name = options.server_name
+        self._version = importlib.metadata.version("tensord")
+        self._strict = options.repository.strict_readiness
+        #: Told to stop: not ready any more.
+        self.stopping = False
+
+    # ------------------------------------------------------------------------------------------------ health
+
+    def is_ready(self) -> bool:
+        """Whether every model that is wanted is served now; see ``repository.strict_readiness``."""
+        if self.stopping:
+            return False
+        return all(self._holds_nothing_up(state) for state in self._table.states())
+
+    def _holds_nothing_up(self, state: ModelState) -> bool:
+        match state.state:
+            case "READY":
+                return bool(state.workers)
+            case "LOADING":
+                # A new version beside one that serves is no reason to send clients away.
+                return bool(self._table.ready_versions(state.name))
+            case "UNAVAILABLE":
+                return not self._strict or state.reason == "unloaded"
+            case _:
+                return not self._strict or state.state != "UNLOADING"
+
+    # ------------------------------------------------------------------------------------------------ models
+
+    def server_metadata(self) -> dict[str, Any]:
+        """``name``, ``version``, ``extensions``."""
+        return {"name": self._name, "version": self._version, "extensions": EXTENSIONS}
+
+    def model_is_ready(self, model: str, version: int) -> bool:
+        """Whether requests for it are answered now; 0 is the newest version, an unknown model is not ready."""
+        return self._table.is_ready(model, version)
+
+    def model_metadata(self, model: str, version: int) -> dict[str, Any]:
+        """``name``, ``versions`` (as text, ascending), ``platform``, ``inputs``, ``outputs``. Raises NotFound."""
+        metadata = msgspec.json.decode(self._table.find(model, version).metadata)
+        versions = [str(number) for number in self._table.ready_versions(model)]
+        return {"name": metadata.pop("name"), "versions": versions, **metadata}
+
+    def model_config(self, model: str, version: int) -> bytes:
+        """The full ModelConfig as JSON. Raises NotFound."""
+        return self._table.find(model, version).config
+
+    async def statistics(self, model: str, version: int) -> bytes:
+        """JSON {"model_stats": [...]}; "" is all models, 0 all versions."""
+        return await self._calls.ask(ModelStatistics(model, version))
+
+    # -------------------------------------------------------------------------------------------- repository
+
+    async def index(self, ready: bool) -> bytes:
+        """JSON array of {name, version?, state?, reason?}; ``ready``: only what is."""
+        return await self._calls.ask(RepositoryIndex(ready))
+
+    async def load(self, model: str, parameters: Mapping[str, Any]) -> None:
+        """Loads a model; ``parameters``: ``config`` (JSON text) and ``file:<version>/<name>`` (bytes). Raises ServingError."""
+        config, files = "", {}
+        for key, value in sorted(parameters.items()):
+            if key == "config":
+                if not isinstance(value, str):
+                    raise InvalidArgument("load parameter 'config' should be a string with a JSON object")
+                config = value
+            elif not key.startswith("file:"):
+                raise InvalidArgument(f"unrecognized load parameter '{key}'")
+            elif not isinstance(value, bytes):
+                raise InvalidArgument(f"load parameter '{key}' should be the bytes of a file")
+            else:
+                files[key] = value
+        await self._calls.ask(LoadModel(model, config, files))
+
+    async def unload(self, model: str, parameters: Mapping[str, Any]) -> None:
+        """Unloads a model; ``parameters``: ``unload_dependents``, others are ignored. Raises ServingError."""
+        dependents = parameters.get("unload_dependents", False)
+        if not isinstance(dependents, bool):
+            raise InvalidArgument("unload parameter 'unload_dependents' should be a boolean")
+        await self._calls.ask(UnloadModel(model, dependents))
+
+    # ----------------------------------------------------------------------------------------------- regions
+
+    async def register_system(self, name: str, key: str, offset: Any, byte_size: Any) -> None:
+        """Registers part of a POSIX object; the numbers are checked here. Raises ServingError."""
+        for field, value in (("offset", offset), ("byte_size", byte_size)):
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _INT64:
+                raise InvalidArgument(
+                    f"failed to register shared memory region '{name}': "
+                    f"'{field}' should be an unsigned integer, got {value!r:.40}"
+                )
+        await self._calls.ask(RegisterSystemRegion(name, key, offset, byte_size))
+
+    async def register_cuda(self, name: str) -> None:
+        """Always refused: there is no CUDA device."""
+        raise InvalidArgument(f"failed to register shared memory region '{name}': this server has no CUDA device")
+
+    async def unregister(self, kind: str, name: str) -> None:
+        """Forgets a region, or all of that kind ("")."""
+        await self._calls.ask(UnregisterRegion(kind, name))
+
+    async def region_status(self, kind: str, name: str) -> bytes:
+        """JSON array of the region, or of all of that kind (""). Raises NotFound."""
+        return await self._calls.ask(RegionStatus(kind, name))

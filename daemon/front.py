@@ -1,0 +1,105 @@
+"""The life of a front process, whatever protocol it speaks: its control connection, its table of models and its submitter.
+
+Start ─▶ open ─▶ ChildReady ─▶ lanes and models come and go ─▶ Stop: drain, close, exit 0
+
+A protocol's server is a child class: it opens on the listening socket it was given, and drains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import socket
+from abc import ABC, abstractmethod
+from typing import Any
+
+import msgspec
+
+from config.options import Options
+from daemon import log
+from daemon.calls import Calls
+from daemon.connection import Connection
+from daemon.endpoints import Endpoints
+from daemon.model_table import ModelTable
+from daemon.submit import Submitter
+from shm.channel import Channel
+from shm.messages import (
+    ChildReady,
+    LaneOpened,
+    ModelGone,
+    ModelState,
+    Reply,
+    Start,
+    Stop,
+    ToFront,
+    WorkerFenced,
+    decoder,
+)
+
+
+class Front(ABC):
+    """One front. ``run`` is its whole life."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._connection = Connection(Channel(control, decoder(ToFront)), self._record, self._orphaned)
+        self._started: asyncio.Future[Start] = asyncio.get_running_loop().create_future()
+        self._stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
+        self._submitter: Submitter | None = None
+        self.calls = Calls(self._connection)
+        self.table = ModelTable()
+
+    async def run(self) -> None:
+        """Returns when it was told to stop and has finished."""
+        self._connection.start()
+        start = await self._started
+        options = msgspec.msgpack.decode(start.options, type=Options)
+        endpoints = Endpoints(self.table, self.calls, options)
+        await self.open(options, endpoints)
+        # What was imported and built lives as long as the process: the collector need not look at it again and again.
+        gc.collect()
+        gc.freeze()
+        self._connection.send(ChildReady(start.incarnation))
+        stop = await self._stop
+        endpoints.stopping = True
+        await self.drain(stop.grace_ns)
+        self.submitter.close()
+        self._connection.close()
+
+    @abstractmethod
+    async def open(self, options: Options, endpoints: Endpoints) -> None:
+        """Returns when clients are served."""
+
+    @abstractmethod
+    async def drain(self, grace_ns: int) -> None:
+        """Nothing new; returns when what was accepted is answered, after ``grace_ns`` at the latest."""
+
+    @property
+    def submitter(self) -> Submitter:
+        """There from Start on."""
+        assert self._submitter is not None, "Start is the first record"
+        return self._submitter
+
+    def _record(self, record: Any, fds: list[int]) -> None:
+        """Everything the supervisor says."""
+        match record:
+            case Start():
+                options = msgspec.msgpack.decode(record.options, type=Options)
+                log.configure(options.log, record.name)
+                self._submitter = Submitter(record.incarnation, options, self.table)
+                self._started.set_result(record)
+            case Stop():
+                if not self._stop.done():
+                    self._stop.set_result(record)
+            case Reply():
+                self.calls.answered(record)
+            case ModelState() | ModelGone():
+                self.submitter.model_changed(record)
+            case LaneOpened():
+                self.submitter.open_lane(record, fds)
+            case WorkerFenced():
+                self.submitter.fence(record)
+
+    def _orphaned(self) -> None:
+        """The supervisor is gone: nobody would ever stop us."""
+        os._exit(1)

@@ -1,0 +1,88 @@
+"""The answers both protocols give: what makes a server ready, and what is refused before the supervisor is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from config.options import Options, Repository
+from daemon.calls import Calls
+from daemon.connection import Connection
+from daemon.endpoints import Endpoints
+from daemon.model_table import ModelTable
+from shm.channel import Channel, pair
+from shm.errors import InvalidArgument, ServingError
+from shm.messages import ModelState, ToFront, decoder
+
+
+@pytest.fixture
+def connection() -> Iterator[Connection]:
+    """Nobody is at the other end: what asks the supervisor would wait for ever."""
+    ours, theirs = pair()
+    connection = Connection(Channel(ours, decoder(ToFront)), lambda *_: None, lambda: None)
+    yield connection
+    connection.close()
+    theirs.close()
+
+
+def endpoints(connection: Connection, *states: ModelState, strict: bool = True) -> Endpoints:
+    table = ModelTable()
+    for state in states:
+        table.update(state)
+    return Endpoints(table, Calls(connection), Options(repository=Repository(strict_readiness=strict)))
+
+
+@pytest.mark.parametrize(
+    ("states", "strict", "lenient"),
+    [
+        ((), True, True),
+        ((ModelState("m", 1, "READY", workers=(1,)),), True, True),
+        ((ModelState("m", 1, "READY"),), False, False),
+        ((ModelState("m", 1, "LOADING"),), False, False),
+        ((ModelState("m", 1, "READY", workers=(1,)), ModelState("m", 2, "LOADING")), True, True),
+        ((ModelState("m", 1, "UNAVAILABLE", "it is broken"),), False, True),
+        ((ModelState("m", 1, "UNAVAILABLE", "unloaded"),), True, True),
+        ((ModelState("m", 1, "UNLOADING"),), False, True),
+    ],
+)
+def test_readiness(connection: Connection, states: tuple[ModelState, ...], strict: bool, lenient: bool) -> None:
+    assert endpoints(connection, *states).is_ready() is strict
+    assert endpoints(connection, *states, strict=False).is_ready() is lenient
+
+
+def test_not_ready_once_stopping(connection: Connection) -> None:
+    ending = endpoints(connection)
+    ending.stopping = True
+    assert not ending.is_ready()
+
+
+def test_metadata_lists_every_version_that_serves(connection: Connection) -> None:
+    states = [ModelState("m", n, "READY", workers=(1,), metadata=b'{"name":"m","platform":"p"}') for n in (1, 3)]
+    assert endpoints(connection, *states).model_metadata("m", 1) == {
+        "name": "m",
+        "versions": ["1", "3"],
+        "platform": "p",
+    }
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    [
+        ({"config": 1}, "load parameter 'config' should be a string with a JSON object"),
+        ({"x": ""}, "unrecognized load parameter 'x'"),
+        ({"config": "{}", "file:1/model.py": "text"}, "load parameter 'file:1/model.py' should be the bytes of a file"),
+    ],
+)
+async def test_load_parameters_that_are_refused(
+    connection: Connection, parameters: dict[str, object], text: str
+) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        await endpoints(connection).load("m", parameters)
+    assert caught.value.message == text
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 63, "1", True, 1.0])
+async def test_region_numbers_that_are_refused(connection: Connection, number: object) -> None:
+    with pytest.raises(ServingError, match="'offset' should be an unsigned integer"):
+        await endpoints(connection).register_system("r", "/k", number, 1)
