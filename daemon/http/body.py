@@ -6,7 +6,7 @@ lease    | pad | JSON head | part | part | ...      pad = -head size mod 64, so 
 
 from __future__ import annotations
 
-from daemon.http.request_codec import Part
+from daemon.http.decoded_request import Part
 from shm.arena import Lease
 from shm.messages import Inline, Place, Slice
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from config.options import Options
 from daemon.http import request_codec, response_codec
 from daemon.http.body import CollectedBody, PlacedBody
-from daemon.http.request_codec import DecodedRequest, Part, Recognised
+from daemon.http.decoded_request import DecodedRequest, Part
+from daemon.http.request_codec import Recognised
 from daemon.model_table import ModelTable
 from daemon.status import http_status
 from daemon.submit import Submitter
@@ -200,15 +201,17 @@ class Exchange:
             assert json_size is not None
             if json_size == 0:
                 return self._raw(self.body.received)
-            return self._serving.recognised.decode(self.body.head(json_size), self.body.received - json_size)
+            return self._serving.recognised.decode(
+                self.body.head(json_size), self.body.received - json_size, self._head.model
+            )
         body = self.body.whole()
         if json_size is None:
-            return self._serving.recognised.decode(body, 0)
+            return self._serving.recognised.decode(body, 0, self._head.model)
         if json_size > len(body):
             raise InvalidArgument(f"inference header size should be in range (0, {len(body)}), got: {json_size}")
         if json_size == 0:
             return self._raw(len(body))
-        return self._serving.recognised.decode(body[:json_size], len(body) - json_size)
+        return self._serving.recognised.decode(body[:json_size], len(body) - json_size, self._head.model)
 
     def _raw(self, byte_size: int) -> DecodedRequest:
         state = self._serving.table.find(self._head.model, self._head.version)

@@ -64,7 +64,7 @@ def _json_data(tensor: Tensor, content: Buffer) -> Any:
     datatype, name = tensor.datatype, tensor.name
     if datatype in ("FP16", "BF16"):
         raise InvalidArgument(
-            f"sending {datatype} data via JSON is not supported. Please use the binary data format for output {name}"
+            f"sending {datatype} data via JSON is not supported. Please use the binary data format for output"
         )
     values = array(content, datatype, tensor.shape, f"output '{name}'")
     if datatype == "BYTES":

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemon.http.body import ALIGNMENT, CollectedBody, PlacedBody
-from daemon.http.request_codec import Part
+from daemon.http.decoded_request import Part
 from shm.arena import Arena
 from shm.messages import Inline, Slice
 

@@ -76,7 +76,7 @@ def test_half_floats_only_in_binary(datatype: str) -> None:
     for values in ([1.0], []):
         with pytest.raises(
             InvalidArgument,
-            match=f"sending {datatype} data via JSON is not supported. Please use the binary data format for output y",
+            match=f"sending {datatype} data via JSON is not supported. Please use the binary data format for output",
         ):
             json_of(output(datatype, values))
     _, parts = encode(answer_of(output(datatype, [1.0])), "m", "", {"y": True}, False, no_view)
@@ -84,7 +84,7 @@ def test_half_floats_only_in_binary(datatype: str) -> None:
 
 
 def test_bytes_that_are_no_text_only_in_binary() -> None:
-    with pytest.raises(InvalidArgument, match="Please use the binary data format for output y"):
+    with pytest.raises(InvalidArgument, match="Please use the binary data format for output"):
         json_of(output("BYTES", [b"\xff"]))
 
 
@@ -190,7 +190,7 @@ def test_an_answer_sent_back_as_a_request_has_the_same_values(given_values: tupl
     sent = output(datatype, values)
     (entry,) = json.loads(json_of(sent))["outputs"]
     request = json.dumps({"inputs": [entry]}).encode()
-    ((_, _, shape, source),) = decode(request, 0).inputs
+    ((_, _, shape, source),) = decode(request, 0, "m").inputs
     assert isinstance(source, bytes)
     assert isinstance(sent.place, Inline)
     np.testing.assert_array_equal(array(source, datatype, shape), array(sent.place.content, datatype, sent.shape))

@@ -1,0 +1,143 @@
+"""The ``data`` of an input: JSON numbers, booleans or strings to a tensor's wire bytes.
+
+    BOOL            true, false
+    INT*, UINT*     integers in the datatype's range; 2.0 and 1e2 are none
+    FP32, FP64      numbers, NaN, Infinity, -Infinity; beyond FP32's range is infinity, as everywhere
+    BYTES           strings, sent on as UTF-8
+    FP16, BF16      none: JSON says nothing about them
+    any             one string: base64 of what the binary tensor data extension would send
+
+An array is flat, or nested as the shape says; row-major order either way.
+Source: KServe V2 "Tensor Data"; its request schema for base64.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from daemon.http.json_values import refusal
+from daemon.http.request_head import Malformed
+from shm.arrays import DTYPES, array, byte_content
+from shm.datatypes import MAX_RANK
+from shm.errors import InvalidArgument
+
+_floats = msgspec.json.Decoder(list[float])
+_integers = msgspec.json.Decoder(list[int])
+_QUICK: dict[str, msgspec.json.Decoder[Any]] = {
+    "BOOL": msgspec.json.Decoder(list[bool]),
+    "BYTES": msgspec.json.Decoder(list[str]),
+    "FP32": _floats,
+    "FP64": _floats,
+    **dict.fromkeys(("INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64"), _integers),
+}
+_NO_JSON = ("FP16", "BF16")
+
+
+def quick(text: msgspec.Raw, datatype: str, count: int) -> bytes:
+    """The wire bytes of a flat array of ``count`` values. Raises Malformed: anything else; ``exact`` knows better."""
+    decoder = _QUICK.get(datatype)
+    if decoder is None:
+        raise Malformed
+    try:
+        values = decoder.decode(text)
+    except (msgspec.MsgspecError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise Malformed from error
+    if len(values) != count:
+        raise Malformed
+    try:
+        return _wire_bytes(values, datatype)
+    except OverflowError as error:
+        raise Malformed from error
+
+
+def exact(value: Any, datatype: str, shape: list[int], count: int, name: str) -> bytes:
+    """The wire bytes of a JSON value. Raises InvalidArgument: what is wrong, in Triton's words where it has any."""
+    if isinstance(value, str):
+        return _from_base64(value, datatype, shape)
+    if not isinstance(value, list):
+        raise refusal("data", "non-array", "array")
+    if datatype in _NO_JSON and count:
+        raise InvalidArgument(
+            f"receiving {datatype} data via JSON is not supported. Please use the binary data format for input {name}"
+        )
+    leaves = _leaves(value, shape, name)
+    for leaf in leaves:
+        _check(leaf, datatype, name)
+    # A shape without dimensions is the model's to refuse: no model but one of scalars has it.
+    if len(leaves) != count and shape:
+        raise InvalidArgument("Unable to parse 'data': Shape does not match true shape of 'data' field")
+    try:
+        return _wire_bytes(leaves, datatype)
+    except OverflowError as error:
+        raise InvalidArgument(
+            f"Unable to parse 'data': a value of input '{name}' is out of the range of {datatype}"
+        ) from error
+
+
+def _wire_bytes(values: list[Any], datatype: str) -> bytes:
+    """Raises OverflowError: a number is out of the datatype's range."""
+    if datatype == "BYTES":
+        elements = np.empty(len(values), np.object_)
+        elements[:] = values
+        return byte_content(elements)
+    dtype = DTYPES[datatype]
+    if datatype != "FP32":
+        return np.array(values, dtype).tobytes()
+    with np.errstate(over="ignore"):
+        return np.array(values, np.float64).astype(dtype).tobytes()
+
+
+def _from_base64(text: str, datatype: str, shape: list[int]) -> bytes:
+    try:
+        content = base64.b64decode(text, validate=True)
+        array(content, datatype, shape)
+    except (binascii.Error, ValueError, InvalidArgument) as error:
+        raise refusal("data", "non-array", "array") from error
+    return content
+
+
+def _leaves(value: list[Any], shape: list[int], name: str) -> list[Any]:
+    """The values in row-major order. Raises InvalidArgument: nested, but not as the shape says."""
+    level: list[Any] = value
+    dims = [len(value)]
+    while any(isinstance(item, list) for item in level):
+        if not all(isinstance(item, list) and len(item) == len(level[0]) for item in level) or len(dims) == MAX_RANK:
+            raise _misnested(shape, name)
+        dims.append(len(level[0]))
+        level = [item for inner in level for item in inner]
+    if level and len(dims) > 1 and not is_nesting_of(dims, shape):
+        raise _misnested(shape, name)
+    return level
+
+
+def is_nesting_of(dims: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether lists nested with these lengths are a tensor of that shape. Dimensions of one may be left out or put in."""
+    return [dim for dim in dims if dim != 1] == [dim for dim in shape if dim != 1]
+
+
+def _misnested(shape: list[int], name: str) -> InvalidArgument:
+    return InvalidArgument(f"Unable to parse 'data': input '{name}' is nested, but not as its shape {shape} says")
+
+
+def _check(leaf: Any, datatype: str, name: str) -> None:
+    """Refuses a value of the wrong kind. Ranges that Triton does not look at are left to numpy."""
+    if datatype == "BOOL":
+        if not isinstance(leaf, bool):
+            raise refusal("data", "non-boolean", "boolean")
+    elif datatype == "BYTES":
+        if not isinstance(leaf, str):
+            raise InvalidArgument("Unable to parse JSON bytes array: attempt to access JSON non-string as string")
+    elif datatype in ("FP32", "FP64"):
+        if not isinstance(leaf, int | float) or isinstance(leaf, bool):
+            raise refusal("data", "non-number", "double")
+    elif datatype.startswith("UINT"):
+        if type(leaf) is not int or not 0 <= leaf < 1 << 64:
+            raise refusal("data", "non-unsigned-integer", "unsigned-integer")
+    elif type(leaf) is not int or not -(1 << 63) <= leaf < 1 << 63:
+        raise refusal("data", "non-signed-integer", "signed-integer")

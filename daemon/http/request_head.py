@@ -1,0 +1,164 @@
+"""The JSON object of an inference request, read in one of two ways. Sans-I/O.
+
+    text ─▶ quick: msgspec, straight into these types                             nearly every request
+              └─ Malformed ─▶ exact: RapidJSON, then key by key in Triton's order
+
+The exact way is the slow one: it says what is wrong in the sentences a real Triton says it in, and knows the literals NaN and
+Infinity, which are no JSON, but Triton and its clients write them. Both ways give objects with the same attributes; only ``data``
+differs: text that is still to be read, or values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import rapidjson
+
+from daemon.http.json_values import refusal, text
+from shm.errors import InvalidArgument
+
+#: ``data`` of an input that has none.
+ABSENT = msgspec.Raw(b"")
+_NO_PARAMETERS: dict[str, Any] = {}
+_PARSE_ERROR = "failed to parse the request JSON buffer: "
+
+
+class Malformed(Exception):
+    """The quick way does not understand the text; the exact one may, and knows what to say if not."""
+
+
+class InputHead(msgspec.Struct):
+    """One entry of ``inputs``."""
+
+    name: str
+    shape: list[int]
+    datatype: str
+    data: msgspec.Raw = ABSENT
+    parameters: dict[str, Any] = _NO_PARAMETERS
+
+
+class OutputHead(msgspec.Struct):
+    """One entry of ``outputs``."""
+
+    name: str
+    parameters: dict[str, Any] = _NO_PARAMETERS
+
+
+class RequestHead(msgspec.Struct):
+    """The JSON object. Unknown keys are ignored, as Triton does."""
+
+    inputs: list[InputHead]
+    id: str = ""
+    outputs: list[OutputHead] = []
+    parameters: dict[str, Any] = _NO_PARAMETERS
+
+
+@dataclass(slots=True)
+class ExactInput:
+    """As ``InputHead``, with ``data`` as a value, or ABSENT."""
+
+    name: str
+    shape: list[int]
+    datatype: str
+    data: Any
+    parameters: dict[str, Any]
+
+
+@dataclass(slots=True)
+class ExactRequest:
+    """As ``RequestHead``. Inputs and outputs are looked at one by one, so that the first mistake is the one that is told."""
+
+    id: str
+    parameters: dict[str, Any]
+    inputs: Iterable[ExactInput]
+    outputs: Iterable[OutputHead]
+
+
+_decoder = msgspec.json.Decoder(RequestHead)
+
+
+def quick(head: bytes | memoryview) -> RequestHead:
+    """Raises Malformed: not JSON, or not of the protocol's form."""
+    try:
+        return _decoder.decode(head)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Malformed from error
+
+
+def exact(head: bytes | memoryview) -> ExactRequest:
+    """Raises InvalidArgument, now or while inputs and outputs are walked through: what is wrong, as Triton says it."""
+    given = parse(bytes(head))
+    request: dict[str, Any] = given if isinstance(given, dict) else {}
+    identifier = text("id", request["id"]) if "id" in request else ""
+    parameters = request.get("parameters", {})
+    if not isinstance(parameters, dict):
+        raise InvalidArgument("failed to get request params.: attempt to get members for non-object")
+    return ExactRequest(identifier, parameters, _inputs(request), _outputs(request))
+
+
+def parse(document: bytes) -> Any:
+    """The value of a JSON text with the literals NaN, Infinity, -Infinity and Inf.
+
+    Raises: InvalidArgument: not JSON; the text says what is wrong and at which byte.
+    """
+    # A NUL byte is the end of the text, as for every C string. No JSON holds one.
+    text, nul, _ = document.partition(b"\0")
+    try:
+        value = rapidjson.loads(text)
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"{_PARSE_ERROR}Invalid encoding in string. at {error.start}") from error
+    except ValueError as error:
+        # "Parse error at offset 11: Invalid value."
+        place, _, reason = str(error).partition(": ")
+        raise InvalidArgument(f"{_PARSE_ERROR}{reason} at {place.rpartition(' ')[2]}") from error
+    except RecursionError as error:
+        raise InvalidArgument(f"{_PARSE_ERROR}it is nested too deeply") from error
+    return _Ended(value, len(text)) if nul else value
+
+
+class _Ended(dict[str, Any]):
+    """A request with something behind it, which is told only when nothing else is wrong with it."""
+
+    def __init__(self, value: Any, end: int) -> None:
+        super().__init__(value if isinstance(value, dict) else {})
+        self.end = end
+
+
+def _inputs(request: dict[str, Any]) -> Iterator[ExactInput]:
+    for entry in _array("inputs", _member("inputs", request)):
+        name = text("name", _member("name", entry))
+        datatype = text("datatype", _member("datatype", entry))
+        shape = _array("shape", _member("shape", entry))
+        parameters = _parameters(entry)
+        yield ExactInput(name, shape, datatype, entry.get("data", ABSENT), parameters)
+    if isinstance(request, _Ended):
+        raise InvalidArgument(f"{_PARSE_ERROR}The document root must not be followed by other values. at {request.end}")
+
+
+def _outputs(request: dict[str, Any]) -> Iterator[OutputHead]:
+    if "outputs" not in request:
+        return
+    for entry in _array("outputs", request["outputs"]):
+        yield OutputHead(text("name", _member("name", entry)), _parameters(entry))
+
+
+def _member(key: str, holder: Any) -> Any:
+    if not isinstance(holder, dict) or key not in holder:
+        raise InvalidArgument(f"Unable to parse '{key}': attempt to access non-existing object member '{key}'")
+    return holder[key]
+
+
+def _array(key: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise refusal(key, "non-array", "array")
+    return value
+
+
+def _parameters(entry: dict[str, Any]) -> dict[str, Any]:
+    parameters = entry.get("parameters", _NO_PARAMETERS)
+    if not isinstance(parameters, dict):
+        raise InvalidArgument("Unable to parse 'parameters': attempt to get members for non-object")
+    return parameters

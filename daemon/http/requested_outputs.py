@@ -1,0 +1,58 @@
+"""The entries of ``outputs``, and the slices of registered regions that inputs and outputs name.
+
+Source: Triton docs/protocol/extension_shared_memory.md, extension_classification.md, extension_binary_data.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from daemon.http.decoded_request import DecodedRequest
+from daemon.http.json_values import boolean, is_unsigned, text, unsigned
+from daemon.http.request_head import OutputHead
+from shm.errors import InvalidArgument
+from shm.messages import RegionSlice, RequestedOutput
+
+_INT64_MAX = (1 << 63) - 1
+
+
+def read_outputs(entries: Iterable[OutputHead], decoded: DecodedRequest) -> None:
+    """Fills in what the entries ask for; of several with one name the last holds. Raises InvalidArgument."""
+    requested: dict[str, RequestedOutput] = {}
+    for entry in entries:
+        requested[entry.name] = _requested(entry, decoded)
+    decoded.outputs = tuple(requested.values())
+
+
+def _requested(entry: OutputHead, decoded: DecodedRequest) -> RequestedOutput:
+    parameters = entry.parameters
+    if not parameters:
+        return RequestedOutput(entry.name)
+    classification = parameters.get("classification", 0)
+    if not is_unsigned(classification):
+        raise InvalidArgument(
+            "Unable to set 'classification': attempt to access JSON non-unsigned-integer as unsigned-integer"
+        )
+    if "binary_data" in parameters:
+        decoded.binary[entry.name] = boolean("binary_data", parameters["binary_data"])
+    if "shared_memory_region" not in parameters:
+        return RequestedOutput(entry.name, None, classification)
+    region = read_region(parameters)
+    if decoded.binary.get(entry.name):
+        raise InvalidArgument("Output can't set both 'shared_memory_region' and 'binary_data'")
+    if classification:
+        raise InvalidArgument("Output can't set both 'shared_memory_region' and 'classification'")
+    return RequestedOutput(entry.name, region)
+
+
+def read_region(parameters: dict[str, Any]) -> RegionSlice:
+    """The slice that the parameters of an input or output name. Raises InvalidArgument: wrong types, or numbers no region has."""
+    region = text("shared_memory_region", parameters["shared_memory_region"])
+    offset = unsigned("shared_memory_offset", parameters.get("shared_memory_offset", 0))
+    byte_size = unsigned("shared_memory_byte_size", parameters.get("shared_memory_byte_size", 0))
+    if offset > _INT64_MAX:
+        raise InvalidArgument(f"Invalid offset for shared memory region: '{region}'")
+    if byte_size > _INT64_MAX:
+        raise InvalidArgument(f"Invalid offset + byte size for shared memory region: '{region}'")
+    return RegionSlice(region, offset, byte_size)
