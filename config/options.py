@@ -45,9 +45,11 @@ class Http(Section, frozen=True):
     port: Port = 8000
     #: Request line and headers together.
     max_head_byte_size: Annotated[int, Meta(ge=1024)] = 64 << 10
+    #: Header fields of one request.
+    max_head_fields: Count = 1024
     max_body_byte_size: Annotated[int, Meta(ge=1024)] = 64 << 20
     max_connections: Count = 4096
-    #: A connection that has not sent a whole head / body by then is closed.
+    #: A request whose head / body is not whole by then is answered 408 and its connection closed.
     head_timeout: Seconds = 10.0
     body_timeout: Seconds = 60.0
     #: A client that takes none of its answer for that long is cut off.

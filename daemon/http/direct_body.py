@@ -17,7 +17,7 @@ class Connection(Protocol):
 
     def direct_body_complete(self) -> None: ...
     def connection_lost(self, exc: Exception | None) -> None: ...
-    def eof_received(self) -> None: ...
+    def eof_received(self) -> bool: ...
     def pause_writing(self) -> None: ...
     def resume_writing(self) -> None: ...
 
@@ -33,6 +33,13 @@ class DirectBody(asyncio.BufferedProtocol):
     def start(self) -> None:
         """Takes the transport over."""
         self._exchange(self)
+
+    def stop(self, ended: bool) -> None:
+        """Gives the transport back before the body is whole. ``ended``: nothing more can be read anyway."""
+        if ended:
+            self._transport.set_protocol(self._connection)  # type: ignore[arg-type]
+        else:
+            self._exchange(self._connection)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._body.rest()
@@ -52,8 +59,8 @@ class DirectBody(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._connection.connection_lost(exc)
 
-    def eof_received(self) -> None:
-        self._connection.eof_received()
+    def eof_received(self) -> bool:
+        return self._connection.eof_received()
 
     def pause_writing(self) -> None:
         self._connection.pause_writing()

@@ -59,6 +59,8 @@ class InferHead:
     keep_alive: bool
     #: What is wrong with it already.
     error: ServingError | None = None
+    #: The header line of the answer that says that the connection stays, where that is not understood.
+    keep_alive_line: bytes = b""
 
 
 @dataclass(slots=True)
@@ -322,7 +324,7 @@ class Exchange:
             else:
                 self._answer_defect()
             return
-        line = response_codec.response_head(len(head), parts, self.keep_alive)
+        line = response_codec.response_head(len(head), parts, self._connection_line())
         if completion.lease is not None:
             self._unwritten = (lane, completion.lease)
         self.phase = Phase.ANSWERED
@@ -337,8 +339,11 @@ class Exchange:
     def _answer_error(self, status: int, message: str) -> None:
         self._give_back()
         self.phase = Phase.ANSWERED
-        self._write([response_codec.error_response(status, message, self.keep_alive)])
+        self._write([response_codec.error_response(status, message, self._connection_line())])
         self._done()
+
+    def _connection_line(self) -> bytes:
+        return self._head.keep_alive_line if self.keep_alive else response_codec.CLOSE
 
     def _answer_defect(self) -> None:
         """Ours or a worker's, and no reason to leave a client without its answer."""

@@ -4,17 +4,18 @@ Requests of one connection are answered in their order, whichever way each goes:
 
     _order   [ active | next | next ]     an Exchange (infer, short way) or uvicorn's cycle (everything else, through Starlette)
 
-The guards, each with a clear answer: size of the head (431), exactly one Host (400), size of the body (413), malformed HTTP
-(400), number of connections (503), and deadlines for head, body, idle time and a client that does not read.
+The guards, each with a clear answer: size of the head and number of its fields (431), size of the body (413), malformed HTTP
+(400), what message_head refuses, number of connections (503), a request that does not get whole in time (408). Whoever asks
+nothing, or does not take its answers, for too long is cut off.
+
+A client may end its sending side: what it sent whole is answered.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
-import urllib.parse
 from collections import deque
 from typing import Any, ClassVar
 
@@ -23,13 +24,14 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from daemon.http import message_head
 from daemon.http.body import PlacedBody
+from daemon.http.deadlines import Deadlines, Late
 from daemon.http.direct_body import DirectBody
 from daemon.http.exchange import Exchange, InferHead, Phase, Serving
 from daemon.http.infer_route import InferRoute, InferRoutes
 from daemon.http.known_head import KnownHead, learn
-from daemon.http.response_codec import Buffer, error_response
-from shm.errors import InvalidArgument, ServingError, Unsupported
+from daemon.http.response_codec import CLOSE, Buffer, error_response
 
 _log = logging.getLogger(__name__)
 
@@ -37,12 +39,6 @@ _log = logging.getLogger(__name__)
 DIRECT_BYTE_SIZE = 64 << 10
 #: Requests a client may send ahead on one connection before the first is answered.
 _MAX_PIPELINED = 256
-#: After a refusal the rest of what the client sends is thrown away for that long, so that it can read the answer.
-_LINGER_SECONDS = 2.0
-
-
-#: A request target: its path, absolute or not, and its query. Anything else ("*") is a path that nobody serves.
-_TARGET = re.compile(rb"(?:https?://[^/?]*)?(/[^?#]*)(?:\?([^#]*))?.*", re.IGNORECASE | re.DOTALL)
 
 
 class InferProtocol(HttpToolsProtocol):
@@ -79,15 +75,11 @@ class InferProtocol(HttpToolsProtocol):
         self._head_size = 0
         #: Bytes of a body that brought nothing of it: trailers, extensions of chunks.
         self._barren_size = 0
-        now = time.monotonic()
-        #: Since when the connection waits for what it waits for; 0: it does not.
-        self._idle_since = now
-        self._head_since = 0.0
-        self._body_since = 0.0
-        self._stalled_since = 0.0
-        #: What the client had still to take when that was last looked at.
-        self._unsent = 0
-        self._linger_since = 0.0
+        #: The client has ended its sending side.
+        self._ended = False
+        #: Reads the body that is arriving past this object.
+        self._direct: DirectBody | None = None
+        self._times = Deadlines(time.monotonic())
 
     # ------------------------------------------------------------------------------------------- connection
 
@@ -115,16 +107,16 @@ class InferProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._closing:
             return
-        between = not self._order and self._receiving is None and not self._head_since
+        between = not self._order and self._receiving is None and not self._times.head_since
         if between and self._known is not None and self._known.is_head_of(data):
             self._repeat(self._known, data)
             return
         self._begun, self._known = 0, None
         if self._receiving is None:
             self._head_size += len(data)
-            if not self._head_since:
-                self._head_since = time.monotonic()
-                self._idle_since = 0.0
+            if not self._times.head_since:
+                self._times.head_since = time.monotonic()
+                self._times.idle_since = 0.0
         else:
             self._barren_size += len(data)
         self._feed(data)
@@ -137,14 +129,21 @@ class InferProtocol(HttpToolsProtocol):
         receiving = self._receiving
         if isinstance(receiving, Exchange):
             if isinstance(receiving.body, PlacedBody) and len(receiving.body.rest()) >= DIRECT_BYTE_SIZE:
-                DirectBody(self, self.transport, receiving.body).start()
-        elif between and receiving is None and self._begun == 1 and self._meaning is not None and not self._head_since:
+                self._direct = DirectBody(self, self.transport, receiving.body)
+                self._direct.start()
+        elif (
+            between
+            and receiving is None
+            and self._begun == 1
+            and self._meaning is not None
+            and not self._times.head_since
+        ):
             # The chunk was exactly one request.
             self._known = learn(data, self._meaning)
 
     def _repeat(self, known: KnownHead, data: bytes) -> None:
         """A whole request whose head needs no parsing."""
-        self._idle_since = 0.0
+        self._times.idle_since = 0.0
         exchange = Exchange(self.serving, known.meaning, self._write_answer, self._answered, self._pause_reading)
         self._order.append(exchange)
         exchange.begin()
@@ -174,13 +173,23 @@ class InferProtocol(HttpToolsProtocol):
         fields = [b"%b: %b\r\n" % (name, value) for name, value in self.headers if name != b"upgrade"]
         return b"".join((line, *fields, b"\r\n"))
 
-    def eof_received(self) -> None:
-        self._closing = True
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more, and may still read. True: the connection stays open for what it is owed."""
+        self._ended = True
+        if not self._closing:
+            if self._times.head_since or self._receiving is not None:
+                self._refuse(400, "the connection ended in the middle of a request")
+            else:
+                self.announce_end()
+        return bool(self._order)
 
     # ------------------------------------------------------------------------------------------------- head
 
     def on_message_begin(self) -> None:
         self._begun += 1
+        if not self._times.head_since:
+            self._times.head_since = time.monotonic()
+            self._times.idle_since = 0.0
         self._meaning = None
         self.url = b""
         self.headers = []
@@ -202,15 +211,23 @@ class InferProtocol(HttpToolsProtocol):
         if sum([len(name) + len(value) + 4 for name, value in self.headers], len(self.url)) > limit:
             self._refuse_head()
             return
+        limit = self.serving.options.http.max_head_fields
+        if len(self.headers) > limit:
+            self._refuse(431, f"the request has {len(self.headers)} header fields, at most {limit} are allowed")
+            return
         self._head_size = 0
-        self._head_since = 0.0
-        self._body_since = time.monotonic()
+        self._times.head_since = 0.0
+        self._times.body_since = time.monotonic()
         if len(self._order) >= _MAX_PIPELINED:
             self._refuse(400, f"more than {_MAX_PIPELINED} requests are waiting for their answers on this connection")
             return
-        if self.parser.get_http_version() == "1.1" and [name for name, _ in self.headers].count(b"host") != 1:
-            self._refuse(400, "an HTTP/1.1 request needs exactly one Host header")
+        version = self.parser.get_http_version()
+        wrong = message_head.refusal(version, self.headers)
+        if wrong is not None:
+            self._refuse(*wrong)
             return
+        if version == "1.0":
+            self.expect_100_continue = False  # that version has no interim answers
         route = self.routes.find(self.url) if self.parser.get_method() == b"POST" else None
         if route is None:
             self._begin_cycle()
@@ -218,7 +235,8 @@ class InferProtocol(HttpToolsProtocol):
             self._begin_exchange(route)
 
     def _begin_exchange(self, route: InferRoute) -> None:
-        head = self._infer_head(route)
+        keep_alive = bool(self.parser.should_keep_alive())
+        head = message_head.infer_head(route, self.parser.get_http_version(), keep_alive, self.headers)
         http = self.serving.options.http
         if (head.content_length or 0) > http.max_body_byte_size:
             self._refuse(
@@ -240,40 +258,16 @@ class InferProtocol(HttpToolsProtocol):
         if len(self._order) == 1:
             exchange.take_turn()
 
-    def _infer_head(self, route: InferRoute) -> InferHead:
-        length: int | None = 0
-        json_size: int | None = None
-        error: ServingError | None = route.error
-        for name, value in self.headers:
-            if name == b"content-length":
-                length = int(value)
-            elif name == b"transfer-encoding":
-                length = None
-            elif name == b"inference-header-content-length":
-                if json_size is None and value.isdigit() and len(value) < 19:
-                    json_size = int(value)
-                else:
-                    error = error or InvalidArgument(
-                        "Inference-Header-Content-Length should be an unsigned integer, given once"
-                    )
-            elif name == b"content-encoding" and value != b"identity":
-                error = error or Unsupported("Unsupported compression type")
-        keep_alive = self.parser.get_http_version() != "1.0" and bool(self.parser.should_keep_alive())
-        return InferHead(route.model, route.version, length, json_size, keep_alive, error)
-
     def _begin_cycle(self) -> None:
         """Everything but infer: uvicorn's own cycle, run by Starlette."""
-        headers, url = self.headers, self.url
+        headers, url, expects = self.headers, self.url, self.expect_100_continue
         super().on_message_begin()
         self.headers.extend(headers)
-        target = _TARGET.fullmatch(url)
-        path, query = (target[1], target[2] or b"") if target else (url, b"")
         version = self.parser.get_http_version()
+        keep_alive = bool(self.parser.should_keep_alive())
         self.scope["method"] = self.parser.get_method().decode("ascii")
         self.scope["http_version"] = version
-        self.scope["path"] = urllib.parse.unquote_to_bytes(path).decode("utf-8", "replace")
-        self.scope["raw_path"] = path
-        self.scope["query_string"] = query
+        self.scope["path"], self.scope["raw_path"], self.scope["query_string"] = message_head.path_and_query(url)
         cycle = RequestResponseCycle(
             scope=self.scope,
             transport=self.transport,
@@ -281,10 +275,10 @@ class InferProtocol(HttpToolsProtocol):
             logger=self.logger,
             access_logger=self.access_logger,
             access_log=False,
-            default_headers=[],
+            default_headers=[(b"connection", b"keep-alive")] if keep_alive and version == "1.0" else [],
             message_event=asyncio.Event(),
-            expect_100_continue=any(name == b"expect" and value.lower() == b"100-continue" for name, value in headers),
-            keep_alive=version != "1.0" and self.parser.should_keep_alive(),
+            expect_100_continue=expects,
+            keep_alive=keep_alive,
             on_response=self._answered,
         )
         self.cycle = cycle
@@ -314,7 +308,7 @@ class InferProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         receiving, self._receiving = self._receiving, None
-        self._body_since = 0.0
+        self._times.body_since = 0.0
         if len(self._order) > 1:
             # Whoever sends ahead is read no further until it is answered.
             self.flow.pause_reading()
@@ -327,6 +321,7 @@ class InferProtocol(HttpToolsProtocol):
 
     def direct_body_complete(self) -> None:
         """The rest of a large body was read past the parser: the next bytes are a new request's."""
+        self._direct = None
         self.parser = httptools.HttpRequestParser(self)
         self.on_message_complete()
         if self.flow.read_paused and not self.transport.is_closing():
@@ -367,20 +362,20 @@ class InferProtocol(HttpToolsProtocol):
         if self._refusal is not None:
             self._write_refusal()
             return
-        self._idle_since = time.monotonic() if not self._head_since else 0.0
+        self._times.idle_since = time.monotonic() if not self._times.head_since else 0.0
         if not self._write_paused:
             self.flow.resume_reading()
 
     def pause_writing(self) -> None:
         self._write_paused = True
-        self._stalled_since = time.monotonic()
+        self._times.stalled_since = time.monotonic()
         # A client that does not take its answers gets no more of its requests read.
         self.flow.pause_reading()
         super().pause_writing()
 
     def resume_writing(self) -> None:
         self._write_paused = False
-        self._stalled_since = 0.0
+        self._times.stalled_since = 0.0
         unwritten, self._unwritten = self._unwritten, []
         for exchange in unwritten:
             exchange.written()
@@ -408,7 +403,11 @@ class InferProtocol(HttpToolsProtocol):
     def _refuse(self, status: int, message: str) -> None:
         """Answers after everything that came before, then hangs up. What still arrives is thrown away."""
         self._closing = True
-        self._refusal = error_response(status, message, keep_alive=False)
+        self._refusal = error_response(status, message, CLOSE)
+        if self._direct is not None:
+            # Before the lease that it fills is given back.
+            self._direct.stop(self._ended)
+            self._direct = None
         receiving, self._receiving = self._receiving, None
         if receiving is not None and receiving in self._order:
             self._order.remove(receiving)
@@ -429,34 +428,31 @@ class InferProtocol(HttpToolsProtocol):
     def _hang_up(self) -> None:
         """Ends our side; the client may still be sending, and must not be reset before it has read the answer."""
         self._closing = True
-        if self._receiving is None and not self._linger_needed():
+        if self._ended or (self._receiving is None and not self._linger_needed()):
             self.transport.close()
             return
-        self._linger_since = time.monotonic()
+        self._times.linger_since = time.monotonic()
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.flow.resume_reading()
 
     def _linger_needed(self) -> bool:
-        return self._body_since > 0 or self._head_since > 0
+        return self._times.body_since > 0 or self._times.head_since > 0
 
     def check(self, now: float) -> None:
         """Ends what has waited too long; called about once a second by the server."""
-        http = self.serving.options.http
-        if self._stalled_since:
-            unsent = self.transport.get_write_buffer_size()
-            if unsent != self._unsent:
-                self._unsent, self._stalled_since = unsent, now
-        for since, limit in (
-            (self._linger_since, _LINGER_SECONDS),
-            (self._stalled_since, http.write_timeout),
-            (self._head_since, http.head_timeout),
-            (self._body_since, http.body_timeout),
-            (self._idle_since if not self._order else 0.0, http.keep_alive_timeout),
-        ):
-            if since and now - since > limit:
+        http, times = self.serving.options.http, self._times
+        match times.late(http, now, self.transport.get_write_buffer_size(), self._closing):
+            case None:
+                pass
+            case Late.HEAD:
+                self._refuse(408, f"the request line and headers were not whole within {http.head_timeout:g} s")
+            case Late.BODY:
+                self._refuse(408, f"the request body was not whole within {http.body_timeout:g} s")
+            case Late.IDLE if self._order:
+                pass
+            case _:
                 self.transport.abort()
-                return
 
     def shutdown(self) -> None:
         """The server stops: an idle connection closes, a busy one after its last answer."""
@@ -478,7 +474,7 @@ class InferProtocol(HttpToolsProtocol):
     @property
     def idle(self) -> bool:
         """Whether no request is under way."""
-        return not self._order and not self._head_since
+        return not self._order and not self._times.head_since
 
 
 def protocol_for(serving: Serving) -> type[InferProtocol]:

@@ -18,9 +18,11 @@ from shm.messages import Completion, Inline, RegionSlice, Slice, Tensor
 
 Buffer = bytes | memoryview
 _encode = msgspec.json.Encoder().encode
-_REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 413: "Content Too Large"}
-_REASONS |= {431: "Request Header Fields Too Large", 500: "Internal Server Error", 501: "Not Implemented"}
-_REASONS |= {503: "Service Unavailable"}
+_REASONS = {200: b"OK", 400: b"Bad Request", 404: b"Not Found", 405: b"Method Not Allowed", 408: b"Request Timeout"}
+_REASONS |= {413: b"Content Too Large", 431: b"Request Header Fields Too Large", 500: b"Internal Server Error"}
+_REASONS |= {501: b"Not Implemented", 503: b"Service Unavailable", 505: b"HTTP Version Not Supported"}
+#: The header line that ends a connection.
+CLOSE = b"Connection: close\r\n"
 
 
 def encode(
@@ -80,24 +82,25 @@ def _json_data(tensor: Tensor, content: Buffer) -> Any:
     return values.ravel().tolist()
 
 
-def response_head(json_size: int, parts: list[Buffer], keep_alive: bool) -> bytes:
-    """Response line and headers of a good answer."""
+def response_head(json_size: int, parts: list[Buffer], connection: bytes = b"") -> bytes:
+    """Response line and headers of a good answer; ``connection``: the line about the connection, empty or whole."""
     total = json_size + sum(len(part) for part in parts)
-    close = "" if keep_alive else "Connection: close\r\n"
     if total == json_size:
-        return f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n{close}Content-Length: {total}\r\n\r\n".encode()
+        return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n%bContent-Length: %d\r\n\r\n" % (
+            connection,
+            total,
+        )
     return (
-        "HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\n"
-        f"Inference-Header-Content-Length: {json_size}\r\n{close}Content-Length: {total}\r\n\r\n"
-    ).encode()
+        b"HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\n"
+        b"Inference-Header-Content-Length: %d\r\n%bContent-Length: %d\r\n\r\n" % (json_size, connection, total)
+    )
 
 
-def error_response(status: int, message: str, keep_alive: bool) -> bytes:
+def error_response(status: int, message: str, connection: bytes = b"") -> bytes:
     """A whole error answer: always a JSON object with ``error``."""
     body = _encode({"error": message})
-    close = "" if keep_alive else "Connection: close\r\n"
-    retry = "Retry-After: 1\r\n" if status == 503 else ""
+    retry = b"Retry-After: 1\r\n" if status == 503 else b""
     return (
-        f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: application/json\r\n{retry}{close}"
-        f"Content-Length: {len(body)}\r\n\r\n"
-    ).encode() + body
+        b"HTTP/1.1 %d %b\r\nContent-Type: application/json\r\n%b%bContent-Length: %d\r\n\r\n"
+        % (status, _REASONS[status], retry, connection, len(body))
+    ) + body

@@ -125,6 +125,10 @@ def test_who_does_not_go_on_is_cut_off(limit: str, sent: bytes) -> None:
     with serving(http={"port": 0, limit: 0.1}) as (front, (worker,)):
         with front.client() as client:
             client.send(sent)
+            if sent:
+                answer = client.answer()
+                assert (answer.status, answer.headers["connection"]) == (408, "close")
+                assert "0.1 s" in answer.error
             assert client.ends()
         assert worker.idle(0.05)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -17,6 +18,7 @@ from tests.fakes import (
     binary_request,
     chunked,
     front_process,
+    in_service,
     json_request,
     post,
     until,
@@ -168,6 +170,47 @@ def test_http_10_and_close(front: FrontProcess, worker: EchoWorker) -> None:
             assert client.ends()
 
 
+def test_http_10_keep_alive(client: Client, worker: EchoWorker) -> None:
+    """Who asks for it is told that the connection stays, whichever way the request goes."""
+    for request in (json_request(b"\1", "Connection: keep-alive"), GET[:-2] + b"Connection: keep-alive\r\n\r\n"):
+        for _ in range(2):
+            client.send(request.replace(b"HTTP/1.1", b"HTTP/1.0"))
+            if request.startswith(b"POST"):
+                worker.echo(worker.next())
+            answer = client.answer()
+            assert (answer.status, answer.headers["connection"]) == (200, "keep-alive")
+    client.send(post(b"{", "Connection: keep-alive").replace(b"HTTP/1.1", b"HTTP/1.0"))
+    answer = client.answer()
+    assert (answer.status, answer.headers["connection"]) == (400, "keep-alive")
+
+
+def test_http_10_has_no_interim_answers(front: FrontProcess, worker: EchoWorker) -> None:
+    with front.client() as client:
+        client.send(json_request(b"\1", "Expect: 100-continue").replace(b"HTTP/1.1", b"HTTP/1.0"))
+        worker.echo(worker.next())
+        assert client.answer().status == 200
+
+
+def test_an_encoded_slash_is_no_border_of_segments(front: FrontProcess) -> None:
+    with front.client() as client:
+        client.send(b"GET /v2/models/echo%2Fready HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (answer := client.answer()).status == 404
+        assert "echo%2Fready" in answer.error
+        client.send(b"GET /v2/models/%65cho/%72eady HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert client.answer().status == 200
+
+
+def test_other_methods(client: Client) -> None:
+    for target, status in ((b"/v2/models/echo/infer", 405), (b"/v2/health/live", 405), (b"/nothing", 404)):
+        for method in (b"OPTIONS", b"PUT", b"DELETE", b"PATCH", b"TRACE", b"PROPFIND"):
+            client.send(b"%b %b HTTP/1.1\r\nHost: x\r\n\r\n" % (method, target))
+            assert client.answer().status == status
+    client.send(b"HEAD /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert client.sock.recv(65536).startswith(b"HTTP/1.1 405 ")
+    client.send(GET)
+    assert client.answer().status == 200
+
+
 def test_an_offered_upgrade_is_not_taken(client: Client, worker: EchoWorker) -> None:
     """Java's client offers HTTP/2 with its first request, and keeps the connection."""
     for _ in range(2):
@@ -301,6 +344,30 @@ def test_too_many_pipelined_requests(front: FrontProcess, worker: EchoWorker) ->
         (b"GET /v2 HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", 400),
         (b"GET /v2 HTTP/1.1\r\nHost : a\r\n\r\n", 400),
         (b"GET /v2 HTTP/1.1\r\nHost: a\r\n folded\r\n\r\n", 400),
+        (b"GET /v2 HTTP/1.1\r\nHost: a\r\nX: b\r\n\tfolded\r\n\r\n", 400),
+        (b"GET /v2 HTTP/1.1\nHost: a\n\n", 400),
+        (b"GET /v2 HTTP/1.1\r\nHost: a\nX: b\r\n\r\n", 400),
+        (b"GET /v2 HTTP/1.1\r\nHost: a\r\nX: a\0b\r\n\r\n", 400),
+        (b"GET /v2 HTTP/1.1\r\nHost: a\r\nX: a\rb\r\n\r\n", 400),
+        (b"GET /v2 HTTP/1.1\r\nHost: a\r\nno colon\r\n\r\n", 400),
+        (b"GET /v2 HTTP/1.1\r\nHost: a\r\n: b\r\n\r\n", 400),
+        (b"FETCH /v2 HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+        (b"GET /v2\r\n\r\n", 505),
+        (b"GET /v2 HTTP/0.9\r\nHost: a\r\n\r\n", 505),
+        (b"GET /v2 HTTP/2.0\r\nHost: a\r\n\r\n", 505),
+        (b"GET /v2 HTTP/1.7\r\nHost: a\r\n\r\n", 400),
+        (b"GET /v2 HTTP/1.1\r\nHost: a\r\n" + b"X: b\r\n" * 1024 + b"\r\n", 431),
+        (chunked(JSON, 10).replace(b": chunked", b": gzip, chunked"), 501),
+        (chunked(JSON, 10).replace(b": chunked", b": gzip"), 501),
+        (chunked(JSON, 10).replace(b": chunked", b": identity"), 501),
+        (chunked(JSON, 10, "Transfer-Encoding: chunked"), 400),
+        (chunked(JSON, 10).replace(b"HTTP/1.1", b"HTTP/1.0"), 501),
+        (chunked(JSON, 10).replace(b"\r\na\r\n", b"\r\n+a\r\n", 1), 400),
+        (chunked(JSON, 10).replace(b"\r\na\r\n", b"\r\n" + b"f" * 17 + b"\r\n", 1), 400),
+        (chunked(JSON, 10).replace(b"\r\na\r\n", b"\na\n", 1), 400),
+        (post(JSON).replace(b"Content-Length: ", b"Content-Length: 71, "), 400),
+        (post(JSON).replace(b"Content-Length: ", b"Content-Length: +"), 400),
+        (post(JSON).replace(b"Content-Length: ", b"Content-Length: 0x"), 400),
         (post(JSON, "Content-Length: 5"), 400),
         (post(JSON, "Transfer-Encoding: chunked"), 400),
         (post(JSON).replace(b"Content-Length: ", b"Content-Length: -"), 400),
@@ -395,14 +462,71 @@ def test_a_client_that_leaves_in_the_middle_of_a_body(front: FrontProcess, worke
     assert worker.idle()
 
 
+def leave(client: Client) -> None:
+    """Closes at once and for good. Without the option it would look like a client that still reads, until it is written to."""
+    client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
 def test_a_client_that_leaves_before_its_answer(front: FrontProcess, worker: EchoWorker) -> None:
     for content in (b"\1", bytes(3 * MIB)):
         with front.client() as client:
+            leave(client)
             client.send(binary_request(content))
             request = worker.next()
         until(lambda request=request: worker.idle(0.01) and request.request_id in worker.cancelled)  # type: ignore[misc]
         worker.echo(request)
         until(lambda: worker.leases == 0)
+
+
+def test_a_client_that_ends_its_sending_side_gets_its_answers(front: FrontProcess, worker: EchoWorker) -> None:
+    for content in (b"\1", bytes(3 * MIB)):
+        with front.client() as client:
+            client.send(binary_request(content) + GET + binary_request(b"\2"))
+            client.sock.shutdown(socket.SHUT_WR)
+            worker.answer(worker.next(), content)
+            assert client.answer().parts == content
+            assert client.answer().status == 200
+            worker.echo(worker.next())
+            assert client.answer().parts == b"\2"
+            assert client.ends()
+    until(lambda: worker.leases == 0)
+
+
+def test_a_client_that_ends_its_sending_side_without_a_request(front: FrontProcess) -> None:
+    with front.client() as client:
+        client.sock.shutdown(socket.SHUT_WR)
+        assert client.ends()
+        with front.client() as other:
+            other.send(GET)
+            assert other.answer().status == 200
+            other.sock.shutdown(socket.SHUT_WR)
+            assert other.ends()
+
+
+@pytest.mark.parametrize("size", [0, 10, 10_000, 3 * MIB])
+def test_half_a_request_is_none(front: FrontProcess, worker: EchoWorker, size: int) -> None:
+    """What came whole before it is answered."""
+    with front.client() as client:
+        half = binary_request(bytes(size))[:-1] if size else GET[:-1]
+        client.send(json_request(b"\1") + half)
+        client.sock.shutdown(socket.SHUT_WR)
+        worker.echo(worker.next())
+        assert client.answer().values == b"\1"
+        answer = client.answer()
+        assert (answer.status, answer.headers["connection"]) == (400, "close")
+        assert client.ends()
+    assert worker.idle(0.05)
+
+
+def test_a_client_that_is_gone_when_its_answer_comes(front: FrontProcess, worker: EchoWorker) -> None:
+    for size in (1, 3 * MIB):
+        with front.client() as client:
+            client.send(binary_request(b"\1"))
+            request = worker.next()
+        worker.answer(request, bytes(size))
+        until(lambda: worker.leases == 0)
+    with front.client() as client:
+        in_service(front, worker, client)
 
 
 def test_a_client_that_leaves_with_half_of_its_answer(front: FrontProcess, worker: EchoWorker) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemon.http.request_codec import decode
-from daemon.http.response_codec import encode, error_response, response_head
+from daemon.http.response_codec import CLOSE, encode, error_response, response_head
 from daemon.status import http_status
 from shm.arrays import DTYPES, array, byte_content
 from shm.errors import InvalidArgument
@@ -139,7 +139,7 @@ def test_what_single_outputs_say_beats_the_whole() -> None:
     ],
 )
 def test_heads(parts: list[bytes | memoryview], keep_alive: bool, text: str) -> None:
-    assert response_head(9, parts, keep_alive) == f"HTTP/1.1 200 OK\r\n{text}\r\n\r\n".encode()
+    assert response_head(9, parts, b"" if keep_alive else CLOSE) == f"HTTP/1.1 200 OK\r\n{text}\r\n\r\n".encode()
 
 
 @pytest.mark.parametrize(
@@ -151,20 +151,22 @@ def test_heads(parts: list[bytes | memoryview], keep_alive: bool, text: str) -> 
         (413, "Content Too Large"),
         (431, "Request Header Fields Too Large"),
         (500, "Internal Server Error"),
+        (408, "Request Timeout"),
         (501, "Not Implemented"),
+        (505, "HTTP Version Not Supported"),
     ],
 )
 def test_errors(status: int, reason: str) -> None:
-    assert error_response(status, 'no "x"', True) == (
+    assert error_response(status, 'no "x"') == (
         f"HTTP/1.1 {status} {reason}\r\nContent-Type: application/json\r\nContent-Length: 20\r\n\r\n".encode()
         + b'{"error":"no \\"x\\""}'
     )
 
 
 def test_a_retry_is_offered_where_it_is_safe() -> None:
-    text = error_response(503, "busy", False).decode()
+    text = error_response(503, "busy", CLOSE).decode()
     assert "\r\nRetry-After: 1\r\nConnection: close\r\n" in text
-    assert error_response(http_status("UNAVAILABLE"), "busy", False).decode() == text
+    assert error_response(http_status("UNAVAILABLE"), "busy", CLOSE).decode() == text
 
 
 @given(

@@ -1,0 +1,72 @@
+"""What the request line and the header fields mean. Sans-I/O: fields as the parser gave them, names in lower case.
+
+The parser has already refused what is no HTTP: fields without a colon or with a space before it, folded fields, bare line feeds,
+lengths that are no numbers, a length beside a transfer coding, two lengths.
+"""
+
+from __future__ import annotations
+
+import re
+import urllib.parse
+from collections.abc import Sequence
+
+from daemon.http.exchange import InferHead
+from daemon.http.infer_route import InferRoute
+from shm.errors import InvalidArgument, ServingError, Unsupported
+
+Fields = Sequence[tuple[bytes, bytes]]
+
+#: A request target: its path, absolute or not, and its query. Anything else ("*") is a path that nobody serves.
+_TARGET = re.compile(rb"(?:https?://[^/?]*)?(/[^?#]*)(?:\?([^#]*))?.*", re.IGNORECASE | re.DOTALL)
+
+
+def refusal(version: str, fields: Fields) -> tuple[int, str] | None:
+    """Status and text for a head after which nobody can say where the next request begins, or whom this one is for."""
+    hosts = 0
+    for name, value in fields:
+        if name == b"host":
+            hosts += 1
+        elif name == b"transfer-encoding" and (value.lower() != b"chunked" or version == "1.0"):
+            return 501, "the only transfer coding that is understood is 'chunked', in an HTTP/1.1 request"
+    if version == "1.1":
+        return None if hosts == 1 else (400, "an HTTP/1.1 request needs exactly one Host header")
+    return (
+        None if version == "1.0" else (505, f"HTTP version {version} is not understood on this port, 1.0 and 1.1 are")
+    )
+
+
+def path_and_query(target: bytes) -> tuple[str, bytes, bytes]:
+    """The decoded path, the path as it came, and the query.
+
+    An encoded slash is a part of its segment and no border between two, so it stays encoded.
+    """
+    match = _TARGET.fullmatch(target)
+    path, query = (match[1], match[2] or b"") if match else (target, b"")
+    if b"%" not in path:
+        return path.decode("utf-8", "replace"), path, query
+    segments = [urllib.parse.unquote_to_bytes(segment).replace(b"/", b"%2F") for segment in path.split(b"/")]
+    return b"/".join(segments).decode("utf-8", "replace"), path, query
+
+
+def infer_head(route: InferRoute, version: str, keep_alive: bool, fields: Fields) -> InferHead:
+    """The head of an inference request; what is wrong with it is in its ``error``."""
+    length: int | None = 0
+    json_size: int | None = None
+    error: ServingError | None = route.error
+    for name, value in fields:
+        if name == b"content-length":
+            length = int(value)
+        elif name == b"transfer-encoding":
+            length = None
+        elif name == b"inference-header-content-length":
+            if json_size is None and value.isdigit() and len(value) < 19:
+                json_size = int(value)
+            else:
+                error = error or InvalidArgument(
+                    "Inference-Header-Content-Length should be an unsigned integer, given once"
+                )
+        elif name == b"content-encoding" and value != b"identity":
+            error = error or Unsupported("Unsupported compression type")
+    # Who speaks HTTP/1.0 must be told that the connection stays.
+    connection = b"" if version != "1.0" else b"Connection: keep-alive\r\n"
+    return InferHead(route.model, route.version, length, json_size, keep_alive, error, connection)

@@ -1,0 +1,51 @@
+"""What takes too long, without a clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from config.options import Http
+from daemon.http.deadlines import LINGER_SECONDS, Deadlines, Late
+
+HTTP = Http(head_timeout=10, body_timeout=60, write_timeout=30, keep_alive_timeout=75)
+
+
+def started(**since: float) -> Deadlines:
+    """Waiting for what is named since then, and for nothing else."""
+    made = Deadlines(0.0)
+    for name, value in since.items():
+        setattr(made, f"{name}_since", value)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("waits", "limit", "late"),
+    [
+        ("head", 10, Late.HEAD),
+        ("body", 60, Late.BODY),
+        ("stalled", 30, Late.ANSWER),
+        ("idle", 75, Late.IDLE),
+        ("linger", LINGER_SECONDS, Late.LINGER),
+    ],
+)
+def test_each_has_its_own_limit(waits: str, limit: float, late: Late) -> None:
+    times = started(**{waits: 100.0})
+    assert times.late(HTTP, 100 + limit, 0, False) is None
+    assert times.late(HTTP, 100 + limit + 0.1, 0, False) is late
+
+
+def test_nothing_is_waited_for() -> None:
+    assert started().late(HTTP, 1e9, 0, False) is None
+
+
+@pytest.mark.parametrize("waits", ["head", "body", "idle"])
+def test_nothing_is_expected_of_who_was_refused(waits: str) -> None:
+    assert started(**{waits: 1.0}).late(HTTP, 1e6, 0, True) is None
+    assert started(**{waits: 1.0, "linger": 1.0}).late(HTTP, 1e6, 0, True) is Late.LINGER
+
+
+def test_who_takes_a_little_of_its_answer_is_not_late() -> None:
+    times = started(stalled=1.0)
+    for now, unsent in ((20.0, 900), (45.0, 800), (70.0, 700)):
+        assert times.late(HTTP, now, unsent, False) is None
+    assert times.late(HTTP, 101.0, 700, False) is Late.ANSWER
