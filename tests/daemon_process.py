@@ -28,8 +28,16 @@ PATIENCE = 120.0
 class DaemonProcess:
     """``tensord serve`` as a child process. Use as a context manager."""
 
-    def __init__(self, folder: Path, repositories: Sequence[Path], options: dict[str, dict[str, Any]] | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        repositories: Sequence[Path],
+        options: dict[str, dict[str, Any]] | None = None,
+        arguments: Sequence[str] = (),
+    ):
         self.folder = folder
+        #: Flags after --config.
+        self.arguments = arguments
         self.config = folder / "tensord.toml"
         sections: dict[str, dict[str, Any]] = {
             "repository": {"paths": [str(path) for path in repositories]},
@@ -67,7 +75,7 @@ class DaemonProcess:
         """Starts it and waits until it says where it serves."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TENSORD_")}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "daemon", "serve", "--config", str(self.config)],
+            [sys.executable, "-m", "daemon", "serve", "--config", str(self.config), *self.arguments],
             cwd=ROOT,
             env=environment,
             stdin=subprocess.DEVNULL,

@@ -1,0 +1,188 @@
+"""The recorded behaviour of a real Triton: where it lies, its cases, and which of them are for later.
+
+The recordings are no part of the repository. They lie beside it in ``../shared/conformance`` (beside the main checkout, for a
+worktree), or where TENSORD_CONFORMANCE says; their README describes the format of a case.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from config.layers import ConfigurationError
+from daemon import flags
+
+ROOT = Path(__file__).parents[2]
+
+#: Groups of cases, in the order of replay.
+GROUPS = (
+    "http_health",
+    "http_metadata",
+    "http_config",
+    "http_paths",
+    "http_bad_body",
+    "http_request_fields",
+    "http_json_values",
+    "http_datatypes",
+    "http_shapes",
+    "http_params",
+    "http_binary",
+    "http_classification",
+    "http_compression",
+    "http_transport",
+    "http_generate",
+    "model_errors",
+    "versions",
+    "statistics",
+    "repository",
+    "settings_log",
+    "settings_trace",
+    "shm_admin",
+    "shm_infer",
+    "profile_none",
+    "profile_restricted",
+)
+
+#: What the back end does not do yet, and how a model's configuration (text format or JSON) says that it needs it.
+LATER_FEATURES = {
+    "sequences": re.compile(r"\bsequence_batching\b"),
+    "ensembles": re.compile(r"\bensemble_scheduling\b"),
+    "decoupled models": re.compile(r"\bdecoupled\W{1,3}true\b"),
+    "queue policies": re.compile(r"\b(default_queue_policy|priority_queue_policy|priority_levels)\b"),
+    "the response cache": re.compile(r"\bresponse_cache\b"),
+}
+
+Case = dict[str, Any]
+
+
+def _beside(name: str) -> Path | None:
+    """``../shared/NAME`` of this checkout, or of the main checkout when this one is a worktree."""
+    checkouts = [ROOT]
+    link = ROOT / ".git"
+    if link.is_file():  # "gitdir: MAIN/.git/worktrees/NAME"
+        checkouts.append(Path(link.read_text().removeprefix("gitdir:").strip()).parents[2])
+    found = (checkout.parent / "shared" / name for checkout in checkouts)
+    return next((folder for folder in found if folder.is_dir()), None)
+
+
+def conformance_folder() -> Path | None:
+    """The recordings, or None where they are absent."""
+    named = os.environ.get("TENSORD_CONFORMANCE")
+    return Path(named) if named else _beside("conformance")
+
+
+def seeds_folder() -> Path | None:
+    """The published specifications, or None where they are absent."""
+    return _beside("seeds")
+
+
+FOLDER = conformance_folder()
+
+
+@cache
+def replayer() -> ModuleType:
+    """The recordings' own replay.py, as a module."""
+    assert FOLDER is not None
+    specification = importlib.util.spec_from_file_location("replay", FOLDER / "replay.py")
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+@cache
+def cases() -> tuple[Case, ...]:
+    """The cases of our groups; none where the recordings are absent."""
+    if FOLDER is None:
+        return ()
+    found = []
+    for group in GROUPS:
+        lines = (FOLDER / "cases" / f"{group}.jsonl").read_text(encoding="utf-8").splitlines()
+        found += [json.loads(line) for line in lines if line.strip()]
+    return tuple(found)
+
+
+@cache
+def profiles() -> dict[str, dict[str, Any]]:
+    """Flags and models of each profile's server."""
+    assert FOLDER is not None
+    found: dict[str, dict[str, Any]] = json.loads((FOLDER / "profiles.json").read_text())
+    return found
+
+
+@cache
+def later_models() -> dict[str, str]:
+    """Models that need what comes later: name -> feature."""
+    assert FOLDER is not None
+    found = {}
+    for path in sorted((FOLDER / "models").glob("*/config.pbtxt")):
+        if feature := _later_feature(path.read_text()):
+            found[path.parent.name] = feature
+    return found
+
+
+def _later_feature(configuration: str) -> str | None:
+    return next((name for name, mark in LATER_FEATURES.items() if mark.search(configuration)), None)
+
+
+def arguments(profile: str) -> list[str]:
+    """The command line of a profile's server, without the flags and models that come later."""
+    wanted = profiles()[profile]
+    given: list[list[str]] = []
+    for word in wanted["flags"]:
+        if word.startswith("--"):
+            given.append([word])
+        else:
+            given[-1].append(word)
+    given = [flag for flag in given if not _comes_later(flag)]
+    given += [[f"--load-model={name}"] for name in wanted.get("load", ()) if name not in later_models()]
+    return [word for flag in given for word in flag]
+
+
+def _comes_later(flag: list[str]) -> bool:
+    try:
+        flags.parse(flag)
+    except ConfigurationError as error:
+        return "later version" in str(error) or flag[0].startswith("--grpc-")
+    return False
+
+
+def is_left_for_later(case: Case) -> str | None:
+    """Why a case cannot be replayed yet: what it needs; None when it can be."""
+    texts = []
+    for step in _steps(case.get("steps", [case])):
+        if "rpc" in step:
+            return "needs gRPC"
+        if step.get("port") == "metrics":
+            return "needs the metrics endpoint"
+        if "only_names" in step:
+            step = {key: value for key, value in step.items() if key != "expect"}
+        texts.append(json.dumps(step))
+    # An answer that lists a model which is not there yet cannot be given either, so expectations count.
+    text = "".join(texts).replace("\\", "")
+    needed = [feature for name, feature in later_models().items() if re.search(rf"(?<![\w-]){name}(?![\w-])", text)]
+    feature = needed[0] if needed else _later_feature(text)
+    return f"needs {feature}" if feature else None
+
+
+def touches_shared_memory(case: Case) -> bool:
+    """Whether a case makes names in /dev/shm."""
+    steps = [*case.get("steps", [case]), *case.get("cleanup", [])]
+    return any(step.get("op", "").startswith("shm_") for step in _steps(steps))
+
+
+def _steps(steps: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The steps, and those that run beside others in a thread."""
+    for step in steps:
+        yield step
+        for inner in ("step", "of"):
+            if inner in step:
+                yield step[inner]

@@ -1,0 +1,53 @@
+"""The table of differences: read strictly, and excusing no more than it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conformance import differences
+
+HEAD = "# Page\n\n## Differences from Triton\n\n| cases | Triton | tensord | why |\n| --- | --- | --- | --- |\n"
+
+
+def table(folder: Path, *rows: str) -> differences.Differences:
+    page = folder / "protocol.md"
+    page.write_text(HEAD + "\n".join(rows) + "\n\n## Next\n\n| `not` | a | row | of it |\n")
+    return differences.read(page)
+
+
+def test_cells_name_ids_globs_and_rules(tmp_path: Path) -> None:
+    found = table(tmp_path, "| `one`, `bad_*` | x | y | z |", "| `status 500 → 400: Unable to*` | x | y | z |")
+    assert found.cases == ("one", "bad_*")
+    assert [(rule.triton, rule.tensord, rule.text) for rule in found.rules] == [("500", "400", "Unable to*")]
+    assert found.of_case("bad_number") == ["bad_*"]
+    assert found.of_case("ones") == []
+
+
+@pytest.mark.parametrize("row", ["| one | x | y | z |", "| `one` | x | y | |", "| `one` | x | y |"])
+def test_a_row_needs_cases_and_a_reason(tmp_path: Path, row: str) -> None:
+    with pytest.raises(ValueError, match="a difference is"):
+        table(tmp_path, row)
+
+
+def test_a_page_without_the_section_is_refused(tmp_path: Path) -> None:
+    page = tmp_path / "protocol.md"
+    page.write_text("# Page\n")
+    with pytest.raises(ValueError, match="no section"):
+        differences.read(page)
+
+
+@pytest.mark.parametrize(
+    ("line", "excused"),
+    [
+        ('status: got 400 want 500; body {"error":"Unable to parse \'shape\'"}', True),
+        ('step 2: status: got 400 want 500; body {"error":"Unable to parse"}', True),
+        ('status: got 404 want 500; body {"error":"Unable to parse"}', False),
+        ('status: got 400 want 500; body {"error":"something else"}', False),
+        ("error: got Unable to parse want Unable to read", False),
+    ],
+)
+def test_a_rule_excuses_its_change_of_status_only(line: str, excused: bool) -> None:
+    rule = differences.Rule("status 500 → 400: Unable to*", "500", "400", "Unable to*")
+    assert rule.excuses(line) is excused

@@ -1,0 +1,127 @@
+"""Recorded requests against real daemons: every answer is the recorded one, or a difference that docs/protocol.md lists.
+
+One daemon for each profile, with the flags and the models of the recordings' profiles.json. A case of pending.txt is not answered
+as it should be yet; it has to leave that file as soon as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conformance import corpus, differences
+from tests.daemon_process import PATIENCE, DaemonProcess
+
+pytestmark = pytest.mark.skipif(
+    corpus.FOLDER is None, reason="no recordings: ../shared/conformance is absent and TENSORD_CONFORMANCE is not set"
+)
+
+PENDING = set((Path(__file__).parent / "pending.txt").read_text().split())
+
+
+class Replay:
+    """The daemons, started when a case first needs them, and what came of the cases so far."""
+
+    def __init__(self, folders: pytest.TempPathFactory, running: contextlib.ExitStack) -> None:
+        self._folders = folders
+        self._running = running
+        self._daemons: dict[str, DaemonProcess] = {}
+        #: Cases that were replayed -> lines that no rule excuses.
+        self.outcomes: dict[str, list[str]] = {}
+        self.rules_used: set[str] = set()
+
+    def differences(self, case: corpus.Case) -> list[str]:
+        """Replays a case. Returns how its answers differ, without what the rules of docs/protocol.md excuse."""
+        profile = case.get("profile", "main")
+        if profile not in self._daemons:
+            self._daemons[profile] = self._start(profile)
+        replayer = corpus.replayer()
+        runner = replayer.Runner(self._daemons[profile].url, None)
+        with _alone_on_shared_memory() if corpus.touches_shared_memory(case) else contextlib.nullcontext():
+            found = replayer.check_case(case, runner.run(case))
+        left = []
+        for line in found:
+            rule = next((rule for rule in differences.read().rules if rule.excuses(line)), None)
+            if rule is None:
+                left.append(line)
+            else:
+                self.rules_used.add(rule.name)
+        self.outcomes[case["id"]] = left
+        return left
+
+    def _start(self, profile: str) -> DaemonProcess:
+        assert corpus.FOLDER is not None
+        folder, models = self._folders.mktemp(profile), corpus.FOLDER / "models"
+        daemon = DaemonProcess(folder, [models], arguments=corpus.arguments(profile))
+        self._running.enter_context(daemon)
+        daemon.wait_log(r" supervisor: ready: ")
+        return daemon
+
+
+@contextlib.contextmanager
+def _alone_on_shared_memory() -> Iterator[None]:
+    """The recorded cases use fixed names in /dev/shm: one replay at a time on a machine."""
+    with open(Path(tempfile.gettempdir()) / "replay.lock", "w") as lock:
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                assert time.monotonic() < deadline, f"another replay holds {lock.name} for longer than {PATIENCE} s"
+                time.sleep(0.05)
+        yield
+
+
+@pytest.fixture(scope="module")
+def replay(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replay]:
+    with contextlib.ExitStack() as running:
+        yield Replay(tmp_path_factory, running)
+
+
+@pytest.mark.parametrize("case", corpus.cases(), ids=lambda case: f"{case['group']}-{case['id']}")
+def test_recorded_case(case: corpus.Case, replay: Replay) -> None:
+    name = case["id"]
+    if later := corpus.is_left_for_later(case):
+        pytest.skip(later)
+    found = replay.differences(case)
+    listed = differences.read().of_case(name)
+    if name in PENDING:
+        assert found, f"{name} passes now: delete its line in tests/conformance/pending.txt"
+        assert not listed, f"{name} stands in docs/protocol.md: delete its line in tests/conformance/pending.txt"
+        return
+    if listed:
+        assert found or name not in listed, f"{name} is answered as Triton does: delete it from docs/protocol.md"
+        return
+    # A quirk is an accident of the recorded server: either answer will do.
+    if found and "quirk" not in case:
+        pytest.fail(f"{name}:\n" + "\n".join(found), pytrace=False)
+
+
+def test_every_listed_difference_is_one(replay: Replay) -> None:
+    """Globs and rules: nothing is excused that does not happen. Judged when every case was replayed."""
+    replayable = {case["id"] for case in corpus.cases() if not corpus.is_left_for_later(case)}
+    if replay.outcomes.keys() != replayable:
+        pytest.skip("only some of the cases were replayed")
+    table = differences.read()
+    differing = {name for name, found in replay.outcomes.items() if found}
+    excused = {entry for name in differing for entry in table.of_case(name)}
+    # Entries about recordings that are not here cannot be judged.
+    judged = {entry for name in replayable for entry in table.of_case(name)}
+    assert judged - excused == set(), "docs/protocol.md lists differences that are none"
+    # A pending case may be the one a rule is for.
+    if not PENDING:
+        assert {rule.name for rule in table.rules} - replay.rules_used == set(), (
+            "docs/protocol.md has rules without use"
+        )
+
+
+def test_pending_cases_exist() -> None:
+    known = {case["id"] for case in corpus.cases()}
+    assert known >= PENDING
