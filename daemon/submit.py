@@ -84,6 +84,8 @@ class Submitter:
         self._options = options
         self._table = table
         arenas = options.arenas
+        #: Tensors up to this size travel inside their record.
+        self.inline_byte_size = arenas.inline_byte_size
         self._arena = Arena(arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
         self._workers: dict[int, Worker] = {}
         self._pending: dict[int, Pending] = {}

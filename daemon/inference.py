@@ -1,0 +1,206 @@
+"""One inference request from values to answers, for whoever has its tensors in hand: placed, submitted, answered or cancelled.
+
+    InferenceRequest ─▶ begin ─▶ tensors into records or the request arena ─▶ Submitter ─▶ on_completion (once with ``final``)
+                          ╰─ waits for room where the arena is full
+
+``begin`` calls back; ``answers`` is the same for those who await. A binary HTTP body does not come this way: it is read straight
+into the arena before anybody knows what it holds (``daemon.http.exchange``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from dataclasses import dataclass, field
+
+from daemon.submit import OnCompletion, Submitter
+from shm.arena import Lease
+from shm.errors import ServingError, from_code
+from shm.lane import SubmitterLane
+from shm.messages import Completion, Inline, Parameter, Place, RegionSlice, RequestedOutput, Slice, Submit, Tensor
+
+_ALIGNMENT = 64
+
+#: What an input's bytes are: themselves (BYTES length-prefixed), or where they lie in a client's region.
+Content = bytes | memoryview | RegionSlice
+
+
+@dataclass(slots=True)
+class InferenceRequest:
+    """Everything a request says, in no protocol's form."""
+
+    model: str
+    #: 0: the newest.
+    version: int
+    #: Name, datatype, shape and content of each.
+    inputs: list[tuple[str, str, tuple[int, ...], Content]]
+    #: Empty: all.
+    outputs: tuple[RequestedOutput, ...] = ()
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+    id: str = ""
+    priority: int = 0
+    timeout_us: int = 0
+    sequence_id: int | str = 0
+    sequence_start: bool = False
+    sequence_end: bool = False
+    #: CLOCK_MONOTONIC; a request that still queues then is not run. 0: none.
+    deadline_ns: int = 0
+
+
+class Inference:
+    """A request under way. Its owner may ``cancel`` it; after that no callback comes."""
+
+    __slots__ = ("_cancelled", "_on_completion", "_request", "_request_id", "_submitter")
+
+    def __init__(self, submitter: Submitter, request: InferenceRequest, on_completion: OnCompletion) -> None:
+        self._submitter = submitter
+        self._request = request
+        self._on_completion = on_completion
+        #: 0: not sent yet.
+        self._request_id = 0
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more. Harmless once it is answered."""
+        self._cancelled = True
+        if self._request_id:
+            self._submitter.cancel(self._request_id)
+
+    def granted(self, lease: Lease | ServingError) -> None:
+        """Room came free, or did not in time."""
+        if isinstance(lease, ServingError):
+            if not self._cancelled:
+                self._on_completion(Completion(0, lease.code, lease.message), None)
+        elif self._cancelled:
+            self._submitter.give_back(lease)
+        else:
+            try:
+                self.send(lease)
+            except ServingError as error:
+                self._on_completion(Completion(0, error.code, error.message), None)
+
+    def send(self, lease: Lease | None) -> None:
+        """Puts the tensors into their places and submits. Raises Unavailable: too many are in flight; the lease is given back."""
+        request, submitter = self._request, self._submitter
+        request_id = submitter.next_id()
+        record = Submit(
+            request_id,
+            request.model,
+            request.version,
+            tuple(_placed(request, lease, submitter.inline_byte_size)),
+            request.outputs,
+            request.parameters,
+            request.id,
+            deadline_ns=request.deadline_ns,
+            received_ns=time.monotonic_ns(),
+            priority=request.priority,
+            timeout_us=request.timeout_us,
+            sequence_id=request.sequence_id,
+            sequence_start=request.sequence_start,
+            sequence_end=request.sequence_end,
+        )
+        try:
+            submitter.submit(record, () if lease is None else (lease,), self._on_completion)
+        except ServingError:
+            if lease is not None:
+                submitter.give_back(lease)
+            raise
+        self._request_id = request_id
+
+
+def begin(submitter: Submitter, request: InferenceRequest, on_completion: OnCompletion) -> Inference:
+    """Sends a request now, or when there is room for its tensors; ``on_completion`` is never called from here.
+
+    A refusal that comes later arrives as a Completion with a code.
+    Raises: InvalidArgument: its tensors could never fit.  Unavailable: too many requests are in flight.
+    """
+    inline, size = submitter.inline_byte_size, 0
+    for _, _, _, content in request.inputs:
+        if not isinstance(content, RegionSlice) and len(content) > inline:
+            size += -(-len(content) // _ALIGNMENT) * _ALIGNMENT
+    inference = Inference(submitter, request, on_completion)
+    if not size:
+        inference.send(None)
+        return inference
+    lease = submitter.loan(size)
+    if lease is not None:
+        inference.send(lease)
+    else:
+        submitter.wait_for_room(size, inference.granted)
+    return inference
+
+
+def _placed(request: InferenceRequest, lease: Lease | None, inline: int) -> Iterator[Tensor]:
+    used = 0
+    for name, datatype, shape, content in request.inputs:
+        place: Place
+        if isinstance(content, RegionSlice):
+            place = content
+        elif len(content) <= inline:
+            place = Inline(bytes(content))
+        else:
+            assert lease is not None
+            size = len(content)
+            lease.view[used : used + size] = content
+            place = Slice(lease.place.segment, lease.place.offset + used, size)
+            used += -(-size // _ALIGNMENT) * _ALIGNMENT
+        yield Tensor(name, datatype, shape, place)
+
+
+# ------------------------------------------------------------------------------------------------------------ awaitable
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One good answer; its content is there until the next one is asked for."""
+
+    completion: Completion
+    lane: SubmitterLane
+
+    def content(self, tensor: Tensor) -> bytes | memoryview:
+        """The bytes of an output that did not go to a region."""
+        place = tensor.place
+        assert not isinstance(place, RegionSlice)
+        return place.content if isinstance(place, Inline) else self.lane.view(place)
+
+
+@contextlib.asynccontextmanager
+async def answers(submitter: Submitter, request: InferenceRequest) -> AsyncIterator[AsyncIterator[Answer]]:
+    """``async with answers(...) as each: async for answer in each``; one answer, or for a decoupled model any number.
+
+    Leaving the block early, by an error or a cancellation too, cancels the request.
+    Raises, also while iterating: the ServingError the request was refused or answered with.
+    """
+    arrived: asyncio.Queue[tuple[Completion, SubmitterLane | None]] = asyncio.Queue()
+    inference = begin(submitter, request, lambda completion, lane: arrived.put_nowait((completion, lane)))
+    each = _iterate(submitter, arrived)
+    try:
+        yield each
+    finally:
+        inference.cancel()
+        await each.aclose()
+        while not arrived.empty():
+            _release(submitter, *arrived.get_nowait())
+
+
+async def _iterate(
+    submitter: Submitter, arrived: asyncio.Queue[tuple[Completion, SubmitterLane | None]]
+) -> AsyncGenerator[Answer, None]:
+    while True:
+        completion, lane = await arrived.get()
+        try:
+            if completion.code:
+                raise from_code(completion.code, completion.message)
+            if lane is not None and (completion.outputs or not completion.final):
+                yield Answer(completion, lane)
+        finally:
+            _release(submitter, completion, lane)
+        if completion.final:
+            return
+
+
+def _release(submitter: Submitter, completion: Completion, lane: SubmitterLane | None) -> None:
+    if lane is not None and completion.lease is not None:
+        submitter.release(lane, completion.lease)
