@@ -8,6 +8,7 @@ which their requests came, so an answer is written only by the exchange whose tu
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import logging
 import time
@@ -15,9 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from config.options import Options
-from daemon.http import request_codec, response_codec
+from daemon.http import placement, request_codec, response_codec
 from daemon.http.body import CollectedBody, PlacedBody
-from daemon.http.decoded_request import DecodedRequest, Part
+from daemon.http.compression import BodyTooLarge, Deflation, Inflation
+from daemon.http.decoded_request import DecodedRequest
 from daemon.http.request_codec import Recognised
 from daemon.model_table import ModelTable
 from daemon.status import http_status
@@ -25,7 +27,7 @@ from daemon.submit import Submitter
 from shm.arena import Lease
 from shm.errors import InvalidArgument, ServingError
 from shm.lane import SubmitterLane
-from shm.messages import Completion, Inline, Place, RegionSlice, Slice, Submit, Tensor
+from shm.messages import Completion, Submit
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +63,9 @@ class InferHead:
     error: ServingError | None = None
     #: The header line of the answer that says that the connection stays, where that is not understood.
     keep_alive_line: bytes = b""
+    #: How the body is compressed, "" if it is not, and how the answer shall be.
+    coding: str = ""
+    accepts: str = ""
 
 
 @dataclass(slots=True)
@@ -110,6 +115,10 @@ class Exchange:
         self._unwritten: tuple[SubmitterLane, tuple[int, int, int]] | None = None
         #: Answered with this as soon as it is our turn and the body is consumed.
         self._error: ServingError | None = None
+        #: Of a compressed body, and whether its next step is due; of an answer that is being compressed.
+        self._inflation: Inflation | None = None
+        self._inflating = False
+        self._deflation: Deflation | None = None
 
     # -------------------------------------------------------------------------------------------------- body
 
@@ -120,6 +129,11 @@ class Exchange:
             if self._head.error is not None:
                 raise self._head.error
             self._serving.table.find(self._head.model, self._head.version)
+            if self._head.coding:
+                assert isinstance(self.body, CollectedBody)
+                limit = self._serving.options.http.max_body_byte_size
+                self._inflation = Inflation(self._head.coding, self.body, limit)
+                return
             if json_size is not None and length is not None and not 0 <= json_size <= length:
                 raise InvalidArgument(f"inference header size should be in range (0, {length}), got: {json_size}")
             if json_size is not None and length is not None and length > COLLECT_BYTE_SIZE:
@@ -158,18 +172,51 @@ class Exchange:
         """Whether the answer is an error already, so that the rest of the body need not come."""
         return self._error is not None
 
+    @property
+    def received(self) -> int:
+        """Bytes of the body that came, as they came."""
+        return self.body.received if self._inflation is None else self._inflation.received
+
     def receive(self, chunk: bytes) -> None:
         """A piece of the body; of a refused request it is only counted."""
-        if self._error is None:
+        if self._inflation is not None:
+            self._inflation.feed(chunk) if self._error is None else self._inflation.skip(chunk)
+            if not self._inflating:
+                self._inflate()
+        elif self._error is None:
             self.body.write(chunk)
         else:
             self.body.received += len(chunk)
+
+    def _inflate(self) -> None:
+        """A step of it. The next one comes after whatever else waits for the loop, and no more is read meanwhile."""
+        was_inflating, self._inflating = self._inflating, False
+        if self._gone or self._inflation is None:
+            return
+        try:
+            if self._error is None and self._inflation.step():
+                self._inflating = True
+                if not was_inflating:
+                    self._pause(True)
+                asyncio.get_running_loop().call_soon(self._inflate)
+                return
+            if self._error is None and self._whole:
+                self._inflation.finish()
+        except ServingError as error:
+            self._inflation.drop()
+            self._error = error
+        if was_inflating:
+            self._pause(False)
+        self._go_on()
 
     def complete(self) -> None:
         """The body is whole."""
         self._whole = True
         self.phase = Phase.RECEIVED
-        self._go_on()
+        if self._inflation is None:
+            self._go_on()
+        elif not self._inflating:
+            self._inflate()
 
     def take_turn(self) -> None:
         """Every earlier exchange of this connection is answered."""
@@ -180,7 +227,7 @@ class Exchange:
 
     def _go_on(self) -> None:
         """Submits once the body is whole and placed and it is our turn."""
-        if self._gone or not (self._my_turn and self.phase is Phase.RECEIVED):
+        if self._gone or self._inflating or not (self._my_turn and self.phase is Phase.RECEIVED):
             return
         if self._error is None and isinstance(self.body, CollectedBody) and self._needs_lease():
             return  # still waiting for room for the body
@@ -188,6 +235,8 @@ class Exchange:
             if self._error is not None:
                 raise self._error
             self._submit(self._decode())
+        except BodyTooLarge as error:
+            self._answer_error(413, error.message)
         except ServingError as error:
             self._answer_error(http_status(error), error.message)
         except Exception:
@@ -195,7 +244,12 @@ class Exchange:
 
     def _needs_lease(self) -> bool:
         head = self._head
-        return head.json_size is not None and (head.content_length or 0) > COLLECT_BYTE_SIZE and not self._leases
+        return (
+            head.json_size is not None
+            and (head.content_length or 0) > COLLECT_BYTE_SIZE
+            and not self._leases
+            and self._inflation is None
+        )
 
     def _decode(self) -> DecodedRequest:
         json_size = self._head.json_size
@@ -220,13 +274,7 @@ class Exchange:
         return request_codec.decode_raw(state.metadata, state.config, byte_size)
 
     def _submit(self, decoded: DecodedRequest) -> None:
-        inline = self._serving.options.arenas.inline_byte_size
-        # Tensors that came as JSON, or in a collected body, and are too large to travel in the record.
-        size = 0
-        for _, _, _, source in decoded.inputs:
-            content_size = len(source) if type(source) is bytes else source.byte_size if type(source) is Part else 0
-            if content_size > inline and (type(source) is bytes or isinstance(self.body, CollectedBody)):
-                size += -(-content_size // 64) * 64
+        size = placement.room(decoded, self.body, self._serving.options.arenas.inline_byte_size)
         self._decoded = decoded
         if size == 0:
             self._send(decoded, None)
@@ -253,7 +301,8 @@ class Exchange:
     def _send(self, decoded: DecodedRequest, lease: Lease | None) -> None:
         if lease is not None:
             self._leases.append(lease)
-        inputs = self._place(decoded, lease)
+        inline = self._serving.options.arenas.inline_byte_size
+        inputs = placement.place(decoded, self.body, self._head.json_size or 0, lease, inline)
         submitter = self._serving.submitter
         self._request_id = submitter.next_id()
         record = Submit(
@@ -274,33 +323,6 @@ class Exchange:
         submitter.submit(record, self._leases, self._completed)
         self._leases = []
         self.phase = Phase.SUBMITTED
-
-    def _place(self, decoded: DecodedRequest, lease: Lease | None) -> tuple[Tensor, ...]:
-        inline = self._serving.options.arenas.inline_byte_size
-        json_size = self._head.json_size or 0
-        body = self.body
-        tail = memoryview(body.whole())[json_size:] if isinstance(body, CollectedBody) else memoryview(b"")
-        used = 0
-        tensors: list[Tensor] = []
-        for name, datatype, shape, source in decoded.inputs:
-            place: Place
-            if isinstance(source, RegionSlice):
-                place = source
-            elif isinstance(source, Part) and isinstance(body, PlacedBody):
-                place = body.place(json_size, source, inline)
-            else:
-                content = (
-                    source if isinstance(source, bytes) else tail[source.offset : source.offset + source.byte_size]
-                )
-                if len(content) <= inline:
-                    place = Inline(bytes(content))
-                else:
-                    assert lease is not None
-                    lease.view[used : used + len(content)] = content
-                    place = Slice(lease.place.segment, lease.place.offset + used, len(content))
-                    used += -(-len(content) // 64) * 64
-            tensors.append(Tensor(name, datatype, shape, place))
-        return tuple(tensors)
 
     # ------------------------------------------------------------------------------------------------ answer
 
@@ -324,9 +346,13 @@ class Exchange:
             else:
                 self._answer_defect()
             return
-        line = response_codec.response_head(len(head), parts, self._connection_line())
         if completion.lease is not None:
             self._unwritten = (lane, completion.lease)
+        if self._head.accepts:
+            self._deflation = Deflation(self._head.accepts, (head, *parts))
+            self._deflate(self._deflation, len(head), bool(sum(map(len, parts))))
+            return
+        line = response_codec.response_head(len(head), parts, self._connection_line())
         self.phase = Phase.ANSWERED
         # Small pieces are cheaper joined; slices of the arena go to the socket as they lie.
         pieces: list[response_codec.Buffer] = [line + head, *parts]
@@ -334,6 +360,22 @@ class Exchange:
             pieces = [b"".join(pieces)]
         if self._write(pieces):
             self.written()
+        self._done()
+
+    def _deflate(self, deflation: Deflation, json_size: int, binary: bool) -> None:
+        """A step of it, and in the end the answer. The lease is given back then: the compressed bytes are our own."""
+        if self._gone:
+            return
+        if deflation.step():
+            asyncio.get_running_loop().call_soon(self._deflate, deflation, json_size, binary)
+            return
+        self.written()
+        self.phase = Phase.ANSWERED
+        body = b"".join(deflation.compressed)
+        line = response_codec.compressed_head(
+            json_size if binary else None, deflation.coding, len(body), self._connection_line()
+        )
+        self._write([line + body])
         self._done()
 
     def _answer_error(self, status: int, message: str) -> None:
@@ -362,6 +404,9 @@ class Exchange:
         if self._request_id:
             self._serving.submitter.cancel(self._request_id)
         self._give_back()
+        for transformation in (self._inflation, self._deflation):
+            if transformation is not None:
+                transformation.drop()
         self.written()
 
     def _give_back(self) -> None:

@@ -10,6 +10,7 @@ import re
 import urllib.parse
 from collections.abc import Sequence
 
+from daemon.http.compression import answer_coding, request_coding
 from daemon.http.exchange import InferHead
 from daemon.http.infer_route import InferRoute
 from shm.errors import InvalidArgument, ServingError, Unsupported
@@ -53,6 +54,8 @@ def infer_head(route: InferRoute, version: str, keep_alive: bool, fields: Fields
     length: int | None = 0
     json_size: int | None = None
     error: ServingError | None = route.error
+    coding: str | None = None
+    accepts = ""
     for name, value in fields:
         if name == b"content-length":
             length = int(value)
@@ -65,8 +68,15 @@ def infer_head(route: InferRoute, version: str, keep_alive: bool, fields: Fields
                 error = error or InvalidArgument(
                     "Inference-Header-Content-Length should be an unsigned integer, given once"
                 )
-        elif name == b"content-encoding" and value != b"identity":
-            error = error or Unsupported("Unsupported compression type")
+        elif name == b"content-encoding":
+            named = request_coding(value)
+            if named is None or coding is not None:
+                error = error or Unsupported("Unsupported compression type")
+            coding = named or ""
+        elif name == b"accept-encoding" and not accepts:
+            accepts = answer_coding(value)
     # Who speaks HTTP/1.0 must be told that the connection stays.
     connection = b"" if version != "1.0" else b"Connection: keep-alive\r\n"
-    return InferHead(route.model, route.version, length, json_size, keep_alive, error, connection)
+    return InferHead(
+        route.model, route.version, length, json_size, keep_alive, error, connection, coding or "", accepts
+    )

@@ -299,7 +299,7 @@ class InferProtocol(HttpToolsProtocol):
         self._barren_size = 0
         if isinstance(receiving, Exchange):
             limit = self.serving.options.http.max_body_byte_size
-            if receiving.body.received + len(body) > limit:
+            if receiving.received + len(body) > limit:
                 self._refuse(413, f"the request body has more than {limit} bytes, at most {limit} are allowed")
             else:
                 receiving.receive(body)

@@ -96,6 +96,25 @@ def response_head(json_size: int, parts: list[Buffer], connection: bytes = b"") 
     )
 
 
+def compressed_head(json_size: int | None, coding: str, byte_size: int, connection: bytes = b"") -> bytes:
+    """The same of an answer that is compressed to ``byte_size`` bytes.
+
+    Args:
+      json_size: bytes of the JSON before it was compressed; None: the answer has no binary parts.
+    """
+    binary = b"" if json_size is None else b"Inference-Header-Content-Length: %d\r\n" % json_size
+    return (
+        b"HTTP/1.1 200 OK\r\nContent-Type: application/%b\r\n%bContent-Encoding: %b\r\n%bContent-Length: %d\r\n\r\n"
+        % (
+            b"json" if json_size is None else b"octet-stream",
+            binary,
+            coding.encode(),
+            connection,
+            byte_size,
+        )
+    )
+
+
 def error_response(status: int, message: str, connection: bytes = b"") -> bytes:
     """A whole error answer: always a JSON object with ``error``."""
     body = _encode({"error": message})

@@ -421,7 +421,11 @@ def test_a_chunked_body_over_the_limit(front: FrontProcess, worker: EchoWorker) 
         ("Inference-Header-Content-Length: x", 400, "should be an unsigned integer"),
         ("Inference-Header-Content-Length:", 400, "should be an unsigned integer"),
         ("Inference-Header-Content-Length: 99999999999999999999", 400, "should be an unsigned integer"),
-        ("Content-Encoding: gzip", 501, "Unsupported compression"),
+        ("Content-Encoding: br", 501, "Unsupported compression"),
+        ("Content-Encoding: gzip, deflate", 501, "Unsupported compression"),
+        ("Content-Encoding: gzip\r\nContent-Encoding: gzip", 501, "Unsupported compression"),
+        ("Content-Encoding: gzip", 400, "it is no gzip stream"),
+        ("Content-Encoding: deflate", 400, "it is no deflate stream"),
     ],
 )
 def test_refused_headers_keep_the_connection(

@@ -1,0 +1,170 @@
+"""Compressed bodies and answers: gzip (RFC 1952) and deflate, which is zlib's format (RFC 1950). Sans-I/O.
+
+Either way goes in steps of bounded work, so that the loop can serve others between two of them:
+
+    chunk ─▶ Inflation.feed ─▶ step, step, ... ─▶ finish      body grows up to its limit, never beyond
+    pieces ─▶ Deflation     ─▶ step, step, ...                ─▶ compressed
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Iterable
+
+from daemon.http.body import CollectedBody
+from shm.errors import InvalidArgument
+
+Buffer = bytes | memoryview
+
+#: What zlib is told to read or write. Either format stands for itself: what says gzip and is deflate is broken.
+_WINDOW_BITS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
+#: Bytes read or written in a step; less than a millisecond of work.
+_INFLATE_IN, _INFLATE_OUT, _DEFLATE_IN = 16 << 10, 256 << 10, 32 << 10
+#: The quickest: answers are mostly numbers, of which more effort saves hardly a byte, and the loop pays for it.
+_LEVEL = 1
+#: Members of an Accept-Encoding list that are looked at.
+_MAX_CODINGS = 32
+
+
+class BodyTooLarge(InvalidArgument):
+    """A body beyond its limit: 413, for which the family of errors has no code."""
+
+
+class Inflation:
+    """A compressed body that is inflated into ``body`` while it arrives.
+
+    Args:
+      coding: "gzip" or "deflate".
+      limit: bytes that ``body`` may hold. Nothing is inflated beyond it, but one byte to know.
+    """
+
+    def __init__(self, coding: str, body: CollectedBody, limit: int) -> None:
+        self._coding = coding
+        self._body = body
+        self._limit = limit
+        self._pending: deque[memoryview] = deque()
+        self._stream = zlib.decompressobj(_WINDOW_BITS[coding])
+        #: Compressed bytes so far.
+        self.received = 0
+
+    def feed(self, chunk: bytes) -> None:
+        """A piece of the compressed body; the next steps inflate it."""
+        self.received += len(chunk)
+        view = memoryview(chunk)
+        self._pending.extend(view[at : at + _INFLATE_IN] for at in range(0, len(view), _INFLATE_IN))
+
+    def step(self) -> bool:
+        """Inflates a little; whether there is more to do.
+
+        Raises: InvalidArgument: the stream is broken.  BodyTooLarge.
+        """
+        if not self._pending:
+            return False
+        piece, room = self._pending.popleft(), _INFLATE_OUT
+        try:
+            while piece and room:
+                if self._stream.eof:
+                    self._next_member()
+                content = self._stream.decompress(piece, min(room, self._limit - self._body.received + 1))
+                if content:
+                    room -= len(content)
+                    self._take(content)
+                piece = memoryview(self._stream.unused_data if self._stream.eof else self._stream.unconsumed_tail)
+        except zlib.error as error:
+            raise InvalidArgument(f"failed to decompress the request body: it is no {self._coding} stream") from error
+        if piece:
+            self._pending.appendleft(piece)
+        return bool(self._pending)
+
+    def finish(self) -> None:
+        """Everything was fed and inflated. Raises InvalidArgument: the stream goes on beyond the body."""
+        if not self._stream.eof:
+            raise InvalidArgument(
+                f"failed to decompress the request body: the {self._coding} stream is truncated after {self.received} bytes"
+            )
+
+    def skip(self, chunk: bytes) -> None:
+        """A piece of a body that is refused already."""
+        self.received += len(chunk)
+
+    def drop(self) -> None:
+        """Nobody wants the rest."""
+        self._pending.clear()
+
+    def _take(self, content: bytes) -> None:
+        if self._body.received + len(content) > self._limit:
+            raise BodyTooLarge(
+                f"the request body of {self.received} compressed bytes so far inflates to more than {self._limit} bytes, "
+                f"at most {self._limit} are allowed"
+            )
+        self._body.write(content)
+
+    def _next_member(self) -> None:
+        """gzip files may be put one behind the other; a zlib stream ends once."""
+        if self._coding != "gzip":
+            raise InvalidArgument("failed to decompress the request body: bytes follow the end of the deflate stream")
+        self._stream = zlib.decompressobj(_WINDOW_BITS[self._coding])
+
+
+class Deflation:
+    """An answer that is compressed. ``pieces`` are only read, and not kept once done or dropped."""
+
+    def __init__(self, coding: str, pieces: Iterable[Buffer]) -> None:
+        self.coding = coding
+        self._pieces = deque(memoryview(piece) for piece in pieces)
+        self._stream = zlib.compressobj(_LEVEL, zlib.DEFLATED, _WINDOW_BITS[coding])
+        self.compressed: list[bytes] = []
+
+    def step(self) -> bool:
+        """Compresses a little; whether there is more to do."""
+        room = _DEFLATE_IN
+        while self._pieces and room:
+            piece = self._pieces.popleft()
+            self.compressed.append(self._stream.compress(piece[:room]))
+            if len(piece) > room:
+                self._pieces.appendleft(piece[room:])
+            room -= min(room, len(piece))
+        if self._pieces:
+            return True
+        self.compressed.append(self._stream.flush())
+        return False
+
+    def drop(self) -> None:
+        """Nobody wants it; the pieces may be given back."""
+        self._pieces.clear()
+
+
+def request_coding(value: bytes) -> str | None:
+    """The coding a Content-Encoding names, "" for none; None: one that is not understood, or more than one."""
+    name = value.decode("latin-1").lower()
+    if name == "identity":
+        return ""
+    name = "gzip" if name == "x-gzip" else name
+    return name if name in _WINDOW_BITS else None
+
+
+def answer_coding(accept: bytes) -> str:
+    """The coding of an answer by the request's Accept-Encoding; "": none.
+
+    The first with the highest q of those we know, as Triton chooses; ``*`` and names in capitals choose none.
+    """
+    best, highest = "", 0.0
+    for entry in accept.split(b",", _MAX_CODINGS)[:_MAX_CODINGS]:
+        name, *parameters = [part.strip() for part in entry.split(b";", 2)]
+        coding = name.decode("latin-1")
+        if coding in _WINDOW_BITS or coding == "identity":
+            quality = _quality(parameters[0]) if parameters else 1.0
+            if quality > highest:
+                best, highest = coding, quality
+    return "" if best == "identity" else best
+
+
+def _quality(parameter: bytes) -> float:
+    """A ``q=0.8``; what is none counts as 0: an answer that is not compressed is always right."""
+    name, _, value = parameter.partition(b"=")
+    try:
+        quality = float(value) if name.strip() == b"q" else 0.0
+    except ValueError:
+        return 0.0
+    return quality if 0.0 <= quality <= 1.0 else 0.0

@@ -1,0 +1,53 @@
+"""Tensors from a body to their places, with a real arena."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from daemon.http.body import CollectedBody
+from daemon.http.decoded_request import DecodedRequest, Part, Source
+from daemon.http.placement import place, room
+from shm.arena import Arena
+from shm.messages import Inline, RegionSlice, Slice
+
+MIB = 1 << 20
+REGION = RegionSlice("r", 0, 100)
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena(MIB, MIB, 0)
+    yield made
+    made.close()
+
+
+def request_of(*sources: Source) -> DecodedRequest:
+    return DecodedRequest("", [(f"x{n}", "UINT8", (1,), s) for n, s in enumerate(sources)], (), {}, False, {})
+
+
+def test_small_tensors_and_regions_need_no_room() -> None:
+    body = CollectedBody()
+    body.write(b"JSONabcdef")
+    decoded = request_of(Part(0, 2), REGION, b"xyz", Part(2, 4))
+    assert room(decoded, body, 16) == 0
+    places = [tensor.place for tensor in place(decoded, body, 4, None, 16)]
+    assert places == [Inline(b"ab"), REGION, Inline(b"xyz"), Inline(b"cdef")]
+
+
+def test_larger_ones_lie_aligned_behind_each_other(arena: Arena) -> None:
+    body = CollectedBody()
+    body.write(b"JSON" + b"a" * 100 + b"b" * 30)
+    decoded = request_of(Part(0, 100), b"c" * 70, Part(100, 30), REGION)
+    size = room(decoded, body, 16)
+    assert size == 128 + 128 + 64
+    lease = arena.loan(size)
+    assert lease is not None
+    first, second, third, _ = (tensor.place for tensor in place(decoded, body, 4, lease, 16))
+    for found, content in ((first, b"a" * 100), (second, b"c" * 70), (third, b"b" * 30)):
+        assert isinstance(found, Slice)
+        at = found.offset - lease.place.offset
+        assert at % 64 == 0
+        assert lease.view[at : at + found.byte_size] == content
+    lease.release()
