@@ -72,10 +72,11 @@ class Routes:
     # ------------------------------------------------------------------------------------------------ health
 
     async def live(self, request: Request) -> Response:
-        return Response()
+        """KServe's client reads the body; Triton's looks at the status alone."""
+        return _answer(_json({"live": True}))
 
     async def ready(self, request: Request) -> Response:
-        return Response(status_code=200 if self._endpoints.is_ready() else 400)
+        return _answer(_json({"ready": True})) if self._endpoints.is_ready() else Response(status_code=400)
 
     # ------------------------------------------------------------------------------------------------ models
 

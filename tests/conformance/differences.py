@@ -14,28 +14,34 @@ from pathlib import Path
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 _HEADING = "## Differences from Triton"
-_RULE = re.compile(r"status (\d{3}) → (\d{3})(?:: (.*))?")
-#: How the replayer words a wrong status; a case of several steps puts "step N: " before it.
-_STATUS = re.compile(r"(?:step \d+: )?(?:#\d+ )?status: got (\d{3}) want (\d{3}); body (.*)", re.DOTALL)
+_STATUS_RULE = re.compile(r"status (\d{3}) → (\d{3})(?:: (.*))?")
+_BODY_RULE = re.compile(r"empty body → (\{.*\})")
+#: What the replayer puts before a difference in a case of several steps, or of several answers.
+_PLACE = re.compile(r"(step \d+: )?(#\d+ )?")
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A change of status that is excused for every case."""
+    """A difference that is excused for every case."""
 
     name: str
-    triton: str
-    tensord: str
-    #: Glob of the error text.
-    text: str
+    #: Glob of the replayer's line.
+    line: str
 
     def excuses(self, difference: str) -> bool:
-        """Whether a line of the replayer is this change of status and no more."""
-        found = _STATUS.fullmatch(difference)
-        if found is None or (found[1], found[2]) != (self.tensord, self.triton):
-            return False
+        """Whether a line of the replayer is this difference and no other."""
+        return fnmatchcase(_PLACE.sub("", difference, count=1), self.line)
+
+
+def rule(name: str) -> Rule | None:
+    """The rule that a name in the first cell stands for; None: it is no rule but an id, or a glob of ids."""
+    if status := _STATUS_RULE.fullmatch(name):
+        triton, tensord, text = status.groups(default="")
         # The replayer cuts long texts, so the end is open.
-        return fnmatchcase(found[3], f'{{"error":"{self.text}*')
+        return Rule(name, f'status: got {tensord} want {triton}; body {{"error":"{text}*')
+    if body := _BODY_RULE.fullmatch(name):
+        return Rule(name, f": got {body[1]} want null")
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +63,8 @@ def read(document: Path = DOCUMENT) -> Differences:
 
     Raises: ValueError: there is no such heading, or a row names nothing in backquotes or gives no reason.
     """
-    _, found, section = document.read_text(encoding="utf-8").partition(f"{_HEADING}\n")
-    if not found:
+    _, heading, section = document.read_text(encoding="utf-8").partition(f"{_HEADING}\n")
+    if not heading:
         raise ValueError(f"{document.name} has no section {_HEADING!r}")
     rows = [line for line in section.split("\n## ")[0].splitlines() if line.startswith("|")]
     cases: list[str] = []
@@ -70,8 +76,8 @@ def read(document: Path = DOCUMENT) -> Differences:
         if len(cells) != 4 or not names or not all(cells):
             raise ValueError(f"{document.name}: a difference is `cases`, Triton, tensord, why; this row is not: {row}")
         for name in names:
-            if rule := _RULE.fullmatch(name):
-                rules.append(Rule(name, rule[1], rule[2], rule[3] or "*"))
+            if found := rule(name):
+                rules.append(found)
             else:
                 cases.append(name)
     return Differences(tuple(cases), tuple(rules))
