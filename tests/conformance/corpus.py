@@ -6,6 +6,7 @@ worktree), or where TENSORD_CONFORMANCE says; their README describes the format 
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import json
 import os
@@ -60,6 +61,8 @@ LATER_FEATURES = {
 }
 
 Case = dict[str, Any]
+#: A step of a case, or what came of it.
+Step = dict[str, Any]
 
 
 def _beside(name: str) -> Path | None:
@@ -173,13 +176,28 @@ def is_left_for_later(case: Case) -> str | None:
     return f"needs {feature}" if feature else None
 
 
+def is_inference(step: Step, answer: Step) -> bool:
+    """Whether a step is an inference over HTTP that succeeded."""
+    return step.get("path", "").partition("?")[0].endswith("/infer") and answer.get("status") == 200
+
+
+def json_part(step: Step) -> Any | None:
+    """The JSON of an inference request; None when it has none (a raw request), is compressed, or has Triton's literal ``Inf``."""
+    headers = {name.lower(): value for name, value in step.get("headers", {}).items()}
+    body = base64.b64decode(step["body_b64"]) if "body_b64" in step else step.get("body", "").encode()
+    size = int(headers.get("inference-header-content-length", len(body)))
+    if not size or "content-encoding" in headers or re.search(rb"\bInf\b", body[:size]):
+        return None
+    return json.loads(body[:size])
+
+
 def touches_shared_memory(case: Case) -> bool:
     """Whether a case makes names in /dev/shm."""
     steps = [*case.get("steps", [case]), *case.get("cleanup", [])]
     return any(step.get("op", "").startswith("shm_") for step in _steps(steps))
 
 
-def _steps(steps: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _steps(steps: list[Step]) -> Iterator[Step]:
     """The steps, and those that run beside others in a thread."""
     for step in steps:
         yield step

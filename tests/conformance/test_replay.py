@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import tempfile
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance import corpus, differences
+from tests.conformance import corpus, differences, published
 from tests.daemon_process import PATIENCE, DaemonProcess
 
 pytestmark = pytest.mark.skipif(
@@ -35,6 +36,8 @@ class Replay:
         #: Cases that were replayed -> lines that no rule excuses.
         self.outcomes: dict[str, list[str]] = {}
         self.rules_used: set[str] = set()
+        #: Inference requests that were answered with 200, and the answers.
+        self.inferences: list[tuple[corpus.Step, corpus.Step]] = []
 
     def differences(self, case: corpus.Case) -> list[str]:
         """Replays a case. Returns how its answers differ, without what the rules of docs/protocol.md excuse."""
@@ -44,7 +47,10 @@ class Replay:
         replayer = corpus.replayer()
         runner = replayer.Runner(self._daemons[profile].url, None)
         with _alone_on_shared_memory() if corpus.touches_shared_memory(case) else contextlib.nullcontext():
-            found = replayer.check_case(case, runner.run(case))
+            answers = runner.run(case)
+        steps = replayer.steps_of(case)
+        self.inferences += [pair for pair in zip(steps, answers, strict=True) if corpus.is_inference(*pair)]
+        found = replayer.check_case(case, answers)
         left = []
         for line in found:
             rule = next((rule for rule in differences.read().rules if rule.excuses(line)), None)
@@ -120,6 +126,19 @@ def test_every_listed_difference_is_one(replay: Replay) -> None:
         assert {rule.name for rule in table.rules} - replay.rules_used == set(), (
             "docs/protocol.md has rules without use"
         )
+
+
+def test_accepted_requests_and_their_answers_fit_the_published_schemas(replay: Replay) -> None:
+    if not published.validators():
+        pytest.skip("no schemas: ../shared/seeds is absent")
+    if not replay.inferences:
+        pytest.skip("no inference was replayed")
+    for step, answer in replay.inferences:
+        document = json.loads(answer["body"])
+        assert published.violations(published.TRITON_RESPONSE, document) == set(), document
+        request = corpus.json_part(step)
+        for schema in (published.TRITON_REQUEST, published.KSERVE_REQUEST):
+            assert request is None or published.violations(schema, request) == set(), request
 
 
 def test_pending_cases_exist() -> None:
