@@ -51,7 +51,7 @@ def encode(
                 entry["parameters"] = {"binary_data_size": len(content)}
                 parts.append(content)
             else:
-                entry["data"] = _json_data(tensor, content)
+                entry["data"] = json_data(tensor, content)
         outputs.append(entry)
     head: dict[str, Any] = {"id": client_id} if client_id else {}
     head["model_name"] = model
@@ -62,7 +62,8 @@ def encode(
     return _encode(head), parts
 
 
-def _json_data(tensor: Tensor, content: Buffer) -> Any:
+def json_data(tensor: Tensor, content: Buffer) -> Any:
+    """The flat values of an output, as a list or as JSON text. Raises InvalidArgument: they cannot be written as JSON."""
     datatype, name = tensor.datatype, tensor.name
     if datatype in ("FP16", "BF16"):
         raise InvalidArgument(

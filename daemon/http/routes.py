@@ -1,4 +1,5 @@
-"""Every endpoint but infer, as a Starlette application: health, metadata, configuration, statistics, repository, regions.
+"""Every endpoint but infer, as a Starlette application: health, metadata, configuration, generate, statistics, repository,
+regions.
 
 What they answer is the business of ``daemon.endpoints``; here stand paths, methods, JSON bodies and statuses. Errors are one JSON
 object with ``error``, whatever raised them. Source: KServe V2 REST and Triton's extensions, as recorded against a real Triton.
@@ -17,6 +18,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from daemon.endpoints import Endpoints
+from daemon.http.generate import Generation
+from daemon.http.whole_body import read_body
 from daemon.model_table import parse_version
 from daemon.status import http_status
 from shm.errors import InvalidArgument, NotFound, ServingError
@@ -29,8 +32,9 @@ Handler = Callable[[Request], Awaitable[Response]]
 class Routes:
     """The HTTP form of the endpoints."""
 
-    def __init__(self, endpoints: Endpoints) -> None:
+    def __init__(self, endpoints: Endpoints, generation: Generation) -> None:
         self._endpoints = endpoints
+        self._generation = generation
 
     def application(self) -> Starlette:
         """The ASGI application."""
@@ -53,6 +57,8 @@ class Routes:
                 ("GET", f"{prefix}/config", self.config),
                 ("GET", f"{prefix}/stats", self.statistics),
                 ("POST", f"{prefix}/infer", self.infer),
+                ("POST", f"{prefix}/generate", self.generate),
+                ("POST", f"{prefix}/generate_stream", self.generate_stream),
             ]
         for kind in ("system", "cuda"):
             for prefix in (f"/v2/{kind}sharedmemory", f"/v2/{kind}sharedmemory/region/{{region}}"):
@@ -101,6 +107,12 @@ class Routes:
     async def infer(self, request: Request) -> Response:
         """Only for its place in the table: a connection takes every infer request the short way."""
         raise NotFound("Not Found")
+
+    async def generate(self, request: Request) -> Response:
+        return await self._generation.generate(request, *_target(request))
+
+    async def generate_stream(self, request: Request) -> Response:
+        return await self._generation.generate_stream(request, *_target(request))
 
     async def statistics(self, request: Request) -> Response:
         model, version = _target(request) if "model" in request.path_params else ("", 0)
@@ -182,16 +194,7 @@ def _parameters(fields: dict[str, Any]) -> dict[str, Any]:
 
 async def _fields(request: Request) -> dict[str, Any]:
     """The JSON object of a control request; an empty body is an empty object."""
-    pieces: list[bytes] = []
-    size = 0
-    async for piece in request.stream():
-        size += len(piece)
-        if size > _MAX_BODY:
-            raise HTTPException(
-                413, f"the request body has more than {_MAX_BODY} bytes, at most {_MAX_BODY} are allowed"
-            )
-        pieces.append(piece)
-    body = b"".join(pieces)
+    body = await read_body(request, _MAX_BODY)
     if not body.strip():
         return {}
     try:

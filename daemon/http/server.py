@@ -14,6 +14,7 @@ from config.options import Options
 from daemon.endpoints import Endpoints
 from daemon.front import Front
 from daemon.http.exchange import Serving
+from daemon.http.generate import Generation
 from daemon.http.protocol import InferProtocol, protocol_for
 from daemon.http.routes import Routes
 
@@ -35,7 +36,7 @@ class HttpFront(Front):
         self._serving = Serving(options, self.table, self.submitter)
         self._server = _Server(
             uvicorn.Config(
-                Routes(endpoints).application(),
+                Routes(endpoints, Generation(self._serving)).application(),
                 http=protocol_for(self._serving),
                 loop="none",
                 lifespan="off",

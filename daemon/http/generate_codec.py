@@ -1,0 +1,129 @@
+"""The generate extension's JSON: one object to an inference request, an answer to one object. Sans-I/O.
+
+    {"text_input": "a", "temperature": 0.5, "parameters": {...}}    a key that names an input is that input, any other is a
+                                                                    parameter; ``parameters`` holds more of both
+    {"id": .., "model_name": .., "model_version": .., "text_output": "b"}    an output of one element is that element,
+                                                                             others are flat lists
+
+Source: Triton docs/protocol/extension_generate.md; texts as recorded against a real Triton 2.51.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from daemon.http import json_data, request_head, response_codec
+from daemon.http.decoded_request import DecodedRequest
+from daemon.http.json_values import text
+from daemon.http.request_parameters import read_parameters
+from daemon.inference import Answer, Content, InferenceRequest
+from shm.datatypes import element_count
+from shm.errors import InvalidArgument
+from shm.messages import RegionSlice
+
+
+def decode(body: bytes, model: str, version: int, metadata: bytes) -> InferenceRequest:
+    """Reads a request for a model with these inputs.
+
+    Args:
+      metadata: the model's, as JSON; the batch dimension is in its shapes.
+    Raises: InvalidArgument: no JSON object, a value that no input or parameter can have.
+    """
+    if b"\0" in body:
+        end = body.index(b"\0")
+        raise InvalidArgument(
+            f"failed to parse the request JSON buffer: The document root must not be followed by other values. at {end}"
+        )
+    fields = _object(request_head.parse(body))
+    inputs = {entry["name"]: entry for entry in msgspec.json.decode(metadata)["inputs"]}
+    found: list[tuple[str, str, tuple[int, ...], Content]] = []
+    decoded = DecodedRequest(text("id", fields.pop("id", "")), [], (), {}, False, {})
+    for key, value in fields.items():
+        if key == "parameters" and key not in inputs:
+            try:
+                for inner, inner_value in _object(value).items():
+                    _read(inner, inner_value, inputs, found, decoded)
+            except InvalidArgument as error:
+                raise InvalidArgument(f"Converting keyword: 'parameters': {error.message}") from error
+        else:
+            _read(key, value, inputs, found, decoded)
+    return InferenceRequest(
+        model,
+        version,
+        found,
+        parameters=decoded.parameters,
+        id=decoded.id,
+        priority=decoded.priority,
+        timeout_us=decoded.timeout_us,
+        sequence_id=decoded.sequence_id,
+        sequence_start=decoded.sequence_start,
+        sequence_end=decoded.sequence_end,
+    )
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidArgument("attempt to get members for non-object")
+    return value
+
+
+def _read(
+    key: str,
+    value: Any,
+    inputs: dict[str, dict[str, Any]],
+    found: list[tuple[str, str, tuple[int, ...], Content]],
+    decoded: DecodedRequest,
+) -> None:
+    entry = inputs.get(key)
+    if entry is None:
+        read_parameters({key: value}, decoded)
+        return
+    values = value if isinstance(value, list) else [value]
+    shape = _shape(key, values, entry["shape"])
+    count = element_count(shape, f"input '{key}' shape")
+    content = json_data.exact(values, entry["datatype"], shape, count, key)
+    found.append((key, entry["datatype"], tuple(shape), content))
+
+
+def _shape(name: str, values: list[Any], wanted: list[int]) -> list[int]:
+    """The shape of values given for an input of shape ``wanted`` (-1: any number there).
+
+    Of flat values, the last variable dimension takes as many as there are and the others are one: a batch of one.
+    """
+    shape = _nesting(values, len(wanted)) if any(isinstance(value, list) for value in values) else None
+    if shape is None:
+        shape = [1 if dim == -1 else dim for dim in wanted]
+        if -1 in wanted:
+            known = element_count(shape)
+            last = len(wanted) - 1 - wanted[::-1].index(-1)
+            shape[last] = len(values) // known if known else 1
+        fits = element_count(shape) == len(values)
+    else:
+        fits = len(shape) == len(wanted) and all(w in (-1, dim) for dim, w in zip(shape, wanted, strict=True))
+    if not fits:
+        raise InvalidArgument(f"The schema can not convert input '{name}' to tensor with proper shape")
+    return shape
+
+
+def _nesting(values: Any, max_rank: int) -> list[int]:
+    """The lengths of the first lists at each depth; whether all are like them is looked at with the values."""
+    lengths: list[int] = []
+    while isinstance(values, list) and len(lengths) <= max_rank:
+        lengths.append(len(values))
+        values = values[0] if values else None
+    return lengths
+
+
+def encode(answer: Answer, model: str, client_id: str) -> bytes:
+    """The object of an answer. Raises InvalidArgument: an output cannot be written as JSON."""
+    fields: dict[str, Any] = {"id": client_id} if client_id else {}
+    fields |= {"model_name": model, "model_version": str(answer.completion.version)}
+    fields |= answer.completion.parameters
+    for tensor in answer.completion.outputs:
+        if isinstance(tensor.place, RegionSlice):
+            continue
+        data = msgspec.json.encode(response_codec.json_data(tensor, answer.content(tensor)))
+        fields[tensor.name] = msgspec.Raw(data[1:-1] if element_count(tensor.shape) == 1 else data)
+    return msgspec.json.encode(fields)

@@ -1,0 +1,195 @@
+"""generate and generate_stream through a real front, its worker scripted: any number of answers, errors anywhere."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Iterator
+
+import pytest
+
+from shm.messages import Inline, Tensor
+from tests.fakes import MIB, Client, EchoWorker, FrontProcess, in_service, serving, until
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[FrontProcess, EchoWorker]]:
+    with serving(http={"port": 0, "max_body_byte_size": MIB}) as (front, (worker,)):
+        yield front, worker
+
+
+@pytest.fixture
+def worker(served: tuple[FrontProcess, EchoWorker]) -> EchoWorker:
+    return served[1]
+
+
+@pytest.fixture
+def client(served: tuple[FrontProcess, EchoWorker]) -> Iterator[Client]:
+    front, worker = served
+    with front.client() as client:
+        yield client
+        in_service(front, worker, client)
+    until(lambda: worker.leases == 0)
+
+
+def asked(endpoint: str, body: bytes, *headers: str, version: str = "HTTP/1.1") -> bytes:
+    lines = [f"POST /v2/models/echo/{endpoint} {version}", "Host: x", f"Content-Length: {len(body)}", *headers]
+    return "".join(f"{line}\r\n" for line in lines).encode() + b"\r\n" + body
+
+
+def one(worker: EchoWorker, request_id: int, content: bytes, final: bool) -> None:
+    outputs = (Tensor("y", "UINT8", (len(content),), Inline(content)),) if content else ()
+    worker.complete(request_id, outputs=outputs, final=final)
+
+
+def events(client: Client) -> tuple[int, str, Iterator[dict[str, object]]]:
+    """Status, media type, and the events, each as it comes."""
+    answer = client.answer()
+
+    def each() -> Iterator[dict[str, object]]:
+        while size := int(client._until(b"\r\n"), 16):
+            chunk = client.take(size + 2)
+            assert chunk.startswith(b"data: ")
+            assert chunk.endswith(b"\n\n\r\n")
+            yield json.loads(chunk[6:])
+        client.take(2)
+
+    return answer.status, answer.headers["content-type"], each()
+
+
+def test_generate(client: Client, worker: EchoWorker) -> None:
+    client.send(asked("generate", b'{"id":"a","x":[1,2],"p":3}'))
+    request = worker.next()
+    assert (worker.content(request), request.client_id, request.parameters) == (b"\1\2", "a", {"p": 3})
+    one(worker, request.request_id, b"\5", True)
+    answer = client.answer()
+    assert answer.headers["content-type"] == "application/json"
+    assert json.loads(answer.body) == {"id": "a", "model_name": "echo", "model_version": "1", "y": 5}
+
+
+def test_a_large_text_goes_through_the_arena(client: Client, worker: EchoWorker) -> None:
+    content = bytes(range(256)) * 400
+    client.send(asked("versions/1/generate", json.dumps({"x": list(content)}).encode()))
+    request = worker.next()
+    assert worker.content(request) == content
+    worker.answer(request, content)
+    assert json.loads(client.answer().body)["y"] == list(content)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_generate_wants_exactly_one_answer(client: Client, worker: EchoWorker, count: int) -> None:
+    client.send(asked("generate", b'{"x":1}'))
+    request = worker.next()
+    for n in range(count):
+        one(worker, request.request_id, bytes([n]), False)
+    one(worker, request.request_id, b"", True)
+    answer = client.answer()
+    assert answer.status == 400
+    assert "generate expects model to produce exactly 1 response" in answer.error
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [("INTERNAL", 400), ("INVALID_ARGUMENT", 400), ("NOT_FOUND", 400), ("UNAVAILABLE", 503)]
+)
+def test_errors_of_the_model(client: Client, worker: EchoWorker, code: str, status: int) -> None:
+    client.send(asked("generate", b'{"x":1}'))
+    worker.complete(worker.next().request_id, code=code, message="so it is")
+    answer = client.answer()
+    assert (answer.status, answer.error) == (status, "so it is")
+
+
+def test_events_leave_as_they_come(client: Client, worker: EchoWorker) -> None:
+    client.send(asked("generate_stream", b'{"id":"s","x":1}'))
+    request = worker.next()
+    one(worker, request.request_id, b"\1", False)
+    status, media_type, each = events(client)
+    assert (status, media_type) == (200, "text/event-stream; charset=utf-8")
+    for n in (1, 2, 3):
+        assert next(each) == {"id": "s", "model_name": "echo", "model_version": "1", "y": n}
+        one(worker, request.request_id, bytes([n + 1]) if n < 3 else b"", n == 3)
+    assert list(each) == []
+
+
+def test_one_event_of_a_model_with_one_answer(client: Client, worker: EchoWorker) -> None:
+    client.send(asked("generate_stream", b'{"x":1}'))
+    worker.answer(worker.next(), bytes(600))
+    assert [event["y"] for event in events(client)[2]] == [[0] * 600]
+
+
+def test_no_events(client: Client, worker: EchoWorker) -> None:
+    client.send(asked("generate_stream", b'{"x":1}'))
+    one(worker, worker.next().request_id, b"", True)
+    status, _, each = events(client)
+    assert (status, list(each)) == (200, [])
+
+
+def test_an_error_in_the_middle_is_an_event(client: Client, worker: EchoWorker) -> None:
+    client.send(asked("generate_stream", b'{"x":1}'))
+    request = worker.next()
+    one(worker, request.request_id, b"\1", False)
+    worker.complete(request.request_id, code="INTERNAL", message="bad word")
+    status, _, each = events(client)
+    assert (status, [event.get("error") for event in each]) == (200, [None, "bad word"])
+
+
+def test_a_models_error_at_once_is_an_event_with_a_status(client: Client, worker: EchoWorker) -> None:
+    client.send(asked("generate_stream", b'{"x":1}'))
+    worker.complete(worker.next().request_id, code="INTERNAL", message="bad word")
+    status, media_type, each = events(client)
+    assert (status, media_type, list(each)) == (400, "text/event-stream; charset=utf-8", [{"error": "bad word"}])
+
+
+def test_what_is_wrong_with_the_request_is_no_event(client: Client, worker: EchoWorker) -> None:
+    client.send(asked("generate_stream", b'{"x":1}'))
+    worker.complete(worker.next().request_id, code="INVALID_ARGUMENT", message="expected 1 inputs")
+    answer = client.answer()
+    assert (answer.status, answer.headers["content-type"]) == (400, "application/json")
+    for body, headers, status in (
+        (b"{", (), 400),
+        (b"[1]", (), 400),
+        (b"{}", ("Content-Encoding: gzip",), 400),
+        (b" " * (MIB + 1), (), 413),
+    ):
+        for endpoint in ("generate", "generate_stream"):
+            client.send(asked(endpoint, body, *headers))
+            answer = client.answer()
+            assert answer.status == status
+            assert answer.error
+            if status == 413:
+                assert str(MIB) in answer.error
+    client.send(asked("generate_stream", b"{").replace(b"/echo/", b"/nope/"))
+    assert client.answer().status == 404
+    client.send(b"GET /v2/models/echo/generate HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert client.answer().status == 405
+
+
+def test_http_10_gets_its_events_with_a_length(client: Client, worker: EchoWorker) -> None:
+    client.send(asked("generate_stream", b'{"x":1}', "Connection: keep-alive", version="HTTP/1.0"))
+    request = worker.next()
+    for n in (1, 2):
+        one(worker, request.request_id, bytes([n]), n == 2)
+    answer = client.answer()
+    assert answer.status == 200
+    assert [json.loads(line[6:])["y"] for line in answer.body.split(b"\n\n")[:-1]] == [1, 2]
+
+
+@pytest.mark.parametrize("endpoint", ["generate", "generate_stream"])
+@pytest.mark.parametrize("begun", [True, False])
+def test_who_leaves_cancels(
+    served: tuple[FrontProcess, EchoWorker], worker: EchoWorker, endpoint: str, begun: bool
+) -> None:
+    front, _ = served
+    with front.client() as client:
+        client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.send(asked(endpoint, b'{"x":1}'))
+        request = worker.next()
+        if begun:
+            worker.complete(request.request_id, outputs=(Tensor("y", "UINT8", (1,), Inline(b"\1")),), final=False)
+            if endpoint == "generate_stream":
+                assert client.answer().status == 200
+    until(lambda: worker.idle(0.01) and request.request_id in worker.cancelled)
+    worker.complete(request.request_id)
+    with front.client() as client:
+        in_service(front, worker, client)
+    until(lambda: worker.leases == 0)

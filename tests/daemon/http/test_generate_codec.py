@@ -1,0 +1,147 @@
+"""Generate's plain JSON objects against requests and answers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from daemon.http.generate_codec import decode, encode
+from daemon.inference import Answer
+from shm.errors import InvalidArgument
+from shm.messages import Completion, Inline, RegionSlice, Tensor
+
+
+def described(**shapes: tuple[str, list[int]]) -> bytes:
+    """Metadata of a model with these inputs."""
+    inputs = [{"name": name, "datatype": datatype, "shape": shape} for name, (datatype, shape) in shapes.items()]
+    return json.dumps({"name": "m", "inputs": inputs, "outputs": []}).encode()
+
+
+TEXT = described(text_input=("BYTES", [1]), n=("INT32", [1]), temp=("FP32", [-1]))
+
+
+def test_inputs_parameters_and_id() -> None:
+    body = {"id": "7", "text_input": "é", "zz": 3, "b": True, "parameters": {"n": 2, "stop": "x"}, "temp": [1, 2.5]}
+    request = decode(json.dumps(body).encode(), "m", 4, TEXT)
+    assert (request.model, request.version, request.id) == ("m", 4, "7")
+    assert request.parameters == {"zz": 3, "b": True, "stop": "x"}
+    assert request.inputs == [
+        ("text_input", "BYTES", (1,), b"\2\0\0\0\xc3\xa9"),
+        ("n", "INT32", (1,), b"\2\0\0\0"),
+        ("temp", "FP32", (2,), b"\0\0\x80\x3f\0\0\x20\x40"),
+    ]
+
+
+def test_reserved_parameters_are_what_they_are_everywhere() -> None:
+    body = b'{"parameters": {"sequence_id": 5, "sequence_start": true, "priority": 1, "timeout": 9}}'
+    request = decode(body, "m", 0, TEXT)
+    assert (request.sequence_id, request.sequence_start, request.priority, request.timeout_us) == (5, True, 1, 9)
+    assert request.parameters == {}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "value", "shape"),
+    [
+        ([1], 5, (1,)),
+        ([1], [5], (1,)),
+        ([-1], 5, (1,)),
+        ([-1], [5, 6, 7], (3,)),
+        ([-1], [], (0,)),
+        ([-1, 2], [5, 6], (1, 2)),
+        ([-1, -1], [5, 6], (1, 2)),
+        ([-1, 3], [1, 2, 3], (1, 3)),
+        ([2, 2], [1, 2, 3, 4], (2, 2)),
+        ([2, 2], [[1, 2], [3, 4]], (2, 2)),
+        ([-1, 2], [[1, 2], [3, 4], [5, 6]], (3, 2)),
+        ([-1, -1, 1], [[[1], [2]]], (1, 2, 1)),
+        ([-1, 0], [], (1, 0)),
+        ([], 5, ()),
+    ],
+)
+def test_shapes(wanted: list[int], value: Any, shape: tuple[int, ...]) -> None:
+    request = decode(json.dumps({"x": value}).encode(), "m", 0, described(x=("INT32", wanted)))
+    assert request.inputs[0][2] == shape
+
+
+@pytest.mark.parametrize(
+    ("wanted", "value"),
+    [([1], [5, 6]), ([1], []), ([2], 5), ([-1, 2], [1, 2, 3]), ([2, 2], [[1, 2]]), ([-1], [[1, 2]]), ([2, -1], [[]])],
+)
+def test_values_that_fit_no_shape(wanted: list[int], value: Any) -> None:
+    with pytest.raises(InvalidArgument, match="The schema can not convert input 'x' to tensor with proper shape"):
+        decode(json.dumps({"x": value}).encode(), "m", 0, described(x=("INT32", wanted)))
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (b"", "failed to parse the request JSON buffer: The document is empty. at 0"),
+        (b"{", "failed to parse the request JSON buffer: Missing a name for object member. at 1"),
+        (b"{}\0x", "failed to parse the request JSON buffer: The document root must not be followed by other values. at 2"),
+        (b"\xff", "failed to parse"),
+        (b"[" * 100_000, "failed to parse"),
+        (b"[1]", "attempt to get members for non-object"),
+        (b"5", "attempt to get members for non-object"),
+        (b'{"id": 5}', "Unable to parse 'id'"),
+        (b'{"q": null}', "parameter 'q' has invalid type. It should be either 'int', 'bool', or 'string'."),
+        (b'{"q": {"a": 1}}', "parameter 'q' has invalid type"),
+        (b'{"parameters": 5}', "Converting keyword: 'parameters': attempt to get members for non-object"),
+        (b'{"parameters": {"o": []}}', "Converting keyword: 'parameters': parameter 'o' has invalid type"),
+        (b'{"text_input": 5}', "Unable to parse JSON bytes array: attempt to access JSON non-string as string"),
+        (b'{"text_input": null}', "non-string as string"),
+        (b'{"text_input": {"a": "b"}}', "non-string as string"),
+        (b'{"n": "2"}', "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer"),
+        (b'{"n": 2.0}', "non-signed-integer"),
+        (b'{"n": 3000000000}', "out of the range of INT32"),
+        (b'{"temp": [1, [2]]}', "is nested, but not as its shape"),
+        (b'{"triton_x": 1}', "reserved"),
+    ],
+)  # fmt: skip
+def test_refusals(body: bytes, text: str) -> None:
+    with pytest.raises(InvalidArgument) as raised:
+        decode(body, "m", 0, TEXT)
+    assert text in raised.value.message
+
+
+def test_halves_are_refused_in_json() -> None:
+    with pytest.raises(InvalidArgument, match="receiving FP16 data via JSON is not supported"):
+        decode(b'{"x": 1}', "m", 0, described(x=("FP16", [1])))
+
+
+class Lane:
+    """Nothing lies in it."""
+
+
+def answer_of(*outputs: Tensor, **fields: Any) -> Answer:
+    return Answer(Completion(1, version=3, outputs=outputs, **fields), Lane())  # type: ignore[arg-type]
+
+
+def test_answers() -> None:
+    answer = answer_of(
+        Tensor("text", "BYTES", (1, 1), Inline(b"\2\0\0\0hi")),
+        Tensor("n", "UINT8", (3,), Inline(b"\1\2\3")),
+        Tensor("none", "UINT8", (0,), Inline(b"")),
+        Tensor("nan", "FP32", (1,), Inline(b"\0\0\xc0\x7f")),
+        Tensor("there", "UINT8", (1,), RegionSlice("r", 0, 1)),
+        parameters={"tokens": 7},
+    )
+    encoded = encode(answer, "m", "id")
+    assert b'"nan":NaN' in encoded
+    assert json.loads(encoded.replace(b"NaN", b"null")) == {
+        "id": "id",
+        "model_name": "m",
+        "model_version": "3",
+        "tokens": 7,
+        "text": "hi",
+        "n": [1, 2, 3],
+        "none": [],
+        "nan": None,
+    }
+    assert "id" not in json.loads(encode(answer_of(), "m", ""))
+
+
+def test_bytes_that_are_no_text() -> None:
+    with pytest.raises(InvalidArgument, match="not UTF-8"):
+        encode(answer_of(Tensor("y", "BYTES", (1,), Inline(b"\1\0\0\0\xff"))), "m", "")
