@@ -11,53 +11,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import signal
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Sequence
+import tempfile
 from pathlib import Path
 
-from bench import closed_loop, memory
+from bench import closed_loop, memory, plot, processor
+from bench.server import serving
 
-ROOT = Path(__file__).parent.parent
 OURS = "127.0.0.1:18100"
 PEER = "127.0.0.1:18000"
 #: The rows issue by issue; compare.py knows what each one is.
 ROWS = "small-http-c1,small-http-c4,small-http-c16,small-http-shm-c16,1MiB-http-c1,16MiB-http-c1,16MiB-http-shm-c1,mlp-http-c32"
-
-
-@contextlib.contextmanager
-def serving(command: Sequence[str], address: str, log: Path) -> Iterator[int]:
-    """Runs a server until the block ends, once it is ready; yields its process id."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
-    try:
-        while not ready(address):
-            if process.poll() is not None:
-                raise SystemExit(f"{command[0]} exited with {process.returncode}; see {log}")
-            time.sleep(0.1)
-        yield process.pid
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def ready(address: str) -> bool:
-    """Whether a server answers and is ready."""
-    try:
-        with urllib.request.urlopen(f"http://{address}/v2/health/ready", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, ConnectionError):
-        return False
 
 
 def main() -> int:
@@ -69,7 +34,8 @@ def main() -> int:
     parser.add_argument("--rows", default=ROWS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=2.0, help="length of one measurement of our own client")
-    parser.add_argument("--json", help="where compare.py writes every figure")
+    parser.add_argument("--json", type=Path, help="where compare.py writes every figure")
+    parser.add_argument("--plot", type=Path, help="draws the ratios of a run with --peer: FILE.svg or FILE.png")
     parser.add_argument("--logs", type=Path, default=Path("/tmp"), help="where the servers' logs go")
     arguments = parser.parse_args()
 
@@ -78,7 +44,8 @@ def main() -> int:
         pid = stack.enter_context(serving(tensord, OURS, arguments.logs / "bench-tensord.log"))
         memory.report(pid)
         if arguments.peer is None:
-            return closed_loop.report(OURS, arguments.seconds, arguments.rounds)
+            closed_loop.report(OURS, arguments.seconds, arguments.rounds)
+            return processor.report(pid, OURS, arguments.seconds)
         peer = arguments.peer.resolve()
         subprocess.run([peer / "setup.sh"], check=True, stdout=subprocess.DEVNULL)
         stack.enter_context(
@@ -86,9 +53,12 @@ def main() -> int:
         )
         compare = [sys.executable, str(peer / "compare.py"), "--ours-http", OURS, "--peer-http", PEER]
         compare += ["--rows", arguments.rows, "--rounds", str(arguments.rounds)]
-        if arguments.json:
-            compare += ["--json", arguments.json]
-        return subprocess.run(compare, check=False).returncode
+        figures = arguments.json or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "figures.json"
+        compare += ["--json", str(figures)]
+        code = subprocess.run(compare, check=False).returncode
+        if not code and arguments.plot:
+            plot.ratios(figures, arguments.plot)
+        return code
 
 
 if __name__ == "__main__":

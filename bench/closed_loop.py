@@ -6,11 +6,13 @@ needs nothing installed and shows whether a change helped.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import selectors
 import socket
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,14 +96,28 @@ class Connection:
         return len(self.received) >= self.needed
 
 
+@contextlib.contextmanager
+def connected(address: str, count: int) -> Iterator[tuple[selectors.BaseSelector, list[Connection]]]:
+    """Connections to HOST:PORT, registered for reading with themselves as data; closed when the block ends."""
+    host, port = address.rsplit(":", 1)
+    with contextlib.ExitStack() as stack:
+        poll = stack.enter_context(selectors.DefaultSelector())
+        connections = [Connection((host, int(port))) for _ in range(count)]
+        for connection in connections:
+            stack.enter_context(connection.socket)
+            poll.register(connection.socket, selectors.EVENT_READ, connection)
+        yield poll, connections
+
+
 def measure(address: str, row: Row, seconds: float) -> tuple[float, float, float]:
     """Answers per second, median and 99th percentile latency in microseconds. Every answer's tensor is compared."""
-    host, port = address.rsplit(":", 1)
-    poll = selectors.DefaultSelector()
-    connections = [Connection((host, int(port))) for _ in range(row.connections)]
-    for connection in connections:
-        poll.register(connection.socket, selectors.EVENT_READ, connection)
-        connection.send(row.request)
+    with connected(address, row.connections) as (poll, connections):
+        for connection in connections:
+            connection.send(row.request)
+        return _run(poll, row, seconds)
+
+
+def _run(poll: selectors.BaseSelector, row: Row, seconds: float) -> tuple[float, float, float]:
     latencies: list[float] = []
     begin = time.perf_counter()
     while time.perf_counter() - begin < seconds:
@@ -113,14 +129,11 @@ def measure(address: str, row: Row, seconds: float) -> tuple[float, float, float
                     raise AssertionError(f"{row.name}: wrong answer: {bytes(connection.received[:300])!r}")
                 connection.send(row.request)
     took = time.perf_counter() - begin
-    for connection in connections:
-        connection.socket.close()
-    poll.close()
     latencies.sort()
     return len(latencies) / took, latencies[len(latencies) // 2] * 1e6, latencies[len(latencies) * 99 // 100] * 1e6
 
 
-def report(address: str, seconds: float, rounds: int) -> int:
+def report(address: str, seconds: float, rounds: int) -> None:
     """Prints the median of the rounds for each row."""
     print(f"{'row':20} {'rate/s':>9} {'p50 us':>9} {'p99 us':>9}")
     for row in rows():
@@ -128,4 +141,3 @@ def report(address: str, seconds: float, rounds: int) -> int:
         figures = [measure(address, row, seconds) for _ in range(rounds)]
         rate, p50, p99 = (statistics.median(column) for column in zip(*figures, strict=True))
         print(f"{row.name:20} {rate:9.0f} {p50:9.0f} {p99:9.0f}", flush=True)
-    return 0

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-
-def children(pid: int) -> list[int]:
-    """The direct children of a process."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+from bench.server import children
 
 
 def resident(pid: int) -> int:
@@ -20,7 +17,5 @@ def resident(pid: int) -> int:
 
 def report(supervisor: int) -> None:
     """Prints one line a process."""
-    for pid in (supervisor, *children(supervisor)):
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-        role = next((m for m in ("daemon.http", "workers") if f"-m {m}" in command), "supervisor")
+    for pid, role in {supervisor: "supervisor", **children(supervisor)}.items():
         print(f"idle memory  {role:12} {resident(pid) / 1e6:7.1f} MB")

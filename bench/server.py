@@ -1,0 +1,90 @@
+"""A server under measurement: runs while a block does, and says what it has cost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+_TICK_US = 1e6 / os.sysconf("SC_CLK_TCK")
+
+
+@contextlib.contextmanager
+def serving(command: Sequence[str], address: str, log: Path) -> Iterator[int]:
+    """Runs a server until the block ends, once it is ready; yields its process id."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
+    try:
+        while not ready(address):
+            if process.poll() is not None:
+                raise SystemExit(f"{command[0]} exited with {process.returncode}; see {log}")
+            time.sleep(0.1)
+        yield process.pid
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def ready(address: str) -> bool:
+    """Whether a server answers and is ready."""
+    try:
+        with urllib.request.urlopen(f"http://{address}/v2/health/ready", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, ConnectionError):
+        return False
+
+
+def answered(address: str) -> int:
+    """Inference requests answered rightly since the start, over all models."""
+    with urllib.request.urlopen(f"http://{address}/v2/models/stats", timeout=30) as answer:
+        return sum(model["inference_stats"]["success"]["count"] for model in json.load(answer)["model_stats"])
+
+
+def children(pid: int) -> dict[int, str]:
+    """The direct children of a process, with the module each one runs, or its command's name."""
+    found = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        words = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
+        found[int(child)] = words[words.index("-m") + 1] if "-m" in words else Path(words[0]).name
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a process has used since its start."""
+
+    user_us: float
+    kernel_us: float
+    #: Times it slept and was woken, all threads.
+    sleeps: int
+
+    @classmethod
+    def of(cls, pid: int) -> Usage:
+        """Reads /proc: ticks of all threads, and the voluntary switches of each."""
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        sleeps = 0
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                status = (thread / "status").read_text()
+                sleeps += int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+        return cls(int(fields[11]) * _TICK_US, int(fields[12]) * _TICK_US, sleeps)
+
+    def since(self, earlier: Usage) -> Usage:
+        """What was used between two readings."""
+        return Usage(
+            self.user_us - earlier.user_us, self.kernel_us - earlier.kernel_us, max(0, self.sleeps - earlier.sleeps)
+        )

@@ -1,0 +1,1 @@
+"""Tests of the instruments: a benchmark that measures wrongly is worse than none."""
