@@ -383,6 +383,7 @@ class Lifecycle:
             described.metadata,
             described.config,
             described.stateless,
+            described.decoupled,
         )
 
 

@@ -40,21 +40,27 @@ _DATATYPES = {dtype: name for name, dtype in DTYPES.items()}
 _LENGTH = struct.Struct("<I")
 
 
+class IncompleteString(InvalidArgument):
+    """A BYTES element is longer than what is left of the content."""
+
+
 def datatype_of(dtype: np.dtype[Any]) -> str | None:
     """``float32`` -> ``FP32``; strings and objects are BYTES; None for what the protocol has no name for."""
     return "BYTES" if dtype.kind in "SUO" else _DATATYPES.get(dtype)
 
 
-def array(content: memoryview | bytes, datatype: str, shape: Sequence[int], what: str = "tensor") -> Array:
+def array(
+    content: memoryview | bytes, datatype: str, shape: Sequence[int], what: str = "tensor", whose: str = ""
+) -> Array:
     """An array of the content: a view for fixed-size datatypes, an object array of bytes for BYTES.
 
     Args:
       content: exactly the tensor's bytes. For BYTES it must be a snapshot nobody else can write: lengths are read from it.
-      what: how errors name it, e.g. ``input 'x'``.
-    Raises: InvalidArgument: the size does not match datatype and shape.
+      what: how errors name it, e.g. ``input 'x'``; ``whose``: what some of Triton's sentences add, e.g. `` for model 'm'``.
+    Raises: InvalidArgument: the size does not match datatype and shape.  IncompleteString: an element has no end.
     """
     if datatype == "BYTES":
-        return _bytes_array(bytes(content), shape, what)
+        return _bytes_array(bytes(content), shape, what, whose)
     dtype = DTYPES[datatype]
     needed = element_count(shape, what) * dtype.itemsize
     if len(content) != needed:
@@ -71,7 +77,7 @@ def byte_content(values: Array) -> bytes:
     return b"".join(pieces)
 
 
-def _bytes_array(content: bytes, shape: Sequence[int], what: str) -> Array:
+def _bytes_array(content: bytes, shape: Sequence[int], what: str, whose: str) -> Array:
     """Raises InvalidArgument: a length that leaves the content, or another number of elements than the shape has."""
     count = element_count(shape, what)
     elements: list[bytes] = []
@@ -80,23 +86,24 @@ def _bytes_array(content: bytes, shape: Sequence[int], what: str) -> Array:
         start = offset + 4
         if start > end:
             raise InvalidArgument(
-                f"incomplete string length indicator for inference {what}, expecting 4 bytes "
-                f"but only {end - offset} bytes available"
-            )
-        (length,) = _LENGTH.unpack_from(content, offset)
-        if start + length > end:
-            raise InvalidArgument(
-                f"incomplete string data for inference {what}, expecting string of length {length} "
-                f"but only {end - start} bytes available"
+                f"incomplete string length indicator for inference {what}{whose}, expecting 4 bytes but only "
+                f"{end - offset} bytes available. Please make sure the string length indicator is in one buffer."
             )
         if len(elements) == count:
             raise InvalidArgument(
-                f"unexpected number of string elements {count + 1} for inference {what}, expecting {count}"
+                f"unexpected number of string elements {count + 1} for inference {what}{whose}, expecting {count}"
+            )
+        (length,) = _LENGTH.unpack_from(content, offset)
+        if start + length > end and len(elements) + 1 == count:
+            raise IncompleteString(
+                f"incomplete string data for inference {what}, expecting string of length {length} "
+                f"but only {end - start} bytes available"
             )
         elements.append(content[start : start + length])
         offset = start + length
+    # The elements are counted before their content is looked at, as Triton does.
     if len(elements) != count:
-        raise InvalidArgument(f"expected {count} string elements for inference {what}, got {len(elements)}")
+        raise InvalidArgument(f"expected {count} string elements for inference {what}{whose}, got {len(elements)}")
     values = np.empty(count, np.object_)
     values[:] = elements
     return values.reshape(shape)

@@ -209,6 +209,8 @@ class ModelState(Record, frozen=True, tag="model"):
     config: bytes = b""
     #: False where a request may not be run twice (sequences, decoupled models).
     stateless: bool = True
+    #: Answers a request with any number of responses.
+    decoupled: bool = False
 
 
 class ModelGone(Record, frozen=True, tag="gone"):
@@ -239,6 +241,7 @@ class Loaded(Record, frozen=True, tag="loaded"):
     metadata: bytes = b""
     config: bytes = b""
     stateless: bool = True
+    decoupled: bool = False
 
 
 class Unload(Record, frozen=True, tag="unload"):

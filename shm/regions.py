@@ -22,6 +22,10 @@ from shm import guard
 from shm.errors import Internal, InvalidArgument
 
 _KEY = re.compile(r"/?[A-Za-z0-9_][A-Za-z0-9._-]{0,200}", re.ASCII)
+#: Named semaphores lie in the same folder.
+_REFUSED = "sem."
+#: Of a key in a message; its owner knows the rest.
+_SHOWN = 512
 _DIRECTORY = "/dev/shm"
 _MADV_POPULATE_WRITE = 23  # asm-generic/mman-common.h, since 5.14; the mmap module has no name for it
 _POPULATE_LIMIT = 1 << 30
@@ -37,13 +41,9 @@ def check_range(offset: int, byte_size: int, limit: int, region: str) -> None:
     if offset < 0 or byte_size < 0 or offset > _LIMIT or byte_size > _LIMIT:
         raise InvalidArgument(f"Invalid offset {offset} or byte size {byte_size} for shared memory region: '{region}'")
     if offset >= limit:
-        raise InvalidArgument(
-            f"Invalid offset for shared memory region: '{region}': offset {offset} is beyond its {limit} bytes"
-        )
+        raise InvalidArgument(f"Invalid offset for shared memory region: '{region}'")
     if offset + byte_size > limit:
-        raise InvalidArgument(
-            f"Invalid offset + byte size for shared memory region: '{region}': {offset} + {byte_size} exceed its {limit} bytes"
-        )
+        raise InvalidArgument(f"Invalid offset + byte size for shared memory region: '{region}'")
 
 
 def open_object(name: str, key: str) -> int:
@@ -52,14 +52,17 @@ def open_object(name: str, key: str) -> int:
     Args:
       name: the region's name, for messages; the key appears in none but its owner's.
       key: as ``shm_open`` takes it, with or without the leading slash.
-    Raises: InvalidArgument: not an acceptable name or object.  Internal: there is no such object or it may not be opened, as
-      Triton classifies it.
+    Raises: InvalidArgument: a key or an object that is nobody's to register.  Internal: there is no such object or it may not
+      be opened, as Triton classifies it.
     """
-    if not _KEY.fullmatch(key) or key.lstrip("/").startswith("sem."):
-        raise InvalidArgument(f"cannot register shared memory region '{name}' - invalid shm key '{key[:220]}'")
+    bare = key.lstrip("/")
+    if not bare or bare.startswith(_REFUSED):
+        raise InvalidArgument(f"cannot register shared memory region '{name}' - invalid shm key '{key[:_SHOWN]}'")
+    if not _KEY.fullmatch(key):
+        raise Internal(f"Unable to open shared memory region: '{key[:_SHOWN]}'")
     try:
         # posix_ipc opens with O_RDWR, on which a FIFO does not block and a directory is refused.
-        fd: int = posix_ipc.SharedMemory("/" + key.lstrip("/")).fd
+        fd: int = posix_ipc.SharedMemory("/" + bare).fd
     except (posix_ipc.Error, OSError, ValueError) as error:
         raise Internal(f"Unable to open shared memory region: '{key}'") from error
     try:
@@ -150,10 +153,7 @@ class Region:
 def _map(name: str, fd: int, offset: int, byte_size: int) -> mmap.mmap:
     found = os.fstat(fd)
     if byte_size <= 0 or offset < 0 or offset + byte_size > found.st_size:
-        raise InvalidArgument(
-            f"failed to register shared memory region '{name}': invalid args: offset {offset} and {byte_size} bytes, "
-            f"the object has {found.st_size}"
-        )
+        raise InvalidArgument(f"failed to register shared memory region '{name}': invalid args")
     if offset % mmap.PAGESIZE:
         raise InvalidArgument(
             f"failed to register shared memory region '{name}': "

@@ -109,6 +109,7 @@ class Control:
                     metadata=outcome.metadata,
                     config=outcome.config,
                     stateless=outcome.stateless,
+                    decoupled=outcome.decoupled,
                 )
             )
 

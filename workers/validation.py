@@ -1,14 +1,15 @@
 """From a Submit record to a Request, believing nothing: the record is read as if an enemy had written it.
 
-Texts follow Triton's where it has one. Numeric tensors become views of the bytes where they lie; BYTES are copied before their
-lengths are read. Whatever is refused here was never queued, and holds no lease.
+Texts and the order of checks are Triton's: names and number of the inputs, batch size, then datatype, shape and size of each, the
+last input of the request first, as its hash table hands them out. Numeric tensors become views of the bytes where they lie;
+BYTES are copied before their lengths are read. Whatever is refused here was never queued, and holds no lease.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from shm.arrays import Array, array
+from shm.arrays import Array, IncompleteString, array
 from shm.datatypes import MAX_ELEMENTS
 from shm.errors import InvalidArgument, ServingError
 from shm.messages import Inline, RegionSlice, RequestedOutput, Slice, Submit, Tensor
@@ -39,19 +40,16 @@ def validate(submit: Submit, submitter: Submitter, version: ModelVersion, region
             if found is not None:
                 outputs = _outputs(submit, signature, regions, leased) if submit.outputs else {}
                 return Request(version, submitter, submit, known.key, known.rows, found, outputs, leased, now_ns)
-        arrays: dict[str, Array] = {}
-        rows = 0
-        for tensor in submit.inputs:
-            spec = signature.inputs.get(tensor.name)
-            if spec is None:
-                raise _unexpected_input(submit, signature, tensor.name)
-            if tensor.name in arrays:
-                raise InvalidArgument(f"{label(submit)}input '{tensor.name}' already exists in request")
-            rows = _check_shape(submit, signature, spec, tensor, rows)
-            arrays[tensor.name] = _content(submit, submitter, signature, spec, tensor, regions, leased)
-        if len(arrays) != len(signature.inputs):
-            _check_complete(submit, signature, arrays)
+        # What a front of Triton looks at comes first, then what its core does.
+        contents = _contents(submit, submitter, regions, leased)
         outputs = _outputs(submit, signature, regions, leased) if submit.outputs else {}
+        _check_names(submit, signature)
+        rows = _batch_size(submit, signature) if signature.batches else 0
+        made = {
+            tensor.name: _checked(submit, signature, tensor, content)
+            for tensor, content in zip(reversed(submit.inputs), reversed(contents), strict=True)
+        }
+        arrays = {tensor.name: made[tensor.name] for tensor in submit.inputs}
         # A request under which a worker has died runs alone, so that it cannot take others with it.
         key = version.key(arrays)
         if known is None and all(spec.plain for spec in signature.inputs.values()):
@@ -99,13 +97,44 @@ def _familiar_arrays(
     return arrays
 
 
-def _unexpected_input(submit: Submit, signature: Signature, name: str) -> ServingError:
-    if len(submit.inputs) != len(signature.inputs) and signature.required == len(signature.inputs):
-        return _wrong_count(submit, signature, {tensor.name for tensor in submit.inputs})
-    return InvalidArgument(f"unexpected inference input '{name}' for model '{signature.model}'")
+def _contents(
+    submit: Submit, submitter: Submitter, regions: RegionTable, leased: list[Region]
+) -> list[bytes | memoryview]:
+    """Where the bytes of each input are, in the order of the request."""
+    contents: list[bytes | memoryview] = []
+    for tensor in submit.inputs:
+        place = tensor.place
+        if isinstance(place, Inline):
+            contents.append(place.content)
+        elif isinstance(place, Slice):
+            contents.append(submitter.lane.view(place))
+        else:
+            region = regions.find(place.region)
+            if not place.byte_size and 0 not in tensor.shape:
+                raise InvalidArgument(f"Invalid offset + byte size for shared memory region: '{place.region}'")
+            contents.append(region.view(place.offset, place.byte_size))
+            region.lease()
+            leased.append(region)
+    return contents
 
 
-def _wrong_count(submit: Submit, signature: Signature, given: set[str]) -> ServingError:
+def _check_names(submit: Submit, signature: Signature) -> None:
+    """Each input once, none too many, none missing."""
+    given = [tensor.name for tensor in submit.inputs]
+    for position, name in enumerate(given):
+        if name in given[:position]:
+            raise InvalidArgument(f"{label(submit)}input '{name}' already exists in request")
+    required, most = signature.required, len(signature.inputs)
+    if not required <= len(given) <= most:
+        raise _wrong_count(submit, signature, given)
+    for name in reversed(given):
+        if name not in signature.inputs:
+            raise InvalidArgument(f"unexpected inference input '{name}' for model '{signature.model}'")
+    if any(not spec.optional and spec.name not in given for spec in signature.inputs.values()):
+        raise _wrong_count(submit, signature, given)
+
+
+def _wrong_count(submit: Submit, signature: Signature, given: list[str]) -> ServingError:
     required, most = signature.required, len(signature.inputs)
     expected = (
         f"expected {most} inputs" if required == most else f"expected number of inputs between {required} and {most}"
@@ -113,47 +142,75 @@ def _wrong_count(submit: Submit, signature: Signature, given: set[str]) -> Servi
     missing = [spec.name for spec in signature.inputs.values() if spec.name not in given and not spec.optional]
     return InvalidArgument(
         f"{label(submit)}{expected} but got {len(submit.inputs)} inputs for model '{signature.model}'. "
-        f"Got input(s) [{_quoted(given)}], but missing required input(s) [{_quoted(missing)}]. "
+        f"Got input(s) [{_quoted(given[::-1])}], but missing required input(s) [{_quoted(missing)}]. "
         "Please provide all required input(s)."
     )
 
 
-def _quoted(names: list[str] | set[str]) -> str:
-    return ",".join(f"'{name}'" for name in sorted(names))
+def _quoted(names: list[str]) -> str:
+    return ",".join(f"'{name}'" for name in names)
 
 
-def _check_complete(submit: Submit, signature: Signature, arrays: dict[str, Array]) -> None:
-    if any(not spec.optional and spec.name not in arrays for spec in signature.inputs.values()):
-        raise _wrong_count(submit, signature, set(arrays))
+def _batch_size(submit: Submit, signature: Signature) -> int:
+    """The one batch size of all inputs."""
+    rows: int | None = None
+    for tensor in reversed(submit.inputs):
+        if not tensor.shape:
+            raise InvalidArgument(
+                f"{label(submit)}input '{tensor.name}' has no shape but model requires batch dimension "
+                f"for '{signature.model}'"
+            )
+        if rows is not None and tensor.shape[0] != rows:
+            raise InvalidArgument(
+                f"{label(submit)}input '{tensor.name}' batch size does not match other inputs for '{signature.model}'"
+            )
+        rows = tensor.shape[0]
+    rows = 1 if rows is None else rows  # only a model whose inputs are all optional gets here without any
+    if rows > signature.max_batch_size:
+        raise InvalidArgument(
+            f"{label(submit)}inference request batch-size must be <= {signature.max_batch_size} for '{signature.model}'"
+        )
+    if rows < 1:
+        raise InvalidArgument(
+            f"{label(submit)}inference request batch-size must be at least 1 for '{signature.model}', got {rows}"
+        )
+    return rows
 
 
-def _check_shape(submit: Submit, signature: Signature, spec: TensorSpec, tensor: Tensor, rows: int) -> int:
-    """Returns the batch size so far: 0 for a model without a batch dimension."""
+def _checked(submit: Submit, signature: Signature, tensor: Tensor, content: bytes | memoryview) -> Array:
+    """The tensor as an array of the model's shape."""
+    spec, shape = signature.inputs[tensor.name], tensor.shape
     if tensor.datatype != spec.datatype:
         raise InvalidArgument(
             f"{label(submit)}inference input '{spec.name}' data-type is '{tensor.datatype}', "
             f"but model '{signature.model}' expects '{spec.datatype}'"
         )
-    shape = tensor.shape
-    if not signature.batches:
-        if not spec.fits(shape):
-            raise _unexpected_shape(submit, signature, spec, shape)
-        return 0
-    if not shape or not spec.fits(shape[1:]):
+    lead = shape[:1] if signature.batches else ()
+    if not spec.fits(shape[len(lead) :]):
         raise _unexpected_shape(submit, signature, spec, shape)
-    if shape[0] > signature.max_batch_size:
-        raise InvalidArgument(
-            f"{label(submit)}inference request batch-size must be <= {signature.max_batch_size} for '{signature.model}'"
-        )
-    if shape[0] < 1:
-        raise InvalidArgument(
-            f"{label(submit)}inference request batch-size must be at least 1 for '{signature.model}', got {shape[0]}"
-        )
-    if rows and shape[0] != rows:
-        raise InvalidArgument(
-            f"{label(submit)}input '{spec.name}' batch size does not match other inputs for '{signature.model}'"
-        )
-    return shape[0]
+    if spec.datatype == "BYTES":
+        # The first call is the snapshot: lengths are read from it, not from memory somebody else can write.
+        try:
+            made = array(bytes(content), "BYTES", shape, f"input '{spec.name}'", f" for model '{signature.model}'")
+        except IncompleteString:
+            raise
+        except InvalidArgument as error:
+            raise InvalidArgument(label(submit) + error.message) from None
+    else:
+        count = 1
+        for size in shape:
+            count *= size
+        needed = count * spec.dtype.itemsize
+        if needed != len(content) or needed > MAX_ELEMENTS:
+            raise InvalidArgument(
+                f"{label(submit)}input byte size mismatch for input '{spec.name}' for model '{signature.model}'. "
+                f"Expected {needed}, got {len(content)}"
+            )
+        made = np.frombuffer(content, spec.dtype).reshape(shape)
+        if spec.datatype == "BOOL":
+            # Any byte but 0 is true on the wire; in memory a truth value may only be 0 or 1.
+            made = made.view(np.uint8) != 0
+    return made.reshape(lead + spec.to_model(shape[len(lead) :])) if spec.reshaped else made
 
 
 def _unexpected_shape(submit: Submit, signature: Signature, spec: TensorSpec, shape: tuple[int, ...]) -> ServingError:
@@ -166,51 +223,6 @@ def _unexpected_shape(submit: Submit, signature: Signature, spec: TensorSpec, sh
 
 def _dims(shape: tuple[int, ...]) -> str:
     return f"[{','.join(map(str, shape))}]"
-
-
-def _content(
-    submit: Submit,
-    submitter: Submitter,
-    signature: Signature,
-    spec: TensorSpec,
-    tensor: Tensor,
-    regions: RegionTable,
-    leased: list[Region],
-) -> Array:
-    """The tensor as an array of the model's shape."""
-    place = tensor.place
-    content: bytes | memoryview
-    if isinstance(place, Inline):
-        content = place.content
-    elif isinstance(place, Slice):
-        content = submitter.lane.view(place)
-    else:
-        region = regions.find(place.region)
-        content = region.view(place.offset, place.byte_size)
-        region.lease()
-        leased.append(region)
-    if spec.datatype == "BYTES":
-        what = f"input '{spec.name}' for model '{signature.model}'"
-        # The first call is the snapshot: lengths are read from it, not from memory somebody else can write.
-        made = array(bytes(content), "BYTES", tensor.shape, what)
-    else:
-        count = 1
-        for size in tensor.shape:
-            count *= size
-        needed = count * spec.dtype.itemsize
-        if needed != len(content) or needed > MAX_ELEMENTS:
-            raise InvalidArgument(
-                f"{label(submit)}input byte size mismatch for input '{spec.name}' for model '{signature.model}'. "
-                f"Expected {needed}, got {len(content)}"
-            )
-        made = np.frombuffer(content, spec.dtype).reshape(tensor.shape)
-        if spec.datatype == "BOOL":
-            # Any byte but 0 is true on the wire; in memory a truth value may only be 0 or 1.
-            made = made.view(np.uint8) != 0
-    if spec.reshaped:
-        lead = tensor.shape[:1] if signature.batches else ()
-        made = made.reshape(lead + spec.to_model(tensor.shape[len(lead) :]))
-    return made
 
 
 # -------------------------------------------------------------------------------------------------------------- outputs

@@ -16,16 +16,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from config.options import Options
-from daemon.http import placement, request_codec, response_codec
+from daemon.http import placement, response_codec
 from daemon.http.body import CollectedBody, PlacedBody
 from daemon.http.compression import BodyTooLarge, Deflation, Inflation
 from daemon.http.decoded_request import DecodedRequest
+from daemon.http.raw_request import decode_raw
 from daemon.http.request_codec import Recognised
 from daemon.model_table import ModelTable
 from daemon.status import http_status
 from daemon.submit import Submitter
 from shm.arena import Lease
-from shm.errors import InvalidArgument, ServingError
+from shm.errors import InvalidArgument, ServingError, Unsupported
 from shm.lane import SubmitterLane
 from shm.messages import Completion, Submit
 
@@ -128,7 +129,8 @@ class Exchange:
         try:
             if self._head.error is not None:
                 raise self._head.error
-            self._serving.table.find(self._head.model, self._head.version)
+            if self._serving.table.find(self._head.model, self._head.version).decoupled:
+                raise Unsupported("HTTP end point doesn't support models with decoupled transaction policy")
             if self._head.coding:
                 assert isinstance(self.body, CollectedBody)
                 limit = self._serving.options.http.max_body_byte_size
@@ -256,7 +258,7 @@ class Exchange:
         if isinstance(self.body, PlacedBody):
             assert json_size is not None
             if json_size == 0:
-                return self._raw(self.body.received)
+                return self._raw(self.body.head(self.body.received))
             return self._serving.recognised.decode(
                 self.body.head(json_size), self.body.received - json_size, self._head.model
             )
@@ -266,12 +268,11 @@ class Exchange:
         if json_size > len(body):
             raise InvalidArgument(f"inference header size should be in range (0, {len(body)}), got: {json_size}")
         if json_size == 0:
-            return self._raw(len(body))
+            return self._raw(body)
         return self._serving.recognised.decode(body[:json_size], len(body) - json_size, self._head.model)
 
-    def _raw(self, byte_size: int) -> DecodedRequest:
-        state = self._serving.table.find(self._head.model, self._head.version)
-        return request_codec.decode_raw(state.metadata, state.config, byte_size)
+    def _raw(self, body: bytes | memoryview) -> DecodedRequest:
+        return decode_raw(self._serving.table.find(self._head.model, self._head.version), body)
 
     def _submit(self, decoded: DecodedRequest) -> None:
         size = placement.room(decoded, self.body, self._serving.options.arenas.inline_byte_size)

@@ -11,8 +11,6 @@ Source: Triton docs/protocol/extension_binary_data.md, extension_shared_memory.m
 
 from __future__ import annotations
 
-import msgspec
-
 from daemon.http import json_data, request_head
 from daemon.http.decoded_request import DecodedRequest, Part, Source
 from daemon.http.json_values import refusal, unsigned
@@ -112,28 +110,3 @@ def _source(entry: InputHead | ExactInput, offset: int) -> Source:
     if isinstance(entry, InputHead):
         return json_data.quick(entry.data, entry.datatype, count)
     return json_data.exact(entry.data, entry.datatype, shape, count, name)
-
-
-def decode_raw(metadata: bytes, config: bytes, byte_size: int) -> DecodedRequest:
-    """A request whose whole body is the one input's bytes (Inference-Header-Content-Length: 0); all outputs come back binary.
-
-    The shape is the model's, with at most one variable dimension, which the size tells; a batching model gets a batch of one.
-    Raises: InvalidArgument: the model has not exactly one input of a fixed-size datatype, or no shape has that many bytes.
-    """
-    inputs = msgspec.json.decode(metadata)["inputs"]
-    if len(inputs) != 1:
-        raise InvalidArgument(f"a raw request needs a model with exactly one input, this one has {len(inputs)}")
-    name, datatype, shape = inputs[0]["name"], inputs[0]["datatype"], list(inputs[0]["shape"])
-    if msgspec.json.decode(config).get("max_batch_size", 0) > 0:
-        shape[0] = 1
-    element = ELEMENT_SIZES[datatype]
-    if element is None or shape.count(-1) > 1:
-        raise InvalidArgument(f"a raw request cannot tell the shape of input '{name}', {datatype}{shape}")
-    known = element_count([dim for dim in shape if dim != -1]) * element
-    if -1 in shape and known and byte_size % known == 0:
-        shape[shape.index(-1)] = byte_size // known
-    elif -1 in shape or known != byte_size:
-        raise InvalidArgument(
-            f"input byte size mismatch for input '{name}'. Expected {datatype}{shape}, got {byte_size} bytes"
-        )
-    return DecodedRequest("", [(name, datatype, tuple(shape), Part(0, byte_size))], (), {}, True, {})

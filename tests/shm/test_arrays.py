@@ -49,14 +49,21 @@ def test_any_bytes_are_parsed_or_refused(content: bytes, count: int) -> None:
     ("content", "text"),
     [
         (b"\x01\x00", "expecting 4 bytes but only 2 bytes available"),
-        (b"\x64\x00\x00\x00a", "expecting string of length 100 but only 1 bytes available"),
-        (b"\x01\x00\x00\x00a" * 3, "unexpected number of string elements 3 for inference input 'x', expecting 2"),
-        (b"\x01\x00\x00\x00a", "expected 2 string elements for inference input 'x', got 1"),
+        (
+            b"\x00\x00\x00\x00\x64\x00\x00\x00a",
+            "incomplete string data for inference input 'x', expecting string of length 100 but only 1 bytes available",
+        ),
+        (b"\x64\x00\x00\x00a", "expected 2 string elements for inference input 'x' for model 'm', got 1"),
+        (
+            b"\x01\x00\x00\x00a" * 3,
+            "unexpected number of string elements 3 for inference input 'x' for model 'm', expecting 2",
+        ),
+        (b"\x01\x00\x00\x00a", "expected 2 string elements for inference input 'x' for model 'm', got 1"),
     ],
 )
 def test_what_is_wrong_with_bytes(content: bytes, text: str) -> None:
     with pytest.raises(InvalidArgument) as raised:
-        array(content, "BYTES", (2,), "input 'x'")
+        array(content, "BYTES", (2,), "input 'x'", " for model 'm'")
     assert text in raised.value.message
 
 

@@ -41,12 +41,18 @@ def test_a_region_reads_and_writes_the_clients_object(key: str) -> None:
     region.close()
 
 
-@pytest.mark.parametrize(
-    "key", ["", "/", "a/b", "../x", "/../x", ".", "..", "sem.x", "/sem.x", "x\0y", "é", "a" * 300, "/dev/null"]
-)
-def test_names_that_are_none(key: str) -> None:
-    with pytest.raises(InvalidArgument, match="invalid shm key"):
+@pytest.mark.parametrize("key", ["", "/", "///", "sem.x", "/sem.x"])
+def test_keys_that_are_nobodys(key: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"cannot register shared memory region 'r' - invalid shm key '{key}'"):
         open_object("r", key)
+
+
+@pytest.mark.parametrize("key", ["a/b", "../x", "/../x", ".", "..", "x\0y", "é", "a" * 300, "/dev/null"])
+def test_keys_that_name_no_object(key: str) -> None:
+    """Refused before anything is opened, and answered as if it were not there."""
+    with pytest.raises(Internal) as raised:
+        open_object("r", key)
+    assert raised.value.message == f"Unable to open shared memory region: '{key}'"
 
 
 def test_an_object_that_is_not_there(key: str) -> None:

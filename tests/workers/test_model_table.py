@@ -37,6 +37,7 @@ def version_of(name: str = "m", number: int = 1, instances: int = 0) -> ModelVer
         b"",
         b"",
         True,
+        False,
         "",
         None,
         cast(Any, made),

@@ -175,7 +175,38 @@ def test_views_are_of_the_arena_and_the_region(submitter: Submitter, regions: Re
         ),
         ((Tensor("w", "BYTES", (1, 0), Inline(b"")),), "missing required input(s) ['x']"),
         ((Tensor("q", "BYTES", (1, 0), Inline(b"")),), "unexpected inference input 'q' for model 'm'"),
-        ((X, Tensor("w", "BYTES", (1, 0), Inline(b""))), "input 'w' batch size does not match other inputs for 'm'"),
+        ((X, Tensor("w", "BYTES", (1, 0), Inline(b""))), "input 'x' batch size does not match other inputs for 'm'"),
+        ((X, X), "[request id: me] input 'x' already exists in request"),
+        (
+            (X, *(Tensor(name, "BYTES", (2, 0), Inline(b"")) for name in "wq")),
+            "between 1 and 2 but got 3 inputs for model 'm'. Got input(s) ['q','w','x'], but missing required input(s) [].",
+        ),
+        ((Tensor("x", "FP32", (), Inline(b"")),), "input 'x' has no shape but model requires batch dimension for 'm'"),
+        (
+            (Tensor("x", "FP32", (5, 2), Inline(b"")),),
+            "[request id: me] inference request batch-size must be <= 4 for 'm'",
+        ),
+        (
+            (Tensor("x", "FP32", (0, 2), Inline(b"")),),
+            "[request id: me] inference request batch-size must be at least 1",
+        ),
+        (
+            # Both are wrong; the last one is told.
+            (Tensor("x", "INT8", (1, 2), Inline(b"")), Tensor("w", "FP32", (1, 2), Inline(b""))),
+            "[request id: me] inference input 'w' data-type is 'FP32', but model 'm' expects 'BYTES'",
+        ),
+        (
+            (X, Tensor("w", "BYTES", (2, 1), Inline(b"\0" * 4))),
+            "[request id: me] expected 2 string elements for inference input 'w' for model 'm', got 1",
+        ),
+        (
+            (X, Tensor("w", "BYTES", (2, 1), Inline(b"\0" * 4 + b"\x09\0\0\0abc"))),
+            "incomplete string data for inference input 'w', expecting string of length 9 but only 3 bytes available",
+        ),
+        (
+            (Tensor("x", "FP32", (1, 2), RegionSlice("r", 0, 0)),),
+            "Invalid offset + byte size for shared memory region: 'r'",
+        ),
         (
             (Tensor("x", "FP32", (2, 3), Inline(b"")),),
             "[request id: me] unexpected shape for input 'x' for model 'm'. Expected [-1,2], got [2,3]. NOTE: Setting a",

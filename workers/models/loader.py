@@ -59,6 +59,7 @@ class LoadedModel:
     config: bytes
     #: Requests may be run again on another worker.
     stateless: bool
+    decoupled: bool
     #: Why no request can be run yet, "" where they can.
     unsupported: str
     #: The jitted model, or None where ``instances`` run it.
@@ -139,6 +140,7 @@ class Loader:
             model_config.metadata(message),
             model_config.to_json(message),
             not message.HasField("sequence_batching") and not message.model_transaction_policy.decoupled,
+            message.model_transaction_policy.decoupled,
             unsupported(message),
             jitted,
             instances,

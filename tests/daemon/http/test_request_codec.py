@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from daemon.http import request_codec
 from daemon.http.decoded_request import DecodedRequest, Part
-from daemon.http.request_codec import Recognised, decode_raw
+from daemon.http.request_codec import Recognised
 from shm.arrays import DTYPES, array
 from shm.errors import InvalidArgument, ServingError, Unsupported
 from shm.messages import RegionSlice, RequestedOutput, Submit, Tensor, encoder
@@ -534,50 +534,6 @@ def test_requested_outputs() -> None:
 def test_outputs_that_are_refused(parameters: dict[str, Any], found: str) -> None:
     with pytest.raises(InvalidArgument, match=found):
         decode(request_of(outputs=[{"name": "y", "parameters": parameters}]), 0)
-
-
-# ----------------------------------------------------------------------------------------------------------------- raw
-
-
-def raw(
-    byte_size: int, shape: list[int], datatype: str = "FP32", max_batch_size: int = 0, inputs: int = 1
-) -> DecodedRequest:
-    metadata = json.dumps({"inputs": [{"name": "x", "datatype": datatype, "shape": shape}] * inputs}).encode()
-    return decode_raw(metadata, json.dumps({"max_batch_size": max_batch_size}).encode(), byte_size)
-
-
-@pytest.mark.parametrize(
-    ("byte_size", "shape", "max_batch_size", "told"),
-    [
-        (16, [4], 0, (4,)),
-        (16, [-1], 0, (4,)),
-        (24, [2, -1], 0, (2, 3)),
-        (16, [-1, 4], 8, (1, 4)),
-        (16, [-1, -1], 8, (1, 4)),
-        (0, [-1], 0, (0,)),
-        (4, [], 0, ()),
-    ],
-)
-def test_a_raw_request(byte_size: int, shape: list[int], max_batch_size: int, told: tuple[int, ...]) -> None:
-    decoded = raw(byte_size, shape, max_batch_size=max_batch_size)
-    assert decoded.inputs == [("x", "FP32", told, Part(0, byte_size))]
-    assert decoded.all_binary
-
-
-@pytest.mark.parametrize(
-    ("arguments", "found"),
-    [
-        ((3, [4]), "input byte size mismatch for input 'x'"),
-        ((3, [-1]), "input byte size mismatch for input 'x'"),
-        ((12, [0, -1]), "input byte size mismatch for input 'x'"),
-        ((16, [-1, -1]), "cannot tell the shape"),
-        ((16, [4], "BYTES"), "cannot tell the shape"),
-        ((16, [4], "FP32", 0, 2), "exactly one input, this one has 2"),
-    ],
-)
-def test_raw_requests_that_are_refused(arguments: tuple[Any, ...], found: str) -> None:
-    with pytest.raises(InvalidArgument, match=found):
-        raw(*arguments)
 
 
 # ---------------------------------------------------------------------------------------------------------- properties

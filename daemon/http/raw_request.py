@@ -1,0 +1,64 @@
+"""Raw requests (Inference-Header-Content-Length: 0): the whole body is the one input of the model. Sans-I/O.
+
+    body   | tensor |      fixed-size datatypes: the shape is the model's, with at most one variable dimension, from the size
+           | element |     BYTES: one element, without its length; the model's shape must be [1]
+
+A batching model gets a batch of one; every output comes back binary.
+Source: Triton docs/protocol/extension_binary_data.md, "Raw Binary Request"; texts as recorded against a real Triton.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from daemon.http.decoded_request import DecodedRequest, Part, Source
+from shm.datatypes import ELEMENT_SIZES, element_count
+from shm.errors import InvalidArgument
+from shm.messages import ModelState
+
+#: How Triton's messages begin; a raw request has no id.
+_LABEL = "[request id: <id_unknown>] "
+
+
+def decode_raw(state: ModelState, body: bytes | memoryview) -> DecodedRequest:
+    """What a body of that many bytes says to that model.
+
+    Raises: InvalidArgument: the model has not exactly one input, no shape has that many bytes, or several have.
+    """
+    inputs = msgspec.json.decode(state.metadata)["inputs"]
+    if len(inputs) != 1:
+        raise InvalidArgument(
+            f"{_LABEL}Raw request must only have 1 input (found 1) to be deduced but got {len(inputs)} inputs in "
+            f"'{state.name}' model configuration"
+        )
+    name, datatype, shape = inputs[0]["name"], inputs[0]["datatype"], list(inputs[0]["shape"])
+    if msgspec.json.decode(state.config).get("max_batch_size", 0) > 0:
+        shape[0] = 1
+    if shape.count(-1) > 1:
+        raise InvalidArgument(
+            f"{_LABEL}The shape of the raw input '{name}' can not be deduced because there are more than one "
+            "variable-sized dimension"
+        )
+    source: Source = Part(0, len(body))
+    if datatype == "BYTES":
+        if -1 in shape or element_count(shape) != 1:
+            raise InvalidArgument(f"{_LABEL}For BYTE datatype raw input '{name}', the model must have input shape [1]")
+        source = len(body).to_bytes(4, "little") + body
+    else:
+        _fill(state.name, shape, ELEMENT_SIZES[datatype] or 1, len(body))
+    return DecodedRequest("", [(name, datatype, tuple(shape), source)], (), {}, True, {})
+
+
+def _fill(model: str, shape: list[Any], element_size: int, byte_size: int) -> None:
+    """Puts the variable dimension into the shape. Raises InvalidArgument: the size is not that of any such shape."""
+    known = element_count([dim for dim in shape if dim != -1]) * element_size
+    count = 1
+    if -1 in shape:
+        count = shape[shape.index(-1)] = byte_size // known if known else 0
+    if known * count != byte_size:
+        raise InvalidArgument(
+            f"{_LABEL}input byte size mismatch for input 'raw_input' for model '{model}'. "
+            f"Expected {known * count}, got {byte_size}"
+        )
