@@ -20,6 +20,7 @@ from bench import closed_loop, memory, plot, processor
 from bench.server import serving
 
 OURS = "127.0.0.1:18100"
+OURS_GRPC = "127.0.0.1:18101"
 PEER = "127.0.0.1:18000"
 #: The rows issue by issue; compare.py knows what each one is.
 ROWS = "small-http-c1,small-http-c4,small-http-c16,small-http-shm-c16,1MiB-http-c1,16MiB-http-c1,16MiB-http-shm-c1,mlp-http-c32"
@@ -51,7 +52,8 @@ def main() -> int:
         stack.enter_context(
             serving([str(peer / "triton.sh"), str(peer / "models")], PEER, arguments.logs / "bench-peer.log")
         )
-        compare = [sys.executable, str(peer / "compare.py"), "--ours-http", OURS, "--peer-http", PEER]
+        compare = [sys.executable, str(peer / "compare.py"), "--ours-http", OURS, "--ours-grpc", OURS_GRPC]
+        compare += ["--peer-http", PEER]
         compare += ["--rows", arguments.rows, "--rounds", str(arguments.rounds)]
         figures = arguments.json or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "figures.json"
         compare += ["--json", str(figures)]

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 Port = Annotated[int, Meta(ge=0, le=65535, description="a TCP port; 0 picks a free one")]
+SocketMode = Annotated[str, Meta(pattern="^0[0-7]{3}$", description="octal permissions of a Unix socket")]
 Count = Annotated[int, Meta(ge=1)]
 CountOrNone = Annotated[int, Meta(ge=0)]
 ByteSize = Annotated[int, Meta(ge=0)]
@@ -43,6 +44,7 @@ class Http(Section, frozen=True):
     enabled: bool = True
     address: str = "127.0.0.1"
     port: Port = 8000
+    socket_mode: SocketMode = "0660"
     #: Request line and headers together.
     max_head_byte_size: Annotated[int, Meta(ge=1024)] = 64 << 10
     #: Header fields of one request.
@@ -55,6 +57,47 @@ class Http(Section, frozen=True):
     #: A client that takes none of its answer for that long is cut off.
     write_timeout: Seconds = 30.0
     keep_alive_timeout: Seconds = 75.0
+
+
+class Grpc(Section, frozen=True):
+    """The gRPC front and what it accepts from a connection."""
+
+    enabled: bool = True
+    address: str = "127.0.0.1"
+    port: Port = 8001
+    socket_mode: SocketMode = "0660"
+    #: A call's headers together, decoded.
+    max_head_byte_size: Annotated[int, Meta(ge=1024, le=1 << 20)] = 64 << 10
+    #: One message, also after decompression.
+    max_message_byte_size: Annotated[int, Meta(ge=1024, le=(1 << 31) - 1)] = 64 << 20
+    #: Incomplete messages of all connections together.
+    max_receiving_byte_size: ByteSize = 1 << 30
+    max_connections: Count = 4096
+    max_concurrent_streams: Count = 1024
+    #: Requests of one ModelStreamInfer that are in flight; the client waits beyond.
+    max_stream_requests: Count = 256
+    response_compression: Literal["none", "low", "medium", "high"] = "none"
+    #: A connection that has not opened, or a message that is not whole, by then is given up.
+    head_timeout: Seconds = 10.0
+    body_timeout: Seconds = 60.0
+    #: A client that takes none of its answers for that long is cut off.
+    write_timeout: Seconds = 30.0
+    #: A connection silent for so long is asked for a sign of life, and cut off without one.
+    keepalive_time: Seconds = 7200.0
+    keepalive_timeout: Seconds = 20.0
+    keepalive_permit_without_calls: bool = False
+    #: Pings of a client without calls that come faster than this are strikes; 0 strikes: any number.
+    min_ping_interval: Seconds = 300.0
+    max_ping_strikes: CountOrNone = 2
+    #: 0: for ever.
+    max_connection_age: Seconds = 0.0
+    max_connection_age_grace: Seconds = 0.0
+    use_tls: bool = False
+    #: Ask clients for a certificate signed by ``root_certificate``.
+    mutual_tls: bool = False
+    certificate: str = ""
+    key: str = ""
+    root_certificate: str = ""
 
 
 class Workers(Section, frozen=True):
@@ -152,6 +195,7 @@ class Options(Section, frozen=True):
     server_name: str = "tensord"
     repository: Repository = Repository()
     http: Http = Http()
+    grpc: Grpc = Grpc()
     workers: Workers = Workers()
     arenas: Arenas = Arenas()
     lanes: Lanes = Lanes()

@@ -111,7 +111,7 @@ class Endpoints:
                     raise InvalidArgument("load parameter 'config' should be a string with a JSON object")
                 config = value
             elif not key.startswith("file:"):
-                raise InvalidArgument(f"unrecognized load parameter '{key}'")
+                raise InvalidArgument(f"unrecognized load parameter '{key}'.")
             elif not isinstance(value, bytes):
                 raise InvalidArgument(f"load parameter '{key}' should be the bytes of a file")
             else:

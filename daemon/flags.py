@@ -26,6 +26,8 @@ class Flag:
     #: May stand without a value, which then means true.
     switch: bool = False
     metavar: str = "VALUE"
+    #: Triton takes milliseconds where the configuration has seconds.
+    milliseconds: bool = False
 
 
 #: In the order of --help.
@@ -52,10 +54,68 @@ FLAGS = (
     ),
     Flag("exit-on-error", "repository.exit_on_error", "Exit when a model fails to load at start.", switch=True),
     Flag("allow-http", "http.enabled", "Serve HTTP.", switch=True),
-    Flag("http-address", "http.address", "Address to listen on.", metavar="ADDRESS"),
+    Flag("http-address", "http.address", "Address to listen on, or unix:PATH.", metavar="ADDRESS"),
     Flag("http-port", "http.port", "Port to listen on; 0 picks a free one.", metavar="PORT"),
     Flag("http-max-input-size", "http.max_body_byte_size", "Largest request body in bytes.", metavar="BYTES"),
     Flag("http-header-timeout", "http.head_timeout", "Seconds for a connection to send a head.", metavar="SECONDS"),
+    Flag("http-socket-mode", "http.socket_mode", "Mode of a unix: address's socket.", metavar="MODE"),
+    Flag("allow-grpc", "grpc.enabled", "Serve gRPC.", switch=True),
+    Flag("grpc-address", "grpc.address", "Address to listen on, or unix:PATH.", metavar="ADDRESS"),
+    Flag("grpc-port", "grpc.port", "Port to listen on; 0 picks a free one.", metavar="PORT"),
+    Flag("grpc-socket-mode", "grpc.socket_mode", "Mode of a unix: address's socket.", metavar="MODE"),
+    Flag("grpc-max-input-size", "grpc.max_message_byte_size", "Largest message in bytes.", metavar="BYTES"),
+    Flag(
+        "grpc-infer-response-compression-level",
+        "grpc.response_compression",
+        "none, low, medium or high.",
+        metavar="LEVEL",
+    ),
+    Flag("grpc-keepalive-time", "grpc.keepalive_time", "Silence before a ping, ms.", metavar="MS", milliseconds=True),
+    Flag(
+        "grpc-keepalive-timeout",
+        "grpc.keepalive_timeout",
+        "Wait for its answer, ms.",
+        metavar="MS",
+        milliseconds=True,
+    ),
+    Flag(
+        "grpc-keepalive-permit-without-calls",
+        "grpc.keepalive_permit_without_calls",
+        "Ping also where no call waits.",
+        switch=True,
+    ),
+    Flag(
+        "grpc-http2-min-recv-ping-interval-without-data",
+        "grpc.min_ping_interval",
+        "Faster pings are strikes, ms.",
+        metavar="MS",
+        milliseconds=True,
+    ),
+    Flag("grpc-http2-max-ping-strikes", "grpc.max_ping_strikes", "Strikes a client has.", metavar="COUNT"),
+    Flag(
+        "grpc-max-connection-age",
+        "grpc.max_connection_age",
+        "Connections end then, ms.",
+        metavar="MS",
+        milliseconds=True,
+    ),
+    Flag(
+        "grpc-max-connection-age-grace",
+        "grpc.max_connection_age_grace",
+        "And are cut off so much later, ms.",
+        metavar="MS",
+        milliseconds=True,
+    ),
+    Flag("grpc-use-ssl", "grpc.use_tls", "TLS on the gRPC port.", switch=True),
+    Flag("grpc-use-ssl-mutual", "grpc.mutual_tls", "TLS, and clients show a certificate.", switch=True),
+    Flag("grpc-server-cert", "grpc.certificate", "PEM file of the certificate.", metavar="FILE"),
+    Flag("grpc-server-key", "grpc.key", "PEM file of its key.", metavar="FILE"),
+    Flag(
+        "grpc-root-cert",
+        "grpc.root_certificate",
+        "PEM file that clients' certificates are checked with.",
+        metavar="FILE",
+    ),
     Flag("allow-client-shm", "regions.enabled", "Clients may register shared memory.", switch=True),
     Flag("device", "workers.device", "auto, cpu or cuda.", metavar="KIND"),
     Flag("cpu-workers", "workers.cpu", "Number of CPU workers.", metavar="COUNT"),
@@ -78,19 +138,18 @@ FLAGS = (
 )
 _BY_NAME = {flag.name: flag for flag in FLAGS}
 
-_LATER_GRPC = "gRPC comes with a later version"
 _LATER_METRICS = "the metrics endpoint comes with a later version"
 #: Flags that name something tensord does not have: harmless with a value that asks for nothing, refused otherwise.
 #: name -> (harmless values; None: any, because it only shapes what is not there, reason)
 _ABSENT: dict[str, tuple[tuple[str, ...] | None, str]] = {
-    "allow-grpc": (("false", "0"), f"{_LATER_GRPC}; use --allow-grpc=false until then"),
     "allow-metrics": (("false", "0"), f"{_LATER_METRICS}; use --allow-metrics=false until then"),
     "allow-gpu-metrics": (("false", "0"), _LATER_METRICS),
     "allow-cpu-metrics": (("false", "0"), _LATER_METRICS),
     # Ports and addresses of what is not served: a client will be told so by the connection.
-    "grpc-port": (None, _LATER_GRPC),
-    "grpc-address": (None, _LATER_GRPC),
-    "grpc-infer-allocation-pool-size": (None, _LATER_GRPC),
+    "grpc-infer-allocation-pool-size": (None, "messages are read into memory that is not kept"),
+    "grpc-infer-thread-count": (None, "the front needs one thread"),
+    "grpc-max-response-pool-size": (None, "a stream that is not read stops its client"),
+    "grpc-http2-max-pings-without-data": (None, "the front sends no pings beyond keepalive"),
     "metrics-port": (None, _LATER_METRICS),
     "metrics-address": (None, _LATER_METRICS),
     "metrics-interval-ms": (None, _LATER_METRICS),
@@ -100,6 +159,10 @@ _ABSENT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "strict-model-config": (("false", "0"), "configurations are always completed from the model"),
     "rate-limit": (("off",), "there is no rate limiter"),
     "reuse-http-port": (
+        ("false", "0"),
+        "the supervisor holds the port, so that no restart of a front refuses a connection",
+    ),
+    "reuse-grpc-port": (
         ("false", "0"),
         "the supervisor holds the port, so that no restart of a front refuses a connection",
     ),
@@ -116,7 +179,6 @@ _REFUSED = {
     "trace-level": "tracing comes with a later version",
     "http-restricted-api": "restricted APIs come with a later version",
     "http-header-forward-pattern": "header forwarding comes with a later version",
-    "grpc-use-ssl": "TLS is not offered: put a proxy in front",
     "grpc-restricted-protocol": "gRPC and restricted APIs come with a later version",
     "log-file": "the log goes to standard error: let the service manager or the shell direct it",
     "cuda-memory-pool-byte-size": "XLA manages device memory: set XLA_PYTHON_CLIENT_MEM_FRACTION",
@@ -157,7 +219,9 @@ def parse(arguments: Sequence[str]) -> list[Setting]:
             lists[flag.key] = (*lists.get(flag.key, ()), value)
             found[flag.key] = Setting(flag.key, lists[flag.key], f"--{name}")
         else:
-            found[flag.key] = Setting(flag.key, value, f"--{name}", textual=True)
+            found[flag.key] = Setting(
+                flag.key, _seconds(name, value) if flag.milliseconds else value, f"--{name}", textual=True
+            )
     return list(found.values())
 
 
@@ -167,6 +231,12 @@ def _split(argument: str) -> tuple[str, str | None]:
     name, equals, value = argument[2:].partition("=")
     # Triton's own parser takes both spellings.
     return name.replace("_", "-"), value if equals else None
+
+
+def _seconds(name: str, value: str) -> str:
+    if not (value.isascii() and value.isdigit()):
+        raise ConfigurationError(f"--{name}={value}: a number of milliseconds is expected")
+    return str(int(value) / 1000)
 
 
 def _is_bool(value: str) -> bool:

@@ -1,12 +1,14 @@
-"""The listening socket: bound by the supervisor, or inherited from the service manager, and handed to a front.
+"""Listening sockets: bound by the supervisor, or inherited from the service manager, and handed to a front.
 
-It outlives every front, so connections made while a front is replaced wait in its backlog instead of being refused.
+They outlive every front, so connections made while a front is replaced wait in its backlog instead of being refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import stat
 from collections.abc import Mapping
 
 _FIRST_INHERITED = 3  # SD_LISTEN_FDS_START
@@ -17,8 +19,75 @@ class ListenError(Exception):
     """A sentence for the operator with address, port and reason."""
 
 
-def listen(address: str, port: int) -> socket.socket:
-    """A listening TCP socket. Raises ListenError."""
+class Listener:
+    """One listening socket, and the path it has in the file system if it is a Unix socket."""
+
+    def __init__(self, sock: socket.socket, protocol: str, path: str = "") -> None:
+        self.socket = sock
+        #: "http" or "grpc".
+        self.protocol = protocol
+        #: As clients are told; None once closed.
+        self.url: str | None = f"unix:{path}" if path else url(sock, protocol)
+        self.is_tcp = not path
+        # Of our making: where it is replaced meanwhile, another process owns the name now.
+        self._path = path
+        self._inode = os.stat(path).st_ino if path else 0
+
+    def close(self) -> None:
+        """Idempotent; takes the name out of the file system."""
+        self.socket.close()
+        self.url = None
+        path, self._path = self._path, ""
+        with contextlib.suppress(OSError):
+            if path and os.stat(path).st_ino == self._inode:
+                os.unlink(path)
+
+
+def listen(address: str, port: int, protocol: str, mode: str = "0660") -> Listener:
+    """A listening socket: TCP, or for an address unix:PATH a Unix socket with that mode. Raises ListenError."""
+    if address.startswith("unix:"):
+        path = os.path.abspath(address.removeprefix("unix:").removeprefix("//") or ".")
+        return Listener(_listen_unix(path, int(mode, 8)), protocol, path)
+    return Listener(_listen_tcp(address, port), protocol)
+
+
+def _listen_unix(path: str, mode: int) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        _remove_stale(path)
+        # Before it has a name: nobody connects with another mode than the one asked for.
+        os.fchmod(sock.fileno(), mode & 0o600)
+        sock.bind(path)
+        os.chmod(path, mode)
+        sock.listen(_BACKLOG)
+    except ListenError:
+        sock.close()
+        raise
+    except OSError as error:
+        sock.close()
+        raise ListenError(f"cannot listen on unix:{path}: {error.strerror or error}") from None
+    return sock
+
+
+def _remove_stale(path: str) -> None:
+    """Takes away the socket of a process that is gone; never anything else. Raises ListenError: somebody listens there."""
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise ListenError(f"cannot listen on unix:{path}: there is a file of that name")
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+        except BlockingIOError:
+            pass  # its backlog is full: somebody listens
+    raise ListenError(f"cannot listen on unix:{path}: a process listens there already")
+
+
+def _listen_tcp(address: str, port: int) -> socket.socket:
     try:
         (family, kind, proto, _, where), *_ = socket.getaddrinfo(
             address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -61,10 +130,10 @@ def inherited(environment: Mapping[str, str]) -> socket.socket | None:
     return sock
 
 
-def url(sock: socket.socket) -> str:
-    """``http://127.0.0.1:8000`` of a bound socket."""
+def url(sock: socket.socket, protocol: str = "http") -> str:
+    """``http://127.0.0.1:8000`` of a bound TCP socket."""
     host, port = sock.getsockname()[:2]
-    return f"http://{shown(host, port)}"
+    return f"{protocol}://{shown(host, port)}"
 
 
 def shown(address: str, port: int) -> str:

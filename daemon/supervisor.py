@@ -17,7 +17,6 @@ import logging
 import os
 import random
 import signal
-import socket
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from daemon.backoff import Backoff
 from daemon.child import Child, Front, Worker
 from daemon.control_socket import ControlSocket
 from daemon.devices import Device, find_devices
+from daemon.listening import Listener, ListenError
 from daemon.models import Models
 from daemon.notify import Notifier
 from daemon.operations import Operations
@@ -70,7 +70,8 @@ class Phase(enum.Enum):
 class Programs:
     """What the children run, as ``python -m`` takes it."""
 
-    front: str = "daemon.http"
+    http: str = "daemon.http"
+    grpc: str = "daemon.grpc"
     worker: str = "workers"
 
 
@@ -96,7 +97,8 @@ class Supervisor:
         self._next_incarnation = 1
         self._backoffs: dict[str, Backoff] = {}
         self._notifier = Notifier(environment)
-        self._socket: socket.socket | None = None
+        #: What the fronts listen on, by the front's name.
+        self._listeners: dict[str, Listener] = {}
         self._models = Models(options.repository, self.workers, self._publish)
         self._regions = RegionRegistry(options.regions, self._ready_workers)
         self._operations = Operations(self._models, self._regions, self._ready_workers)
@@ -112,9 +114,7 @@ class Supervisor:
         """From the first bind to the last child. Raises ListenError, NoDevice, InvalidArgument, OSError: it cannot start."""
         loop = asyncio.get_running_loop()
         devices = find_devices(self.options.workers, self._environment)
-        if self.options.http.enabled:
-            http = self.options.http
-            self._socket = listening.inherited(self._environment) or listening.listen(http.address, http.port)
+        self._listen()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
         loop.add_signal_handler(signal.SIGHUP, lambda: self._spawn_task(self._reload()))
@@ -124,8 +124,8 @@ class Supervisor:
             for index, device in enumerate(devices):
                 self._start_worker(f"worker-{index}", device)
             outcomes = self._models.begin(await self._models.scan(self.options.repository), self.options.repository)
-            if self._socket is not None:
-                self._start_front("http-0")
+            for name in self._listeners:
+                self._start_front(name)
             self._spawn_task(self._watch())
             self._spawn_task(self._become_ready(outcomes))
             await self._stop.wait()
@@ -136,11 +136,29 @@ class Supervisor:
             control.close()
             self._regions.close()
             self._notifier.close()
-            if self._socket is not None:
-                self._socket.close()
+            for listener in self._listeners.values():
+                listener.close()
         return self._exit_status
 
     # --------------------------------------------------------------------------------------------------------- starting
+
+    def _listen(self) -> None:
+        """Binds, or takes over from the service manager, a socket for each front. Raises ListenError."""
+        http, grpc = self.options.http, self.options.grpc
+        if http.enabled:
+            inherited = listening.inherited(self._environment)
+            self._listeners["http-0"] = (
+                Listener(inherited, "http")
+                if inherited is not None
+                else listening.listen(http.address, http.port, "http", http.socket_mode)
+            )
+        if grpc.enabled:
+            try:
+                self._listeners["grpc-0"] = listening.listen(grpc.address, grpc.port, "grpc", grpc.socket_mode)
+            except ListenError:
+                for listener in self._listeners.values():
+                    listener.close()
+                raise
 
     def _start_worker(self, name: str, device: Device) -> None:
         def died(worker: Worker) -> None:
@@ -151,9 +169,10 @@ class Supervisor:
         self.workers[worker.incarnation] = worker
 
     def _start_front(self, name: str) -> None:
-        assert self._socket is not None
-        front = Front(self._programs.front, name, self._incarnation(), self._from_front, self._front_died)
-        fd = self._socket.fileno()
+        listener = self._listeners[name]
+        program = self._programs.http if listener.protocol == "http" else self._programs.grpc
+        front = Front(program, name, self._incarnation(), self._from_front, self._front_died)
+        fd = listener.socket.fileno()
         front.spawn(self._packed_options(), ["--listen-fd", str(fd)], {}, [fd])
         self.fronts[front.incarnation] = front
         # Lanes before the states that name their workers.
@@ -199,8 +218,9 @@ class Supervisor:
         self._notifier.ready(self._summary())
         _log.info("ready: %s", self._summary())
         served = self._models.lifecycle.ready_models()
-        if self._socket is not None and served:
-            _log.info("try: curl %s/v2/models/%s", listening.url(self._socket), next(iter(served)))
+        http = self._listeners.get("http-0")
+        if http is not None and http.is_tcp and served:
+            _log.info("try: curl %s/v2/models/%s", http.url, next(iter(served)))
 
     def _all_up(self) -> bool:
         """Whether every post is filled, and every worker has what it should have."""
@@ -244,8 +264,8 @@ class Supervisor:
         _close(fds)
         match record:
             case ChildReady():
-                assert self._socket is not None
-                _log.info("serving http on %s", listening.url(self._socket))
+                listener = self._listeners[front.name]
+                _log.info("serving %s on %s", listener.protocol, listener.url)
             case Call(call_id, operation):
                 self._spawn_task(self._answer(front, call_id, operation))
 
@@ -359,8 +379,8 @@ class Supervisor:
         self.phase = Phase.DRAINING
         self._notifier.stopping("finishing accepted requests")
         _log.info("stopping: finishing accepted requests, for at most %g s", self.options.supervisor.exit_timeout)
-        if self._socket is not None:
-            self._socket.close()
+        for listener in self._listeners.values():
+            listener.close()
         for front in self.fronts.values():
             front.stop(deadline_ns - time.monotonic_ns())
         await self._until_gone(self.fronts, deadline_ns)
@@ -420,7 +440,10 @@ class Supervisor:
         return {
             "server_name": self.options.server_name,
             "phase": self.phase.value,
-            "http": listening.url(self._socket) if self._socket is not None and self._socket.fileno() >= 0 else None,
+            **{
+                protocol: next((each.url for each in self._listeners.values() if each.protocol == protocol), None)
+                for protocol in ("http", "grpc")
+            },
             "workers": workers,
             "fronts": [entry(front) for front in self.fronts.values()],
             "refused": self._models.refused,

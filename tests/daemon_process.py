@@ -42,6 +42,7 @@ class DaemonProcess:
         sections: dict[str, dict[str, Any]] = {
             "repository": {"paths": [str(path) for path in repositories]},
             "http": {"port": 0},
+            "grpc": {"port": 0},
             "workers": {"device": "cpu", "pin": False},
             "arenas": {"byte_size": 1 << 20},
             "executables": {"cache_directory": str(folder / "cache")},
@@ -123,6 +124,12 @@ class DaemonProcess:
     def url(self) -> str:
         """HOST:PORT as tritonclient wants it."""
         return f"127.0.0.1:{self.port}"
+
+    @property
+    def grpc_url(self) -> str:
+        """HOST:PORT of the gRPC front; waits until it serves."""
+        self.wait_log(r"grpc://127\.0\.0\.1:(\d+)")
+        return "127.0.0.1:" + re.findall(r"grpc://127\.0\.0\.1:(\d+)", self.log)[-1]
 
     @property
     def pid(self) -> int:

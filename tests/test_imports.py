@@ -27,6 +27,9 @@ FENCED = {
     "uvicorn": ("daemon/http/",),
     "httptools": ("daemon/http/",),
     "grpc": ("daemon/grpc/",),
+    "grpc_health": ("daemon/grpc/",),
+    "grpc_reflection": ("daemon/grpc/",),
+    "hpack": ("daemon/grpc/",),
     "numpy": ("shm/arrays.py", "workers/", "daemon/http/", "daemon/grpc/"),
 }
 #: Pure deciders: no device, no socket, no clock.

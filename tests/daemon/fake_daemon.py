@@ -43,6 +43,7 @@ class FakeDaemon:
         self.sections: dict[str, dict[str, Any]] = {
             "repository": {"paths": [str(folder / "models")]},
             "http": {"port": 0},
+            "grpc": {"enabled": False},
             "workers": {"device": "cpu", "cpu": 2},
             "supervisor": {"control_socket": str(self.control), "restart_delay": 0.05},
         }

@@ -15,5 +15,5 @@ if __name__ == "__main__":
     file = Path(sys.argv[1])
     options = layers.load(file)
     log.configure(options.log, "supervisor")
-    programs = Programs("tests.daemon.fake_front", "tests.daemon.fake_worker")
+    programs = Programs("tests.daemon.fake_front", "tests.daemon.fake_front", "tests.daemon.fake_worker")
     sys.exit(asyncio.run(Supervisor(options, lambda: layers.load(file), os.environ, programs).run()))

@@ -55,7 +55,7 @@ def test_check_of_a_good_and_a_bad_repository(tmp_path: Path) -> None:
     [
         ("[http]\nprot = 1\n", [], "unknown key http.prot; did you mean http.port?"),
         ("[http]\nport = 'x'\n", [], "http.port: expected int, got str, given 'x'"),
-        ("", ["--allow-grpc=true"], "gRPC comes with a later version"),
+        ("", ["--grpc-port=99999"], "--grpc-port: grpc.port: expected int <= 65535, given '99999'"),
         ("", ["--http-port=99999"], "--http-port: http.port: expected int <= 65535, given '99999'"),
     ],
 )

@@ -70,7 +70,7 @@ def test_metadata_lists_every_version_that_serves(connection: Connection) -> Non
     ("parameters", "text"),
     [
         ({"config": 1}, "load parameter 'config' should be a string with a JSON object"),
-        ({"x": ""}, "unrecognized load parameter 'x'"),
+        ({"x": ""}, "unrecognized load parameter 'x'."),
         ({"config": "{}", "file:1/model.py": "text"}, "load parameter 'file:1/model.py' should be the bytes of a file"),
     ],
 )

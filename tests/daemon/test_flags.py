@@ -61,7 +61,7 @@ def test_switches_take_a_value_or_none() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--allow-grpc=true"], "--allow-grpc=true: gRPC comes with a later version; use --allow-grpc=false"),
+        (["--grpc-keepalive-time=2h"], "--grpc-keepalive-time=2h: a number of milliseconds is expected"),
         (["--allow-metrics"], "the metrics endpoint comes with a later version"),
         (["--trace-config=level=TIMESTAMPS"], "tracing comes with a later version"),
         (["--backend-directory=/x"], "back ends are part of tensord"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,19 +17,56 @@ from daemon.listening import ListenError
 
 
 def test_listen_and_url() -> None:
-    with listening.listen("127.0.0.1", 0) as sock:
-        port = sock.getsockname()[1]
-        assert listening.url(sock) == f"http://127.0.0.1:{port}"
-        assert not sock.get_inheritable()
+    with contextlib.closing(listening.listen("127.0.0.1", 0, "grpc")) as listener:
+        port = listener.socket.getsockname()[1]
+        assert listener.url == f"grpc://127.0.0.1:{port}"
+        assert not listener.socket.get_inheritable()
         with socket.create_connection(("127.0.0.1", port)):
             pass
         with pytest.raises(ListenError, match=rf"cannot listen on 127\.0\.0\.1:{port}: Address already in use"):
-            listening.listen("127.0.0.1", port)
+            listening.listen("127.0.0.1", port, "http")
+    assert listener.url is None
+
+
+def test_a_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    listener = listening.listen(f"unix:{path}", 0, "http", "0600")
+    assert listener.url == f"unix:{path}"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+    with pytest.raises(ListenError, match="a process listens there already"):
+        listening.listen(f"unix:{path}", 0, "grpc")
+    listener.close()
+    assert not path.exists()
+
+
+def test_a_stale_unix_socket_is_replaced(tmp_path: Path) -> None:
+    """Its process is gone, so nobody listens; the name of another's socket stays when ours is closed."""
+    path = tmp_path / "s"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    listener = listening.listen(f"unix:{path}", 0, "http")
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(path))
+        listener.close()
+        assert path.exists()
+
+
+def test_a_file_is_never_taken_away(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    path.write_text("mine")
+    with pytest.raises(ListenError, match="there is a file of that name"):
+        listening.listen(f"unix:{path}", 0, "http")
+    assert path.read_text() == "mine"
+    with pytest.raises(ListenError, match="cannot listen on unix:"):
+        listening.listen(f"unix:{tmp_path}/no/s", 0, "http")
 
 
 def test_names_and_addresses() -> None:
     with pytest.raises(ListenError, match=r"cannot listen on no\.such\.host\.invalid:80"):
-        listening.listen("no.such.host.invalid", 80)
+        listening.listen("no.such.host.invalid", 80, "http")
     assert listening.shown("::1", 80) == "[::1]:80"
 
 

@@ -1,0 +1,37 @@
+"""gRPC status numbers by their names. Which error becomes which is ``daemon.status``' one table.
+
+Source: gRPC's statuscodes.md.
+"""
+
+from __future__ import annotations
+
+from daemon.status import grpc_status
+from shm.errors import ServingError
+
+(
+    OK,
+    CANCELLED,
+    UNKNOWN,
+    INVALID_ARGUMENT,
+    DEADLINE_EXCEEDED,
+    NOT_FOUND,
+    ALREADY_EXISTS,
+    PERMISSION_DENIED,
+    RESOURCE_EXHAUSTED,
+    FAILED_PRECONDITION,
+    ABORTED,
+    OUT_OF_RANGE,
+    UNIMPLEMENTED,
+    INTERNAL,
+    UNAVAILABLE,
+    DATA_LOSS,
+    UNAUTHENTICATED,
+) = range(17)
+_BY_NAME: dict[str, int] = {
+    name: number for name, number in globals().items() if name.isupper() and type(number) is int
+}
+
+
+def number(error: str | ServingError) -> int:
+    """The status of an error or of its code."""
+    return _BY_NAME[grpc_status(error)]

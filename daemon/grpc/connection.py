@@ -1,0 +1,570 @@
+"""One client connection: HTTP/2 from the server's side. Frames in, streams made and fed, frames out, and bounds on all of it.
+
+    preface, SETTINGS ─▶ streams come and go ─▶ GOAWAY: no new ones ─▶ the last one ended: closed
+
+HTTP/2 is spoken here and not by a library because a call then costs a third or less (docs/decisions/grpc-transport.md).
+Whatever breaks the protocol ends the connection with GOAWAY; whatever is merely wrong with one call ends that stream.
+Source: RFC 9113.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import cast
+
+from config.options import Grpc
+from daemon.grpc import frames
+from daemon.grpc.codes import UNAVAILABLE, UNIMPLEMENTED
+from daemon.grpc.frames import Violation
+from daemon.grpc.header_blocks import CallHead, HeaderBlocks
+from daemon.grpc.stream import Call, Stream
+
+_log = logging.getLogger(__name__)
+#: Frames we take; larger than the default, so that large tensors come in fewer pieces.
+_FRAME_SIZE = 1 << 20
+_STREAM_WINDOW = 4 << 20
+_CONNECTION_WINDOW = 64 << 20
+#: Unsent bytes of a connection in our process beyond the kernel's buffer.
+_WRITE_BUFFER = 1 << 20
+#: Streams a client may reset without having let them end, per second, before it is taken for an attack.
+_MAX_RESETS = 20_000
+_PING = b"tensord\0"
+
+
+class Phase(enum.Enum):
+    """Where a connection is in its life."""
+
+    #: The client's preface is not whole.
+    OPENING = "opening"
+    #: Streams come and go.
+    OPEN = "open"
+    #: GOAWAY was sent; what the client sent before it knew of that is still served.
+    ANNOUNCED = "announced"
+    #: No new streams; the open ones end, then the connection does.
+    ENDING = "ending"
+    #: Nothing is read or written any more.
+    CLOSED = "closed"
+
+
+@dataclass(slots=True)
+class Serving:
+    """What every connection of a front needs."""
+
+    options: Grpc
+    #: What answers a path.
+    methods: dict[str, Callable[[Stream], Call]]
+    connections: set[Connection] = field(default_factory=set)
+    #: Bytes of incomplete messages, all connections together.
+    collected: int = 0
+    max_message: int = field(init=False)
+    max_collected: int = field(init=False)
+    #: zlib level of answers for clients that accept gzip; 0: none.
+    compression: int = field(init=False)
+    stopping: bool = False
+
+    def __post_init__(self) -> None:
+        self.max_message = self.options.max_message_byte_size
+        self.max_collected = max(self.options.max_receiving_byte_size, 2 * self.max_message)
+        self.compression = {"none": 0, "low": 1, "medium": 6, "high": 9}[self.options.response_compression]
+
+
+class Connection(asyncio.Protocol):
+    """Owns the transport and the streams."""
+
+    def __init__(self, serving: Serving) -> None:
+        self.serving = serving
+        self.loop = asyncio.get_running_loop()
+        self.phase = Phase.OPENING
+        self.streams: dict[int, Stream] = {}
+        #: Streams that wait for a window or for the socket, in turn.
+        self.blocked: dict[int, Stream] = {}
+        self.send_window = frames.DEFAULT_WINDOW
+        self.max_frame_size = frames.DEFAULT_FRAME_SIZE
+        self._blocks = HeaderBlocks(serving.options.max_head_byte_size)
+        self._peer_window = frames.DEFAULT_WINDOW
+        self._receive_window = _CONNECTION_WINDOW
+        self._ungranted = 0
+        self._last_stream = 0
+        self._buffer = b""
+        #: A DATA frame whose payload is still arriving: bytes left, its flags and its stream.
+        self._data_left = 0
+        self._data_flags = 0
+        self._data_stream: Stream | None = None
+        #: A header block in several frames: its stream, flags and pieces.
+        self._continued: tuple[int, int, list[bytes]] | None = None
+        self._out: list[bytes] = []
+        self._out_size = 0
+        self._flushing = False
+        self._receiving = False
+        self._paused_since = 0.0
+        self._transport: asyncio.Transport | None = None
+        now = self.loop.time()
+        self._opened_at = self._heard_at = now
+        #: When our unanswered PING left; 0: none did.
+        self._pinged_at = 0.0
+        self._resets = 0
+        #: Something of a call was sent since the client's last ping.
+        self.answered = False
+        self._ping_strikes = 0
+        self._client_pinged_at = 0.0
+        self._ending_at = 0.0
+
+    # ------------------------------------------------------------------------------------------------ transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport = cast(asyncio.Transport, transport)
+        transport.set_write_buffer_limits(high=_WRITE_BUFFER, low=0)
+        options = self.serving.options
+        if len(self.serving.connections) >= options.max_connections or self.serving.stopping:
+            self.phase = Phase.CLOSED
+            transport.close()
+            return
+        self.serving.connections.add(self)
+        transport.write(
+            frames.settings(
+                (
+                    (frames.MAX_CONCURRENT_STREAMS, options.max_concurrent_streams),
+                    (frames.INITIAL_WINDOW_SIZE, _STREAM_WINDOW),
+                    (frames.MAX_FRAME_SIZE, _FRAME_SIZE),
+                    (frames.MAX_HEADER_LIST_SIZE, options.max_head_byte_size),
+                )
+            )
+            + frames.window_update(0, _CONNECTION_WINDOW - frames.DEFAULT_WINDOW)
+        )
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.phase = Phase.CLOSED
+        self.serving.connections.discard(self)
+        self._out.clear()
+        for stream in list(self.streams.values()):
+            stream.abandon()
+
+    def eof_received(self) -> bool:
+        """The client closed its sending side; answers it still waits for are sent."""
+        if not self.streams:
+            return False
+        self.phase = Phase.ENDING
+        for stream in list(self.streams.values()):
+            if not stream.half_closed:
+                stream.abandon()
+        return bool(self.streams)
+
+    def pause_writing(self) -> None:
+        """The client takes its answers too slowly: it may not ask for more meanwhile."""
+        assert self._transport is not None
+        self._paused_since = self.loop.time()
+        if not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        assert self._transport is not None
+        self._paused_since = 0.0
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
+        self._pump()
+
+    def buffer_room(self) -> int:
+        """How much a stream may put into our buffer now."""
+        return 0 if self._paused_since else _WRITE_BUFFER - self._out_size
+
+    def write(self, piece: bytes) -> None:
+        """Queues; everything of one turn of the loop leaves together."""
+        self._out.append(piece)
+        self._out_size += len(piece)
+        if not self._flushing and not self._receiving:
+            self._flushing = True
+            self.loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        if self._out and self.phase is not Phase.CLOSED:
+            assert self._transport is not None
+            out, self._out = self._out, []
+            self._out_size = 0
+            self._transport.write(out[0] if len(out) == 1 else b"".join(out))
+            if self.blocked:
+                self._pump()
+        if self.phase is Phase.ENDING and not self.streams and not self._out:
+            self._close()
+
+    def _pump(self) -> None:
+        for stream in list(self.blocked.values()):
+            if self.send_window <= 0 or self.buffer_room() <= 0:
+                return
+            # Whoever was served goes behind the others.
+            if self.blocked.pop(stream.id, None) is not None:
+                self.blocked[stream.id] = stream
+                stream.pump()
+
+    def _close(self) -> None:
+        if self.phase is not Phase.CLOSED:
+            self.phase = Phase.CLOSED
+            assert self._transport is not None
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Cuts the connection."""
+        self.phase = Phase.CLOSED
+        if self._transport is not None:
+            self._transport.abort()
+
+    # ---------------------------------------------------------------------------------------------------- frames
+
+    def data_received(self, data: bytes) -> None:
+        if self.phase is Phase.CLOSED:
+            return
+        self._receiving = True
+        self._heard_at = self.loop.time()
+        try:
+            self._read(self._buffer + data if self._buffer else data)
+        except Violation as violation:
+            self._fail(violation)
+        finally:
+            self._receiving = False
+        if self._out or self.phase is Phase.ENDING:
+            self._flush()
+
+    def _read(self, data: bytes) -> None:
+        at, end = 0, len(data)
+        if self.phase is Phase.OPENING and not self._data_left:
+            size = min(end, len(frames.PREFACE))
+            if data[:size] != frames.PREFACE[:size]:
+                raise Violation(frames.PROTOCOL_ERROR, "no HTTP/2 connection preface")
+            if size < len(frames.PREFACE) or end < size + frames.HEAD_SIZE:
+                self._buffer = data
+                return
+            at = size
+            if data[at + 3] != frames.SETTINGS:
+                raise Violation(frames.PROTOCOL_ERROR, "the preface ends with SETTINGS")
+            self.phase = Phase.OPEN
+        if self._data_left:
+            at = self._data_arrives(data, 0)
+        while end - at >= frames.HEAD_SIZE:
+            high, low, kind, flags, number = frames.read_head(data, at)
+            size = high << 16 | low
+            number &= frames.STREAM_ID
+            if size > _FRAME_SIZE:
+                raise Violation(frames.FRAME_SIZE_ERROR, f"a frame of {size} bytes, at most {_FRAME_SIZE} are allowed")
+            if self._continued is not None and kind != frames.CONTINUATION:
+                raise Violation(frames.PROTOCOL_ERROR, "a header block was interrupted")
+            start = at + frames.HEAD_SIZE
+            at = start + size
+            if kind == frames.DATA:
+                if at > end and not flags & frames.PADDED:
+                    self._data_begins(number, flags, size)
+                    at = self._data_arrives(data, start)
+                    continue
+                if at <= end:
+                    self._data(number, flags, data[start:at])
+                    continue
+            if at > end:
+                if size > self.serving.options.max_head_byte_size:
+                    raise Violation(
+                        frames.ENHANCE_YOUR_CALM, f"a frame of {size} bytes that is neither data nor headers"
+                    )
+                # What is longer than what is read for it comes in few pieces: it is put together again.
+                self._buffer = data[start - frames.HEAD_SIZE :]
+                return
+            self._frame(kind, flags, number, data[start:at])
+        self._buffer = data[at:] if at < end else b""
+
+    def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> None:
+        if kind == frames.HEADERS:
+            self._headers(number, flags, payload)
+        elif kind == frames.WINDOW_UPDATE:
+            self._window_update(number, payload)
+        elif kind == frames.RST_STREAM:
+            self._reset(number, payload)
+        elif kind == frames.SETTINGS:
+            self._settings(number, flags, payload)
+        elif kind == frames.PING:
+            self._ping(number, flags, payload)
+        elif kind == frames.CONTINUATION:
+            self._continuation(number, flags, payload)
+        elif kind == frames.PUSH_PROMISE:
+            raise Violation(frames.PROTOCOL_ERROR, "clients do not push")
+        elif kind == frames.PRIORITY and len(payload) != 5:
+            raise Violation(frames.FRAME_SIZE_ERROR, f"PRIORITY of {len(payload)} bytes")
+        elif kind == frames.GOAWAY and self.phase is Phase.OPEN:
+            self.phase = Phase.ENDING
+        # Other types are ignored, as the RFC asks.
+
+    # ---------------------------------------------------------------------------------------------------- streams
+
+    def _headers(self, number: int, flags: int, payload: bytes) -> None:
+        if flags & frames.PADDED:
+            payload = frames.unpadded(payload)
+        if flags & frames.PRIORITIZED:
+            if len(payload) < 5:
+                raise Violation(frames.FRAME_SIZE_ERROR, "HEADERS without room for its priority")
+            payload = payload[5:]
+        if not flags & frames.END_HEADERS:
+            self._continued = (number, flags, [payload])
+            return
+        self._head(number, flags, payload)
+
+    def _continuation(self, number: int, flags: int, payload: bytes) -> None:
+        if self._continued is None or self._continued[0] != number:
+            raise Violation(frames.PROTOCOL_ERROR, "CONTINUATION of nothing")
+        _, first_flags, pieces = self._continued
+        pieces.append(payload)
+        if sum(map(len, pieces)) > self.serving.options.max_head_byte_size or len(pieces) > 64:
+            raise Violation(frames.ENHANCE_YOUR_CALM, "the headers are larger than allowed")
+        if flags & frames.END_HEADERS:
+            self._continued = None
+            self._head(number, first_flags, b"".join(pieces))
+
+    def _head(self, number: int, flags: int, block: bytes) -> None:
+        """A whole header block: a new stream, or the trailers of one."""
+        head = self._blocks.decode(block)
+        if number <= self._last_stream:
+            stream = self.streams.get(number)
+            # Of one that ended a moment ago the client may not know yet.
+            if stream is not None:
+                if stream.half_closed or not flags & frames.END_STREAM:
+                    raise Violation(frames.STREAM_CLOSED, "headers in the middle of a stream")
+                stream.end_receiving()
+            return
+        if not number & 1:
+            raise Violation(frames.PROTOCOL_ERROR, f"clients do not open stream {number}")
+        if self.phase is Phase.ENDING:
+            return
+        self._last_stream = number
+        if len(self.streams) >= self.serving.options.max_concurrent_streams:
+            self.write(frames.rst_stream(number, frames.REFUSED_STREAM))
+            return
+        stream = Stream(self, number, head, self._peer_window, _STREAM_WINDOW)
+        self.streams[number] = stream
+        self._open(stream, head)
+        if flags & frames.END_STREAM:
+            stream.end_receiving()
+
+    def _open(self, stream: Stream, head: CallHead) -> None:
+        if head.http_status != 200:
+            stream.answer_http(head.http_status)
+            return
+        make = self.serving.methods.get(head.path)
+        if make is None:
+            stream.finish(UNIMPLEMENTED, f"Method not found: {head.path[:200]}")
+            return
+        stream.begin(make(stream))
+
+    def stream_ended(self, stream: Stream) -> None:
+        """Called by the stream, once."""
+        self.answered = True
+        self.streams.pop(stream.id, None)
+        if self.phase is Phase.ENDING and not self.streams and not self._receiving and not self._flushing:
+            self._flushing = True
+            self.loop.call_soon(self._flush)
+
+    def _reset(self, number: int, payload: bytes) -> None:
+        if len(payload) != 4:
+            raise Violation(frames.FRAME_SIZE_ERROR, f"RST_STREAM of {len(payload)} bytes")
+        if number > self._last_stream or not number:
+            raise Violation(frames.PROTOCOL_ERROR, f"stream {number} is reset before it is opened")
+        stream = self.streams.get(number)
+        if stream is not None:
+            self._resets += 1
+            if self._resets > _MAX_RESETS:
+                raise Violation(frames.ENHANCE_YOUR_CALM, "too many streams were reset")
+            stream.abandon()
+
+    # ------------------------------------------------------------------------------------------------------- data
+
+    def _data(self, number: int, flags: int, payload: bytes) -> None:
+        """A whole DATA frame."""
+        stream = self._data_target(number, len(payload))
+        if stream is None:
+            return
+        if flags & frames.PADDED:
+            payload = frames.unpadded(payload)
+        if payload:
+            stream.receive(payload)
+        if flags & frames.END_STREAM:
+            stream.end_receiving()
+        elif stream.ungranted > _STREAM_WINDOW // 4:
+            self.grant(stream)
+
+    def _data_begins(self, number: int, flags: int, size: int) -> None:
+        self._data_stream = self._data_target(number, size)
+        self._data_left, self._data_flags = size, flags
+
+    def _data_arrives(self, data: bytes, at: int) -> int:
+        """Takes what is here of the payload; returns where the next frame begins."""
+        end = min(len(data), at + self._data_left)
+        self._data_left -= end - at
+        stream = self._data_stream
+        if stream is not None and not stream.ended:
+            if end > at:
+                stream.receive(data[at:end])
+            if not self._data_left:
+                if self._data_flags & frames.END_STREAM:
+                    stream.end_receiving()
+                else:
+                    self.grant(stream)
+        if not self._data_left:
+            self._data_stream = None
+        self._buffer = b""
+        return end
+
+    def _data_target(self, number: int, size: int) -> Stream | None:
+        """The stream a DATA frame is for, its windows reduced; None: one that ended meanwhile."""
+        if number > self._last_stream or not number:
+            raise Violation(frames.PROTOCOL_ERROR, f"DATA for stream {number}, which is not open")
+        self._receive_window -= size
+        if self._receive_window < 0:
+            raise Violation(frames.FLOW_CONTROL_ERROR, "more DATA than the connection's window allows")
+        self._ungranted += size
+        if self._ungranted > _CONNECTION_WINDOW // 4:
+            self.write(frames.window_update(0, self._ungranted))
+            self._receive_window += self._ungranted
+            self._ungranted = 0
+        stream = self.streams.get(number)
+        if stream is None:
+            return None
+        if stream.half_closed:
+            raise Violation(frames.STREAM_CLOSED, f"DATA after the end of stream {number}")
+        stream.receive_window -= size
+        if stream.receive_window < 0:
+            raise Violation(frames.FLOW_CONTROL_ERROR, f"more DATA than the window of stream {number} allows")
+        stream.ungranted += size
+        return stream
+
+    def grant(self, stream: Stream) -> None:
+        """Lets the client send again what it sent, unless its call has enough to do."""
+        if stream.ungranted and not stream.held and not stream.half_closed and not stream.ended:
+            self.write(frames.window_update(stream.id, stream.ungranted))
+            stream.receive_window += stream.ungranted
+            stream.ungranted = 0
+
+    # --------------------------------------------------------------------------------------------------- connection
+
+    def _window_update(self, number: int, payload: bytes) -> None:
+        if len(payload) != 4:
+            raise Violation(frames.FRAME_SIZE_ERROR, f"WINDOW_UPDATE of {len(payload)} bytes")
+        increment = int.from_bytes(payload, "big") & frames.STREAM_ID
+        if not increment:
+            raise Violation(frames.PROTOCOL_ERROR, "a window update of nothing")
+        if not number:
+            self.send_window += increment
+            if self.send_window > frames.MAX_WINDOW:
+                raise Violation(frames.FLOW_CONTROL_ERROR, "the connection's window is too large")
+            if self.blocked:
+                self._pump()
+            return
+        if number > self._last_stream:
+            raise Violation(frames.PROTOCOL_ERROR, f"a window for stream {number}, which is not open")
+        stream = self.streams.get(number)
+        if stream is not None:
+            stream.send_window += increment
+            if stream.send_window > frames.MAX_WINDOW:
+                raise Violation(frames.FLOW_CONTROL_ERROR, f"the window of stream {number} is too large")
+            if number in self.blocked:
+                stream.pump()
+
+    def _settings(self, number: int, flags: int, payload: bytes) -> None:
+        if number:
+            raise Violation(frames.PROTOCOL_ERROR, "SETTINGS on a stream")
+        if flags & frames.ACK:
+            return
+        for key, value in frames.read_settings(payload):
+            if key == frames.INITIAL_WINDOW_SIZE:
+                if value > frames.MAX_WINDOW:
+                    raise Violation(frames.FLOW_CONTROL_ERROR, f"an initial window of {value} bytes")
+                for stream in self.streams.values():
+                    stream.send_window += value - self._peer_window
+                self._peer_window = value
+            elif key == frames.MAX_FRAME_SIZE:
+                if not frames.DEFAULT_FRAME_SIZE <= value < 1 << 24:
+                    raise Violation(frames.PROTOCOL_ERROR, f"a largest frame of {value} bytes")
+                self.max_frame_size = value
+        self.write(frames.frame(frames.SETTINGS, frames.ACK, 0))
+        if self.blocked:
+            self._pump()
+
+    def _ping(self, number: int, flags: int, payload: bytes) -> None:
+        if number or len(payload) != 8:
+            raise Violation(frames.PROTOCOL_ERROR, "a bad PING")
+        if flags & frames.ACK:
+            self._pinged_at = 0.0
+            if payload == _LAST_CALL:
+                self.end()
+            return
+        self.write(frames.frame(frames.PING, frames.ACK, 0, payload))
+        keepalive = self.serving.options
+        now = self.loop.time()
+        if self.answered:
+            # A client measures the connection with a ping when an answer comes.
+            self.answered = False
+            self._ping_strikes = 0
+        elif not self.streams and now - self._client_pinged_at < keepalive.min_ping_interval:
+            self._ping_strikes += 1
+            if keepalive.max_ping_strikes and self._ping_strikes > keepalive.max_ping_strikes:
+                raise Violation(frames.ENHANCE_YOUR_CALM, "too_many_pings")
+        else:
+            self._ping_strikes = 0
+        self._client_pinged_at = now
+
+    def _fail(self, violation: Violation) -> None:
+        _log.debug("closing a connection: %s", violation.reason)
+        self.write(frames.goaway(self._last_stream, violation.code, violation.reason))
+        self._flush()
+        for stream in list(self.streams.values()):
+            stream.abandon()
+        self._close()
+
+    # ------------------------------------------------------------------------------------------------------- ending
+
+    def announce_end(self) -> None:
+        """No new streams, once the client can know of it: a PING tells when what was on its way has come."""
+        if self.phase is Phase.OPENING:
+            self._close()
+        elif self.phase is Phase.OPEN:
+            self.phase = Phase.ANNOUNCED
+            self._ending_at = self.loop.time()
+            self.write(frames.goaway(frames.STREAM_ID, frames.NO_ERROR) + frames.frame(frames.PING, 0, 0, _LAST_CALL))
+
+    def end(self) -> None:
+        """No new streams from now on; closed with the last one."""
+        if self.phase is Phase.ANNOUNCED:
+            self.phase = Phase.ENDING
+            self.write(frames.goaway(self._last_stream, frames.NO_ERROR))
+
+    def check(self, now: float) -> None:
+        """Looks at every deadline of the connection; called about once a second."""
+        options = self.serving.options
+        self._resets = 0
+        if self.phase is Phase.OPENING and now - self._opened_at > options.head_timeout:
+            return self._close()
+        if self._paused_since and now - self._paused_since > options.write_timeout:
+            return self.abort()
+        for stream in list(self.streams.values()):
+            if stream.partial_since and now - stream.partial_since > options.body_timeout:
+                stream.refuse(UNAVAILABLE, f"a message did not arrive within {options.body_timeout:g} s")
+        self._keep_alive(now)
+        if options.max_connection_age and now - self._opened_at > options.max_connection_age:
+            self.announce_end()
+            if options.max_connection_age_grace and now - self._ending_at > options.max_connection_age_grace:
+                self.abort()
+        return None
+
+    def _keep_alive(self, now: float) -> None:
+        options = self.serving.options
+        if self._pinged_at:
+            if self._heard_at > self._pinged_at:
+                self._pinged_at = 0.0
+            elif now - self._pinged_at > options.keepalive_timeout:
+                self.abort()
+        elif now - self._heard_at > options.keepalive_time and (self.streams or options.keepalive_permit_without_calls):
+            self._pinged_at = now
+            self.write(frames.frame(frames.PING, 0, 0, _PING))
+
+    def __repr__(self) -> str:
+        return f"<Connection {self.phase.value} streams={len(self.streams)} blocked={len(self.blocked)}>"
+
+
+_LAST_CALL = b"tensord!"

@@ -1,0 +1,96 @@
+"""HTTP/2 frames as bytes: the layout, the numbers, and how those we send are built. Source: RFC 9113, sections 4 to 7.
+
+| length 24 | type 8 | flags 8 | R 1, stream id 31 | payload: length bytes |       all big-endian
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+HEAD_SIZE = 9
+#: Length (its upper byte, its lower two), type, flags, stream id.
+read_head = struct.Struct(">BHBBI").unpack_from
+_write_head = struct.Struct(">BHBBI").pack
+_number = struct.Struct(">I").pack
+_setting = struct.Struct(">HI")
+
+# Types.
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
+
+# Flags.
+END_STREAM = ACK = 0x1
+END_HEADERS = 0x4
+PADDED = 0x8
+PRIORITIZED = 0x20
+
+# Settings.
+HEADER_TABLE_SIZE, ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = (
+    range(1, 7)
+)
+
+# Error codes.
+NO_ERROR, PROTOCOL_ERROR, INTERNAL_ERROR, FLOW_CONTROL_ERROR, _, STREAM_CLOSED, FRAME_SIZE_ERROR, REFUSED_STREAM = (
+    range(8)
+)
+CANCEL, COMPRESSION_ERROR, _, ENHANCE_YOUR_CALM = range(8, 12)
+
+STREAM_ID = (1 << 31) - 1
+MAX_WINDOW = (1 << 31) - 1
+#: What holds before a SETTINGS frame says otherwise.
+DEFAULT_WINDOW = 65535
+DEFAULT_FRAME_SIZE = 16384
+
+
+class Violation(Exception):
+    """The peer broke the protocol so that nothing on this connection can be trusted any more: GOAWAY with ``code``."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+        self.reason = reason
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """A whole frame."""
+    return head(kind, flags, stream, len(payload)) + payload
+
+
+def head(kind: int, flags: int, stream: int, size: int) -> bytes:
+    """A frame's first nine bytes."""
+    return _write_head(size >> 16, size & 0xFFFF, kind, flags, stream)
+
+
+def window_update(stream: int, increment: int) -> bytes:
+    """Lets the peer send that many bytes more; stream 0 is the connection."""
+    return frame(WINDOW_UPDATE, 0, stream, _number(increment))
+
+
+def rst_stream(stream: int, code: int) -> bytes:
+    """Ends a stream at once."""
+    return frame(RST_STREAM, 0, stream, _number(code))
+
+
+def goaway(last_stream: int, code: int, reason: str = "") -> bytes:
+    """No stream beyond ``last_stream`` is or will be looked at."""
+    return frame(GOAWAY, 0, 0, _number(last_stream) + _number(code) + reason.encode())
+
+
+def settings(values: Iterable[tuple[int, int]]) -> bytes:
+    """What we ask of the peer."""
+    return frame(SETTINGS, 0, 0, b"".join(_setting.pack(key, value) for key, value in values))
+
+
+def read_settings(payload: bytes) -> Iterator[tuple[int, int]]:
+    """Key and value of each. Raises Violation: not a multiple of six bytes."""
+    if len(payload) % _setting.size:
+        raise Violation(FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes")
+    return _setting.iter_unpack(payload)
+
+
+def unpadded(payload: bytes) -> bytes:
+    """The payload of a frame with the PADDED flag, without length and padding. Raises Violation."""
+    if not payload or payload[0] >= len(payload):
+        raise Violation(PROTOCOL_ERROR, "the padding is longer than its frame")
+    return payload[1 : len(payload) - payload[0]]

@@ -1,0 +1,253 @@
+"""ModelInfer and ModelStreamInfer: messages into requests, completions into messages. Nothing here waits.
+
+A unary call has one request; a stream has many in flight, answered in the order they complete. An error of one request is an
+answer like others there (``error_message``) and the stream goes on, unless its caller asked with the header
+``triton_grpc_error: true`` for the gRPC status, which ends it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+from daemon.grpc import response_codec
+from daemon.grpc.codes import INTERNAL, OK, number
+from daemon.grpc.request_codec import DecodedHead, Recognised, RefusedRequest
+from daemon.grpc.stream import Buffer, Call, Stream
+from daemon.inference import Inference, InferenceRequest, begin
+from daemon.submit import Submitter
+from shm.errors import ServingError, Unsupported
+from shm.lane import SubmitterLane
+from shm.messages import Completion
+
+_log = logging.getLogger(__name__)
+_DEFECT = "internal error; the server's log has the details"
+#: Answers of a stream that its client has not taken; beyond, no more requests are taken.
+_MAX_UNSENT = 4 << 20
+
+
+class Inferring:
+    """What both kinds of call need."""
+
+    def __init__(self, submitter: Submitter, recognised: Recognised, max_stream_requests: int) -> None:
+        self.submitter = submitter
+        self.recognised = recognised
+        self.max_stream_requests = max_stream_requests
+
+    def unary(self, stream: Stream) -> Call:
+        """A ModelInfer."""
+        return _UnaryInfer(self, stream)
+
+    def streamed(self, stream: Stream) -> Call:
+        """A ModelStreamInfer."""
+        return _StreamInfer(self, stream)
+
+    def releaser(self, completion: Completion, lane: SubmitterLane) -> _Release | None:
+        """What gives an answer's lease back; None: it has none."""
+        return None if completion.lease is None else _Release(self.submitter, lane, completion.lease)
+
+
+class _Release:
+    """Gives a lease of the response arena back."""
+
+    __slots__ = ("_key", "_lane", "_submitter")
+
+    def __init__(self, submitter: Submitter, lane: SubmitterLane, key: tuple[int, int, int]) -> None:
+        self._submitter, self._lane, self._key = submitter, lane, key
+
+    def __call__(self) -> None:
+        self._submitter.release(self._lane, self._key)
+
+
+class _UnaryInfer(Call):
+    """One request, one answer."""
+
+    __slots__ = ("_inference", "_inferring", "_message", "_request", "_stream")
+
+    def __init__(self, inferring: Inferring, stream: Stream) -> None:
+        self._inferring = inferring
+        self._stream = stream
+        self._message: Buffer | None = None
+        self._request: InferenceRequest | None = None
+        self._inference: Inference | None = None
+
+    def message(self, content: Buffer) -> None:
+        if self._message is not None:
+            self._stream.refuse(INTERNAL, "a unary call has one request message")
+            return
+        self._message = content
+
+    def half_closed(self) -> None:
+        stream, inferring = self._stream, self._inferring
+        message, self._message = self._message, None
+        if message is None:
+            stream.finish(INTERNAL, "a unary call has one request message")
+            return
+        try:
+            _, request, decoupled = inferring.recognised.decode(message)
+            if decoupled:
+                raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
+            request.deadline_ns = stream.deadline_ns
+            self._request = request
+            self._inference = begin(inferring.submitter, request, self._completed)
+        except RefusedRequest as refused:
+            stream.finish(number(refused.error), refused.error.message)
+        except ServingError as error:
+            stream.finish(number(error), error.message)
+
+    def abandoned(self) -> None:
+        if self._inference is not None:
+            self._inference.cancel()
+
+    def _completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
+        if completion.code:
+            self._stream.finish(number(completion.code), completion.message)
+            return
+        assert lane is not None
+        assert self._request is not None
+        release = self._inferring.releaser(completion, lane)
+        try:
+            parts = response_codec.encode(completion, self._request.model, self._request.id, lane.view)
+        except Exception:
+            _log.exception("an answer of model '%s' could not be written", self._request.model)
+            if release is not None:
+                release()
+            self._stream.finish(INTERNAL, _DEFECT)
+            return
+        self._stream.answer(parts, release)
+
+
+class _Asked:
+    """One request of a stream."""
+
+    __slots__ = ("_call", "decoded", "decoupled", "inference", "request")
+
+    def __init__(self, call: _StreamInfer, decoded: DecodedHead, request: InferenceRequest, decoupled: bool) -> None:
+        self._call = call
+        self.decoded = decoded
+        self.request = request
+        self.decoupled = decoupled
+        self.inference: Inference | None = None
+
+    def completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
+        self._call.completed(self, completion, lane)
+
+
+class _StreamInfer(Call):
+    """Many requests, each answered when it is done."""
+
+    def __init__(self, inferring: Inferring, stream: Stream) -> None:
+        self._inferring = inferring
+        self._stream = stream
+        self._in_flight: set[_Asked] = set()
+        #: Messages that came before there was room for them; bounded by the stream's window.
+        self._waiting: deque[Buffer] = deque()
+        self._half_closed = False
+        self._grpc_errors = ("triton_grpc_error", "true") in stream.head.metadata
+
+    def message(self, content: Buffer) -> None:
+        if self._stream.held or not self._has_room():
+            self._stream.held = True
+            self._waiting.append(content)
+        else:
+            self._ask(content)
+
+    def half_closed(self) -> None:
+        self._half_closed = True
+        self._end_if_done()
+
+    def abandoned(self) -> None:
+        self._waiting.clear()
+        for asked in self._in_flight:
+            if asked.inference is not None:
+                asked.inference.cancel()
+        self._in_flight.clear()
+
+    def completed(self, asked: _Asked, completion: Completion, lane: SubmitterLane | None) -> None:
+        """An answer to one of the requests."""
+        if completion.final:
+            self._in_flight.discard(asked)
+        request = asked.request
+        if completion.code:
+            self._refused(
+                number(completion.code),
+                completion.message,
+                request.id,
+                # Only what a version has answered is an error of the model.
+                request.model if completion.version else "",
+                (not asked.decoupled or completion.final) if completion.version else None,
+            )
+        else:
+            assert lane is not None
+            self._answered(asked, completion, lane)
+        self._go_on()
+
+    # ------------------------------------------------------------------------------------------------- requests
+
+    def _has_room(self) -> bool:
+        return len(self._in_flight) < self._inferring.max_stream_requests and self._stream.unsent_size < _MAX_UNSENT
+
+    def _ask(self, content: Buffer) -> None:
+        try:
+            decoded, request, decoupled = self._inferring.recognised.decode(content)
+        except RefusedRequest as refused:
+            self._refused(number(refused.error), refused.error.message, refused.client_id)
+            return
+        request.deadline_ns = self._stream.deadline_ns
+        asked = _Asked(self, decoded, request, decoupled)
+        try:
+            asked.inference = begin(self._inferring.submitter, request, asked.completed)
+            self._in_flight.add(asked)
+        except ServingError as error:
+            self._refused(number(error), error.message, request.id)
+
+    def _go_on(self) -> None:
+        """Takes what waited, now that there may be room, and lets the client send more."""
+        while self._waiting and self._has_room():
+            self._ask(self._waiting.popleft())
+        if self._stream.held and not self._waiting and self._has_room():
+            self._stream.held = False
+            self._stream.connection.grant(self._stream)
+        self._end_if_done()
+
+    def _end_if_done(self) -> None:
+        if self._half_closed and not self._in_flight and not self._waiting:
+            self._stream.finish(OK)
+
+    # -------------------------------------------------------------------------------------------------- answers
+
+    def _answered(self, asked: _Asked, completion: Completion, lane: SubmitterLane) -> None:
+        request = asked.request
+        release = self._inferring.releaser(completion, lane)
+        if asked.decoupled and completion.final and not completion.outputs:
+            if asked.decoded.empty_final:
+                self._send([response_codec.empty_final(request.model, completion.version, request.id)])
+            if release is not None:
+                release()
+            return
+        try:
+            parts = response_codec.encode(completion, request.model, request.id, lane.view, completion.final)
+        except Exception:
+            _log.exception("an answer of model '%s' could not be written", request.model)
+            if release is not None:
+                release()
+            self._refused(INTERNAL, _DEFECT, request.id)
+            return
+        self._stream.send(response_codec.streamed(parts), release)
+        self._notice_backlog()
+
+    def _refused(self, code: int, message: str, client_id: str, model: str = "", final: bool | None = None) -> None:
+        if self._grpc_errors:
+            self._stream.refuse(code, message)
+            return
+        self._send([response_codec.streamed_error(message, client_id, model, final)])
+
+    def _send(self, parts: list[Buffer]) -> None:
+        self._stream.send(parts)
+        self._notice_backlog()
+
+    def _notice_backlog(self) -> None:
+        """A client that does not read gets no more window until it has."""
+        if self._stream.unsent_size >= _MAX_UNSENT and not self._stream.held:
+            self._stream.held = True
+            self._stream.send_later(self._go_on)

@@ -1,0 +1,138 @@
+"""The rest of inference.GRPCInferenceService: health, metadata, configuration, statistics, repository, regions.
+
+What they answer is the business of ``daemon.endpoints``; here stand messages. Source: grpc_service.proto.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+from google.protobuf import json_format
+from google.protobuf.message import Message
+from tritonclient.grpc import service_pb2
+
+from daemon.endpoints import Endpoints
+from daemon.grpc.request_codec import read_version
+from daemon.grpc.stream import Call, Stream
+from daemon.grpc.unary import Unary
+from shm.errors import InvalidArgument, NotFound, Unsupported
+
+SERVICE = "inference.GRPCInferenceService"
+
+
+class Management:
+    """The answers, one coroutine an RPC and named as it."""
+
+    def __init__(self, endpoints: Endpoints) -> None:
+        self._endpoints = endpoints
+
+    def methods(self) -> Iterator[tuple[str, Callable[[Stream], Call]]]:
+        """The path of each RPC, and what makes its calls."""
+        for method in service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
+            answer = getattr(self, method.name, None)
+            if answer is not None:
+                request = getattr(service_pb2, method.input_type.name)
+                yield f"/{SERVICE}/{method.name}", _maker(request, answer)
+
+    # ------------------------------------------------------------------------------------------------ health
+
+    async def ServerLive(self, request: Any) -> Any:
+        return service_pb2.ServerLiveResponse(live=True)
+
+    async def ServerReady(self, request: Any) -> Any:
+        return service_pb2.ServerReadyResponse(ready=self._endpoints.is_ready())
+
+    async def ModelReady(self, request: Any) -> Any:
+        try:
+            version = read_version(request.name, request.version)
+        except NotFound:
+            return service_pb2.ModelReadyResponse(ready=False)
+        return service_pb2.ModelReadyResponse(ready=self._endpoints.model_is_ready(request.name, version))
+
+    # ------------------------------------------------------------------------------------------------ models
+
+    async def ServerMetadata(self, request: Any) -> Any:
+        return service_pb2.ServerMetadataResponse(**self._endpoints.server_metadata())
+
+    async def ModelMetadata(self, request: Any) -> Any:
+        version = read_version(request.name, request.version)
+        return _filled(service_pb2.ModelMetadataResponse(), self._endpoints.model_metadata(request.name, version))
+
+    async def ModelConfig(self, request: Any) -> Any:
+        config = self._endpoints.model_config(request.name, read_version(request.name, request.version))
+        return _filled(service_pb2.ModelConfigResponse(), {"config": msgspec.json.decode(config)})
+
+    async def ModelStatistics(self, request: Any) -> Any:
+        statistics = await self._endpoints.statistics(request.name, read_version(request.name, request.version))
+        return _filled(service_pb2.ModelStatisticsResponse(), msgspec.json.decode(statistics))
+
+    # -------------------------------------------------------------------------------------------- repository
+
+    async def RepositoryIndex(self, request: Any) -> Any:
+        _refuse_repository(request)
+        models = msgspec.json.decode(await self._endpoints.index(request.ready))
+        return _filled(service_pb2.RepositoryIndexResponse(), {"models": models})
+
+    async def RepositoryModelLoad(self, request: Any) -> Any:
+        _refuse_repository(request)
+        await self._endpoints.load(request.model_name, _parameters(request))
+        return service_pb2.RepositoryModelLoadResponse()
+
+    async def RepositoryModelUnload(self, request: Any) -> Any:
+        _refuse_repository(request)
+        await self._endpoints.unload(request.model_name, _parameters(request))
+        return service_pb2.RepositoryModelUnloadResponse()
+
+    # ----------------------------------------------------------------------------------------------- regions
+
+    async def SystemSharedMemoryStatus(self, request: Any) -> Any:
+        return await self._status("system", request.name, service_pb2.SystemSharedMemoryStatusResponse())
+
+    async def SystemSharedMemoryRegister(self, request: Any) -> Any:
+        await self._endpoints.register_system(request.name, request.key, request.offset, request.byte_size)
+        return service_pb2.SystemSharedMemoryRegisterResponse()
+
+    async def SystemSharedMemoryUnregister(self, request: Any) -> Any:
+        await self._endpoints.unregister("system", request.name)
+        return service_pb2.SystemSharedMemoryUnregisterResponse()
+
+    async def CudaSharedMemoryStatus(self, request: Any) -> Any:
+        return await self._status("cuda", request.name, service_pb2.CudaSharedMemoryStatusResponse())
+
+    async def CudaSharedMemoryRegister(self, request: Any) -> Any:
+        await self._endpoints.register_cuda(request.name)
+        return service_pb2.CudaSharedMemoryRegisterResponse()
+
+    async def CudaSharedMemoryUnregister(self, request: Any) -> Any:
+        await self._endpoints.unregister("cuda", request.name)
+        return service_pb2.CudaSharedMemoryUnregisterResponse()
+
+    async def _status(self, kind: str, name: str, answer: Message) -> Any:
+        regions = msgspec.json.decode(await self._endpoints.region_status(kind, name))
+        return _filled(answer, {"regions": {region["name"]: region for region in regions}})
+
+
+def _maker(request: type[Message], answer: Any) -> Callable[[Stream], Call]:
+    return lambda stream: Unary(stream, request, answer)
+
+
+def _filled(message: Message, fields: dict[str, Any]) -> Any:
+    """A message from JSON values; what a newer or older message does not have is left out."""
+    return json_format.ParseDict(fields, message, ignore_unknown_fields=True)
+
+
+def _refuse_repository(request: Any) -> None:
+    if request.repository_name:
+        raise Unsupported("'repository_name' specification is not supported")
+
+
+def _parameters(request: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in request.parameters.items():
+        kind = value.WhichOneof("parameter_choice")
+        if kind is None:
+            raise InvalidArgument(f"parameter '{key}' has no value")
+        found[key] = getattr(value, kind)
+    return found

@@ -1,0 +1,77 @@
+"""The gRPC front: HTTP/2 connections on a given socket, and what answers each RPC."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+
+from config.options import Options
+from daemon.endpoints import Endpoints
+from daemon.front import Front
+from daemon.grpc import tls
+from daemon.grpc.connection import Connection, Serving
+from daemon.grpc.infer import Inferring
+from daemon.grpc.management import SERVICE, Management
+from daemon.grpc.request_codec import Recognised
+from daemon.grpc.standard_services import StandardServices
+
+_log = logging.getLogger(__name__)
+_CHECK_SECONDS = 1.0
+_DRAIN_POLL_SECONDS = 0.02
+#: How long a client may take to learn that no new calls are taken.
+_LAST_CALL_NS = 250_000_000
+
+
+class GrpcFront(Front):
+    """A front that speaks gRPC."""
+
+    def __init__(self, control: socket.socket, listener: socket.socket) -> None:
+        super().__init__(control)
+        self._listener = listener
+
+    async def open(self, options: Options, endpoints: Endpoints) -> None:
+        inferring = Inferring(self.submitter, Recognised(self.table), options.grpc.max_stream_requests)
+        methods = {
+            **dict(Management(endpoints).methods()),
+            **dict(StandardServices(endpoints).methods()),
+            f"/{SERVICE}/ModelInfer": inferring.unary,
+            f"/{SERVICE}/ModelStreamInfer": inferring.streamed,
+        }
+        self._serving = Serving(options.grpc, methods)
+        self._server = await asyncio.get_running_loop().create_server(
+            lambda: Connection(self._serving), sock=self._listener, ssl=tls.context(options.grpc)
+        )
+        self._check = asyncio.create_task(self._check_connections())
+
+    async def drain(self, grace_ns: int) -> None:
+        """No new connections; the open ones take no new calls and end after their last answer."""
+        now = time.monotonic_ns()
+        deadline, last_call = now + grace_ns, now + min(_LAST_CALL_NS, grace_ns)
+        self._serving.stopping = True
+        self._server.close()
+        connections = self._serving.connections
+        for connection in list(connections):
+            connection.announce_end()
+        while connections and (now := time.monotonic_ns()) < deadline:
+            if now >= last_call:
+                for connection in list(connections):
+                    connection.end()
+            await asyncio.sleep(_DRAIN_POLL_SECONDS)
+        if connections:
+            _log.warning("%d connections were cut at the end of the grace period", len(connections))
+            for connection in list(connections):
+                connection.abort()
+        self._check.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._check
+
+    async def _check_connections(self) -> None:
+        """Lets every connection look at its deadlines."""
+        while True:
+            await asyncio.sleep(_CHECK_SECONDS)
+            now = asyncio.get_running_loop().time()
+            for connection in list(self._serving.connections):
+                connection.check(now)

@@ -1,0 +1,105 @@
+"""grpc.health.v1 and server reflection: what tools that know nothing of inference ask a gRPC server.
+
+Messages and the reflection's answers come from grpcio-health-checking and grpcio-reflection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+from google.protobuf.message import DecodeError, Message
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from daemon.endpoints import Endpoints
+from daemon.grpc.codes import INVALID_ARGUMENT, OK
+from daemon.grpc.management import SERVICE
+from daemon.grpc.stream import Buffer, Call, Stream
+from daemon.grpc.unary import Unary
+
+_HEALTH = "grpc.health.v1.Health"
+_REFLECTIONS = ("grpc.reflection.v1alpha.ServerReflection", "grpc.reflection.v1.ServerReflection")
+_WATCH_SECONDS = 0.5
+#: Questions of one reflection stream that wait; a tool asks one after the other.
+_MAX_QUESTIONS = 64
+
+
+class StandardServices:
+    """Both services."""
+
+    def __init__(self, endpoints: Endpoints) -> None:
+        self._endpoints = endpoints
+        self._reflection = reflection.aio.ReflectionServicer((SERVICE, _HEALTH, *_REFLECTIONS))
+
+    def methods(self) -> Iterator[tuple[str, Callable[[Stream], Call]]]:
+        """The path of each RPC, and what makes its calls."""
+        yield f"/{_HEALTH}/Check", lambda stream: Unary(stream, health_pb2.HealthCheckRequest, self._check)
+        yield f"/{_HEALTH}/Watch", lambda stream: _Conversation(stream, health_pb2.HealthCheckRequest, self._watch)
+        for service in _REFLECTIONS:
+            # v1 differs from v1alpha in its package's name only: the messages are the same on the wire.
+            yield (
+                f"/{service}/ServerReflectionInfo",
+                lambda stream: _Conversation(stream, reflection_pb2.ServerReflectionRequest, self._reflect),
+            )
+
+    async def _check(self, request: Any) -> Any:
+        """Of any service: Triton answers so whatever the name is."""
+        return self._status()
+
+    def _status(self) -> Any:
+        serving = health_pb2.HealthCheckResponse.SERVING
+        return health_pb2.HealthCheckResponse(
+            status=serving if self._endpoints.is_ready() else health_pb2.HealthCheckResponse.NOT_SERVING
+        )
+
+    async def _watch(self, requests: AsyncIterator[Any]) -> AsyncIterator[Message]:
+        async for _ in requests:
+            last: Message | None = None
+            while True:
+                now = self._status()
+                if now != last:
+                    yield now
+                    last = now
+                await asyncio.sleep(_WATCH_SECONDS)
+
+    async def _reflect(self, requests: AsyncIterator[Any]) -> AsyncIterator[Message]:
+        async for answer in self._reflection.ServerReflectionInfo(requests, None):
+            yield answer
+
+
+class _Conversation(Call):
+    """A call whose answers an asynchronous generator gives, from an iterator over its requests."""
+
+    def __init__(
+        self, stream: Stream, request: type[Message], answers: Callable[[AsyncIterator[Any]], AsyncIterator[Message]]
+    ) -> None:
+        self._stream = stream
+        self._request = request
+        self._questions: asyncio.Queue[Any] = asyncio.Queue(_MAX_QUESTIONS)
+        self._task = asyncio.get_running_loop().create_task(self._run(answers))
+
+    def message(self, content: Buffer) -> None:
+        try:
+            self._questions.put_nowait(self._request.FromString(bytes(content)))
+        except DecodeError:
+            self._stream.refuse(INVALID_ARGUMENT, "failed to parse the request message")
+        except asyncio.QueueFull:
+            self._stream.refuse(INVALID_ARGUMENT, f"more than {_MAX_QUESTIONS} questions are waiting")
+
+    def half_closed(self) -> None:
+        if not self._questions.full():
+            self._questions.put_nowait(None)
+
+    def abandoned(self) -> None:
+        self._task.cancel()
+
+    async def _run(self, answers: Callable[[AsyncIterator[Any]], AsyncIterator[Message]]) -> None:
+        async for answer in answers(self._each()):
+            self._stream.send([answer.SerializeToString()])
+        self._stream.finish(OK)
+
+    async def _each(self) -> AsyncIterator[Any]:
+        while (question := await self._questions.get()) is not None:
+            yield question

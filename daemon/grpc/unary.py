@@ -1,0 +1,61 @@
+"""Calls with one request message and one answer, given by a coroutine: everything that is not inference."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from google.protobuf.message import DecodeError, Message
+
+from daemon.grpc.codes import INTERNAL, INVALID_ARGUMENT, number
+from daemon.grpc.stream import Buffer, Call, Stream
+from shm.errors import ServingError
+
+_log = logging.getLogger(__name__)
+
+#: From a request message to an answer message. Raises ServingError.
+Answer = Callable[[Any], Awaitable[Message]]
+
+
+class Unary(Call):
+    """One such call."""
+
+    def __init__(self, stream: Stream, request: type[Message], answer: Answer) -> None:
+        self._stream = stream
+        self._request = request
+        self._answer = answer
+        self._message: Buffer | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def message(self, content: Buffer) -> None:
+        if self._message is not None:
+            self._stream.refuse(INTERNAL, "a unary call has one request message")
+        else:
+            self._message = content
+
+    def half_closed(self) -> None:
+        if self._message is None:
+            self._stream.finish(INTERNAL, "a unary call has one request message")
+            return
+        try:
+            request = self._request.FromString(bytes(self._message))
+        except DecodeError:
+            self._stream.finish(INVALID_ARGUMENT, "failed to parse the request message")
+            return
+        self._task = asyncio.get_running_loop().create_task(self._run(request))
+
+    def abandoned(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self, request: Message) -> None:
+        try:
+            answer = await self._answer(request)
+            self._stream.answer([answer.SerializeToString()])
+        except ServingError as error:
+            self._stream.finish(number(error), error.message)
+        except Exception:
+            _log.exception("%s failed", self._stream.head.path)
+            self._stream.finish(INTERNAL, "internal error; the server's log has the details")

@@ -1,0 +1,161 @@
+"""The stock gRPC clients, synchronous, with callbacks, asyncio and streaming: everything they offer that this server serves."""
+
+from __future__ import annotations
+
+import queue
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+import tritonclient.grpc.aio as aioclient
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import InferenceServerException
+
+from tests.daemon_process import DaemonProcess
+
+
+def client_of(daemon: DaemonProcess) -> grpcclient.InferenceServerClient:
+    return grpcclient.InferenceServerClient(daemon.grpc_url)
+
+
+def scale_input(value: float = 1.0, module: Any = grpcclient) -> list[Any]:
+    given = module.InferInput("x", [1, 4], "FP32")
+    given.set_data_from_numpy(np.full((1, 4), value, np.float32))
+    return [given]
+
+
+def test_health_metadata_config(daemon: DaemonProcess) -> None:
+    with client_of(daemon) as client:
+        assert client.is_server_live()
+        assert client.is_server_ready()
+        assert client.is_model_ready("scale")
+        assert not client.is_model_ready("scale", "2")
+        assert not client.is_model_ready("nothing")
+        assert client.get_server_metadata().name == "tensord"
+        metadata = client.get_model_metadata("scale")
+        assert (metadata.name, list(metadata.versions)) == ("scale", ["1"])
+        assert [list(tensor.shape) for tensor in metadata.inputs] == [[-1, 4]]
+        assert client.get_model_config("scale").config.max_batch_size == 8
+        with pytest.raises(
+            InferenceServerException, match="Request for unknown model: 'nothing' is not found"
+        ) as caught:
+            client.get_model_metadata("nothing")
+        assert caught.value.status() == "StatusCode.NOT_FOUND"
+
+
+def test_statistics_and_index(daemon: DaemonProcess) -> None:
+    with client_of(daemon) as client:
+        before = client.get_inference_statistics("scale").model_stats[0].inference_count
+        client.infer("scale", scale_input())
+        assert client.get_inference_statistics("scale").model_stats[0].inference_count == before + 1
+        assert "scale" in [model.name for model in client.get_model_repository_index().models]
+
+
+@pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
+def test_infer(daemon: DaemonProcess, compression: str | None) -> None:
+    with client_of(daemon) as client:
+        answer = client.infer("scale", scale_input(2), request_id="7", compression_algorithm=compression)
+        assert answer.get_response().id == "7"
+        assert answer.get_response().model_version == "1"
+        assert answer.as_numpy("y").tolist() == [[7.0] * 4]
+
+
+def test_large_tensors(daemon: DaemonProcess) -> None:
+    """Many frames either way, and windows that have to be granted again."""
+    values = np.arange(3 << 20, dtype=np.int32)
+    given = grpcclient.InferInput("x", list(values.shape), "INT32")
+    given.set_data_from_numpy(values)
+    with client_of(daemon) as client:
+        for _ in range(3):
+            assert np.array_equal(client.infer("echo_int32", [given]).as_numpy("y"), values)
+
+
+def test_callbacks(daemon: DaemonProcess) -> None:
+    answers: queue.Queue[Any] = queue.Queue()
+    with client_of(daemon) as client:
+        for n in range(20):
+            client.async_infer("scale", scale_input(n), lambda result, error: answers.put(error or result))
+        got = sorted(float(answers.get(timeout=60).as_numpy("y")[0, 0]) for _ in range(20))
+    assert got == [3.0 * n + 1 for n in range(20)]
+
+
+async def test_asyncio(daemon: DaemonProcess) -> None:
+    async with aioclient.InferenceServerClient(daemon.grpc_url) as client:
+        assert await client.is_server_ready()
+        answer = await client.infer("scale", scale_input(3, aioclient))
+        assert answer.as_numpy("y").tolist() == [[10.0] * 4]
+
+        async def requests() -> Any:
+            for n in range(5):
+                yield {"model_name": "scale", "inputs": scale_input(n, aioclient), "request_id": str(n)}
+
+        got = {}
+        async for result, error in client.stream_infer(requests()):
+            assert error is None
+            got[result.get_response().id] = float(result.as_numpy("y")[0, 0])
+        assert got == {str(n): 3.0 * n + 1 for n in range(5)}
+
+
+def test_a_stream_outlives_its_errors(daemon: DaemonProcess) -> None:
+    answers: queue.Queue[Any] = queue.Queue()
+    with client_of(daemon) as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        client.async_stream_infer("nothing", scale_input(), request_id="bad")
+        assert "unknown model: 'nothing'" in answers.get(timeout=60)[1].message()
+        client.async_stream_infer("scale", scale_input(4), request_id="good")
+        result, error = answers.get(timeout=60)
+        assert error is None
+        assert result.as_numpy("y").tolist() == [[13.0] * 4]
+        assert result.get_response().parameters["triton_final_response"].bool_param
+
+
+def test_an_error_ends_a_stream_that_asked_for_it(daemon: DaemonProcess) -> None:
+    with grpc.insecure_channel(daemon.grpc_url) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        request = service_pb2.ModelInferRequest(model_name="nothing")
+        call = stub.ModelStreamInfer(iter([request]), metadata=[("triton_grpc_error", "true")])
+        with pytest.raises(grpc.RpcError) as caught:
+            next(call)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_many_in_flight_on_one_stream(daemon: DaemonProcess) -> None:
+    """More than are allowed in flight at once: the others wait, all are answered."""
+    answers: queue.Queue[Any] = queue.Queue()
+    with client_of(daemon) as client:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        for n in range(1000):
+            client.async_stream_infer("scale", scale_input(n), request_id=str(n))
+        got = {}
+        for _ in range(1000):
+            result, error = answers.get(timeout=60)
+            assert error is None
+            got[int(result.get_response().id)] = float(result.as_numpy("y")[0, 0])
+    assert got == {n: 3.0 * n + 1 for n in range(1000)}
+
+
+def test_health_service(daemon: DaemonProcess) -> None:
+    with grpc.insecure_channel(daemon.grpc_url) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        assert stub.Check(health_pb2.HealthCheckRequest()).status == health_pb2.HealthCheckResponse.SERVING
+        watch = stub.Watch(health_pb2.HealthCheckRequest())
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        watch.cancel()
+
+
+def test_reflection(daemon: DaemonProcess) -> None:
+    with grpc.insecure_channel(daemon.grpc_url) as channel:
+        database = ProtoReflectionDescriptorDatabase(channel)
+        assert "inference.GRPCInferenceService" in database.get_services()
+        assert database.FindFileContainingSymbol("inference.GRPCInferenceService").package == "inference"
+
+
+def test_an_unknown_method(daemon: DaemonProcess) -> None:
+    with grpc.insecure_channel(daemon.grpc_url) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            channel.unary_unary("/inference.GRPCInferenceService/Nothing")(b"")
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
