@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from config import header_pattern, restrictions
 from config.options import Options, Section
 
 PREFIX = "TENSORD_"
@@ -157,6 +158,18 @@ def _check(options: Options) -> None:
         raise ConfigurationError('repository.load: needs repository.control_mode = "explicit"')
     if any(not path for path in options.repository.paths):
         raise ConfigurationError("repository.paths: expected folders, given an empty one")
+
+    _explained("http.restricted_api", restrictions.parse, options.http.restricted_api)
+    if options.http.header_forward_pattern:
+        _explained("http.header_forward_pattern", header_pattern.compiled, options.http.header_forward_pattern)
+
+
+def _explained(key: str, reader: Callable[[Any], Any], value: Any) -> None:
+    """Values with a grammar of their own: their reader says what is wrong."""
+    try:
+        reader(value)
+    except ValueError as error:
+        raise ConfigurationError(f"{key}: {error}") from None
 
 
 def changed_keys(old: Options, new: Options) -> list[str]:

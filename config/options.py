@@ -57,6 +57,10 @@ class Http(Section, frozen=True):
     #: A client that takes none of its answer for that long is cut off.
     write_timeout: Seconds = 30.0
     keep_alive_timeout: Seconds = 75.0
+    #: "GROUP[,GROUP...]:KEY=VALUE" each: these calls need the header KEY with VALUE (config.restrictions).
+    restricted_api: tuple[str, ...] = ()
+    #: Headers whose names it matches become parameters of the request (RE2, any case); "": none.
+    header_forward_pattern: str = ""
 
 
 class Grpc(Section, frozen=True):
@@ -180,13 +184,15 @@ class Supervisor(Section, frozen=True):
 
 
 class Log(Section, frozen=True):
-    """What goes to standard error."""
+    """What is logged, where and how."""
 
     info: bool = True
     warning: bool = True
     error: bool = True
-    verbose: Annotated[int, Meta(ge=0)] = 0
-    format: Literal["text", "json"] = "text"
+    verbose: Annotated[int, Meta(ge=0, le=(1 << 32) - 1)] = 0
+    format: Literal["default", "ISO8601", "json"] = "default"
+    #: "": standard error.
+    file: str = ""
 
 
 class Options(Section, frozen=True):

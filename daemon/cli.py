@@ -15,10 +15,10 @@ from typing import NoReturn
 
 import click
 
-from config import layers
+from config import layers, log
 from config.layers import ConfigurationError
 from config.options import Options
-from daemon import flags, log, repository
+from daemon import flags, repository
 from shm.errors import InvalidArgument
 
 #: Flags are ours to parse (see ``daemon.flags``), --config and --help are click's.
@@ -63,6 +63,10 @@ def serve(config: Path | None, arguments: tuple[str, ...]) -> None:
         _fail(
             "repository.paths: nothing to serve; give --model-repository=DIR or a configuration file with [repository] paths"
         )
+    try:
+        log.check_writable(options.log)
+    except OSError as error:
+        _fail(f"log.file: '{options.log.file}' cannot be written: {error.strerror}")
     log.configure(options.log, "supervisor")
     # Imported here: `tensord check` and --help need none of it.
     from daemon.devices import NoDevice

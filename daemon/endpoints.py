@@ -17,6 +17,7 @@ from daemon.calls import Calls
 from daemon.model_table import ModelTable
 from shm.errors import InvalidArgument
 from shm.messages import (
+    ChangeLog,
     LoadModel,
     ModelState,
     ModelStatistics,
@@ -36,6 +37,7 @@ EXTENSIONS = (
     "binary_tensor_data",
     "parameters",
     "statistics",
+    "logging",
 )
 _INT64 = (1 << 63) - 1
 
@@ -148,3 +150,9 @@ class Endpoints:
     async def region_status(self, kind: str, name: str) -> bytes:
         """JSON array of the region, or of all of that kind (""). Raises NotFound."""
         return await self._calls.ask(RegionStatus(kind, name))
+
+    # ---------------------------------------------------------------------------------------------- settings
+
+    async def log_settings(self, wanted: ChangeLog) -> bytes:
+        """Changes what is given, and answers all settings then in force: a JSON object."""
+        return await self._calls.ask(wanted)

@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from config.options import Options
-from daemon import log
+from config import log
+from config.options import Log, Options
 from daemon.calls import Calls
 from daemon.connection import Connection
 from daemon.endpoints import Endpoints
@@ -27,6 +27,7 @@ from shm.channel import Channel
 from shm.messages import (
     ChildReady,
     LaneOpened,
+    LogChanged,
     ModelGone,
     ModelState,
     Reply,
@@ -99,6 +100,8 @@ class Front(ABC):
                 self.submitter.open_lane(record, fds)
             case WorkerFenced():
                 self.submitter.fence(record)
+            case LogChanged(name, changed):
+                log.configure(msgspec.msgpack.decode(changed, type=Log), name)
 
     def _orphaned(self) -> None:
         """The supervisor is gone: nobody would ever stop us."""

@@ -11,10 +11,12 @@ import msgspec
 
 from daemon import statistics
 from daemon.child import Worker
+from daemon.log_settings import LogSettings
 from daemon.models import Models
 from daemon.region_registry import RegionRegistry
 from shm.errors import Internal, InvalidArgument, ServingError, Unavailable
 from shm.messages import (
+    ChangeLog,
     LoadModel,
     ModelStatistics,
     Operation,
@@ -34,13 +36,21 @@ _STATISTICS_TIMEOUT = 30.0
 class Operations:
     """Answers ``shm.messages.Operation``; ``workers()`` are those ready for calls."""
 
-    def __init__(self, models: Models, regions: RegionRegistry, workers: Callable[[], Sequence[Worker]]) -> None:
+    def __init__(
+        self,
+        models: Models,
+        regions: RegionRegistry,
+        logs: LogSettings,
+        workers: Callable[[], Sequence[Worker]],
+    ) -> None:
         self._models = models
         self._regions = regions
+        self._logs = logs
         self._workers = workers
 
     async def reply(self, call_id: int, operation: Operation) -> Reply:
         """The answer as a record; every failure becomes a code and a sentence."""
+        _log.debug("operation %s %s", type(operation).__name__, getattr(operation, "name", ""))
         try:
             return Reply(call_id, result=await self.answer(operation))
         except ServingError as error:
@@ -66,6 +76,8 @@ class Operations:
                 await self._regions.unregister(operation)
             case RegionStatus():
                 return self._regions.status(operation)
+            case ChangeLog():
+                return self._logs.change(operation)
         return b""
 
     async def _statistics(self, operation: ModelStatistics) -> bytes:

@@ -5,6 +5,7 @@ Source: Triton's HttpCodeFromError and GrpcStatusUtil, as recorded against a rea
 
 from __future__ import annotations
 
+from daemon.access import Restricted
 from shm.errors import ServingError
 
 #: code -> (HTTP status, gRPC status name)
@@ -22,6 +23,8 @@ _TABLE: dict[str, tuple[int, str]] = {
 
 def http_status(code: str | ServingError) -> int:
     """The HTTP status of an error or of its code."""
+    if isinstance(code, Restricted):
+        return 403
     return _TABLE[code.code if isinstance(code, ServingError) else code][0]
 
 

@@ -24,22 +24,34 @@ from typing import Any
 
 import msgspec
 
-from config import layers
+from config import layers, log
 from config.layers import ConfigurationError
-from config.options import Options
-from daemon import listening, log, watch
+from config.options import Log, Options
+from daemon import listening, watch
 from daemon.backoff import Backoff
 from daemon.child import Child, Front, Worker
 from daemon.control_socket import ControlSocket
 from daemon.devices import Device, find_devices
 from daemon.listening import Listener, ListenError
+from daemon.log_settings import LogSettings
 from daemon.models import Models
 from daemon.notify import Notifier
 from daemon.operations import Operations
 from daemon.region_registry import RegionRegistry
 from shm.channel import pair
 from shm.errors import InvalidArgument, ServingError
-from shm.messages import Call, ChildReady, LaneOpened, Loaded, ModelGone, ModelState, Reply, Unloaded, WorkerFenced
+from shm.messages import (
+    Call,
+    ChildReady,
+    LaneOpened,
+    Loaded,
+    LogChanged,
+    ModelGone,
+    ModelState,
+    Reply,
+    Unloaded,
+    WorkerFenced,
+)
 from shm.status_page import StatusPage
 
 _log = logging.getLogger(__name__)
@@ -101,7 +113,8 @@ class Supervisor:
         self._listeners: dict[str, Listener] = {}
         self._models = Models(options.repository, self.workers, self._publish)
         self._regions = RegionRegistry(options.regions, self._ready_workers)
-        self._operations = Operations(self._models, self._regions, self._ready_workers)
+        self._log_settings = LogSettings(options.log, self._log_changed)
+        self._operations = Operations(self._models, self._regions, self._log_settings, self._ready_workers)
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
         #: Set by the second signal.
@@ -276,6 +289,13 @@ class Supervisor:
         for front in self.fronts.values():
             front.send(record)
 
+    def _log_changed(self, options: Log) -> None:
+        """Here, in every process, and in those that start later."""
+        self.options = msgspec.structs.replace(self.options, log=options)
+        log.configure(options, "supervisor", self._environment)
+        for child in (*self.fronts.values(), *self.workers.values()):
+            child.send(LogChanged(child.name, msgspec.Raw(msgspec.msgpack.encode(options))))
+
     # ----------------------------------------------------------------------------------------------------------- deaths
 
     def _worker_died(self, worker: Worker, device: Device) -> None:
@@ -348,8 +368,9 @@ class Supervisor:
         self._notifier.reloading()
         try:
             new = await asyncio.to_thread(self._reread)
+            log.check_writable(new.log)
             found = await self._models.scan(new.repository)
-        except (ConfigurationError, ServingError) as error:
+        except (ConfigurationError, ServingError, OSError) as error:
             _log.error("reload refused, the former configuration stays in force: %s", error)
             self._notifier.ready(f"reload refused: {error}")
             return
@@ -360,8 +381,8 @@ class Supervisor:
         repository = msgspec.structs.replace(
             self.options.repository, paths=new.repository.paths, load=new.repository.load
         )
-        self.options = msgspec.structs.replace(self.options, repository=repository, log=new.log)
-        log.configure(self.options.log, "supervisor", self._environment)
+        self.options = msgspec.structs.replace(self.options, repository=repository)
+        self._log_settings.replace(new.log)
         outcomes = self._models.begin(found, self.options.repository)
         _log.info("reload: done, %d keys changed, %d models to look at", len(changed), len(outcomes))
         self._notifier.ready(self._summary())

@@ -10,10 +10,11 @@ that knows the union of a direction decodes and type-checks in one pass; anythin
                 supervisor --> front                     front --> supervisor
     control     Start Stop LaneOpened WorkerFenced       ChildReady Call
                 ModelState ModelGone Reply
+                LogChanged
 
                 supervisor --> worker                    worker --> supervisor
     control     Start Stop LaneOpened Load Unload        ChildReady Loaded Reply
-                Call                                 Unloaded
+                Call LogChanged                      Unloaded
 
 Integers that are sizes or offsets are bytes; ``*_ns`` are nanoseconds; deadlines are absolute CLOCK_MONOTONIC, which all
 processes of one host share.
@@ -188,6 +189,13 @@ class LaneOpened(Record, frozen=True, tag="lane"):
     device: str = ""
 
 
+class LogChanged(Record, frozen=True, tag="log"):
+    """Log that way from now on. ``options`` is ``config.options.Log`` as msgpack; ``name`` is the receiver's, as in Start."""
+
+    name: str
+    options: msgspec.Raw
+
+
 class WorkerFenced(Record, frozen=True, tag="fenced"):
     """That worker process is certainly gone (pidfd), so its requests may be run elsewhere."""
 
@@ -312,8 +320,25 @@ class RegionStatus(Record, frozen=True, tag="c.regstat"):
     name: str
 
 
+class ChangeLog(Record, frozen=True, tag="c.log"):
+    """Changes the log settings that are not None. Reply: JSON, all settings then in force."""
+
+    info: bool | None = None
+    warning: bool | None = None
+    error: bool | None = None
+    verbose: int | None = None
+    format: str | None = None
+
+
 Operation = (
-    LoadModel | UnloadModel | RepositoryIndex | ModelStatistics | RegisterSystemRegion | UnregisterRegion | RegionStatus
+    LoadModel
+    | UnloadModel
+    | RepositoryIndex
+    | ModelStatistics
+    | RegisterSystemRegion
+    | UnregisterRegion
+    | RegionStatus
+    | ChangeLog
 )
 
 
@@ -333,9 +358,9 @@ class Reply(Record, frozen=True, tag="reply"):
     result: bytes = b""
 
 
-ToFront = Start | Stop | LaneOpened | WorkerFenced | ModelState | ModelGone | Reply
+ToFront = Start | Stop | LogChanged | LaneOpened | WorkerFenced | ModelState | ModelGone | Reply
 FromFront = ChildReady | Call
-ToWorkerControl = Start | Stop | LaneOpened | Load | Unload | Call
+ToWorkerControl = Start | Stop | LogChanged | LaneOpened | Load | Unload | Call
 FromWorker = ChildReady | Loaded | Unloaded | Reply
 
 #: Encoders are cheap and stateless; one is enough for a process.

@@ -30,6 +30,7 @@ FENCED = {
     "grpc_health": ("daemon/grpc/",),
     "grpc_reflection": ("daemon/grpc/",),
     "hpack": ("daemon/grpc/",),
+    "re2": ("config/header_pattern.py",),
     "numpy": ("shm/arrays.py", "workers/", "daemon/http/", "daemon/grpc/"),
 }
 #: Pure deciders: no device, no socket, no clock.

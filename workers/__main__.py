@@ -12,11 +12,12 @@ from typing import Any
 
 import msgspec
 
+from config import log
 from config.options import Options
 from shm.channel import Channel, ChannelClosed
 from shm.messages import Start, ToWorkerControl, decoder
 from shm.parent import die_with_parent
-from workers import device_cpu, log
+from workers import device_cpu
 from workers.device import DeviceName
 
 _log = logging.getLogger("workers")
@@ -44,7 +45,7 @@ def main() -> None:
     except ChannelClosed:
         return
     options = msgspec.msgpack.decode(start.options, type=Options)
-    log.set_up(start.name, options.log)
+    log.configure(options.log, start.name)
     if options.workers.pin and device_name.platform == "cpu":
         device_cpu.pin(device_name.index, options.workers.cpu)
     device_cpu.keep_freed_memory()

@@ -3,6 +3,7 @@
 LaneOpened + fd                 a submitter more
 Load, Unload                    a version more or less; answered with Loaded, Unloaded
 Call                            answered with Reply: statistics, register and unregister regions
+LogChanged                      another level or format of the log
 Stop                            finish, then exit
 """
 
@@ -15,6 +16,10 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
+from config import log
+from config.options import Log
 from shm.channel import Channel
 from shm.errors import Internal, InvalidArgument, ServingError, Unsupported
 from shm.messages import (
@@ -22,6 +27,7 @@ from shm.messages import (
     LaneOpened,
     Load,
     Loaded,
+    LogChanged,
     ModelStatistics,
     RegisterSystemRegion,
     Reply,
@@ -76,6 +82,8 @@ class Control:
                 self._unload(record)
             elif isinstance(record, Call):
                 self._call(record, fds)
+            elif isinstance(record, LogChanged):
+                log.configure(msgspec.msgpack.decode(record.options, type=Log), record.name)
             elif isinstance(record, Stop):
                 self._stop(record.grace_ns)
             else:

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from config.options import Options
+from daemon.access import Rule
+from daemon.forwarding import Forwarding
 from daemon.http import placement, response_codec
 from daemon.http.body import CollectedBody, PlacedBody
 from daemon.http.compression import BodyTooLarge, Deflation, Inflation
@@ -67,6 +69,8 @@ class InferHead:
     #: How the body is compressed, "" if it is not, and how the answer shall be.
     coding: str = ""
     accepts: str = ""
+    #: Headers that are parameters of the request, and beat those of the body.
+    forwarded: dict[str, str] | None = None
 
 
 @dataclass(slots=True)
@@ -77,6 +81,10 @@ class Serving:
     table: ModelTable
     submitter: Submitter
     recognised: Recognised = field(default_factory=Recognised)
+    #: What an inference request needs to be let in; None: nothing.
+    infer_rule: Rule | None = None
+    #: Headers that become parameters; None: none.
+    forwarding: Forwarding | None = None
     #: Every answer is the last of its connection.
     stopping: bool = False
 
@@ -312,7 +320,7 @@ class Exchange:
             self._head.version,
             inputs,
             decoded.outputs,
-            decoded.parameters,
+            {**decoded.parameters, **self._head.forwarded} if self._head.forwarded else decoded.parameters,
             decoded.id,
             received_ns=time.monotonic_ns(),
             priority=decoded.priority,

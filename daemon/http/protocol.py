@@ -24,6 +24,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from daemon.access import Restricted
 from daemon.http import message_head
 from daemon.http.body import PlacedBody
 from daemon.http.deadlines import Deadlines, Late
@@ -32,6 +33,7 @@ from daemon.http.exchange import Exchange, InferHead, Phase, Serving
 from daemon.http.infer_route import InferRoute, InferRoutes
 from daemon.http.known_head import KnownHead, learn
 from daemon.http.response_codec import CLOSE, Buffer, error_response
+from shm.errors import ServingError
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +69,8 @@ class InferProtocol(HttpToolsProtocol):
         self._known: KnownHead | None = None
         self._begun = 0
         self._meaning: InferHead | None = None
+        #: Headers of the message that are forwarded, with their names as they were sent.
+        self._forwarded: list[tuple[bytes, bytes]] = []
         self._write_paused = False
         #: The body that is arriving has no place yet.
         self._body_waits = False
@@ -193,11 +197,15 @@ class InferProtocol(HttpToolsProtocol):
         self._meaning = None
         self.url = b""
         self.headers = []
+        if self._forwarded:
+            self._forwarded = []
         self.expect_100_continue = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._receiving is None:
             super().on_header(name, value)
+            if self.serving.forwarding is not None and self.serving.forwarding.wants(name):
+                self._forwarded.append((name, value))
         # Else it is a trailer, which nobody wants.
 
     def on_headers_complete(self) -> None:
@@ -237,6 +245,8 @@ class InferProtocol(HttpToolsProtocol):
     def _begin_exchange(self, route: InferRoute) -> None:
         keep_alive = bool(self.parser.should_keep_alive())
         head = message_head.infer_head(route, self.parser.get_http_version(), keep_alive, self.headers)
+        if self.serving.infer_rule is not None or self._forwarded:
+            self._apply_rules(head)
         http = self.serving.options.http
         if (head.content_length or 0) > http.max_body_byte_size:
             self._refuse(
@@ -257,6 +267,18 @@ class InferProtocol(HttpToolsProtocol):
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if len(self._order) == 1:
             exchange.take_turn()
+
+    def _apply_rules(self, head: InferHead) -> None:
+        """What the operator has asked for: a key, headers as parameters."""
+        try:
+            if self.serving.infer_rule is not None:
+                self.serving.infer_rule.check(self.headers)
+            if self.serving.forwarding is not None:
+                head.forwarded = self.serving.forwarding.parameters(self._forwarded)
+        except Restricted as refusal:
+            head.error = refusal  # before anything else that is wrong: nothing is told to who may not ask
+        except ServingError as error:
+            head.error = head.error or error
 
     def _begin_cycle(self) -> None:
         """Everything but infer: uvicorn's own cycle, run by Starlette."""

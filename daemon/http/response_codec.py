@@ -18,7 +18,8 @@ from shm.messages import Completion, Inline, RegionSlice, Slice, Tensor
 
 Buffer = bytes | memoryview
 _encode = msgspec.json.Encoder().encode
-_REASONS = {200: b"OK", 400: b"Bad Request", 404: b"Not Found", 405: b"Method Not Allowed", 408: b"Request Timeout"}
+_REASONS = {200: b"OK", 400: b"Bad Request", 403: b"Forbidden", 404: b"Not Found", 405: b"Method Not Allowed"}
+_REASONS |= {408: b"Request Timeout"}
 _REASONS |= {413: b"Content Too Large", 431: b"Request Header Fields Too Large", 500: b"Internal Server Error"}
 _REASONS |= {501: b"Not Implemented", 503: b"Service Unavailable", 505: b"HTTP Version Not Supported"}
 #: The header line that ends a connection.

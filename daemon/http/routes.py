@@ -17,57 +17,69 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from daemon.access import Access, Rule
 from daemon.endpoints import Endpoints
+from daemon.http import json_body
 from daemon.http.generate import Generation
-from daemon.http.whole_body import read_body
+from daemon.http.settings_routes import SettingsRoutes
 from daemon.model_table import parse_version
 from daemon.status import http_status
 from shm.errors import InvalidArgument, NotFound, ServingError
 
-_MAX_BODY = 1 << 20
-
 Handler = Callable[[Request], Awaitable[Response]]
+Endpoint = tuple[str, str, Handler, str]
 
 
 class Routes:
     """The HTTP form of the endpoints."""
 
-    def __init__(self, endpoints: Endpoints, generation: Generation) -> None:
+    def __init__(self, endpoints: Endpoints, generation: Generation, access: Access) -> None:
         self._endpoints = endpoints
         self._generation = generation
+        self._access = access
 
-    def application(self) -> Starlette:
-        """The ASGI application."""
+    def table(self) -> list[Endpoint]:
+        """Method, path, handler, and the call it is in ``daemon.access``."""
         model, version = "/v2/models/{model}", "/v2/models/{model}/versions/{version}"
-        regions, repository = "/v2/systemsharedmemory", "/v2/repository"
-        table: list[tuple[str, str, Handler]] = [
-            ("GET", "/v2/health/live", self.live),
-            ("GET", "/v2/health/ready", self.ready),
-            ("GET", "/v2", self.server_metadata),
-            ("GET", "/v2/models/stats", self.statistics),
-            ("POST", f"{repository}/index", self.index),
-            ("POST", f"{repository}/models/{{model}}/load", self.load),
-            ("POST", f"{repository}/models/{{model}}/unload", self.unload),
-            ("POST", f"{regions}/region/{{region}}/register", self.register),
+        repository = "/v2/repository"
+        settings = SettingsRoutes(self._endpoints)
+        table: list[Endpoint] = [
+            ("GET", "/v2/health/live", self.live, "ServerLive"),
+            ("GET", "/v2/health/ready", self.ready, "ServerReady"),
+            ("GET", "/v2", self.server_metadata, "ServerMetadata"),
+            ("GET", "/v2/models/stats", self.statistics, "ModelStatistics"),
+            ("POST", f"{repository}/index", self.index, "RepositoryIndex"),
+            ("POST", f"{repository}/models/{{model}}/load", self.load, "RepositoryModelLoad"),
+            ("POST", f"{repository}/models/{{model}}/unload", self.unload, "RepositoryModelUnload"),
+            ("GET", "/v2/logging", settings.log_settings, "LogSettings"),
+            ("POST", "/v2/logging", settings.change_log_settings, "LogSettings"),
         ]
         for prefix in (model, version):
             table += [
-                ("GET", prefix, self.metadata),
-                ("GET", f"{prefix}/ready", self.model_ready),
-                ("GET", f"{prefix}/config", self.config),
-                ("GET", f"{prefix}/stats", self.statistics),
-                ("POST", f"{prefix}/infer", self.infer),
-                ("POST", f"{prefix}/generate", self.generate),
-                ("POST", f"{prefix}/generate_stream", self.generate_stream),
+                ("GET", prefix, self.metadata, "ModelMetadata"),
+                ("GET", f"{prefix}/ready", self.model_ready, "ModelReady"),
+                ("GET", f"{prefix}/config", self.config, "ModelConfig"),
+                ("GET", f"{prefix}/stats", self.statistics, "ModelStatistics"),
+                ("POST", f"{prefix}/infer", self.infer, "ModelInfer"),
+                ("POST", f"{prefix}/generate", self.generate, "Generate"),
+                ("POST", f"{prefix}/generate_stream", self.generate_stream, "GenerateStream"),
             ]
-        for kind in ("system", "cuda"):
-            for prefix in (f"/v2/{kind}sharedmemory", f"/v2/{kind}sharedmemory/region/{{region}}"):
+        for kind, register in (("System", self.register), ("Cuda", self.register_cuda)):
+            regions = f"/v2/{kind.lower()}sharedmemory"
+            table.append(("POST", f"{regions}/region/{{region}}/register", register, f"{kind}SharedMemoryRegister"))
+            for prefix in (regions, f"{regions}/region/{{region}}"):
                 table += [
-                    ("GET", f"{prefix}/status", self.region_status),
-                    ("POST", f"{prefix}/unregister", self.unregister),
+                    ("GET", f"{prefix}/status", self.region_status, f"{kind}SharedMemoryStatus"),
+                    ("POST", f"{prefix}/unregister", self.unregister, f"{kind}SharedMemoryUnregister"),
                 ]
-        table.append(("POST", "/v2/cudasharedmemory/region/{region}/register", self.register_cuda))
-        routes = [Route(path, _exactly(method, handler), methods=[method]) for method, path, handler in table]
+        return table
+
+    def application(self) -> Starlette:
+        """The ASGI application."""
+        routes = [
+            Route(path, _guarded(method, handler, self._access.rule(call)), methods=[method])
+            for method, path, handler, call in self.table()
+        ]
         application = Starlette(
             routes=routes,
             exception_handlers={ServingError: _serving_error, HTTPException: _http_error, Exception: _unexpected},
@@ -79,15 +91,15 @@ class Routes:
 
     async def live(self, request: Request) -> Response:
         """KServe's client reads the body; Triton's looks at the status alone."""
-        return _answer(_json({"live": True}))
+        return json_body.answer({"live": True})
 
     async def ready(self, request: Request) -> Response:
-        return _answer(_json({"ready": True})) if self._endpoints.is_ready() else Response(status_code=400)
+        return json_body.answer({"ready": True}) if self._endpoints.is_ready() else Response(status_code=400)
 
     # ------------------------------------------------------------------------------------------------ models
 
     async def server_metadata(self, request: Request) -> Response:
-        return _answer(_json(self._endpoints.server_metadata()))
+        return json_body.answer(self._endpoints.server_metadata())
 
     async def model_ready(self, request: Request) -> Response:
         try:
@@ -96,13 +108,13 @@ class Routes:
             model, version = "", 0
         if self._endpoints.model_is_ready(model, version):
             return Response()
-        return _answer(_json({"error": "Model version not ready"}), 400)
+        return json_body.answer({"error": "Model version not ready"}, 400)
 
     async def metadata(self, request: Request) -> Response:
-        return _answer(_json(self._endpoints.model_metadata(*_target(request))))
+        return json_body.answer(self._endpoints.model_metadata(*_target(request)))
 
     async def config(self, request: Request) -> Response:
-        return _answer(self._endpoints.model_config(*_target(request)))
+        return json_body.answer(self._endpoints.model_config(*_target(request)))
 
     async def infer(self, request: Request) -> Response:
         """Only for its place in the table: a connection takes every infer request the short way."""
@@ -116,28 +128,28 @@ class Routes:
 
     async def statistics(self, request: Request) -> Response:
         model, version = _target(request) if "model" in request.path_params else ("", 0)
-        return _answer(await self._endpoints.statistics(model, version))
+        return json_body.answer(await self._endpoints.statistics(model, version))
 
     # -------------------------------------------------------------------------------------------- repository
 
     async def index(self, request: Request) -> Response:
-        fields = await _fields(request)
-        return _answer(await self._endpoints.index(bool(fields.get("ready", False))))
+        fields = await json_body.fields(request)
+        return json_body.answer(await self._endpoints.index(bool(fields.get("ready", False))))
 
     async def load(self, request: Request) -> Response:
-        parameters = _parameters(await _fields(request))
+        parameters = _parameters(await json_body.fields(request))
         parameters |= {key: _base64(key, value) for key, value in parameters.items() if key.startswith("file:")}
         await self._endpoints.load(request.path_params["model"], parameters)
         return Response()
 
     async def unload(self, request: Request) -> Response:
-        await self._endpoints.unload(request.path_params["model"], _parameters(await _fields(request)))
+        await self._endpoints.unload(request.path_params["model"], _parameters(await json_body.fields(request)))
         return Response()
 
     # ----------------------------------------------------------------------------------------------- regions
 
     async def register(self, request: Request) -> Response:
-        fields = await _fields(request)
+        fields = await json_body.fields(request)
         key = fields.get("key")
         if not isinstance(key, str):
             raise InvalidArgument("Shared memory register request has no 'key' field")
@@ -148,7 +160,7 @@ class Routes:
         return Response()
 
     async def register_cuda(self, request: Request) -> Response:
-        await _fields(request)
+        await json_body.fields(request)
         await self._endpoints.register_cuda(request.path_params["region"])
         return Response()
 
@@ -157,15 +169,19 @@ class Routes:
         return Response()
 
     async def region_status(self, request: Request) -> Response:
-        return _answer(await self._endpoints.region_status(_kind(request), request.path_params.get("region", "")))
+        return json_body.answer(
+            await self._endpoints.region_status(_kind(request), request.path_params.get("region", ""))
+        )
 
 
-def _exactly(method: str, handler: Handler) -> Handler:
+def _guarded(method: str, handler: Handler, rule: Rule | None) -> Handler:
     """Starlette lets a GET route answer HEAD; Triton refuses it, and a body-less 200 would say too much."""
 
     async def handle(request: Request) -> Response:
         if request.method != method:
             raise HTTPException(405)
+        if rule is not None:
+            rule.check(request.scope["headers"])
         return await handler(request)
 
     return handle
@@ -192,20 +208,6 @@ def _parameters(fields: dict[str, Any]) -> dict[str, Any]:
     return parameters
 
 
-async def _fields(request: Request) -> dict[str, Any]:
-    """The JSON object of a control request; an empty body is an empty object."""
-    body = await read_body(request, _MAX_BODY)
-    if not body.strip():
-        return {}
-    try:
-        fields = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidArgument(f"failed to parse the request JSON buffer: {error}") from error
-    if not isinstance(fields, dict):
-        raise InvalidArgument("failed to parse the request JSON buffer: an object is expected")
-    return fields
-
-
 def _base64(key: str, value: Any) -> bytes:
     try:
         content: bytes = msgspec.convert(value, bytes)
@@ -214,23 +216,15 @@ def _base64(key: str, value: Any) -> bytes:
     return content
 
 
-def _json(value: Any) -> bytes:
-    return msgspec.json.encode(value)
-
-
-def _answer(body: bytes, status: int = 200) -> Response:
-    return Response(body, status, media_type="application/json")
-
-
 async def _serving_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServingError)
-    return _answer(_json({"error": error.message}), http_status(error))
+    return json_body.answer({"error": error.message}, http_status(error))
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _answer(_json({"error": error.detail}), error.status_code)
+    return json_body.answer({"error": error.detail}, error.status_code)
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    return _answer(_json({"error": "internal error; the server's log has the details"}), 500)
+    return json_body.answer({"error": "internal error; the server's log has the details"}, 500)

@@ -10,8 +10,11 @@ import time
 
 import uvicorn
 
+from config import restrictions
 from config.options import Options
+from daemon.access import http_access
 from daemon.endpoints import Endpoints
+from daemon.forwarding import Forwarding
 from daemon.front import Front
 from daemon.http.exchange import Serving
 from daemon.http.generate import Generation
@@ -33,10 +36,18 @@ class HttpFront(Front):
         self._listener = listener
 
     async def open(self, options: Options, endpoints: Endpoints) -> None:
-        self._serving = Serving(options, self.table, self.submitter)
+        access = http_access(restrictions.parse(options.http.restricted_api))
+        pattern = options.http.header_forward_pattern
+        self._serving = Serving(
+            options,
+            self.table,
+            self.submitter,
+            infer_rule=access.rule("ModelInfer"),
+            forwarding=Forwarding(pattern) if pattern else None,
+        )
         self._server = _Server(
             uvicorn.Config(
-                Routes(endpoints, Generation(self._serving)).application(),
+                Routes(endpoints, Generation(self._serving), access).application(),
                 http=protocol_for(self._serving),
                 loop="none",
                 lifespan="off",

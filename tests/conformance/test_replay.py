@@ -66,7 +66,7 @@ class Replay:
         folder, models = self._folders.mktemp(profile), corpus.FOLDER / "models"
         daemon = DaemonProcess(folder, [models], arguments=corpus.arguments(profile))
         self._running.enter_context(daemon)
-        daemon.wait_log(r" supervisor: ready: ")
+        daemon.wait_log(r"supervisor\W+ready: ")
         return daemon
 
 

@@ -7,8 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from config import layers
-from daemon import log
+from config import layers, log
 from daemon.supervisor import Programs, Supervisor
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import schemathesis
 import yaml
 from schemathesis.specs.openapi import checks
 
+from daemon.access import http_access
 from daemon.http.routes import Routes
 from tests import repositories
 from tests.daemon_process import DaemonProcess
@@ -49,7 +50,7 @@ def session(leaves_nothing: None) -> Iterator[requests.Session]:
 
 def test_the_paths_and_methods_are_those_of_the_code() -> None:
     # The table of routes is made without asking any endpoint.
-    application = Routes(cast("Any", None)).application()
+    application = Routes(cast("Any", None), cast("Any", None), http_access({})).application()
     served = {(route.path, method) for route in application.routes for method in route.methods - {"HEAD"}}
     document = yaml.safe_load(DOCUMENT.read_text())
     described = {

@@ -1,0 +1,140 @@
+"""A process's log: one line a message, in the format and at the levels the options name, the same in every process.
+
+    default    I1121 10:20:30.123456 4711 worker-0] text      the form of a Triton server, times in UTC
+    ISO8601    2026-11-21T10:20:30.123Z INFO worker-0: text
+    json       {"time": ..., "level": ..., "process": ..., "logger": ..., "message": ..., "traceback"?: ...}
+
+Under the journal, which has the time, both text formats are ``<6>worker-0: text``. Whatever a message contains, it is one line:
+control characters are escaped, so no client can write a line of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from logging.handlers import WatchedFileHandler
+
+from config.options import Log
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+#: syslog's numbers (sd-daemon(3)): what journald reads at the beginning of a line.
+_PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
+#: Whose debug messages the first verbose level shows ("model": those of Triton Python models); libraries' come with the second.
+_OURS = ("config", "daemon", "shm", "workers", "model")
+#: They report every selector they open, every program they compile.
+_TALKATIVE = ("asyncio", "jax")
+
+
+def configure(options: Log, name: str, environment: Mapping[str, str] | None = None) -> None:
+    """Sets the process's log up; again after a change. ``name`` is the process: "supervisor", "http-0", "worker-1"."""
+    journal = not options.file and "JOURNAL_STREAM" in (os.environ if environment is None else environment)
+    handler = LogFile(options.file) if options.file else logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter(name) if options.format == "json" else TextFormatter(name, options, journal))
+    handler.addFilter(_LevelFilter(options))
+    root = logging.getLogger()
+    for former in root.handlers:
+        if isinstance(former, LogFile):
+            former.close()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.DEBUG if options.verbose > 1 else logging.INFO)
+    for package in _OURS:
+        logging.getLogger(package).setLevel(logging.DEBUG if options.verbose else logging.NOTSET)
+    for package in _TALKATIVE:
+        logging.getLogger(package).setLevel(logging.WARNING)
+    logging.captureWarnings(True)
+
+
+def check_writable(options: Log) -> None:
+    """Raises OSError: the log file cannot be written. Afterwards it exists."""
+    if options.file:
+        os.close(os.open(options.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o640))
+
+
+class LogFile(WatchedFileHandler):
+    """Appends, like every other process of the daemon; opened again when the file is moved away, for log rotation.
+
+    A line that cannot be written to the file goes to standard error instead: logging never fails its caller.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, encoding="utf-8", delay=True)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:
+            sys.stderr.write(self.format(record) + "\n")
+
+
+class _LevelFilter(logging.Filter):
+    """Triton's switches: each level by itself."""
+
+    def __init__(self, options: Log) -> None:
+        super().__init__()
+        self._on = {logging.INFO: options.info, logging.WARNING: options.warning, logging.ERROR: options.error}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self._on.get(record.levelno, True)
+
+
+class TextFormatter(logging.Formatter):
+    """The formats for people."""
+
+    def __init__(self, name: str, options: Log, journal: bool) -> None:
+        super().__init__()
+        self._name = name
+        self._iso = options.format == "ISO8601"
+        self._journal = journal
+
+    def format(self, record: logging.LogRecord) -> str:
+        lines = _escaped(_message(self, record), keep_lines=True)
+        if self._journal:
+            # Every line needs its own priority, or the journal gives it the default.
+            priority = _PRIORITIES.get(record.levelno, 6)
+            return "\n".join(f"<{priority}>{self._name}: {line}" for line in lines.split("\n"))
+        if self._iso:
+            return f"{_time(record)} {record.levelname} {self._name}: {lines}"
+        letter = "V" if record.levelno <= logging.DEBUG else record.levelname[0]
+        time = datetime.fromtimestamp(record.created, UTC).strftime("%m%d %H:%M:%S.%f")
+        return f"{letter}{time} {record.process} {self._name}] {lines}"
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "process": self._name,
+            "logger": record.name,
+            "message": _escaped(record.getMessage(), keep_lines=False),
+        }
+        if record.exc_info and record.exc_info[0] is not None:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def _message(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+    text = _escaped(record.getMessage(), keep_lines=False)
+    if record.exc_info and record.exc_info[0] is not None:
+        text += "\n" + formatter.formatException(record.exc_info)
+    return text
+
+
+def _time(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
+
+
+def _escaped(text: str, *, keep_lines: bool) -> str:
+    """Our own tracebacks keep their lines; messages, which may quote a client, do not."""
+    return _CONTROL.sub(lambda found: found[0] if keep_lines and found[0] == "\n" else f"\\x{ord(found[0]):02x}", text)

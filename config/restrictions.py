@@ -1,0 +1,62 @@
+"""Restricted groups of calls: ``GROUP[,GROUP...]:KEY=VALUE`` read into which header with which value opens which group.
+
+Source: Triton's --http-restricted-api and --grpc-restricted-protocol; the groups have its names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+GROUPS = (
+    "health",
+    "metadata",
+    "inference",
+    "shared-memory",
+    "model-config",
+    "model-repository",
+    "statistics",
+    "trace",
+    "logging",
+)
+#: What the name of a header may be made of (RFC 9110, token).
+_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_FORM = "expected GROUP[,GROUP...]:KEY=VALUE"
+
+
+@dataclass(frozen=True, slots=True)
+class Restriction:
+    """The header that opens a group."""
+
+    #: Lower case.
+    key: str
+    value: str = field(repr=False)
+
+
+def parse(entries: Iterable[str]) -> dict[str, Restriction]:
+    """Group -> what opens it; groups that are not in it are open to everybody.
+
+    An entry without a colon belongs to the next one: that is what becomes of a list of groups in a comma-separated variable.
+    Raises ValueError: a sentence about the first entry that is wrong, without the value, which is a secret.
+    """
+    found: dict[str, Restriction] = {}
+    waiting: list[str] = []
+    for entry in entries:
+        names, colon, rule = entry.partition(":")
+        waiting += names.split(",")
+        if not colon:
+            continue
+        key, equals, value = rule.partition("=")
+        if not (equals and value and _TOKEN.fullmatch(key)):
+            raise ValueError(f"{_FORM}, given {names + colon + key + ('=...' if equals else '')!r}")
+        for name in waiting:
+            if name.strip() not in GROUPS:
+                raise ValueError(f"unknown group {name.strip()!r}; there are {', '.join(GROUPS)}")
+            if name.strip() in found:
+                raise ValueError(f"group {name.strip()!r} is restricted twice")
+            found[name.strip()] = Restriction(key.lower(), value)
+        waiting = []
+    if waiting:
+        raise ValueError(f"{_FORM}, given {','.join(waiting)!r}")
+    return found

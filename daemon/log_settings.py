@@ -1,0 +1,53 @@
+"""The log settings in force, and how a client changes them. Owned by the supervisor, which tells every process.
+
+A client switches levels and the text format. It never names a file: where the log goes is the operator's alone.
+Source: Triton docs/protocol/extension_logging.md; keys and texts as recorded against a real Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from config.options import Log
+from shm.messages import ChangeLog
+
+#: What ``log_format`` may be.
+FORMATS = ("default", "ISO8601", "json")
+#: What ``log_verbose_level`` may be at most.
+MAX_VERBOSE = (1 << 32) - 1
+FILE_REFUSED = "log file location can not be updated through network protocol"
+
+
+class LogSettings:
+    """``publish`` is called with every value that comes into force."""
+
+    def __init__(self, options: Log, publish: Callable[[Log], None]) -> None:
+        self._current = options
+        self._publish = publish
+
+    def change(self, wanted: ChangeLog) -> bytes:
+        """Applies what is given, all of it checked by the front. Returns the settings then in force, JSON."""
+        given = {name: value for name, value in msgspec.structs.asdict(wanted).items() if value is not None}
+        self.replace(msgspec.structs.replace(self._current, **given))
+        return msgspec.json.encode(described(self._current))
+
+    def replace(self, options: Log) -> None:
+        """Puts a whole value into force, as after a reload."""
+        if options != self._current:
+            self._current = options
+            self._publish(options)
+
+
+def described(log: Log) -> dict[str, Any]:
+    """The settings by the protocol's names, in its order."""
+    return {
+        "log_file": log.file,
+        "log_info": log.info,
+        "log_warning": log.warning,
+        "log_error": log.error,
+        "log_verbose_level": log.verbose,
+        "log_format": log.format,
+    }

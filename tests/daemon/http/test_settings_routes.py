@@ -1,0 +1,105 @@
+"""Settings over HTTP: what is asked of the supervisor, and what is refused in Triton's words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from shm.messages import ChangeLog, Operation
+from tests.fakes import Answer, Client, FrontProcess, front_process
+
+LOGGING = "/v2/logging"
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[FrontProcess]:
+    with front_process() as front:
+        yield front
+
+
+@pytest.fixture
+def client(front: FrontProcess) -> Iterator[Client]:
+    with front.client() as client:
+        yield client
+
+
+def send(client: Client, method: str, path: str, body: bytes = b"") -> None:
+    client.send(f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+
+
+def ask(client: Client, method: str, path: str, body: bytes = b"") -> Answer:
+    send(client, method, path, body)
+    return client.answer()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "operation"),
+    [
+        ("GET", LOGGING, b"", ChangeLog()),
+        ("POST", LOGGING, b"{}", ChangeLog()),
+        ("POST", LOGGING, b"[]", ChangeLog()),
+        ("POST", LOGGING, b'{"log_info":null,"log_file":null,"log_colour":7}', ChangeLog()),
+        (
+            "POST",
+            LOGGING,
+            b'{"log_info":false,"log_warning":true,"log_error":false,"log_verbose_level":3,"log_format":"ISO8601"}',
+            ChangeLog(False, True, False, 3, "ISO8601"),
+        ),
+        (
+            "POST",
+            LOGGING,
+            b'{"log_format":"json","log_verbose_level":4294967295}',
+            ChangeLog(None, None, None, 2**32 - 1, "json"),
+        ),
+    ],
+)
+def test_what_the_supervisor_is_asked(
+    client: Client, front: FrontProcess, method: str, path: str, body: bytes, operation: Operation
+) -> None:
+    send(client, method, path, body)
+    assert front.answer_call(result=b'{"a":1}').operation == operation
+    answer = client.answer()
+    assert (answer.status, answer.body, answer.headers["content-type"]) == (200, b'{"a":1}', "application/json")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "text"),
+    [
+        (LOGGING, b"", 400, "failed to parse the request JSON buffer: The document is empty. at 0"),
+        (LOGGING, b"{", 400, "failed to parse the request JSON buffer: Missing a name for object member. at 1"),
+        (LOGGING, b"5", 400, "failed to parse the request JSON buffer: an object is expected"),
+        (LOGGING, b'{"log_info":1}', 400, "attempt to access JSON non-boolean as boolean"),
+        (LOGGING, b'{"log_verbose_level":-1}', 400, "attempt to access JSON non-unsigned-integer as unsigned-integer"),
+        (
+            LOGGING,
+            b'{"log_verbose_level":true}',
+            400,
+            "attempt to access JSON non-unsigned-integer as unsigned-integer",
+        ),
+        (
+            LOGGING,
+            b'{"log_verbose_level":4294967296}',
+            400,
+            "'log_verbose_level' is 4294967296, at most 4294967295 is allowed",
+        ),
+        (LOGGING, b'{"log_format":1}', 400, "attempt to access JSON non-string as string"),
+        (LOGGING, b'{"log_format":"xml"}', 503, "invalid argument for --log_format, got: xml"),
+        (LOGGING, b'{"log_file":"/etc/passwd"}', 501, "log file location can not be updated through network protocol"),
+        (
+            LOGGING,
+            b'{"log_file":"","log_info":1}',
+            501,
+            "log file location can not be updated through network protocol",
+        ),
+    ],
+)
+def test_what_is_refused_before_anybody_is_asked(
+    client: Client, path: str, body: bytes, status: int, text: str
+) -> None:
+    answer = ask(client, "POST", path, body)
+    assert (answer.status, answer.error) == (status, text)
+
+
+def test_other_methods(client: Client) -> None:
+    assert ask(client, "DELETE", LOGGING).status == 405
