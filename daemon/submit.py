@@ -224,6 +224,10 @@ class Submitter:
             worker.page.close()
             worker.lane.close()
         self._workers.clear()
+        held = sum(len(pending.leases) for pending in self._pending.values())
+        forgotten = self._arena.statistics()["leases"] - held
+        if forgotten:
+            _log.warning("%d leases of the request arena belong to no request and were never given back", forgotten)
         self._arena.close()
 
     def _run_again(self, pending: Pending, was_executing: bool) -> None:

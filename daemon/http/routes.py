@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -82,7 +82,12 @@ class Routes:
         ]
         application = Starlette(
             routes=routes,
-            exception_handlers={ServingError: _serving_error, HTTPException: _http_error, Exception: _unexpected},
+            exception_handlers={
+                ServingError: _serving_error,
+                HTTPException: _http_error,
+                ClientDisconnect: _gone,
+                Exception: _unexpected,
+            },
         )
         application.router.redirect_slashes = False
         return application
@@ -224,6 +229,11 @@ async def _serving_error(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return json_body.answer({"error": error.detail}, error.status_code)
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    """The client left in the middle of its request: no defect of ours, and nobody reads this."""
+    return Response(status_code=400)
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:

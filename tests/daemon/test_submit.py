@@ -378,3 +378,18 @@ def test_a_lane_that_takes_no_more_is_written_to_later(setting: Setting) -> None
             got.append(worker.next().request_id)
     assert got == [1000, 1001, 1002, 1003]
     assert worker.cancelled == got
+
+
+def test_a_forgotten_lease_is_told_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    """And only that: a lease that waits with its request was not forgotten."""
+    for forgotten in (0, 2):
+        caplog.clear()
+        made = Setting(arenas=Arenas(byte_size=MIB, max_byte_size=MIB), requests=Requests())
+        for _ in range(forgotten):
+            assert made.submitter.loan(4096) is not None
+        made.close()
+        assert [record.message for record in caplog.records] == (
+            [f"{forgotten} leases of the request arena belong to no request and were never given back"]
+            if forgotten
+            else []
+        )

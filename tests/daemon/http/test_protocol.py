@@ -21,6 +21,7 @@ from tests.fakes import (
     in_service,
     json_request,
     post,
+    serving,
     until,
 )
 
@@ -520,6 +521,19 @@ def test_half_a_request_is_none(front: FrontProcess, worker: EchoWorker, size: i
         assert (answer.status, answer.headers["connection"]) == (400, "close")
         assert client.ends()
     assert worker.idle(0.05)
+
+
+def test_who_leaves_in_the_middle_of_a_question_leaves_no_trace(capfd: pytest.CaptureFixture[str]) -> None:
+    """A traceback for every client that loses its connection would fill the log."""
+    with serving() as (front, _):
+        for _ in range(3):
+            with front.client() as client:
+                client.send(b"POST /v2/repository/index HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+                client.sock.shutdown(socket.SHUT_WR)
+                assert client.answer().status == 400
+                assert client.ends()
+        front.sync()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_client_that_is_gone_when_its_answer_comes(front: FrontProcess, worker: EchoWorker) -> None:
