@@ -36,8 +36,8 @@ def find_devices(options: Workers, environment: Mapping[str, str], folder: Path 
     if gpus:
         # Each worker sees its own GPU only: it cannot take memory of another one by accident.
         return [Device(f"cuda:{i}", {"CUDA_VISIBLE_DEVICES": gpu}) for i, gpu in enumerate(gpus)]
-    # A CPU worker must not open a GPU that happens to be there.
-    return [Device(f"cpu:{i}", {"CUDA_VISIBLE_DEVICES": ""}) for i in range(options.cpu)]
+    # GPUs stay visible to CPU workers: JAX is told to leave them alone, and clients may hand over tensors in CUDA regions.
+    return [Device(f"cpu:{i}") for i in range(options.cpu)]
 
 
 def visible_gpus(environment: Mapping[str, str], folder: Path = Path("/dev")) -> list[str]:

@@ -22,6 +22,7 @@ from shm.messages import (
     ModelState,
     ModelStatistics,
     RegionStatus,
+    RegisterCudaRegion,
     RegisterSystemRegion,
     RepositoryIndex,
     UnloadModel,
@@ -34,6 +35,7 @@ EXTENSIONS = (
     "model_repository",
     "model_configuration",
     "system_shared_memory",
+    "cuda_shared_memory",
     "binary_tensor_data",
     "parameters",
     "statistics",
@@ -139,9 +141,9 @@ class Endpoints:
                 )
         await self._calls.ask(RegisterSystemRegion(name, key, offset, byte_size))
 
-    async def register_cuda(self, name: str) -> None:
-        """Always refused: there is no CUDA device."""
-        raise InvalidArgument(f"failed to register shared memory region '{name}': this server has no CUDA device")
+    async def register_cuda(self, name: str, raw_handle: bytes, device_id: int, byte_size: int) -> None:
+        """Registers an allocation of a client's GPU memory by its 64-byte handle. Raises ServingError."""
+        await self._calls.ask(RegisterCudaRegion(name, raw_handle, device_id, byte_size))
 
     async def unregister(self, kind: str, name: str) -> None:
         """Forgets a region, or all of that kind ("")."""

@@ -30,6 +30,7 @@ from shm.messages import (
     LogChanged,
     ModelGone,
     ModelState,
+    RegionPlace,
     Reply,
     Start,
     Stop,
@@ -96,6 +97,8 @@ class Front(ABC):
                 self.calls.answered(record)
             case ModelState() | ModelGone():
                 self.submitter.model_changed(record)
+            case RegionPlace():
+                self.submitter.region_placed(record)
             case LaneOpened():
                 self.submitter.open_lane(record, fds)
             case WorkerFenced():

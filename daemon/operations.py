@@ -21,6 +21,7 @@ from shm.messages import (
     ModelStatistics,
     Operation,
     RegionStatus,
+    RegisterCudaRegion,
     RegisterSystemRegion,
     Reply,
     RepositoryIndex,
@@ -70,7 +71,7 @@ class Operations:
                 return msgspec.json.encode(await self._models.index(ready))
             case ModelStatistics():
                 return await self._statistics(operation)
-            case RegisterSystemRegion():
+            case RegisterSystemRegion() | RegisterCudaRegion():
                 await self._regions.register(operation)
             case UnregisterRegion():
                 await self._regions.unregister(operation)

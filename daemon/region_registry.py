@@ -1,9 +1,10 @@
 """Client regions by name: which are registered, and on which workers. The supervisor holds the descriptor and maps nothing.
 
-    register:   first worker opens the object by its key ─▶ its descriptor comes back ─▶ the other workers get that descriptor
-    a worker is replaced:   it gets every descriptor again; the client may have unlinked the object long ago
+    system      first worker opens the object by its key ─▶ its descriptor comes back ─▶ the other workers get that descriptor
+                a worker is replaced: it gets every descriptor again; the client may have unlinked the object long ago
+    CUDA        every worker of that GPU opens the handle itself; CPU workers all do, and copy through the host
 
-A region is registered on all workers or on none. One namespace for every kind of region, as in Triton.
+A region is registered on all workers that can use it or on none. One namespace for every kind of region, as in Triton.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import enum
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,12 +22,22 @@ import msgspec
 
 from config.options import Regions
 from shm.errors import AlreadyExists, Internal, InvalidArgument, NotFound, ServingError, Unavailable, Unsupported
-from shm.messages import Operation, RegionStatus, RegisterSystemRegion, UnregisterRegion
+from shm.messages import (
+    Operation,
+    RegionPlace,
+    RegionStatus,
+    RegisterCudaRegion,
+    RegisterSystemRegion,
+    UnregisterRegion,
+)
 
 _log = logging.getLogger(__name__)
 _NAME = re.compile(r"[^\x00-\x1f\x7f]{1,255}")
 _LIMIT = (1 << 63) - 1
 _KINDS = {"system": "system", "cuda": "CUDA"}
+_HANDLE_SIZE = 64
+
+Registration = RegisterSystemRegion | RegisterCudaRegion
 
 
 class RegionHolder(Protocol):
@@ -34,6 +45,7 @@ class RegionHolder(Protocol):
 
     name: str
     incarnation: int
+    device: str
 
     @property
     def alive(self) -> bool: ...
@@ -57,9 +69,11 @@ class Region:
     """One registration."""
 
     kind: str
-    request: RegisterSystemRegion
+    request: Registration
+    #: The only device whose workers can use it; "": any.
+    device: str = ""
     state: RegionState = RegionState.REGISTERING
-    #: Kept for workers that come later; owned here.
+    #: A system region's object, kept for workers that come later; owned here.
     fd: int = -1
     #: Incarnations of the workers that have it.
     holders: set[int] = field(default_factory=set)
@@ -68,22 +82,35 @@ class Region:
 
 
 class RegionRegistry:
-    """``workers()`` are those that are ready for calls now."""
+    """``workers()`` are those that are ready for calls now; ``devices()`` all that a worker is meant for."""
 
-    def __init__(self, options: Regions, workers: Callable[[], Iterable[RegionHolder]]) -> None:
+    def __init__(
+        self,
+        options: Regions,
+        workers: Callable[[], Iterable[RegionHolder]],
+        devices: Callable[[], Sequence[str]],
+        publish: Callable[[RegionPlace], None],
+    ) -> None:
+        """``publish`` tells the fronts, in order, before the registration is answered."""
         self._options = options
         self._workers = workers
+        self._devices = devices
+        self._publish = publish
         self._regions: dict[str, Region] = {}
 
     # ------------------------------------------------------------------------------------------------------- register
 
-    async def register(self, request: RegisterSystemRegion) -> None:
-        """Registers on every worker.
+    async def register(self, request: Registration) -> None:
+        """Registers on every worker that can use the region.
 
         Raises: InvalidArgument, AlreadyExists, Unsupported, Unavailable, or what a worker answered; nothing stays registered.
         """
         self._check(request)
-        region = self._regions[request.name] = Region("system", request)
+        if isinstance(request, RegisterCudaRegion):
+            region = Region("cuda", request, self._device_of(request))
+        else:
+            region = Region("system", request)
+        self._regions[request.name] = region
         try:
             await self._spread(region)
         except BaseException:
@@ -91,26 +118,51 @@ class RegionRegistry:
             await self._forget(region)
             raise
         region.state = RegionState.REGISTERED
+        if self._placed(region):
+            self._publish(RegionPlace(request.name, region.device))
         region.changed.set()
 
-    def _check(self, request: RegisterSystemRegion) -> None:
+    def _device_of(self, request: RegisterCudaRegion) -> str:
+        """Raises InvalidArgument: no worker has that GPU."""
+        gpus = [device for device in self._devices() if device.startswith("cuda:")]
+        if not gpus:
+            return ""
+        device = f"cuda:{request.device_id}"
+        if device not in gpus:
+            raise InvalidArgument(
+                f"failed to register shared memory region '{request.name}': no worker has GPU {request.device_id}, "
+                f"the server uses {len(gpus)} GPUs, counted from 0"
+            )
+        return device
+
+    def _placed(self, region: Region) -> bool:
+        """Whether a request that names it cannot go to just any worker."""
+        return bool(region.device) and len(self._devices()) > 1
+
+    def _able(self, region: Region) -> list[RegionHolder]:
+        return [worker for worker in self._workers() if region.device in ("", worker.device)]
+
+    def _check(self, request: Registration) -> None:
         name, limit = request.name, self._options.max_byte_size
+        offset = request.offset if isinstance(request, RegisterSystemRegion) else 0
         if not self._options.enabled:
             raise Unsupported(
                 "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
             )
+        if isinstance(request, RegisterCudaRegion) and len(request.raw_handle) != _HANDLE_SIZE:
+            raise InvalidArgument("failed to register shared memory region: invalid args")
         if not _NAME.fullmatch(name):
             raise InvalidArgument("a region's name has 1 to 255 characters, none of them a control character")
         if name in self._regions:
             raise AlreadyExists(f"shared memory region '{name}' already in manager")
-        if request.byte_size < 1 or request.offset < 0:
+        if request.byte_size < 1 or offset < 0:
             raise InvalidArgument(
                 f"failed to register shared memory region '{name}': byte_size {request.byte_size} must be at least 1, "
-                f"offset {request.offset} at least 0"
+                f"offset {offset} at least 0"
             )
-        if request.byte_size + request.offset > _LIMIT:
+        if request.byte_size + offset > _LIMIT:
             raise InvalidArgument(
-                f"Integer overflow detected: byte_size ({request.byte_size}) + offset ({request.offset}) exceeds maximum "
+                f"Integer overflow detected: byte_size ({request.byte_size}) + offset ({offset}) exceeds maximum "
                 f"value ({_LIMIT}) for region '{name}'"
             )
         if request.byte_size > limit:
@@ -124,16 +176,19 @@ class RegionRegistry:
             )
 
     async def _spread(self, region: Region) -> None:
-        """Until every worker that is there has it, also those that came meanwhile."""
-        while missing := [worker for worker in self._workers() if worker.incarnation not in region.holders]:
+        """Until every worker that can use it has it, also those that came meanwhile."""
+        while missing := [worker for worker in self._able(region) if worker.incarnation not in region.holders]:
             # The descriptor of the first is what all others get: one object, whatever becomes of the name.
-            several = missing if region.fd >= 0 else missing[:1]
+            several = missing if region.fd >= 0 or region.kind == "cuda" else missing[:1]
             results = await asyncio.gather(*(self._put(region, worker) for worker in several), return_exceptions=True)
             for worker, result in zip(several, results, strict=True):
                 if isinstance(result, BaseException) and worker.alive:
                     raise result
-        if region.fd < 0:
-            raise Unavailable(f"failed to register shared memory region '{region.request.name}': no worker is running")
+        if not region.holders:
+            of = f" of GPU {region.device.removeprefix('cuda:')}" if region.device else ""
+            raise Unavailable(
+                f"failed to register shared memory region '{region.request.name}': no worker{of} is running"
+            )
 
     @staticmethod
     async def _put(region: Region, worker: RegionHolder) -> None:
@@ -141,17 +196,21 @@ class RegionRegistry:
             _, fds = await worker.call(region.request, region.fd)
         else:
             _, fds = await worker.call(region.request)
-            if len(fds) != 1:
+            if len(fds) != (region.kind == "system"):
                 _close(fds)
                 raise Internal(f"failed to register shared memory region '{region.request.name}'")
-            region.fd = fds.pop()
+            region.fd = fds.pop() if fds else -1
         _close(fds)
         if worker.alive:  # else it died with the answer on its way, and was struck off already
             region.holders.add(worker.incarnation)
 
     async def restore(self, worker: RegionHolder) -> None:
         """Gives a new worker every registered region, before it gets requests."""
-        regions = [region for region in self._regions.values() if region.state is RegionState.REGISTERED]
+        regions = [
+            region
+            for region in self._regions.values()
+            if region.state is RegionState.REGISTERED and region.device in ("", worker.device)
+        ]
         await asyncio.gather(*(self._restore_one(region, worker) for region in regions))
 
     async def _restore_one(self, region: Region, worker: RegionHolder) -> None:
@@ -161,7 +220,7 @@ class RegionRegistry:
         try:
             await self._put(region, worker)
         except ServingError as error:
-            # The object shrank, say. Requests that name the region on this worker get a clear error.
+            # The object shrank, or the owner of GPU memory is gone. Requests that name the region here get a clear error.
             _log.warning("region '%s' could not be registered on %s: %s", name, worker.name, error.message)
             return
         if region.state is not RegionState.REGISTERED:
@@ -194,6 +253,8 @@ class RegionRegistry:
 
     async def _forget(self, region: Region) -> None:
         holders = [worker for worker in self._workers() if worker.incarnation in region.holders]
+        if self._placed(region):
+            self._publish(RegionPlace(region.request.name, ""))
         try:
             await asyncio.gather(
                 *(_tell(worker, UnregisterRegion(region.kind, region.request.name)) for worker in holders)
@@ -220,13 +281,15 @@ class RegionRegistry:
                     f"not {_KINDS[request.kind]} shared memory"
                 )
             listed = {request.name: region}
-        return msgspec.json.encode(
-            [
-                {"name": name, "key": r.request.key, "offset": r.request.offset, "byte_size": r.request.byte_size}
-                for name, r in listed.items()
-                if r.kind == request.kind
-            ]
-        )
+        return msgspec.json.encode([_described(r.request) for r in listed.values() if r.kind == request.kind])
+
+    def places(self) -> list[RegionPlace]:
+        """What a new front must know."""
+        return [
+            RegionPlace(name, region.device)
+            for name, region in self._regions.items()
+            if region.state is RegionState.REGISTERED and self._placed(region)
+        ]
 
     def close(self) -> None:
         """Gives the descriptors back."""
@@ -240,8 +303,15 @@ class RegionRegistry:
         present = {worker.incarnation for worker in self._workers()}
         for region in self._regions.values():
             assert region.state is RegionState.REGISTERED
-            assert region.fd >= 0
+            assert (region.fd >= 0) is (region.kind == "system")
             assert region.holders <= present
+
+
+def _described(request: Registration) -> dict[str, str | int]:
+    """As status lists it. A handle is not told: whoever knows it can open the memory."""
+    if isinstance(request, RegisterCudaRegion):
+        return {"name": request.name, "device_id": request.device_id, "byte_size": request.byte_size}
+    return {"name": request.name, "key": request.key, "offset": request.offset, "byte_size": request.byte_size}
 
 
 async def _tell(worker: RegionHolder, request: UnregisterRegion) -> None:

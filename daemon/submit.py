@@ -14,6 +14,7 @@ because until then it might still write. Each request has exactly one final call
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -25,11 +26,12 @@ import msgspec
 
 from config.options import Options
 from daemon.model_table import ModelTable
+from daemon.region_places import RegionPlaces
 from shm.arena import Arena, Lease, LeaseKey
 from shm.channel import ChannelClosed
 from shm.errors import Internal, InvalidArgument, NotFound, ServingError, Unavailable
 from shm.lane import SubmitterLane
-from shm.messages import Completion, LaneOpened, ModelGone, ModelState, Submit, WorkerFenced
+from shm.messages import Completion, LaneOpened, ModelGone, ModelState, RegionPlace, Submit, WorkerFenced
 from shm.spin import Spin
 from shm.status_page import StatusPage
 
@@ -88,6 +90,7 @@ class Submitter:
         self.inline_byte_size = arenas.inline_byte_size
         self._arena = Arena(arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
         self._workers: dict[int, Worker] = {}
+        self._places = RegionPlaces()
         self._pending: dict[int, Pending] = {}
         #: Requests without a worker, in order of arrival, with the time they give up.
         self._waiting: deque[tuple[float, Pending]] = deque()
@@ -192,6 +195,10 @@ class Submitter:
             self._table.remove(state)
         self._retry_waiting()
 
+    def region_placed(self, place: RegionPlace) -> None:
+        """Requests that name the region go to that device from now on."""
+        self._places.update(place)
+
     def fence(self, fenced: WorkerFenced) -> None:
         """That process is certainly gone: run its requests elsewhere."""
         worker = self._workers.pop(fenced.worker, None)
@@ -263,6 +270,7 @@ class Submitter:
         record = pending.record
         try:
             state = self._table.find(record.model, record.version)
+            device = self._places.device_of(record) if self._places else ""
         except ServingError as error:
             self._loop.call_soon(self._fail, pending, error)
             return
@@ -272,6 +280,7 @@ class Submitter:
             if (
                 worker is not None
                 and not worker.closed
+                and (not device or worker.device == device)
                 and (chosen is None or len(worker.in_flight) < len(chosen.in_flight))
             ):
                 chosen = worker
@@ -412,12 +421,7 @@ class Submitter:
         ):
             _, pending = self._waiting.popleft()
             if pending.record.request_id in self._pending:
-                self._fail(
-                    pending,
-                    Unavailable(
-                        f"no worker was ready for model '{pending.record.model}' within {requests.worker_wait:g} s"
-                    ),
-                )
+                self._fail(pending, self._no_worker(pending.record))
         while self._room and self._room[0][0] <= now:
             _, byte_size, on_lease = self._room.popleft()
             on_lease(
@@ -427,6 +431,15 @@ class Submitter:
             self._sweep_timeouts(now - requests.timeout)
         if self._waiting or self._room or (requests.timeout and self._pending):
             self._sweep_later()
+
+    def _no_worker(self, record: Submit) -> ServingError:
+        device = ""
+        with contextlib.suppress(InvalidArgument):
+            device = self._places.device_of(record)
+        where = f" on GPU {device.removeprefix('cuda:')}, where its regions are," if device else ""
+        return Unavailable(
+            f"no worker was ready for model '{record.model}'{where} within {self._options.requests.worker_wait:g} s"
+        )
 
     def _sweep_timeouts(self, sent_before: float) -> None:
         # In order of arrival, and all have the same timeout: the first that may stay ends the walk.

@@ -48,6 +48,7 @@ from shm.messages import (
     LogChanged,
     ModelGone,
     ModelState,
+    RegionPlace,
     Reply,
     Unloaded,
     WorkerFenced,
@@ -112,7 +113,9 @@ class Supervisor:
         #: What the fronts listen on, by the front's name.
         self._listeners: dict[str, Listener] = {}
         self._models = Models(options.repository, self.workers, self._publish)
-        self._regions = RegionRegistry(options.regions, self._ready_workers)
+        #: Of every worker's post, whether it is filled now or not.
+        self._devices: list[str] = []
+        self._regions = RegionRegistry(options.regions, self._ready_workers, lambda: self._devices, self._publish)
         self._log_settings = LogSettings(options.log, self._log_changed)
         self._operations = Operations(self._models, self._regions, self._log_settings, self._ready_workers)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -127,6 +130,7 @@ class Supervisor:
         """From the first bind to the last child. Raises ListenError, NoDevice, InvalidArgument, OSError: it cannot start."""
         loop = asyncio.get_running_loop()
         devices = find_devices(self.options.workers, self._environment)
+        self._devices = [device.name for device in devices]
         self._listen()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
@@ -191,6 +195,8 @@ class Supervisor:
         # Lanes before the states that name their workers.
         for worker in self._ready_workers():
             self._open_lane(front, worker)
+        for place in self._regions.places():
+            front.send(place)
         for state in self._models.states():
             front.send(state)
 
@@ -285,7 +291,7 @@ class Supervisor:
     async def _answer(self, front: Front, call_id: int, operation: Any) -> None:
         front.send(await self._operations.reply(call_id, operation))
 
-    def _publish(self, record: ModelState | ModelGone) -> None:
+    def _publish(self, record: ModelState | ModelGone | RegionPlace) -> None:
         for front in self.fronts.values():
             front.send(record)
 

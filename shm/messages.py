@@ -9,7 +9,7 @@ that knows the union of a direction decodes and type-checks in one pass; anythin
 
                 supervisor --> front                     front --> supervisor
     control     Start Stop LaneOpened WorkerFenced       ChildReady Call
-                ModelState ModelGone Reply
+                ModelState ModelGone RegionPlace Reply
                 LogChanged
 
                 supervisor --> worker                    worker --> supervisor
@@ -228,6 +228,16 @@ class ModelGone(Record, frozen=True, tag="gone"):
     version: int
 
 
+class RegionPlace(Record, frozen=True, tag="place"):
+    """Only the worker of that device has the region, so requests that name it go there. "": the region is gone.
+
+    Sent for CUDA regions where there are several GPU workers; every other region is on all of them.
+    """
+
+    region: str
+    device: str
+
+
 class Load(Record, frozen=True, tag="load"):
     """Load one version and warm it; the answer is Loaded. The model before it keeps serving meanwhile."""
 
@@ -306,6 +316,17 @@ class RegisterSystemRegion(Record, frozen=True, tag="c.reg"):
     byte_size: int
 
 
+class RegisterCudaRegion(Record, frozen=True, tag="c.regcuda"):
+    """Open an allocation of a client's GPU memory under a name. Whoever holds the handle can open it: it goes into no log."""
+
+    name: str
+    #: cudaIpcMemHandle_t: 64 bytes.
+    raw_handle: bytes
+    #: The GPU, counted as the daemon sees them.
+    device_id: int
+    byte_size: int
+
+
 class UnregisterRegion(Record, frozen=True, tag="c.unreg"):
     """Forget a region ("" = all) once no request uses it. Reply comes then."""
 
@@ -336,6 +357,7 @@ Operation = (
     | RepositoryIndex
     | ModelStatistics
     | RegisterSystemRegion
+    | RegisterCudaRegion
     | UnregisterRegion
     | RegionStatus
     | ChangeLog
@@ -358,7 +380,7 @@ class Reply(Record, frozen=True, tag="reply"):
     result: bytes = b""
 
 
-ToFront = Start | Stop | LogChanged | LaneOpened | WorkerFenced | ModelState | ModelGone | Reply
+ToFront = Start | Stop | LogChanged | LaneOpened | WorkerFenced | ModelState | ModelGone | RegionPlace | Reply
 FromFront = ChildReady | Call
 ToWorkerControl = Start | Stop | LogChanged | LaneOpened | Load | Unload | Call
 FromWorker = ChildReady | Loaded | Unloaded | Reply

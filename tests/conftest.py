@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.cuda_owner import CudaOwner
+from tests.cuda_stub.library import CudaStub
 from tests.daemon_process import DaemonProcess, nothing_left_behind
 
 
@@ -34,3 +37,18 @@ def start_daemon(tmp_path: Path) -> Iterator[Callable[..., DaemonProcess]]:
     yield start
     for daemon in started:
         daemon.stop()
+
+
+@pytest.fixture(scope="session")
+def cuda_stub(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
+    """The stand-in for the CUDA driver, loaded into this process. Device memory is readable here, as arrays of XLA:CPU."""
+    stub = CudaStub(tmp_path_factory.mktemp("cuda"), devices=2, delay_us=200)
+    stub.load()
+    return stub
+
+
+@pytest.fixture
+def cuda_owner(cuda_stub: CudaStub) -> Iterator[CudaOwner]:
+    """Another process with memory on the same devices."""
+    with CudaOwner(os.environ | cuda_stub.environment) as owner:
+        yield owner

@@ -34,10 +34,13 @@ class DaemonProcess:
         repositories: Sequence[Path],
         options: dict[str, dict[str, Any]] | None = None,
         arguments: Sequence[str] = (),
+        environment: dict[str, str] | None = None,
     ):
+        """``environment``: variables besides those of this process."""
         self.folder = folder
         #: Flags after --config.
         self.arguments = arguments
+        self.environment = environment or {}
         self.config = folder / "tensord.toml"
         sections: dict[str, dict[str, Any]] = {
             "repository": {"paths": [str(path) for path in repositories]},
@@ -74,7 +77,7 @@ class DaemonProcess:
 
     def start(self) -> None:
         """Starts it and waits until it says where it serves."""
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("TENSORD_")}
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("TENSORD_")} | self.environment
         self._process = subprocess.Popen(
             [sys.executable, "-m", "daemon", "serve", "--config", str(self.config), *self.arguments],
             cwd=ROOT,

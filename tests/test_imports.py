@@ -21,7 +21,7 @@ OURS = {
 FENCED = {
     "jax": ("workers/",),
     "jaxlib": ("workers/",),
-    "cuda": ("shm/cuda_regions.py", "workers/device_cuda.py"),
+    "cuda": ("shm/cuda_regions.py",),
     "posix_ipc": ("shm/regions.py",),
     "starlette": ("daemon/http/",),
     "uvicorn": ("daemon/http/",),

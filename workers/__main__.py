@@ -15,6 +15,7 @@ import msgspec
 from config import log
 from config.options import Options
 from shm.channel import Channel, ChannelClosed
+from shm.cuda_regions import DeviceLost
 from shm.messages import Start, ToWorkerControl, decoder
 from shm.parent import die_with_parent
 from workers import device_cpu
@@ -56,6 +57,8 @@ def main() -> None:
         worker.run(start.incarnation, behind)
         worker.close()
         status = 0
+    except DeviceLost as error:
+        _log.critical("the worker ends, to be replaced: %s", error.message)
     except Exception:
         _log.exception("the worker failed")
     finally:

@@ -1,6 +1,6 @@
 """From a result to a Completion: every output is put where its client wants it, and only then it is announced.
 
-    requested region   copied into the client's memory, after all of them are known to fit
+    requested region   copied into the client's memory, after all of them are known to fit; waited for where that is a GPU's
     small              inside the record
     the rest           one lease in the lane's response arena, each tensor at a multiple of 64
 
@@ -9,15 +9,18 @@ This is the one copy on the way out (docs/data-plane.md). It also parts the answ
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 
 from shm.arrays import Array, byte_content, datatype_of
+from shm.cuda_regions import CudaRegion
 from shm.errors import Internal, ServingError
 from shm.messages import Completion, Inline, RegionSlice, Slice, Tensor
-from shm.regions import Region
+from shm.regions import check_range
 from workers.classification import classify
 from workers.models.signature import Signature
-from workers.region_table import check_intact
+from workers.region_table import AnyRegion, check_intact
 from workers.request import Request
 
 _ALIGNMENT = 64
@@ -68,23 +71,29 @@ def complete(
             return None
     tensors: list[Tensor] = []
     at = 0
-    for name, (datatype, shape, content) in chosen.items():
-        place: RegionSlice | Inline | Slice
-        if name in in_regions:
-            place, view = in_regions[name]
-            _write(view[: _byte_size(content)], content)
-        elif name in inline or lease is None:
-            place = Inline(content if isinstance(content, bytes) else content.tobytes())
-        else:
-            size = _byte_size(content)
-            _write(lease.view[at : at + size], content)
-            place = Slice(lease.place.segment, lease.place.offset + at, size)
-            at += -(-size // _ALIGNMENT) * _ALIGNMENT
-        tensors.append(Tensor(name, datatype, shape, place))
+    queued = _Queued()
     try:
+        for name, (datatype, shape, content) in chosen.items():
+            place: RegionSlice | Inline | Slice
+            if name in in_regions:
+                place, region = in_regions[name]
+                if isinstance(region, CudaRegion):
+                    queued.write(region, place.offset, content)
+                elif size := _byte_size(content):
+                    _write(region.view(place.offset, size), content)
+            elif name in inline or lease is None:
+                place = Inline(content if isinstance(content, bytes) else content.tobytes())
+            else:
+                size = _byte_size(content)
+                _write(lease.view[at : at + size], content)
+                place = Slice(lease.place.segment, lease.place.offset + at, size)
+                at += -(-size // _ALIGNMENT) * _ALIGNMENT
+            tensors.append(Tensor(name, datatype, shape, place))
+        queued.settle()
         # After the last byte was read and written: what was missing meanwhile makes the whole answer void.
         check_intact(request.regions)
     except ServingError:
+        queued.abandon()
         if lease is not None:
             lease.release()
         raise
@@ -103,6 +112,9 @@ def _all_small(
 
     They go into the record, or where a region is named into that, once all of them are known to fit.
     """
+    for used in request.regions:
+        if isinstance(used, CudaRegion):
+            return None
     tensors: list[Tensor] = []
     writes: list[tuple[RegionSlice, bytes]] = []
     room = inline_byte_size
@@ -124,7 +136,9 @@ def _all_small(
         if region is not None and content:
             writes.append((region, content))
     for place, content in writes:
-        _leased(request, place.region).view(place.offset, len(content))[:] = content
+        target = _leased(request, place.region)
+        assert not isinstance(target, CudaRegion)
+        target.view(place.offset, len(content))[:] = content
     return tuple(tensors)
 
 
@@ -150,9 +164,9 @@ def _choose(
 
 def _fit(
     request: Request, chosen: dict[str, tuple[str, tuple[int, ...], Content]]
-) -> dict[str, tuple[RegionSlice, memoryview]]:
+) -> dict[str, tuple[RegionSlice, AnyRegion]]:
     """Where outputs go that a region was named for, all checked before any is written."""
-    places: dict[str, tuple[RegionSlice, memoryview]] = {}
+    places: dict[str, tuple[RegionSlice, AnyRegion]] = {}
     for name, wanted in request.outputs.items():
         if wanted.region is None or name not in chosen:
             continue
@@ -163,17 +177,49 @@ def _fit(
                 f"should be at least {size} bytes to hold the results"
             )
         region = _leased(request, wanted.region.region)
-        places[name] = (wanted.region, region.view(wanted.region.offset, size) if size else memoryview(b""))
+        if size:
+            check_range(wanted.region.offset, size, region.byte_size, region.name)
+        places[name] = (wanted.region, region)
     return places
 
 
-def _leased(request: Request, name: str) -> Region:
+def _leased(request: Request, name: str) -> AnyRegion:
     """The very region that was checked: by now its name may be free, or stand for another one."""
     return next(region for region in request.regions if region.name == name)
 
 
 def _byte_size(content: Content) -> int:
     return len(content) if isinstance(content, bytes) else content.nbytes
+
+
+class _Queued:
+    """The copies of one answer into GPU memory: under way until ``settle``, and their sources kept as long."""
+
+    __slots__ = ("_regions", "_sources")
+
+    def __init__(self) -> None:
+        self._regions: list[CudaRegion] = []
+        self._sources: list[Array] = []
+
+    def write(self, region: CudaRegion, offset: int, content: Content) -> None:
+        """Raises InvalidArgument: the region cannot be written any more.  DeviceLost."""
+        if not _byte_size(content):
+            return
+        flat = np.frombuffer(content, np.uint8) if isinstance(content, bytes) else np.ascontiguousarray(content)
+        self._sources.append(flat)
+        self._regions.append(region)
+        region.write(offset, flat.__array_interface__["data"][0], flat.nbytes)
+
+    def settle(self) -> None:
+        """Returns when the bytes are there. Raises as ``write``."""
+        for region in self._regions:
+            region.settle()
+
+    def abandon(self) -> None:
+        """The answer is an error: only nothing may be under way any more when the sources go."""
+        for region in self._regions:
+            with contextlib.suppress(ServingError):
+                region.settle()
 
 
 def _write(view: memoryview, content: Content) -> None:

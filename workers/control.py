@@ -29,6 +29,7 @@ from shm.messages import (
     Loaded,
     LogChanged,
     ModelStatistics,
+    RegisterCudaRegion,
     RegisterSystemRegion,
     Reply,
     Stop,
@@ -136,8 +137,11 @@ class Control:
         try:
             if isinstance(operation, RegisterSystemRegion):
                 self._register(call, operation, fds)
+            elif isinstance(operation, RegisterCudaRegion):
+                self._regions.register_cuda(operation)
+                self._channel.put(Reply(call.call_id))
             elif isinstance(operation, UnregisterRegion):
-                self._unregister(call, operation)
+                self._regions.unregister(operation.kind, operation.name, lambda: self._channel.put(Reply(call.call_id)))
             elif isinstance(operation, ModelStatistics):
                 self._channel.put(Reply(call.call_id, result=self._statistics(operation)))
             else:
@@ -156,12 +160,6 @@ class Control:
             self._channel.put(Reply(call.call_id), region.fd)
         else:
             self._channel.put(Reply(call.call_id))
-
-    def _unregister(self, call: Call, operation: UnregisterRegion) -> None:
-        if operation.kind != "system":
-            self._channel.put(Reply(call.call_id))
-            return
-        self._regions.unregister(operation.name, lambda: self._channel.put(Reply(call.call_id)))
 
     def _statistics(self, operation: ModelStatistics) -> bytes:
         found = [

@@ -1,39 +1,71 @@
-"""The client regions this worker has mapped, by name. The supervisor owns the names; here are the mappings and their leases.
+"""The client regions this worker has open, by name. The supervisor owns the names; here are the mappings and their leases.
 
-registered ──unregister──▶ leaving: no new request finds it ──last lease ends──▶ unmapped, and the waiting call is answered
+registered ──unregister──▶ leaving: no new request finds it ──last lease ends──▶ closed, and the waiting call is answered
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 
+from shm.cuda_regions import CudaRegion, Driver, NoCuda
 from shm.errors import AlreadyExists, InvalidArgument, NotFound
-from shm.messages import RegisterSystemRegion
+from shm.messages import RegisterCudaRegion, RegisterSystemRegion
 from shm.regions import Region, open_object
+
+_log = logging.getLogger(__name__)
+
+AnyRegion = Region | CudaRegion
 
 
 class RegionTable:
     """One per worker; belongs to its loop."""
 
-    def __init__(self) -> None:
-        self._regions: dict[str, Region] = {}
+    def __init__(self, driver: Driver, gpu: int | None) -> None:
+        """``gpu``: the worker's, as the daemon counts; None: a CPU worker, which opens regions of any GPU it can see."""
+        self._driver = driver
+        self._gpu = gpu
+        self._regions: dict[str, AnyRegion] = {}
         #: Regions whose requests are not done, with whom to tell.
-        self._leaving: list[tuple[list[Region], Callable[[], None]]] = []
+        self._leaving: list[tuple[list[AnyRegion], Callable[[], None]]] = []
 
     def register(self, record: RegisterSystemRegion, fd: int | None) -> Region:
         """Maps a region: of the descriptor another worker opened, or of the object with that key.
 
         Raises: AlreadyExists: the name is taken.  InvalidArgument, Internal: as ``shm.regions`` says.
         """
-        if record.name in self._regions:
-            raise AlreadyExists(f"shared memory region '{record.name}' already in manager")
+        self._check_free(record.name)
         if fd is None:
             fd = open_object(record.name, record.key)
         region = Region(record.name, record.key, fd, record.offset, record.byte_size)
         self._regions[record.name] = region
         return region
 
-    def find(self, name: str) -> Region:
+    def register_cuda(self, record: RegisterCudaRegion) -> None:
+        """Opens a client's GPU memory.
+
+        Raises: AlreadyExists: the name is taken.  InvalidArgument: no such GPU here, or the handle does not open.  DeviceLost.
+        """
+        self._check_free(record.name)
+        if self._gpu is not None and record.device_id != self._gpu:
+            raise InvalidArgument(
+                f"failed to register shared memory region '{record.name}': it is on GPU {record.device_id}, "
+                f"this worker has GPU {self._gpu}"
+            )
+        try:
+            # A GPU worker sees one device only.
+            context = self._driver.context(record.device_id if self._gpu is None else 0)
+        except NoCuda as error:
+            _log.warning("CUDA region '%s' is refused: %s", record.name, error)
+            # What Triton answers on a host without a GPU, whatever is wrong.
+            raise InvalidArgument("failed to register shared memory region: invalid args") from error
+        self._regions[record.name] = CudaRegion(record.name, context, record.raw_handle, record.byte_size)
+
+    def _check_free(self, name: str) -> None:
+        if name in self._regions:
+            raise AlreadyExists(f"shared memory region '{name}' already in manager")
+
+    def find(self, name: str) -> AnyRegion:
         """Raises NotFound; InvalidArgument: it lost its memory during an earlier request."""
         try:
             region = self._regions[name]
@@ -42,15 +74,16 @@ class RegionTable:
         check_intact((region,))
         return region
 
-    def unregister(self, name: str, done: Callable[[], None]) -> None:
-        """Forgets a region, or all with "", at once; unmaps it, then calls ``done``, when no request uses it any more."""
+    def unregister(self, kind: str, name: str, done: Callable[[], None]) -> None:
+        """Forgets a region, or all of a kind with "", at once; then closes it and calls ``done`` when no request uses it."""
+        wanted = CudaRegion if kind == "cuda" else Region
         names = [name] if name else list(self._regions)
-        leaving = [self._regions.pop(name) for name in names if name in self._regions]
+        leaving = [self._regions.pop(name) for name in names if isinstance(self._regions.get(name), wanted)]
         self._leaving.append((leaving, done))
         self.settle()
 
     def settle(self) -> None:
-        """Unmaps what is no longer used. Cheap when nothing is leaving; called once a turn."""
+        """Closes what is no longer used. Cheap when nothing is leaving; called once a turn."""
         if not self._leaving:
             return
         waiting = []
@@ -64,7 +97,7 @@ class RegionTable:
         self._leaving = waiting
 
     def close(self) -> None:
-        """Unmaps everything."""
+        """Closes everything."""
         for region in self._regions.values():
             region.close()
         self._regions.clear()
@@ -73,7 +106,7 @@ class RegionTable:
         return f"<RegionTable {sorted(self._regions)}, {len(self._leaving)} calls waiting>"
 
 
-def check_intact(regions: Iterable[Region]) -> None:
+def check_intact(regions: Iterable[AnyRegion]) -> None:
     """Raises InvalidArgument: pages of a region were missing when they were touched, so zeros stand there since."""
     for region in regions:
         if region.faults:

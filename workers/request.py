@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 from shm.arrays import Array
 from shm.messages import RequestedOutput, Submit
-from shm.regions import Region
 from workers.scheduling.queue import Waiting
 
 if TYPE_CHECKING:
     from workers.model_version import ModelVersion
+    from workers.region_table import AnyRegion
     from workers.submitter import Submitter
 
 
@@ -32,14 +32,14 @@ class Request(Waiting):
         rows: int,
         arrays: dict[str, Array],
         outputs: dict[str, RequestedOutput],
-        regions: list[Region],
+        regions: list[AnyRegion],
         now_ns: int,
     ) -> None:
         super().__init__(key, rows, submit.received_ns or now_ns)
         self.version = version
         self.submitter = submitter
         self.submit = submit
-        #: Input name -> array of the model's shape (after a configured reshape).
+        #: Input name -> array of the model's shape (after a configured reshape); of GPU memory a ``CudaTensor``.
         self.arrays = arrays
         #: What was asked for, by name; empty: everything.
         self.outputs = outputs

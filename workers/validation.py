@@ -7,17 +7,21 @@ BYTES are copied before their lengths are read. Whatever is refused here was nev
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 
 from shm.arrays import Array, IncompleteString, array
+from shm.cuda_regions import CudaRegion
 from shm.datatypes import MAX_ELEMENTS
 from shm.errors import InvalidArgument, ServingError
 from shm.messages import Inline, RegionSlice, RequestedOutput, Slice, Submit, Tensor
-from shm.regions import Region, check_range
+from shm.regions import check_range
+from workers.cuda_tensor import CudaTensor
 from workers.familiar import Known
 from workers.model_version import ModelVersion
 from workers.models.signature import Signature, TensorSpec
-from workers.region_table import RegionTable
+from workers.region_table import AnyRegion, RegionTable
 from workers.request import Request, label
 from workers.submitter import Submitter
 
@@ -27,11 +31,13 @@ _BATCH_NOTE = (
     "max_batch_size to zero. See the model configuration docs for more info on max_batch_size."
 )
 
+Content = bytes | memoryview | CudaTensor
+
 
 def validate(submit: Submit, submitter: Submitter, version: ModelVersion, regions: RegionTable, now_ns: int) -> Request:
     """Raises ServingError: what is wrong, in a sentence for the client; nothing stays leased."""
     signature = version.signature
-    leased: list[Region] = []
+    leased: list[AnyRegion] = []
     try:
         inputs = tuple([(tensor.name, tensor.datatype, tensor.shape) for tensor in submit.inputs])
         known = version.familiar.find(inputs)
@@ -68,14 +74,14 @@ def validate(submit: Submit, submitter: Submitter, version: ModelVersion, region
 
 
 def _familiar_arrays(
-    submit: Submit, submitter: Submitter, known: Known, regions: RegionTable, leased: list[Region]
+    submit: Submit, submitter: Submitter, known: Known, regions: RegionTable, leased: list[AnyRegion]
 ) -> dict[str, Array] | None:
     """The inputs of a request whose names, datatypes and shapes were found right before: only their places are new.
 
     None: a size is not that of the shape; the long way says what is wrong with it.
     """
     arrays: dict[str, Array] = {}
-    used: list[Region] = []
+    used: list[AnyRegion] = []
     for tensor, (dtype, byte_size) in zip(submit.inputs, known.tensors, strict=True):
         place = tensor.place
         content: bytes | memoryview
@@ -86,8 +92,14 @@ def _familiar_arrays(
         else:
             assert isinstance(place, RegionSlice)
             region = regions.find(place.region)
-            content = region.view(place.offset, place.byte_size)
             used.append(region)
+            if isinstance(region, CudaRegion):
+                on_device = _slice(region, place)
+                if len(on_device) != byte_size:
+                    return None
+                arrays[tensor.name] = cast(Array, on_device.view(dtype, tensor.shape))
+                continue
+            content = region.view(place.offset, place.byte_size)
         if len(content) != byte_size:
             return None
         arrays[tensor.name] = np.frombuffer(content, dtype).reshape(tensor.shape)
@@ -97,11 +109,9 @@ def _familiar_arrays(
     return arrays
 
 
-def _contents(
-    submit: Submit, submitter: Submitter, regions: RegionTable, leased: list[Region]
-) -> list[bytes | memoryview]:
+def _contents(submit: Submit, submitter: Submitter, regions: RegionTable, leased: list[AnyRegion]) -> list[Content]:
     """Where the bytes of each input are, in the order of the request."""
-    contents: list[bytes | memoryview] = []
+    contents: list[Content] = []
     for tensor in submit.inputs:
         place = tensor.place
         if isinstance(place, Inline):
@@ -112,10 +122,18 @@ def _contents(
             region = regions.find(place.region)
             if not place.byte_size and 0 not in tensor.shape:
                 raise InvalidArgument(f"Invalid offset + byte size for shared memory region: '{place.region}'")
-            contents.append(region.view(place.offset, place.byte_size))
+            if isinstance(region, CudaRegion):
+                contents.append(_slice(region, place))
+            else:
+                contents.append(region.view(place.offset, place.byte_size))
             region.lease()
             leased.append(region)
     return contents
+
+
+def _slice(region: CudaRegion, place: RegionSlice) -> CudaTensor:
+    check_range(place.offset, place.byte_size, region.byte_size, place.region)
+    return CudaTensor(region, place.offset, np.dtype(np.uint8), (place.byte_size,))
 
 
 def _check_names(submit: Submit, signature: Signature) -> None:
@@ -177,7 +195,7 @@ def _batch_size(submit: Submit, signature: Signature) -> int:
     return rows
 
 
-def _checked(submit: Submit, signature: Signature, tensor: Tensor, content: bytes | memoryview) -> Array:
+def _checked(submit: Submit, signature: Signature, tensor: Tensor, content: Content) -> Array:
     """The tensor as an array of the model's shape."""
     spec, shape = signature.inputs[tensor.name], tensor.shape
     if tensor.datatype != spec.datatype:
@@ -189,9 +207,10 @@ def _checked(submit: Submit, signature: Signature, tensor: Tensor, content: byte
     if not spec.fits(shape[len(lead) :]):
         raise _unexpected_shape(submit, signature, spec, shape)
     if spec.datatype == "BYTES":
-        # The first call is the snapshot: lengths are read from it, not from memory somebody else can write.
+        # The snapshot comes first: lengths are read from it, not from memory somebody else can write.
         try:
-            made = array(bytes(content), "BYTES", shape, f"input '{spec.name}'", f" for model '{signature.model}'")
+            snapshot = np.asarray(content).tobytes() if isinstance(content, CudaTensor) else bytes(content)
+            made = array(snapshot, "BYTES", shape, f"input '{spec.name}'", f" for model '{signature.model}'")
         except IncompleteString:
             raise
         except InvalidArgument as error:
@@ -206,8 +225,12 @@ def _checked(submit: Submit, signature: Signature, tensor: Tensor, content: byte
                 f"{label(submit)}input byte size mismatch for input '{spec.name}' for model '{signature.model}'. "
                 f"Expected {needed}, got {len(content)}"
             )
-        made = np.frombuffer(content, spec.dtype).reshape(shape)
-        if spec.datatype == "BOOL":
+        if isinstance(content, CudaTensor):
+            # Fetched when it is its turn, so that a queue holds no copies; an array to whoever does not ask.
+            made = cast(Array, content.view(spec.dtype, shape))
+        else:
+            made = np.frombuffer(content, spec.dtype).reshape(shape)
+        if spec.datatype == "BOOL" and isinstance(made, np.ndarray):
             # Any byte but 0 is true on the wire; in memory a truth value may only be 0 or 1.
             made = made.view(np.uint8) != 0
     return made.reshape(lead + spec.to_model(shape[len(lead) :])) if spec.reshaped else made
@@ -229,7 +252,7 @@ def _dims(shape: tuple[int, ...]) -> str:
 
 
 def _outputs(
-    submit: Submit, signature: Signature, regions: RegionTable, leased: list[Region]
+    submit: Submit, signature: Signature, regions: RegionTable, leased: list[AnyRegion]
 ) -> dict[str, RequestedOutput]:
     """Requested outputs by name; one that is named twice is given once."""
     wanted: dict[str, RequestedOutput] = {}
@@ -244,7 +267,7 @@ def _outputs(
     return wanted
 
 
-def _check_room(place: RegionSlice, output: RequestedOutput, regions: RegionTable, leased: list[Region]) -> None:
+def _check_room(place: RegionSlice, output: RequestedOutput, regions: RegionTable, leased: list[AnyRegion]) -> None:
     if output.classification:
         raise InvalidArgument("Output can't set both 'shared_memory_region' and 'classification'")
     region = regions.find(place.region)

@@ -23,6 +23,7 @@ import jax
 
 from config.options import Options
 from shm.channel import Channel, ChannelClosed
+from shm.cuda_regions import DeviceLost, Driver
 from shm.errors import InvalidArgument
 from shm.lane import WorkerLane
 from shm.messages import Cancel, ChildReady
@@ -57,7 +58,8 @@ class Worker:
         self._page = StatusPage.create()
         self._inbox = Inbox()
         self._models = ModelTable()
-        self._regions = RegionTable()
+        self._driver = Driver()
+        self._regions = RegionTable(self._driver, device_name.gpu)
         self._compiler = WorkThread("compiler", self._inbox)
         self._dispatcher = Dispatcher(
             options, self._models, self._regions, self._page, self._compiler, time.monotonic_ns
@@ -96,7 +98,10 @@ class Worker:
         self._supervised = True
 
     def run(self, incarnation: int, waiting: list[tuple[Any, list[int]]]) -> None:
-        """Serves until told to stop. ``waiting`` are records that came behind Start."""
+        """Serves until told to stop. ``waiting`` are records that came behind Start.
+
+        Raises: DeviceLost: the GPU failed for good; what it failed is answered, what waits will run elsewhere.
+        """
         self._page.set_state(WorkerState.IDLE, time.monotonic_ns())
         self._channel.put(ChildReady(incarnation), self._page.fd)
         for record, fds in waiting:
@@ -115,6 +120,8 @@ class Worker:
             self._regions.settle()
             self._models.settle()
             self._flush()
+            if self._driver.lost:
+                raise DeviceLost(f"the GPU failed ({self._driver.lost}), and no call on it can succeed any more")
             if self._stop_ns and (self._finished() or time.monotonic_ns() >= self._stop_ns):
                 break
             timeout = self._timeout(next_ns)
@@ -261,6 +268,7 @@ class Worker:
         for submitter in list(self._submitters.values()):
             self._close_lane(submitter)
         self._regions.close()
+        self._driver.close()
         self._epoll.close()
         self._inbox.close()
         self._page.close()

@@ -102,7 +102,7 @@ class Management:
         return await self._status("cuda", request.name, service_pb2.CudaSharedMemoryStatusResponse())
 
     async def CudaSharedMemoryRegister(self, request: Any) -> Any:
-        await self._endpoints.register_cuda(request.name)
+        await self._endpoints.register_cuda(request.name, request.raw_handle, request.device_id, request.byte_size)
         return service_pb2.CudaSharedMemoryRegisterResponse()
 
     async def CudaSharedMemoryUnregister(self, request: Any) -> Any:

@@ -20,6 +20,7 @@ from starlette.routing import Route
 from daemon.access import Access, Rule
 from daemon.endpoints import Endpoints
 from daemon.http import json_body
+from daemon.http.cuda_registration import cuda_registration
 from daemon.http.generate import Generation
 from daemon.http.settings_routes import SettingsRoutes
 from daemon.model_table import parse_version
@@ -165,8 +166,8 @@ class Routes:
         return Response()
 
     async def register_cuda(self, request: Request) -> Response:
-        await json_body.fields(request)
-        await self._endpoints.register_cuda(request.path_params["region"])
+        registration = cuda_registration(await json_body.fields(request))
+        await self._endpoints.register_cuda(request.path_params["region"], *registration)
         return Response()
 
     async def unregister(self, request: Request) -> Response:

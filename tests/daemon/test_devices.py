@@ -19,21 +19,23 @@ def host(tmp_path: Path, gpus: int) -> Path:
 @pytest.mark.parametrize(
     ("device", "gpus", "variable", "expected"),
     [
-        ("auto", 0, None, [("cpu:0", ""), ("cpu:1", "")]),
+        ("auto", 0, None, [("cpu:0", None), ("cpu:1", None)]),
         ("auto", 2, None, [("cuda:0", "0"), ("cuda:1", "1")]),
         ("auto", 2, "1", [("cuda:0", "1")]),
         ("auto", 2, "GPU-abc, MIG-def", [("cuda:0", "GPU-abc"), ("cuda:1", "MIG-def")]),
-        ("auto", 2, "", [("cpu:0", ""), ("cpu:1", "")]),
-        ("auto", 2, "-1", [("cpu:0", ""), ("cpu:1", "")]),
-        ("auto", 0, "0,1", [("cpu:0", ""), ("cpu:1", "")]),
-        ("cpu", 2, None, [("cpu:0", ""), ("cpu:1", "")]),
+        ("auto", 2, "", [("cpu:0", None), ("cpu:1", None)]),
+        ("auto", 2, "-1", [("cpu:0", None), ("cpu:1", None)]),
+        ("auto", 0, "0,1", [("cpu:0", None), ("cpu:1", None)]),
+        ("cpu", 2, None, [("cpu:0", None), ("cpu:1", None)]),
         ("cuda", 1, None, [("cuda:0", "0")]),
     ],
 )
-def test_devices(tmp_path: Path, device: str, gpus: int, variable: str | None, expected: list[tuple[str, str]]) -> None:
+def test_devices(
+    tmp_path: Path, device: str, gpus: int, variable: str | None, expected: list[tuple[str, str | None]]
+) -> None:
     environment = {} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}
     found = find_devices(Workers(device=device, cpu=2), environment, host(tmp_path, gpus))  # type: ignore[arg-type]
-    assert [(one.name, one.environment["CUDA_VISIBLE_DEVICES"]) for one in found] == expected
+    assert [(one.name, one.environment.get("CUDA_VISIBLE_DEVICES")) for one in found] == expected
 
 
 def test_no_gpu(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from config.options import Regions
 from daemon.region_registry import RegionRegistry
 from shm.errors import AlreadyExists, Internal, InvalidArgument, NotFound, ServingError, Unavailable, Unsupported
-from shm.messages import Operation, RegionStatus, RegisterSystemRegion, UnregisterRegion
+from shm.messages import (
+    Operation,
+    RegionPlace,
+    RegionStatus,
+    RegisterCudaRegion,
+    RegisterSystemRegion,
+    UnregisterRegion,
+)
 
 
 class FakeHolder:
@@ -24,6 +31,7 @@ class FakeHolder:
     def __init__(self, incarnation: int, memory: int) -> None:
         self.name = f"worker-{incarnation}"
         self.incarnation = incarnation
+        self.device = "cpu:0"
         self.alive = True
         self.memory = memory
         self.regions: dict[str, int] = {}
@@ -39,6 +47,11 @@ class FakeHolder:
             raise Unavailable("dead")
         sent = [os.fstat(fd).st_ino for fd in fds]  # a real channel duplicates when it queues
         await asyncio.sleep(0)
+        if isinstance(operation, RegisterCudaRegion):
+            if self.refuses is not None:
+                raise self.refuses
+            self.regions[operation.name] = operation.device_id
+            return b"", []
         if isinstance(operation, RegisterSystemRegion):
             if self.refuses is not None:
                 raise self.refuses
@@ -49,6 +62,12 @@ class FakeHolder:
         await self.idle.wait()
         self.regions.pop(operation.name, None)
         return b"", []
+
+
+def made(
+    workers: Callable[[], Iterable[FakeHolder]], options: Regions, devices: Sequence[str] = ("cpu:0",)
+) -> RegionRegistry:
+    return RegionRegistry(options, workers, lambda: devices, lambda place: None)
 
 
 @pytest.fixture
@@ -70,7 +89,7 @@ def names(registry: RegionRegistry) -> list[str]:
 
 async def test_one_opens_and_all_have_it(memory: int) -> None:
     workers = [FakeHolder(i, memory) for i in range(3)]
-    registry = RegionRegistry(Regions(), lambda: workers)
+    registry = made(lambda: workers, Regions())
     await registry.register(request())
     assert [worker.opened for worker in workers] == [1, 0, 0]
     assert len({worker.regions["r"] for worker in workers}) == 1
@@ -92,7 +111,7 @@ async def test_one_opens_and_all_have_it(memory: int) -> None:
 async def test_a_refusal_undoes_everything(memory: int, culprit: int) -> None:
     workers = [FakeHolder(i, memory) for i in range(3)]
     workers[culprit].refuses = Internal("Unable to open shared memory region: 'r'")
-    registry = RegionRegistry(Regions(), lambda: workers)
+    registry = made(lambda: workers, Regions())
     with pytest.raises(Internal, match="Unable to open"):
         await registry.register(request())
     assert not any(worker.regions for worker in workers)
@@ -115,28 +134,28 @@ async def test_a_refusal_undoes_everything(memory: int, culprit: int) -> None:
 )
 async def test_bounds(changes: dict[str, int | str], kind: type[ServingError], words: str, memory: int) -> None:
     workers = [FakeHolder(0, memory)]
-    registry = RegionRegistry(Regions(max_byte_size=1 << 20), lambda: workers)
+    registry = made(lambda: workers, Regions(max_byte_size=1 << 20))
     with pytest.raises(kind, match=words):
         await registry.register(request(**({"name": "r"} | changes)))  # type: ignore[arg-type]
     assert not workers[0].regions
 
 
 async def test_count_switch_and_no_worker(memory: int) -> None:
-    registry = RegionRegistry(Regions(max_count=1), lambda: [holder])
+    registry = made(lambda: [holder], Regions(max_count=1))
     holder = FakeHolder(0, memory)
     await registry.register(request("a"))
     with pytest.raises(Unavailable, match="1 regions are registered, at most 1 are allowed"):
         await registry.register(request("b"))
     registry.close()
     with pytest.raises(Unsupported, match="Client shared memory is disabled"):
-        await RegionRegistry(Regions(enabled=False), lambda: [holder]).register(request())
+        await made(lambda: [holder], Regions(enabled=False)).register(request())
     with pytest.raises(Unavailable, match="no worker is running"):
-        await RegionRegistry(Regions(), list).register(request())
+        await made(list, Regions()).register(request())
 
 
 async def test_status_of_the_unknown(memory: int) -> None:
     holder = FakeHolder(0, memory)
-    registry = RegionRegistry(Regions(), lambda: [holder])
+    registry = made(lambda: [holder], Regions())
     await registry.register(request())
     with pytest.raises(NotFound, match="Unable to find system shared memory region: 'x'"):
         registry.status(RegionStatus("system", "x"))
@@ -150,7 +169,7 @@ async def test_status_of_the_unknown(memory: int) -> None:
 
 async def test_unregister_waits_for_its_users_and_two_may_ask(memory: int) -> None:
     holder = FakeHolder(0, memory)
-    registry = RegionRegistry(Regions(), lambda: [holder])
+    registry = made(lambda: [holder], Regions())
     await registry.register(request())
     holder.idle.clear()
     asked = [asyncio.create_task(registry.unregister(UnregisterRegion("system", name))) for name in ("r", "")]
@@ -167,7 +186,7 @@ async def test_unregister_waits_for_its_users_and_two_may_ask(memory: int) -> No
 
 async def test_a_replacement_gets_every_region(memory: int) -> None:
     workers = [FakeHolder(0, memory)]
-    registry = RegionRegistry(Regions(), lambda: workers)
+    registry = made(lambda: workers, Regions())
     await registry.register(request("a"))
     await registry.register(request("b"))
     workers[0].alive = False
@@ -190,7 +209,7 @@ def test_random_histories(seed: int) -> None:
         memory = os.memfd_create("tensord-test")
         before = len(os.listdir("/proc/self/fd"))
         workers = {i: FakeHolder(i, memory) for i in range(2)}
-        registry = RegionRegistry(Regions(), lambda: list(workers.values()))
+        registry = made(lambda: list(workers.values()), Regions())
         tasks: list[asyncio.Task[None]] = []
 
         async def replace(incarnation: int) -> None:
@@ -224,3 +243,101 @@ def test_random_histories(seed: int) -> None:
         os.close(memory)
 
     asyncio.run(history())
+
+
+# ------------------------------------------------------------------------------------------------------- GPU memory
+
+
+class Gpus:
+    """Workers of some devices, a registry, and what the fronts are told."""
+
+    def __init__(self, *devices: str) -> None:
+        self.workers = [FakeHolder(i, -1) for i in range(len(devices))]
+        for worker, device in zip(self.workers, devices, strict=True):
+            worker.device = device
+        self.told: list[RegionPlace] = []
+        self.registry = RegionRegistry(Regions(), lambda: self.workers, lambda: devices, self.told.append)
+
+    def holders(self, name: str) -> list[int]:
+        return [worker.incarnation for worker in self.workers if name in worker.regions]
+
+
+def cuda(name: str = "g", device: int = 0, raw_handle: bytes = bytes(64)) -> RegisterCudaRegion:
+    return RegisterCudaRegion(name, raw_handle, device, 64)
+
+
+async def test_only_the_workers_of_a_gpu_open_its_regions() -> None:
+    gpus = Gpus("cuda:0", "cuda:1")
+    await gpus.registry.register(cuda("a", 1))
+    await gpus.registry.register(cuda("b", 0))
+    assert (gpus.holders("a"), gpus.holders("b")) == ([1], [0])
+    assert gpus.told == [RegionPlace("a", "cuda:1"), RegionPlace("b", "cuda:0")]
+    assert gpus.registry.places() == gpus.told
+    gpus.registry.check_invariants()
+    assert json.loads(gpus.registry.status(RegionStatus("cuda", "a"))) == [
+        {"name": "a", "device_id": 1, "byte_size": 64}
+    ]
+    assert json.loads(gpus.registry.status(RegionStatus("system", ""))) == []
+    with pytest.raises(NotFound, match="registered as CUDA shared memory, not system shared memory"):
+        gpus.registry.status(RegionStatus("system", "a"))
+    await gpus.registry.unregister(UnregisterRegion("system", ""))
+    assert gpus.holders("a") == [1]
+    await gpus.registry.unregister(UnregisterRegion("cuda", "a"))
+    assert (gpus.holders("a"), gpus.told[-1]) == ([], RegionPlace("a", ""))
+
+
+async def test_cpu_workers_all_open_a_region_of_any_gpu() -> None:
+    gpus = Gpus("cpu:0", "cpu:1")
+    await gpus.registry.register(cuda("a", 1))
+    assert gpus.holders("a") == [0, 1]
+    assert gpus.told == gpus.registry.places() == []
+
+
+async def test_a_single_gpu_needs_no_places() -> None:
+    gpus = Gpus("cuda:0")
+    await gpus.registry.register(cuda())
+    assert (gpus.holders("g"), gpus.told) == ([0], [])
+
+
+@pytest.mark.parametrize(
+    ("request_", "error"),
+    [
+        (cuda(device=2), "no worker has GPU 2, the server uses 2 GPUs, counted from 0"),
+        (cuda(raw_handle=bytes(63)), "failed to register shared memory region: invalid args"),
+        (RegisterCudaRegion("g", bytes(64), 0, 0), "byte_size 0 must be at least 1"),
+        (RegisterCudaRegion("g", bytes(64), 0, 1 << 60), "at most"),
+    ],
+)
+async def test_gpu_memory_that_is_refused(request_: RegisterCudaRegion, error: str) -> None:
+    gpus = Gpus("cuda:0", "cuda:1")
+    with pytest.raises(InvalidArgument, match=error):
+        await gpus.registry.register(request_)
+    assert json.loads(gpus.registry.status(RegionStatus("cuda", ""))) == []
+
+
+async def test_a_gpu_whose_worker_is_being_replaced() -> None:
+    gpus = Gpus("cuda:0", "cuda:1")
+    await gpus.registry.register(cuda("a", 1))
+    dead = gpus.workers.pop()
+    gpus.registry.worker_left(dead.incarnation)
+    with pytest.raises(Unavailable, match="no worker of GPU 1 is running"):
+        await gpus.registry.register(cuda("b", 1))
+    fresh = FakeHolder(7, -1)
+    fresh.device = "cuda:1"
+    gpus.workers.append(fresh)
+    await gpus.registry.restore(fresh)
+    assert gpus.holders("a") == [7]
+    other = FakeHolder(8, -1)
+    other.device = "cuda:0"
+    await gpus.registry.restore(other)
+    assert not other.regions
+
+
+async def test_a_refusal_leaves_no_region() -> None:
+    gpus = Gpus("cpu:0", "cpu:1")
+    gpus.workers[1].refuses = InvalidArgument("it does not open")
+    with pytest.raises(InvalidArgument, match="it does not open"):
+        await gpus.registry.register(cuda())
+    assert gpus.holders("g") == []
+    gpus.workers[1].refuses = None
+    await gpus.registry.register(cuda())

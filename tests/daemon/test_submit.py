@@ -29,6 +29,8 @@ from shm.messages import (
     ModelGone,
     ModelState,
     Parameter,
+    RegionPlace,
+    RegionSlice,
     Slice,
     Submit,
     Tensor,
@@ -73,11 +75,11 @@ class Setting:
     def sleep(self, seconds: float) -> None:
         self.loop.run_until_complete(asyncio.sleep(seconds))
 
-    def open_worker(self) -> EchoWorker:
+    def open_worker(self, device: str = "cpu:0") -> EchoWorker:
         self._last += 1
         ours, theirs = pair()
         worker = EchoWorker(ours, self._last)
-        self.submitter.open_lane(LaneOpened(self._last, "cpu:0"), [theirs.detach(), os.dup(worker.page.fd)])
+        self.submitter.open_lane(LaneOpened(self._last, device), [theirs.detach(), os.dup(worker.page.fd)])
         self.workers[self._last] = worker
         return worker
 
@@ -290,6 +292,46 @@ def test_the_least_loaded_worker_is_asked(setting: Setting) -> None:
     setting.turn()
     for worker in workers:
         assert len([worker.next(), worker.next()]) == 2
+
+
+def test_a_region_of_one_gpu_decides_where_a_request_goes(setting: Setting) -> None:
+    """1. two GPUs; 2. requests go to their region's, busy or not; 3. one that names both is refused; 4. the region goes."""
+    first, second = setting.open_worker("cuda:0"), setting.open_worker("cuda:1")
+    setting.ready(first, second)
+    setting.submitter.region_placed(RegionPlace("g", "cuda:1"))
+    setting.submitter.region_placed(RegionPlace("h", "cuda:0"))
+    answers: list[Completion] = []
+
+    def ask(*names: str) -> None:
+        inputs = tuple(Tensor(f"x{i}", "UINT8", (1,), RegionSlice(name, 0, 1)) for i, name in enumerate(names))
+        record = Submit(setting.submitter.next_id(), "m", 0, inputs)
+        setting.submitter.submit(record, [], lambda completion, lane: answers.append(completion))
+
+    for _ in range(3):
+        ask("g")
+    setting.turn()
+    for _ in range(3):
+        second.next()
+    assert first.idle()
+    ask("g", "h")
+    setting.turn()
+    assert "region 'g' is on GPU 1 and region 'h' on GPU 0" in answers.pop().message
+    setting.submitter.region_placed(RegionPlace("g", ""))
+    ask("g")
+    setting.turn()
+    first.next()
+    assert not answers
+
+
+def test_nobody_has_the_gpu_of_a_region(setting: Setting) -> None:
+    setting.ready(setting.open_worker("cuda:0"))
+    setting.submitter.region_placed(RegionPlace("g", "cuda:1"))
+    answers: list[Completion] = []
+    record = Submit(setting.submitter.next_id(), "m", 0, (Tensor("x", "UINT8", (1,), RegionSlice("g", 0, 1)),))
+    setting.submitter.submit(record, [], lambda completion, lane: answers.append(completion))
+    while not answers:
+        setting.sleep(0.05)
+    assert "no worker was ready for model 'm' on GPU 1, where its regions are, within" in answers[0].message
 
 
 def test_too_many_leave_the_lease_with_the_caller(setting: Setting) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from config.model_config import empty
 from shm.channel import pair
+from shm.cuda_regions import Driver
 from shm.errors import Internal, InvalidArgument
 from shm.messages import Call, LaneOpened, Load, ModelStatistics, RepositoryIndex, Stop, Unload, UnregisterRegion
 from tests.workers.test_model_table import version_of
@@ -33,7 +34,7 @@ class Bench:
         self.control = Control(
             cast(Any, SimpleNamespace(put=lambda record, *fds: self.sent.append(record))),
             self.models,
-            RegionTable(),
+            RegionTable(Driver(), None),
             cast(Any, None),
             cast(Any, SimpleNamespace(do=lambda job, done: self.loads.append(done))),
             lambda peer, sock: self.lanes.append((peer, sock)),

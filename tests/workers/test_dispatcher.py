@@ -14,6 +14,7 @@ import pytest
 from config.model_config import empty
 from config.options import Arenas, Executables, Options
 from shm.arena import Arena
+from shm.cuda_regions import Driver
 from shm.errors import InvalidArgument
 from shm.messages import Completion, Inline, Load, Submit, Tensor
 from shm.status_page import StatusPage
@@ -68,7 +69,8 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.inbox, self.page = Inbox(), StatusPage.create()
-        self.models, self.regions, self.compiler = ModelTable(), RegionTable(), ACompiler()
+        self.models, self.regions = ModelTable(), RegionTable(Driver(), None)
+        self.compiler = ACompiler()
         self.dispatcher = Dispatcher(
             OPTIONS, self.models, self.regions, self.page, cast(WorkThread, self.compiler), time.monotonic_ns
         )

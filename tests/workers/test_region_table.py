@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import posix_ipc
 import pytest
 
+from shm.cuda_regions import Driver
 from shm.errors import AlreadyExists, InvalidArgument, NotFound
 from shm.messages import RegisterSystemRegion
 from workers.region_table import RegionTable
@@ -24,7 +25,7 @@ def key() -> Iterator[str]:
 
 @pytest.fixture
 def table() -> Iterator[RegionTable]:
-    made = RegionTable()
+    made = RegionTable(Driver(), None)
     yield made
     made.close()
 
@@ -44,11 +45,11 @@ def test_unregister_waits_for_leases_while_the_name_is_free(table: RegionTable, 
     old = table.register(RegisterSystemRegion("r", key, 0, 4096), None)
     old.lease()
     done: list[str] = []
-    table.unregister("r", lambda: done.append("r"))
+    table.unregister("system", "r", lambda: done.append("r"))
     with pytest.raises(NotFound):
         table.find("r")
     new = table.register(RegisterSystemRegion("r", key, 0, 4096), None)
-    table.unregister("", lambda: done.append("all"))
+    table.unregister("system", "", lambda: done.append("all"))
     assert done == ["all"]
     assert new.fd == -1
     assert bytes(old.view(0, 4)) == bytes(4)
@@ -60,5 +61,5 @@ def test_unregister_waits_for_leases_while_the_name_is_free(table: RegionTable, 
 
 def test_unknown_names_are_gone_already(table: RegionTable) -> None:
     done: list[str] = []
-    table.unregister("nobody", lambda: done.append("x"))
+    table.unregister("system", "nobody", lambda: done.append("x"))
     assert done == ["x"]

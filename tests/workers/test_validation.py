@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from config.model_config import parse_pbtxt
 from shm.arena import Arena, ArenaMap
+from shm.cuda_regions import Driver
 from shm.errors import InvalidArgument, ServingError
 from shm.messages import Inline, RegionSlice, RegisterSystemRegion, RequestedOutput, Slice, Submit, Tensor
 from workers.familiar import Familiar
@@ -47,7 +48,7 @@ FREE = version_of(
 
 @pytest.fixture(scope="module")
 def regions() -> Iterator[RegionTable]:
-    table = RegionTable()
+    table = RegionTable(Driver(), None)
     name = f"/tensord-validation-{os.getpid()}"
     made = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, size=4096)
     os.close(made.fd)

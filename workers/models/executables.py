@@ -21,6 +21,7 @@ import numpy as np
 
 from shm.arrays import DTYPES, Array, datatype_of
 from shm.errors import Internal
+from workers.cuda_tensor import CudaTensor
 from workers.models.buckets import Buckets, Shapes
 from workers.models.executable_cache import ExecutableCache
 from workers.models.signature import Signature, TensorSpec
@@ -68,7 +69,8 @@ class Executable:
             for spec, shape in self._specs:
                 array = arguments[spec.name]
                 exact = (array.shape[1:] if self._batches else array.shape) == shape
-                if not exact or (array.nbytes > 4096 and array.__array_interface__["data"][0] % ALIGNMENT):
+                on_device = isinstance(array, CudaTensor)
+                if not exact or on_device or (array.nbytes > 4096 and array.__array_interface__["data"][0] % ALIGNMENT):
                     arguments[spec.name] = self._fill(spec, shape, requests)
                     copied += array.nbytes
             return arguments, copied
@@ -81,13 +83,19 @@ class Executable:
             full = (self.wanted.rows, *shape) if self._batches else shape
             buffer = self._buffers[spec.name] = aligned(full, spec.dtype)
         if not self._batches:
-            _pad_into(buffer, requests[0].arrays[spec.name])
+            array = requests[0].arrays[spec.name]
+            if isinstance(array, CudaTensor) and array.shape == buffer.shape:
+                array.copy_into(buffer)
+            else:
+                _pad_into(buffer, array)
             return buffer
         at = 0
         for request in requests:
             array = request.arrays[spec.name]
             part = buffer[at : at + request.rows]
-            if array.shape == part.shape:
+            if isinstance(array, CudaTensor) and array.shape == part.shape:
+                array.copy_into(part)
+            elif array.shape == part.shape:
                 part[...] = array
             else:
                 _pad_into(part, array)
@@ -99,7 +107,7 @@ class Executable:
 def _pad_into(part: Array, array: Array) -> None:
     if array.shape != part.shape:
         part[...] = 0
-    part[tuple(map(slice, array.shape))] = array
+    part[tuple(map(slice, array.shape))] = np.asarray(array)
 
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

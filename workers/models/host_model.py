@@ -32,10 +32,11 @@ class HostModel:
     def execute(self, execution: Execution) -> None:
         requests = execution.requests
         if len(requests) == 1:
-            inputs = dict(requests[0].arrays)
+            inputs = {name: np.asarray(array) for name, array in requests[0].arrays.items()}
         else:
             inputs = {
-                name: np.concatenate([request.arrays[name] for request in requests]) for name in requests[0].arrays
+                name: np.concatenate([np.asarray(request.arrays[name]) for request in requests])
+                for name in requests[0].arrays
             }
             execution.copied_byte_size = sum(array.nbytes for array in inputs.values())
         execution.gathered_ns = time.monotonic_ns()

@@ -11,6 +11,7 @@ import time
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 from google.protobuf import json_format
 
 from config.model_config import ModelConfig, empty, to_json
@@ -93,7 +94,8 @@ class PythonModel:
         return python_backend.InferenceRequest(
             request_id=submit.client_id,
             correlation_id=submit.sequence_id,
-            inputs=[python_backend.Tensor.borrowed(name, array) for name, array in request.arrays.items()],
+            # GPU memory is fetched here, in the model's own thread.
+            inputs=[python_backend.Tensor.borrowed(name, np.asarray(array)) for name, array in request.arrays.items()],
             requested_output_names=request.outputs or self._signature.outputs,
             model_name=submit.model,
             flags=submit.sequence_start | submit.sequence_end << 1,

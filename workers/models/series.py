@@ -56,7 +56,7 @@ class SeriesExecutable:
         copied = 0
         for name, stack in self._stacks.items():
             for i, request in enumerate(requests):
-                stack[i] = request.arrays[name]
+                stack[i] = np.asarray(request.arrays[name])
             copied += stack.nbytes
         return copied
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
 
@@ -13,6 +14,7 @@ from shm.messages import (
     ModelStatistics,
     Operation,
     RegionStatus,
+    RegisterCudaRegion,
     RegisterSystemRegion,
     RepositoryIndex,
     UnloadModel,
@@ -110,6 +112,7 @@ def test_head_is_refused(client: Client) -> None:
 
 
 INDEX, LOAD, UNLOAD = "/v2/repository/index", "/v2/repository/models/a%20b/load", "/v2/repository/models/m/unload"
+CUDA = "/v2/cudasharedmemory/region/r/register"
 REGIONS = "/v2/systemsharedmemory"
 
 
@@ -137,6 +140,12 @@ REGIONS = "/v2/systemsharedmemory"
             f"{REGIONS}/region/r/register",
             b'{"key":"/k","byte_size":8,"offset":4}',
             RegisterSystemRegion("r", "/k", 4, 8),
+        ),
+        (
+            "POST",
+            CUDA,
+            b'{"raw_handle":{"b64":"' + base64.b64encode(bytes(range(64))) + b'"},"device_id":1,"byte_size":8}',
+            RegisterCudaRegion("r", bytes(range(64)), 1, 8),
         ),
         ("POST", f"{REGIONS}/region/r/unregister", b"ignored", UnregisterRegion("system", "r")),
         ("POST", f"{REGIONS}/unregister", b"", UnregisterRegion("system", "")),
@@ -184,7 +193,19 @@ def test_what_the_supervisor_is_asked(
             b'{"key":"k","byte_size":1,"offset":true}',
             "'offset' should be an unsigned integer",
         ),
-        ("/v2/cudasharedmemory/region/r/register", b"{}", "failed to register shared memory region 'r'"),
+        (CUDA, b"{}", "Shared memory register request has no 'raw_handle' field"),
+        (CUDA, b'{"raw_handle":"AAAA"}', "attempt to access non-existing object member 'b64'"),
+        (CUDA, b'{"raw_handle":{"b64":"A"}}', "Shared memory register request has no 'byte_size' field"),
+        (CUDA, b'{"raw_handle":{"b64":"A"},"byte_size":1}', "attempt to access non-existing object member 'device_id'"),
+        (CUDA, b'{"raw_handle":{"b64":"A"},"byte_size":1,"device_id":-1}', "non-unsigned-integer as unsigned-integer"),
+        (
+            CUDA,
+            b'{"raw_handle":{"b64":"A"},"byte_size":true,"device_id":0}',
+            "non-unsigned-integer as unsigned-integer",
+        ),
+        (CUDA, b'{"raw_handle":{"b64":"AAAA"},"byte_size":1,"device_id":0}', "must be a valid base64 encoded"),
+        (CUDA, b'{"raw_handle":{"b64":"*"},"byte_size":1,"device_id":0}', "must be a valid base64 encoded"),
+        (CUDA, b'{"raw_handle":{"b64":7},"byte_size":1,"device_id":0}', "must be a valid base64 encoded"),
     ],
 )
 def test_what_is_refused_before_anybody_is_asked(client: Client, path: str, body: bytes, text: str) -> None:

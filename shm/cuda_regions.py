@@ -1,0 +1,317 @@
+"""A client's GPU memory: an allocation of its own, opened by its handle in the workers that may use it.
+
+    client      cudaMalloc ─▶ cudaIpcGetMemHandle ─▶ 64 bytes over the protocol ─▶ register
+    worker      cuIpcOpenMemHandle ─▶ address range checked ─▶ copies on a stream of ours ─▶ cuIpcCloseMemHandle
+
+``Driver`` is the CUDA driver as one process uses it, loaded when something first needs it; ``Context`` is one device of it: the
+primary context, which XLA uses as well, and one stream; ``CudaRegion`` is a registration. Copies are queued on the stream and
+have happened only after ``synchronize``. The memory stays the client's: it may free it or die while it is open here, and what
+copies then find is undefined, never harmful.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from typing import Any
+
+from shm.errors import InvalidArgument, Unavailable
+from shm.regions import check_range
+
+_HANDLE_SIZE = 64
+#: Errors of the driver after which nothing in this process's context works any more: CUDA calls them sticky.
+_STICKY = frozenset(
+    {
+        "CUDA_ERROR_ASSERT",
+        "CUDA_ERROR_CONTEXT_IS_DESTROYED",
+        "CUDA_ERROR_DEINITIALIZED",
+        "CUDA_ERROR_ECC_UNCORRECTABLE",
+        "CUDA_ERROR_EXTERNAL_DEVICE",
+        "CUDA_ERROR_HARDWARE_STACK_ERROR",
+        "CUDA_ERROR_ILLEGAL_ADDRESS",
+        "CUDA_ERROR_ILLEGAL_INSTRUCTION",
+        "CUDA_ERROR_INVALID_ADDRESS_SPACE",
+        "CUDA_ERROR_INVALID_PC",
+        "CUDA_ERROR_LAUNCH_FAILED",
+        "CUDA_ERROR_LAUNCH_TIMEOUT",
+        "CUDA_ERROR_MISALIGNED_ADDRESS",
+        "CUDA_ERROR_MPS_CLIENT_TERMINATED",
+        "CUDA_ERROR_NVLINK_UNCORRECTABLE",
+    }
+)
+
+
+class NoCuda(Exception):
+    """There is no driver, no binding for it, or no such device; the text is for the log."""
+
+
+class CudaError(Exception):
+    """A call of the driver failed; ``name`` is the driver's."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+class DeviceLost(Unavailable):
+    """The device failed in a way that outlives the call: this process can do nothing on it any more."""
+
+
+class Driver:
+    """One per process. Contexts are opened on demand and live as long as it."""
+
+    def __init__(self) -> None:
+        self._contexts: dict[int, Context] = {}
+        #: The error after which every call fails; "": the driver works. Whoever owns the process has to end it.
+        self.lost = ""
+
+    def context(self, ordinal: int) -> Context:
+        """The device with that number, as this process counts. Raises NoCuda."""
+        found = self._contexts.get(ordinal)
+        if found is None:
+            found = self._contexts[ordinal] = Context(self, _bindings(), ordinal)
+        return found
+
+    def close(self) -> None:
+        """Gives streams and contexts back. Idempotent."""
+        for context in self._contexts.values():
+            context.close()
+        self._contexts.clear()
+
+    def __repr__(self) -> str:
+        return f"<Driver {sorted(self._contexts)} lost={self.lost!r}>"
+
+
+def _bindings() -> Any:
+    """``cuda.bindings.driver``, initialised. Raises NoCuda."""
+    try:
+        from cuda.bindings import driver
+    except ImportError as error:
+        raise NoCuda("cuda-python is not installed") from error
+    try:
+        (code,) = driver.cuInit(0)
+    except Exception as error:  # its loader's own exceptions: no library, or one without the function
+        raise NoCuda(f"the CUDA driver cannot be loaded ({type(error).__name__})") from error
+    if code != driver.CUresult.CUDA_SUCCESS:
+        raise NoCuda(f"the CUDA driver found no device ({_name(driver, code)})")
+    return driver
+
+
+def _name(driver: Any, code: Any) -> str:
+    """``CUDA_ERROR_ILLEGAL_ADDRESS``. Codes that the bindings do not know are plain numbers."""
+    return getattr(code, "name", f"CUDA error {code}")
+
+
+class Context:
+    """The primary context of one device and a stream in it; every thread may use it."""
+
+    def __init__(self, owner: Driver, driver: Any, ordinal: int) -> None:
+        """Raises NoCuda: there is no such device, or it cannot be used."""
+        self._owner = owner
+        self._driver = driver
+        self._closed = False
+        try:
+            count = self.call(driver.cuDeviceGetCount)
+            if not 0 <= ordinal < count:
+                raise NoCuda(f"GPU {ordinal} does not exist, the process sees {count}")
+            self._device = self.call(driver.cuDeviceGet, ordinal)
+            self._handle = self.call(driver.cuDevicePrimaryCtxRetain, self._device)
+            self.enter()
+            # It waits for no other stream: XLA's and the client's are ordered by what is said and waited for.
+            self._stream = self.call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        except CudaError as error:
+            raise NoCuda(f"GPU {ordinal} cannot be used ({error.name})") from error
+        except DeviceLost as error:
+            raise NoCuda(f"GPU {ordinal} has failed ({owner.lost})") from error
+
+    def call(self, function: Any, *arguments: Any) -> Any:
+        """The result of one call of the driver. Raises CudaError; DeviceLost: and every later call will."""
+        code, *results = function(*arguments)
+        if code != self._driver.CUresult.CUDA_SUCCESS:
+            name = _name(self._driver, code)
+            if name in _STICKY:
+                self._owner.lost = name
+                raise DeviceLost(f"the GPU failed ({name}); its worker is being restarted")
+            raise CudaError(name)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def enter(self) -> None:
+        """Makes it the calling thread's context, which every call below needs."""
+        self.call(self._driver.cuCtxSetCurrent, self._handle)
+
+    # ------------------------------------------------------------------------------------------------------- copies
+
+    def to_device(self, pointer: int, address: int, byte_size: int) -> None:
+        """Queues a copy from host memory, which must stay as it is until ``synchronize``."""
+        self.call(self._driver.cuMemcpyHtoDAsync, pointer, address, byte_size, self._stream)
+
+    def to_host(self, address: int, pointer: int, byte_size: int) -> None:
+        """Queues a copy into host memory."""
+        self.call(self._driver.cuMemcpyDtoHAsync, address, pointer, byte_size, self._stream)
+
+    def within_device(self, to: int, pointer: int, byte_size: int) -> None:
+        """Queues a copy from device memory to device memory."""
+        self.call(self._driver.cuMemcpyDtoDAsync, to, pointer, byte_size, self._stream)
+
+    def clear(self, pointer: int, byte_size: int) -> None:
+        """Queues writing zeros to device memory."""
+        self.call(self._driver.cuMemsetD8Async, pointer, 0, byte_size, self._stream)
+
+    def synchronize(self) -> None:
+        """Returns when everything that was queued has happened. Raises what failed of it."""
+        self.call(self._driver.cuStreamSynchronize, self._stream)
+
+    def check(self) -> None:
+        """Raises DeviceLost: the device failed, be it under somebody else's work."""
+        self.enter()
+        self.call(self._driver.cuCtxSynchronize)
+
+    # ------------------------------------------------------------------------------------------------------- memory
+
+    def allocate(self, byte_size: int) -> int:
+        """Device memory of our own, aligned to 256. Raises Unavailable: the device has none left."""
+        self.enter()
+        try:
+            return int(self.call(self._driver.cuMemAlloc, byte_size))
+        except CudaError as error:
+            raise Unavailable(f"the GPU has no {byte_size} bytes left for inputs ({error.name})") from error
+
+    def free(self, pointer: int) -> None:
+        """Gives it back, when nothing that uses it is queued."""
+        self.enter()
+        self.call(self._driver.cuMemFree, pointer)
+
+    def pin(self, address: int, byte_size: int, writable: bool) -> None:
+        """Page-locks host memory, so that copies to and from it are transfers and nothing else. Raises CudaError."""
+        self.enter()
+        driver = self._driver
+        flags = driver.CU_MEMHOSTREGISTER_PORTABLE | (0 if writable else driver.CU_MEMHOSTREGISTER_READ_ONLY)
+        self.call(driver.cuMemHostRegister, address, byte_size, flags)
+
+    def unpin(self, address: int) -> None:
+        """Ends ``pin``, before the memory is unmapped."""
+        self.enter()
+        self.call(self._driver.cuMemHostUnregister, address)
+
+    # ----------------------------------------------------------------------------------------- memory of other processes
+
+    def open(self, raw_handle: bytes) -> tuple[int, int]:
+        """Address and byte size of another process's allocation. Raises CudaError: there is none (any more) behind the handle."""
+        self.enter()
+        driver = self._driver
+        handle = driver.CUipcMemHandle()
+        # Newer bindings give the struct's address only; older ones as well.
+        ctypes.memmove(handle.getPtr(), raw_handle, _HANDLE_SIZE)
+        flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        pointer = int(self.call(driver.cuIpcOpenMemHandle, handle, flags.value))
+        try:
+            start, byte_size = self.call(driver.cuMemGetAddressRange, pointer)
+        except BaseException:
+            self.close_opened(pointer)
+            raise
+        return pointer, int(start) + int(byte_size) - pointer
+
+    def close_opened(self, pointer: int) -> None:
+        """Ends one ``open``. What fails here has nobody to tell: the memory is not ours."""
+        with contextlib.suppress(CudaError, DeviceLost):
+            self.enter()
+            self.call(self._driver.cuIpcCloseMemHandle, pointer)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(CudaError, DeviceLost):
+            self.call(self._driver.cuStreamDestroy, self._stream)
+            self.call(self._driver.cuDevicePrimaryCtxRelease, self._device)
+
+
+class CudaRegion:
+    """A registered allocation of a client, opened in this worker.
+
+    Like ``shm.regions.Region`` it is closed when ``leases`` is 0; unlike it, its bytes are reached by copies only.
+    """
+
+    #: No page of it can be missing here.
+    faults = 0
+
+    def __init__(self, name: str, context: Context, raw_handle: bytes, byte_size: int) -> None:
+        """Opens the handle. Raises InvalidArgument: nothing can be opened by it, or it is smaller than ``byte_size``."""
+        try:
+            pointer, available = context.open(raw_handle)
+        except CudaError as error:
+            raise InvalidArgument(
+                f"failed to register shared memory region '{name}': the CUDA handle cannot be opened ({error.name})"
+            ) from error
+        if byte_size < 1 or byte_size > available:
+            context.close_opened(pointer)
+            raise InvalidArgument(
+                f"failed to register shared memory region '{name}': invalid args: {byte_size} bytes, "
+                f"the allocation has {available}"
+            )
+        self.name = name
+        self.byte_size = byte_size
+        self.context = context
+        #: Requests that use the region now.
+        self.leases = 0
+        self._start: int | None = pointer
+
+    def pointer(self, offset: int, byte_size: int) -> int:
+        """The device address of a range. Raises InvalidArgument: not wholly inside the region."""
+        check_range(offset, byte_size, self.byte_size, self.name)
+        if self._start is None:
+            raise InvalidArgument(f"shared memory region '{self.name}' is not registered any more")
+        return self._start + offset
+
+    def read(self, address: int, offset: int, byte_size: int) -> None:
+        """Copies a range into host memory; it is there on return.
+
+        Raises: InvalidArgument: not inside the region, or its memory cannot be read any more.  DeviceLost.
+        """
+        pointer = self.pointer(offset, byte_size)
+        with self.guarded():
+            self.context.enter()
+            self.context.to_host(address, pointer, byte_size)
+            self.context.synchronize()
+
+    def write(self, offset: int, address: int, byte_size: int) -> None:
+        """Queues a copy from host memory into a range; call ``settle`` before anybody is told. Raises as ``read``."""
+        pointer = self.pointer(offset, byte_size)
+        with self.guarded():
+            self.context.enter()
+            self.context.to_device(pointer, address, byte_size)
+
+    def settle(self) -> None:
+        """Returns when what was written is there. Raises as ``read``."""
+        with self.guarded():
+            self.context.enter()
+            self.context.synchronize()
+
+    @contextlib.contextmanager
+    def guarded(self) -> Any:
+        """Around copies to and from the region: what fails is said to be the region's fault."""
+        try:
+            yield
+        except CudaError as error:
+            raise InvalidArgument(
+                f"shared memory region '{self.name}' cannot be used ({error.name}): its owner has freed it or is gone; "
+                "unregister the region and register it again"
+            ) from error
+
+    def lease(self) -> None:
+        """A request starts to use it."""
+        self.leases += 1
+
+    def unlease(self) -> None:
+        """A request is done with it."""
+        self.leases -= 1
+
+    def close(self) -> None:
+        """Lets go of the allocation. Idempotent."""
+        pointer, self._start = self._start, None
+        if pointer is not None:
+            self.context.close_opened(pointer)
+
+    def __repr__(self) -> str:
+        return f"<CudaRegion {self.name!r} {self.byte_size} leases={self.leases}>"

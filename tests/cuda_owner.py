@@ -1,0 +1,109 @@
+"""A process that owns GPU memory, as a client of the daemon does: the real ``tritonclient.utils.cuda_shared_memory`` in it.
+
+A handle cannot be opened by the process that made it, and an owner that is killed must not take the tests along: so it is a
+process of its own, on a real driver or on the tests' stand-in, and does what it is told.
+"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class CudaOwner:
+    """Regions by name. Use as a context manager."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.cuda_owner"],
+            cwd=Path(__file__).parent.parent,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    def __enter__(self) -> CudaOwner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+    def _ask(self, *question: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        pickle.dump(question, self._process.stdin)
+        self._process.stdin.flush()
+        good, answer = pickle.load(self._process.stdout)
+        if not good:
+            raise RuntimeError(answer)
+        return answer
+
+    def create(self, name: str, byte_size: int, device: int = 0) -> bytes:
+        """Allocates; the handle in base64, as tritonclient's clients take it."""
+        return self._ask("create", name, byte_size, device)
+
+    def put(self, name: str, *arrays: np.ndarray[Any, Any]) -> None:
+        """Writes arrays one behind the other, from the start."""
+        self._ask("put", name, arrays)
+
+    def get(self, name: str, dtype: Any, shape: tuple[int, ...], offset: int = 0) -> np.ndarray[Any, Any]:
+        """What lies at ``offset``."""
+        return self._ask("get", name, np.dtype(dtype), shape, offset)
+
+    def destroy(self, name: str) -> None:
+        """Frees it."""
+        self._ask("destroy", name)
+
+    def kill(self) -> None:
+        """SIGKILL; returns when it is dead."""
+        self._process.kill()
+        self._process.wait()
+
+
+def main() -> None:
+    import tritonclient.utils.cuda_shared_memory as cuda
+
+    regions: dict[str, Any] = {}
+
+    def create(name: str, byte_size: int, device: int) -> bytes:
+        regions[name] = cuda.create_shared_memory_region(name, byte_size, device)
+        return cuda.get_raw_handle(regions[name])
+
+    def put(name: str, arrays: tuple[Any, ...]) -> None:
+        cuda.set_shared_memory_region(regions[name], list(arrays))
+
+    def get(name: str, dtype: Any, shape: tuple[int, ...], offset: int) -> Any:
+        end = offset + int(np.prod(shape)) * dtype.itemsize
+        content = cuda.get_contents_as_numpy(regions[name], np.uint8, [end])
+        return content[offset:].view(dtype).reshape(shape)
+
+    def destroy(name: str) -> None:
+        cuda.destroy_shared_memory_region(regions.pop(name))
+
+    verbs = {"create": create, "put": put, "get": get, "destroy": destroy}
+    while True:
+        try:
+            verb, *arguments = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            break
+        try:
+            answer = (True, verbs[verb](*arguments))
+        except Exception as error:
+            answer = (False, f"{type(error).__name__}: {error}")
+        pickle.dump(answer, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
+    for name in list(regions):
+        destroy(name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Builds the stand-in for the driver and says in which environment a process finds it."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+
+class CudaStub:
+    """A host with stub devices. Processes started with ``environment`` share their memory through ``folder``."""
+
+    def __init__(self, folder: Path, devices: int = 1, delay_us: int = 0) -> None:
+        """``delay_us``: how long every queued copy takes. Device memory is out of reach for host code."""
+        compiler = shutil.which("cc") or shutil.which("gcc")
+        if compiler is None:
+            pytest.skip("no C compiler: the stand-in for the CUDA driver cannot be built")
+        libraries, self.folder = folder / "lib", folder / "devices"
+        libraries.mkdir()
+        self.folder.mkdir()
+        self.library = libraries / "libcuda.so.1"
+        subprocess.run(
+            [
+                *(
+                    compiler,
+                    "-O1",
+                    "-std=gnu11",
+                    "-Wall",
+                    "-Wextra",
+                    "-Werror",
+                    "-shared",
+                    "-fPIC",
+                    "-fvisibility=hidden",
+                ),
+                *("-Wl,-soname,libcuda.so.1", "-o", str(self.library), str(Path(__file__).parent / "driver.c")),
+                *("-lpthread", "-ldl"),
+            ],
+            check=True,
+        )
+        self.environment = {
+            "LD_LIBRARY_PATH": str(libraries),
+            "CUDA_STUB_DIR": str(self.folder),
+            "CUDA_STUB_DEVICES": str(devices),
+            "CUDA_STUB_DELAY_US": str(delay_us),
+            "CUDA_STUB_HIDDEN": "1",
+        }
+
+    def load(self) -> None:
+        """Makes it this process's driver, for good: whatever was loaded under the name first is used."""
+        ctypes.CDLL(str(self.library), ctypes.RTLD_GLOBAL)
+        with pytest.MonkeyPatch.context() as patch:
+            # It reads them once. Children of this process must not find devices by accident.
+            for key, value in self.environment.items():
+                if key.startswith("CUDA_STUB_") and key != "CUDA_STUB_HIDDEN":
+                    patch.setenv(key, value)
+            from cuda.bindings import driver
+
+            (code,) = driver.cuInit(0)
+            assert code == driver.CUresult.CUDA_SUCCESS
+
+    def fail(self, function: str, code: int, after: int = 0) -> None:
+        """The next call of ``function``, in whatever process, fails with ``code``, after so many that pass."""
+        written = self.folder / "fail.new"
+        written.write_text(f"{function} {code} {after}")
+        written.rename(self.folder / "fail")
+
+    @property
+    def failed(self) -> bool:
+        """Whether the failure that was asked for has happened."""
+        return not (self.folder / "fail").exists()
+
+    @property
+    def allocations(self) -> int:
+        """How many allocations live."""
+        return len([path for path in self.folder.iterdir() if not path.name.startswith("fail")])

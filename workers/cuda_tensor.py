@@ -1,0 +1,63 @@
+"""An input tensor in a client's GPU memory: where it lies and what it is, copied only when and where it is needed.
+
+It has the shape, dtype and size of an array and turns into one on demand, so queues, buckets and models that run on the host
+treat it as one; whoever can use it on the device asks for ``pointer`` instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from shm.arrays import Array
+from shm.cuda_regions import CudaRegion
+
+
+class CudaTensor:
+    """A fixed-size tensor at an offset of a region; the range is checked when it is made."""
+
+    __slots__ = ("dtype", "nbytes", "offset", "pointer", "region", "shape")
+
+    def __init__(self, region: CudaRegion, offset: int, dtype: np.dtype[Any], shape: Sequence[int]) -> None:
+        """Raises InvalidArgument: not wholly inside the region."""
+        self.region = region
+        self.offset = offset
+        self.dtype = dtype
+        self.shape = tuple(shape)
+        self.nbytes = dtype.itemsize
+        for size in self.shape:
+            self.nbytes *= size
+        #: Its device address. An empty tensor has none, and may lie at the region's end.
+        self.pointer = region.pointer(offset, self.nbytes) if self.nbytes else 0
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def view(self, dtype: np.dtype[Any], shape: Sequence[int]) -> CudaTensor:
+        """The same bytes as something else of that size."""
+        return CudaTensor(self.region, self.offset, dtype, shape)
+
+    def reshape(self, shape: Sequence[int]) -> CudaTensor:
+        """The same bytes in another shape."""
+        return CudaTensor(self.region, self.offset, self.dtype, shape)
+
+    def copy_into(self, array: Array) -> None:
+        """Fills a contiguous array of the same size; blocks. Raises InvalidArgument: its memory cannot be read any more."""
+        if self.nbytes:
+            self.region.read(array.__array_interface__["data"][0], self.offset, self.nbytes)
+            if self.dtype == np.bool_:
+                # Any byte but 0 is true on the wire; in memory a truth value may only be 0 or 1.
+                np.not_equal(array.view(np.uint8), 0, out=array)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        """A copy in host memory. Raises as ``copy_into``."""
+        if copy is False:
+            raise ValueError("GPU memory cannot be used by the host without a copy")
+        array = np.empty(self.shape, self.dtype)
+        self.copy_into(array)
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __repr__(self) -> str:
+        return f"<CudaTensor {self.dtype}{list(self.shape)} at {self.offset} of {self.region.name!r}>"
