@@ -21,7 +21,7 @@ from tests.daemon_process import DaemonProcess
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "openapi.yaml"
 #: Generated requests for each endpoint; the same ones every time.
-EXAMPLES = 25
+EXAMPLES = 20
 
 SCHEMA = schemathesis.openapi.from_path(DOCUMENT)
 #: "METHOD PATH" -> operation.
