@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -141,6 +141,8 @@ class EchoWorker:
 class FrontProcess:
     """A real front process, and the supervisor's end of its control channel."""
 
+    program = "daemon.http"
+
     def __init__(self, options: Options) -> None:
         self.workers: list[EchoWorker] = []
         self._next_worker = 1000
@@ -150,7 +152,7 @@ class FrontProcess:
             self.port: int = listener.getsockname()[1]
             fds = (theirs.fileno(), listener.fileno())
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "daemon.http", f"--control-fd={fds[0]}", f"--listen-fd={fds[1]}"],
+                [sys.executable, "-m", self.program, f"--control-fd={fds[0]}", f"--listen-fd={fds[1]}"],
                 pass_fds=fds,
             )
         self._control = Channel(ours, decoder(FromFront))
@@ -234,10 +236,13 @@ class FrontProcess:
                 worker.close()
 
 
+Front = TypeVar("Front", bound=FrontProcess)
+
+
 @contextlib.contextmanager
-def front_process(**options: Any) -> Iterator[FrontProcess]:
+def front_process(kind: type[Front] = FrontProcess, **options: Any) -> Iterator[Front]:  # type: ignore[assignment]
     """A front with these options, section by section."""
-    front = FrontProcess(msgspec.convert(options, Options))
+    front = kind(msgspec.convert(options, Options))
     try:
         yield front
     finally:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.http as httpclient
-from kserve import InferInput, InferRequest
 
 from tests.conformance import published
+from tests.kserve_package import InferInput, InferRequest
 from tests.protocol.tensors import TENSORS
 
 pytestmark = pytest.mark.skipif(not published.validators(), reason="no schemas: ../shared/seeds is absent")

@@ -1,4 +1,4 @@
-"""KServe's own REST client, as it is: every call of it that exists in version 2 of the protocol."""
+"""KServe's own clients, as they are: every call of it that exists in version 2 of the protocol."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from collections.abc import AsyncIterator
 import httpx
 import numpy as np
 import pytest
-from kserve import InferenceRESTClient, InferInput, InferRequest, InferResponse, RESTConfig
-from kserve.protocol.infer_type import RequestedOutput
 
 from tests.daemon_process import DaemonProcess
+from tests.kserve_package import (
+    InferenceGRPCClient,
+    InferenceRESTClient,
+    InferInput,
+    InferRequest,
+    InferResponse,
+    RequestedOutput,
+    RESTConfig,
+)
 from tests.protocol.tensors import JSON_DATATYPES, TENSORS, same
 
 #: The client knows no BF16.
@@ -72,3 +79,13 @@ async def test_errors_carry_our_text(daemon: DaemonProcess, client: InferenceRES
     with pytest.raises(httpx.HTTPStatusError, match="400") as caught:
         await client.infer(f"http://{daemon.url}", request, model_name="echo_fp64")
     assert caught.value.response.status_code == 400
+
+
+async def test_the_grpc_client(daemon: DaemonProcess) -> None:
+    async with InferenceGRPCClient(daemon.grpc_url) as client:
+        assert await client.is_server_ready() is True
+        assert await client.is_model_ready("scale") is True
+        tensor = InferInput("x", [1, 4], "FP32")
+        tensor.set_data_from_numpy(np.full((1, 4), 2, np.float32))
+        answer = await client.infer(InferRequest("scale", [tensor]))
+        assert answer.outputs[0].as_numpy().tolist() == [[7.0] * 4]

@@ -1,0 +1,198 @@
+"""A gRPC client that sends exactly the frames it is told, and a gRPC front between a supervisor and workers made by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import hpack
+from tritonclient.grpc import service_pb2
+
+from daemon.grpc import frames
+from tests.fakes import MIB, PATIENCE_SECONDS, EchoWorker, FrontProcess, front_process
+
+INFER = "/inference.GRPCInferenceService/ModelInfer"
+STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
+STATISTICS = "/inference.GRPCInferenceService/ModelStatistics"
+
+
+def request(values: bytes = b"\1", model: str = "echo", **fields: Any) -> Any:
+    """A ModelInferRequest with UINT8 values as raw content."""
+    inputs = [service_pb2.ModelInferRequest.InferInputTensor(name="x", datatype="UINT8", shape=[len(values)])]
+    return service_pb2.ModelInferRequest(model_name=model, inputs=inputs, raw_input_contents=[values], **fields)
+
+
+def prefixed(message: Any, flag: int = 0) -> bytes:
+    """A message as it stands in DATA frames."""
+    content = message if isinstance(message, bytes) else message.SerializeToString()
+    return struct.pack(">BI", flag, len(content)) + content
+
+
+@dataclass
+class Answer:
+    """What came on one stream."""
+
+    messages: list[bytes] = field(default_factory=list)
+    #: Headers and trailers.
+    headers: dict[str, str] = field(default_factory=dict)
+    #: The error code of RST_STREAM, if it ended so.
+    reset: int | None = None
+
+    @property
+    def status(self) -> int:
+        return int(self.headers["grpc-status"])
+
+    @property
+    def text(self) -> str:
+        return self.headers.get("grpc-message", "")
+
+    @property
+    def values(self) -> bytes:
+        """Output ``y`` of the first message."""
+        content: bytes = service_pb2.ModelInferResponse.FromString(self.messages[0]).raw_output_contents[0]
+        return content
+
+    def streamed(self) -> list[Any]:
+        return [service_pb2.ModelStreamInferResponse.FromString(message) for message in self.messages]
+
+
+class FrameClient:
+    """One connection. ``settings``: pairs for the first SETTINGS frame."""
+
+    def __init__(self, port: int, settings: tuple[tuple[int, int], ...] = (), hello: bool = True) -> None:
+        self.sock = socket.create_connection(("127.0.0.1", port), PATIENCE_SECONDS)
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._buffer = b""
+        self._encoder = hpack.Encoder()
+        self._decoder = hpack.Decoder()
+        self._pieces: dict[int, bytes] = {}
+        self.answers: dict[int, Answer] = {}
+        self.goaways: list[tuple[int, int, bytes]] = []
+        self._next = -1
+        if hello:
+            self.send(frames.PREFACE + frames.settings(settings) + frames.window_update(0, frames.MAX_WINDOW - 65535))
+
+    def __enter__(self) -> FrameClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sock.close()
+
+    def send(self, content: bytes) -> None:
+        self.sock.sendall(content)
+
+    def block(self, path: str, **headers: str) -> bytes:
+        """A header block; underscores stand for dashes."""
+        fields = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "x"), ("te", "trailers")]
+        fields += [("content-type", "application/grpc")]
+        fields += [(name.replace("_", "-"), value) for name, value in headers.items()]
+        return bytes(self._encoder.encode(fields))
+
+    def open(self, path: str = INFER, **headers: str) -> int:
+        """Begins a call; returns its stream."""
+        self._next += 2
+        self.send(frames.frame(frames.HEADERS, frames.END_HEADERS, self._next, self.block(path, **headers)))
+        return self._next
+
+    def data(self, stream: int, content: bytes, end: bool = False) -> None:
+        for at in range(0, max(1, len(content)), 16384):
+            piece = content[at : at + 16384]
+            flags = frames.END_STREAM if end and at + 16384 >= len(content) else 0
+            self.send(frames.frame(frames.DATA, flags, stream, piece))
+
+    def call(self, message: Any, path: str = INFER, **headers: str) -> int:
+        """A whole unary request."""
+        stream = self.open(path, **headers)
+        self.data(stream, prefixed(message), end=True)
+        return stream
+
+    def take(self, size: int) -> bytes:
+        while len(self._buffer) < size:
+            piece = self.sock.recv(1 << 20)
+            if not piece:
+                raise EOFError
+            self._buffer += piece
+        taken, self._buffer = self._buffer[:size], self._buffer[size:]
+        return taken
+
+    def frame(self) -> tuple[int, int, int, bytes]:
+        """The next frame: type, flags, stream, payload."""
+        high, low, kind, flags, number = frames.read_head(self.take(frames.HEAD_SIZE))
+        return kind, flags, number, self.take(high << 16 | low)
+
+    def peek(self) -> tuple[int, int, int, bytes]:
+        """The next frame; it stays."""
+        kind, flags, number, payload = self.frame()
+        self._buffer = frames.frame(kind, flags, number, payload) + self._buffer
+        return kind, flags, number, payload
+
+    def step(self) -> int:
+        """Takes one frame, notes what it says; returns its type."""
+        kind, flags, number, payload = self.frame()
+        answer = self.answers.setdefault(number, Answer())
+        if kind == frames.DATA:
+            whole = self._pieces.get(number, b"") + payload
+            while len(whole) >= 5 and len(whole) >= 5 + (size := struct.unpack_from(">I", whole, 1)[0]):
+                answer.messages.append(whole[5 : 5 + size])
+                whole = whole[5 + size :]
+            self._pieces[number] = whole
+        elif kind == frames.HEADERS:
+            answer.headers |= {str(name): str(value) for name, value in self._decoder.decode(payload)}
+        elif kind == frames.RST_STREAM:
+            answer.reset = int.from_bytes(payload, "big")
+        elif kind == frames.GOAWAY:
+            self.goaways.append((*struct.unpack_from(">II", payload), payload[8:]))
+        elif kind == frames.PING and not flags & frames.ACK:
+            self.send(frames.frame(frames.PING, frames.ACK, 0, payload))
+        return kind
+
+    def answer(self, stream: int) -> Answer:
+        """The whole answer to a call."""
+        while True:
+            got = self.answers.get(stream)
+            if got is not None and ("grpc-status" in got.headers or got.reset is not None):
+                return got
+            self.step()
+
+    def goaway(self) -> tuple[int, int, bytes]:
+        """The first GOAWAY: last stream, error code, reason."""
+        while not self.goaways:
+            self.step()
+        return self.goaways[0]
+
+    def ends(self) -> bool:
+        """Whether the connection ends, whatever comes before."""
+        try:
+            while True:
+                self.step()
+        except (EOFError, ConnectionResetError):
+            return True
+
+
+class GrpcFrontProcess(FrontProcess):
+    """A gRPC front."""
+
+    program = "daemon.grpc"
+
+    def frames(self, settings: tuple[tuple[int, int], ...] = ()) -> FrameClient:
+        """A new client."""
+        return FrameClient(self.port, settings)
+
+    def sync(self) -> None:
+        with self.frames() as client:
+            stream = client.call(b"", STATISTICS)
+            self.answer_call(result=b'{"model_stats":[]}')
+            assert client.answer(stream).status == 0
+
+
+@contextlib.contextmanager
+def serving(workers: int = 1, **options: Any) -> Iterator[tuple[GrpcFrontProcess, list[EchoWorker]]]:
+    """A front with workers that have the model ``echo``."""
+    with front_process(GrpcFrontProcess, **{"arenas": {"byte_size": MIB}, **options}) as front:
+        made = [front.worker() for _ in range(workers)]
+        front.model(*made)
+        yield front, made

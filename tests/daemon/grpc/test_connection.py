@@ -1,0 +1,358 @@
+"""HTTP/2 frames made by hand against a real front: what is served however it is cut, and what ends a stream or a connection."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import zlib
+
+import pytest
+
+from daemon.grpc import frames
+from daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, NOT_FOUND, RESOURCE_EXHAUSTED, UNIMPLEMENTED
+from tests.daemon.grpc.frame_client import INFER, STREAM, FrameClient, prefixed, request, serving
+from tests.fakes import EchoWorker, until
+
+END = frames.END_HEADERS
+
+
+def echoed(client: FrameClient, worker: EchoWorker, stream: int) -> bytes:
+    worker.echo(worker.next())
+    answer = client.answer(stream)
+    assert answer.status == 0
+    return answer.values
+
+
+def test_whole_calls() -> None:
+    with serving() as (front, (worker,)), front.frames() as client:
+        for n in range(5):
+            assert echoed(client, worker, client.call(request(bytes([n])))) == bytes([n])
+
+
+def test_byte_by_byte() -> None:
+    with serving() as (front, (worker,)), FrameClient(front.port, hello=False) as client:
+        block = client.block(INFER)
+        content = prefixed(request(b"\7"))
+        whole = frames.PREFACE + frames.settings(()) + frames.frame(frames.HEADERS, END, 1, block)
+        whole += frames.frame(frames.DATA, 0, 1, content[:9]) + frames.frame(frames.DATA, 1, 1, content[9:])
+        for at in range(len(whole)):
+            client.send(whole[at : at + 1])
+        assert echoed(client, worker, 1) == b"\7"
+
+
+def test_padding_priority_continuation_and_unknown_frames() -> None:
+    with serving() as (front, (worker,)), front.frames() as client:
+        block = client.block(INFER)
+        first = b"\3" + bytes(5) + block[:4] + bytes(3)
+        client.send(
+            frames.frame(frames.PRIORITY, 0, 1, bytes(5))
+            + frames.frame(200, 7, 1, b"whatever")
+            + frames.frame(frames.HEADERS, frames.PADDED | frames.PRIORITIZED, 1, first)
+            + frames.frame(frames.CONTINUATION, 0, 1, block[4:10])
+            + frames.frame(frames.CONTINUATION, END, 1, block[10:])
+            + frames.frame(frames.DATA, frames.PADDED, 1, b"\2" + prefixed(request(b"\5")) + bytes(2))
+            + frames.frame(frames.DATA, frames.END_STREAM, 1)
+        )
+        assert echoed(client, worker, 1) == b"\5"
+
+
+def test_a_changed_header_table_is_noticed() -> None:
+    """The same bytes mean another path once the dynamic table has changed."""
+    with serving() as (front, (worker,)), front.frames() as client:
+        client.answer(client.call(b"", "/nothing/A"))
+        for path in ("/nothing/B", "/nothing/C"):
+            for _ in range(2):
+                stream = client.call(b"", path)
+                assert client.answer(stream).text == f"Method not found: {path}"
+        assert echoed(client, worker, client.call(request(b"\1"))) == b"\1"
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+def test_compressed_messages(encoding: str) -> None:
+    squeeze = gzip.compress if encoding == "gzip" else zlib.compress
+    with serving() as (front, (worker,)), front.frames() as client:
+        stream = client.open(grpc_encoding=encoding)
+        client.data(stream, prefixed(squeeze(request(bytes(3000)).SerializeToString()), 1), end=True)
+        assert echoed(client, worker, stream) == bytes(3000)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "content", "status"),
+    [
+        ("gzip", b"nonsense", INTERNAL),
+        ("gzip", gzip.compress(bytes(5 << 20), mtime=0), RESOURCE_EXHAUSTED),
+        ("gzip", gzip.compress(b"x", mtime=0)[:-4], INTERNAL),
+        ("br", b"x", UNIMPLEMENTED),
+        ("identity", b"x", UNIMPLEMENTED),
+    ],
+)
+def test_compressed_messages_that_are_refused(encoding: str, content: bytes, status: int) -> None:
+    with serving(grpc={"max_message_byte_size": 1 << 20}) as (front, _), front.frames() as client:
+        stream = client.open(grpc_encoding=encoding)
+        client.data(stream, prefixed(content, 1), end=True)
+        assert client.answer(stream).status == status
+
+
+def test_a_compressed_answer() -> None:
+    with serving(grpc={"response_compression": "low"}) as (front, (worker,)), front.frames() as client:
+        stream = client.call(request(bytes(3000)), grpc_accept_encoding="identity, gzip")
+        worker.echo(worker.next())
+        answer = client.answer(stream)
+        assert answer.headers["grpc-encoding"] == "gzip"
+        answer.messages[0] = gzip.decompress(answer.messages[0])
+        assert answer.values == bytes(3000)
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(20), frames.PROTOCOL_ERROR),
+        (frames.PREFACE + frames.frame(frames.PING, 0, 0, bytes(8)), frames.PROTOCOL_ERROR),
+    ],
+)
+def test_a_bad_opening(content: bytes, code: int) -> None:
+    with serving() as (front, _), FrameClient(front.port, hello=False) as client:
+        client.send(content)
+        assert client.goaway()[1] == code
+        assert client.ends()
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (frames.frame(frames.DATA, 0, 1, b"x"), frames.PROTOCOL_ERROR),
+        (frames.frame(frames.HEADERS, END, 2, b"\x82"), frames.PROTOCOL_ERROR),
+        (frames.frame(frames.HEADERS, END, 1, b"\xff\xff\xff\xff\xff\xff"), frames.COMPRESSION_ERROR),
+        (
+            frames.frame(frames.HEADERS, 0, 1, b"\x82") + frames.frame(frames.PING, 0, 0, bytes(8)),
+            frames.PROTOCOL_ERROR,
+        ),
+        (frames.frame(frames.CONTINUATION, 0, 1, b""), frames.PROTOCOL_ERROR),
+        (frames.frame(frames.HEADERS, 0, 1) + frames.frame(frames.CONTINUATION, 0, 1) * 99, frames.ENHANCE_YOUR_CALM),
+        (frames.frame(frames.HEADERS, frames.PADDED | END, 1, b"\xff"), frames.PROTOCOL_ERROR),
+        (frames.frame(frames.PUSH_PROMISE, 0, 1, bytes(4)), frames.PROTOCOL_ERROR),
+        (frames.frame(frames.WINDOW_UPDATE, 0, 0, bytes(4)), frames.PROTOCOL_ERROR),
+        (frames.window_update(0, frames.MAX_WINDOW) * 2, frames.FLOW_CONTROL_ERROR),
+        (frames.frame(frames.SETTINGS, 0, 0, bytes(5)), frames.FRAME_SIZE_ERROR),
+        (frames.settings(((frames.INITIAL_WINDOW_SIZE, 1 << 31),)), frames.FLOW_CONTROL_ERROR),
+        (frames.settings(((frames.MAX_FRAME_SIZE, 5),)), frames.PROTOCOL_ERROR),
+        (frames.rst_stream(7, 0), frames.PROTOCOL_ERROR),
+        (frames.frame(frames.PING, 0, 0, b"short"), frames.PROTOCOL_ERROR),
+        (frames.head(frames.PING, 0, 0, (1 << 20) + 1), frames.FRAME_SIZE_ERROR),
+        (frames.head(frames.HEADERS, END, 1, 1 << 19), frames.ENHANCE_YOUR_CALM),
+        (frames.frame(frames.PING, 0, 0, bytes(8)) * 9, frames.ENHANCE_YOUR_CALM),
+    ],
+)
+def test_what_ends_a_connection(content: bytes, code: int) -> None:
+    """With a GOAWAY that says why; another connection does not notice."""
+    with serving() as (front, (worker,)), front.frames() as other, front.frames() as client:
+        client.send(content)
+        assert client.goaway()[1] == code
+        assert client.ends()
+        assert echoed(other, worker, other.call(request(b"\3"))) == b"\3"
+
+
+def test_a_flooded_stream_is_held_and_then_ended() -> None:
+    """
+    1. A stream may have one request in flight; the client sends many large ones without looking at its window.
+    Result: those that fit the window wait, the connection is ended where the window is overrun, the worker saw one request.
+    """
+    with serving(grpc={"max_stream_requests": 1}) as (front, (worker,)), front.frames() as client:
+        stream = client.open(STREAM)
+        flood = frames.frame(frames.DATA, 0, stream, prefixed(request(bytes(15_000))))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            for _ in range(400):
+                client.send(flood)
+        worker.next()
+        assert client.ends()
+        until(lambda: worker.poll() or len(worker.cancelled) == 1)
+        assert worker.idle()
+
+
+def test_a_held_stream_goes_on() -> None:
+    """More requests than may be in flight, and far more than a window: as they are answered, the client may send the others."""
+    with serving(grpc={"max_stream_requests": 2}) as (front, (worker,)), front.frames() as client:
+        stream = client.open(STREAM)
+        window, sent, answered = 4 << 20, 0, 0
+        content = prefixed(request(bytes(15_000)))
+        while answered < 500:
+            while sent < 500 and window >= len(content):
+                client.data(stream, content, end=sent == 499)
+                window -= len(content)
+                sent += 1
+            worker.answer(worker.next(), bytes([answered % 256]))
+            answered += 1
+            while len(client.answers[stream].messages if stream in client.answers else ()) < answered:
+                kind, _, number, payload = client.peek()
+                if kind == frames.WINDOW_UPDATE and number == stream:
+                    window += int.from_bytes(payload, "big")
+                client.step()
+        answer = client.answer(stream)
+        assert answer.status == 0
+        got = [each.infer_response.raw_output_contents[0] for each in answer.streamed()]
+        assert got == [bytes([n % 256]) for n in range(500)]
+
+
+def test_answers_nobody_reads_stop_the_stream() -> None:
+    """
+    1. A client with no window asks on a stream again and again for large answers.
+    Result: when some megabytes wait for it, no more of its requests are taken; another connection does not notice.
+    """
+    settings = ((frames.INITIAL_WINDOW_SIZE, 0),)
+    with serving() as (front, (worker,)), front.frames(settings) as client, front.frames() as other:
+        stream = client.open(STREAM)
+        for n in range(100):
+            client.data(stream, prefixed(request(b"\1")))
+            if n < 4:
+                worker.answer(worker.next(), bytes(1 << 20))
+        while not worker.idle():
+            worker.answer(worker.next(), bytes(1 << 20))
+        assert worker.leases <= 100
+        assert echoed(other, worker, other.call(request(b"\3"))) == b"\3"
+        client.sock.close()
+        until(lambda: not worker.leases)
+
+
+def test_no_grpc_call() -> None:
+    with serving() as (front, _), front.frames() as client:
+        stream = client.open(content_type="text/html")
+        client.data(stream, b"", end=True)
+        while client.step() != frames.HEADERS:
+            pass
+        assert client.answers[stream].headers[":status"] == "415"
+
+
+def test_an_unknown_model_and_method() -> None:
+    with serving() as (front, _), front.frames() as client:
+        answer = client.answer(client.call(request(model="no\u00e9")))
+        assert (answer.status, answer.text) == (NOT_FOUND, "Request for unknown model: 'no%C3%A9' is not found")
+        assert client.answer(client.call(b"", "/a/b")).status == UNIMPLEMENTED
+
+
+def test_answers_wait_for_the_clients_windows() -> None:
+    """A client that takes 1000 bytes at a time gets all of a large answer, and a small one beside it at once."""
+    settings = ((frames.INITIAL_WINDOW_SIZE, 1000),)
+    with serving() as (front, (worker,)), front.frames(settings) as client:
+        large = client.call(request(bytes(50_000)))
+        worker.echo(worker.next())
+        client.step()
+        small = client.call(request(b"\1"))
+        assert echoed(client, worker, small) == b"\1"
+        assert len(client.answers[large].messages) == 0
+        while "grpc-status" not in client.answers[large].headers:
+            client.send(frames.window_update(large, 1000))
+            if client.step() == frames.DATA:
+                continue
+        assert client.answers[large].values == bytes(50_000)
+        until(lambda: not worker.leases)
+
+
+def test_a_larger_initial_window_lets_waiting_answers_go() -> None:
+    with serving() as (front, (worker,)), front.frames(((frames.INITIAL_WINDOW_SIZE, 0),)) as client:
+        stream = client.call(request(b"\1"))
+        worker.echo(worker.next())
+        client.send(frames.settings(((frames.INITIAL_WINDOW_SIZE, 1 << 20), (frames.MAX_FRAME_SIZE, 1 << 20))))
+        assert client.answer(stream).values == b"\1"
+
+
+def test_a_reset_cancels() -> None:
+    with serving() as (front, (worker,)), front.frames() as client:
+        stream = client.call(request())
+        sent = worker.next()
+        client.send(frames.rst_stream(stream, frames.CANCEL))
+        until(lambda: worker.poll() or worker.cancelled == [sent.request_id])
+        worker.echo(sent)
+        assert echoed(client, worker, client.call(request(b"\2"))) == b"\2"
+
+
+def test_a_client_that_vanishes_cancels_everything() -> None:
+    with serving() as (front, (worker,)):
+        with front.frames() as client:
+            client.call(request())
+            stream = client.open(STREAM)
+            client.data(stream, prefixed(request(b"\2")) + prefixed(request(b"\3")))
+            sent = {worker.next().request_id for _ in range(3)}
+        until(lambda: worker.poll() or set(worker.cancelled) == sent)
+
+
+def test_a_deadline_cancels() -> None:
+    with serving() as (front, (worker,)), front.frames() as client:
+        stream = client.call(request(), grpc_timeout="50m")
+        sent = worker.next()
+        assert sent.deadline_ns > 0
+        assert client.answer(stream).status == DEADLINE_EXCEEDED
+        until(lambda: worker.poll() or worker.cancelled == [sent.request_id])
+
+
+def test_a_message_over_the_limit() -> None:
+    with serving(grpc={"max_message_byte_size": 2048}) as (front, (worker,)), front.frames() as client:
+        stream = client.open()
+        client.data(stream, prefixed(request(bytes(3000))))
+        answer = client.answer(stream)
+        assert answer.status == RESOURCE_EXHAUSTED
+        assert "vs. 2048)" in answer.text
+        assert echoed(client, worker, client.call(request(b"\1"))) == b"\1"
+
+
+def test_half_a_message_at_the_end() -> None:
+    with serving() as (front, _), front.frames() as client:
+        stream = client.open()
+        client.data(stream, prefixed(request())[:-1], end=True)
+        assert client.answer(stream).status == INTERNAL
+
+
+@pytest.mark.parametrize("messages", [0, 2])
+def test_a_unary_call_has_one_message(messages: int) -> None:
+    with serving() as (front, _), front.frames() as client:
+        stream = client.open()
+        client.data(stream, prefixed(request()) * messages, end=True)
+        assert client.answer(stream).status == INTERNAL
+
+
+def test_too_many_streams() -> None:
+    with serving(grpc={"max_concurrent_streams": 2}) as (front, (worker,)), front.frames() as client:
+        first, second, third = (client.call(request(bytes([n]))) for n in range(3))
+        assert client.answer(third).reset == frames.REFUSED_STREAM
+        for stream in (first, second):
+            worker.echo(worker.next())
+            assert client.answer(stream).status == 0
+
+
+def test_too_many_connections() -> None:
+    with serving(grpc={"max_connections": 1}) as (front, (worker,)), front.frames() as client:
+        assert echoed(client, worker, client.call(request(b"\1"))) == b"\1"
+        with front.frames() as other:
+            assert other.ends()
+
+
+def test_silence_is_ended() -> None:
+    """A connection that does not open, and half a message that does not go on."""
+    with serving(grpc={"head_timeout": 0.1, "body_timeout": 0.1}) as (front, _):
+        with FrameClient(front.port, hello=False) as silent:
+            assert silent.ends()
+        with front.frames() as client:
+            stream = client.open()
+            client.data(stream, prefixed(request())[:7])
+            assert "did not arrive within 0.1 s" in client.answer(stream).text
+
+
+def test_stop_finishes_what_was_begun() -> None:
+    with serving() as (front, (worker,)), front.frames() as client, front.frames() as idle:
+        stream = client.call(request(b"\1"))
+        sent = worker.next()
+        front.stop(30)
+        assert idle.ends()
+        assert idle.goaways[0][1] == frames.NO_ERROR
+        worker.echo(sent)
+        assert client.answer(stream).values == b"\1"
+        assert client.ends()
+        assert front.process.wait(30) == 0
+
+
+def test_stop_cuts_what_does_not_end() -> None:
+    with serving() as (front, (worker,)), front.frames() as client:
+        client.call(request())
+        worker.next()
+        front.stop(0.2)
+        assert client.ends()
+        assert front.process.wait(30) == 0
