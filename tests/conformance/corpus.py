@@ -47,6 +47,12 @@ GROUPS = (
     "settings_trace",
     "shm_admin",
     "shm_infer",
+    "grpc_api",
+    "grpc_datatypes",
+    "grpc_infer",
+    "grpc_params",
+    "grpc_classification",
+    "grpc_stream",
     "profile_none",
     "profile_restricted",
 )
@@ -162,8 +168,6 @@ def is_left_for_later(case: Case) -> str | None:
     """Why a case cannot be replayed yet: what it needs; None when it can be."""
     texts = []
     for step in _steps(case.get("steps", [case])):
-        if "rpc" in step:
-            return "needs gRPC"
         if step.get("port") == "metrics":
             return "needs the metrics endpoint"
         if "only_names" in step:

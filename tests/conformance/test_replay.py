@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +33,8 @@ class Replay:
     def __init__(self, folders: pytest.TempPathFactory, running: contextlib.ExitStack) -> None:
         self._folders = folders
         self._running = running
-        self._daemons: dict[str, DaemonProcess] = {}
+        #: Profile -> the replayer, at its daemon.
+        self._runners: dict[str, Any] = {}
         #: Cases that were replayed -> lines that no rule excuses.
         self.outcomes: dict[str, list[str]] = {}
         self.rules_used: set[str] = set()
@@ -42,10 +44,9 @@ class Replay:
     def differences(self, case: corpus.Case) -> list[str]:
         """Replays a case. Returns how its answers differ, without what the rules of docs/protocol.md excuse."""
         profile = case.get("profile", "main")
-        if profile not in self._daemons:
-            self._daemons[profile] = self._start(profile)
-        replayer = corpus.replayer()
-        runner = replayer.Runner(self._daemons[profile].url, None)
+        if profile not in self._runners:
+            self._runners[profile] = self._start(profile)
+        replayer, runner = corpus.replayer(), self._runners[profile]
         with _alone_on_shared_memory() if corpus.touches_shared_memory(case) else contextlib.nullcontext():
             answers = runner.run(case)
         steps = replayer.steps_of(case)
@@ -61,13 +62,15 @@ class Replay:
         self.outcomes[case["id"]] = left
         return left
 
-    def _start(self, profile: str) -> DaemonProcess:
+    def _start(self, profile: str) -> Any:
         assert corpus.FOLDER is not None
         folder, models = self._folders.mktemp(profile), corpus.FOLDER / "models"
         daemon = DaemonProcess(folder, [models], arguments=corpus.arguments(profile))
         self._running.enter_context(daemon)
         daemon.wait_log(r"supervisor\W+ready: ")
-        return daemon
+        runner = corpus.replayer().Runner(daemon.url, daemon.grpc_url)
+        self._running.callback(runner.grpc.chan.close)
+        return runner
 
 
 @contextlib.contextmanager
