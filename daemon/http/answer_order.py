@@ -1,0 +1,216 @@
+"""The outgoing half of a connection: answers in the order of their requests, refusals, and the end.
+
+Requests of one connection are answered in their order, whichever way each goes:
+
+    _order   [ active | next | next ]     an Exchange (infer, short way) or uvicorn's cycle (everything else, through Starlette)
+
+A refusal is the last answer: what comes behind it is thrown away. ``protocol`` is the incoming half.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import Any, ClassVar
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from daemon.http.deadlines import Deadlines, Late
+from daemon.http.direct_body import DirectBody
+from daemon.http.exchange import Exchange, Serving
+from daemon.http.response_codec import CLOSE, Buffer, error_response
+
+
+class AnswerOrder(HttpToolsProtocol):
+    """Base of a connection. Who receives appends to ``_order`` and says in ``_receiving`` whose body is arriving."""
+
+    serving: ClassVar[Serving]
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._order: deque[Exchange | RequestResponseCycle] = deque()
+        #: The exchange or cycle whose body is arriving.
+        self._receiving: Exchange | RequestResponseCycle | None = None
+        #: The one whose answer ends the connection because the server stops.
+        self._ends_with: Exchange | RequestResponseCycle | None = None
+        #: Exchanges whose answers are partly in the transport's buffer.
+        self._unwritten: list[Exchange] = []
+        self._write_paused = False
+        #: The body that is arriving has no place yet.
+        self._body_waits = False
+        self._closing = False
+        self._refusal: bytes | None = None
+        #: The client has ended its sending side.
+        self._ended = False
+        #: Reads the body that is arriving past this object.
+        self._direct: DirectBody | None = None
+        self._times = Deadlines(time.monotonic())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for exchange in {*self._order, *self._unwritten}:
+            if isinstance(exchange, Exchange):
+                exchange.abandon()
+            else:
+                exchange.disconnected = True
+                exchange.message_event.set()
+        self._order.clear()
+        self._unwritten.clear()
+        self._receiving = None
+        self.cycle = None  # type: ignore[assignment]
+        super().connection_lost(exc)
+
+    # ------------------------------------------------------------------------------------------------ answers
+
+    def _write_answer(self, pieces: list[Buffer]) -> bool:
+        """True when nothing of it is left in the transport's buffer."""
+        if len(pieces) == 1:
+            self.transport.write(pieces[0])
+        else:
+            self.transport.writelines(pieces)
+        if self._write_paused:
+            active = self._order[0]
+            assert isinstance(active, Exchange)
+            self._unwritten.append(active)
+        return not self._write_paused
+
+    def _answered(self) -> None:
+        """The active request has its answer: the next one's turn."""
+        self.server_state.total_requests += 1
+        answered = self._order.popleft()
+        if not answered.keep_alive or self.transport.is_closing():
+            if not self.transport.is_closing():
+                self._hang_up()
+            return
+        if self._order:
+            following = self._order[0]
+            if isinstance(following, Exchange):
+                if following is self._receiving and self.expect_100_continue:
+                    self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                self._steer_reading()
+                following.take_turn()
+            else:
+                self._start_asgi_task(following, self.app)
+            return
+        if self._refusal is not None:
+            self._write_refusal()
+            return
+        self._times.idle_since = time.monotonic() if not self._times.head_since else 0.0
+        if not self._write_paused:
+            self.flow.resume_reading()
+
+    def pause_writing(self) -> None:
+        self._write_paused = True
+        self._times.stalled_since = time.monotonic()
+        # A client that does not take its answers gets no more of its requests read.
+        self.flow.pause_reading()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._write_paused = False
+        self._times.stalled_since = 0.0
+        unwritten, self._unwritten = self._unwritten, []
+        for exchange in unwritten:
+            exchange.written()
+        super().resume_writing()
+        if not self._closing:
+            self._steer_reading()
+
+    def _pause_reading(self, pause: bool) -> None:
+        self._body_waits = pause
+        self._steer_reading()
+
+    def _steer_reading(self) -> None:
+        """Reads while a body arrives, or nothing waits for its answer; not while the client or the arena is full."""
+        if self._write_paused or self._body_waits:
+            self.flow.pause_reading()
+        elif isinstance(self._receiving, Exchange) or not self._order:
+            self.flow.resume_reading()
+
+    # ------------------------------------------------------------------------------------------------ refusals
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answers after everything that came before, then hangs up. What still arrives is thrown away."""
+        self._closing = True
+        self._refusal = error_response(status, message, CLOSE)
+        if self._direct is not None:
+            # Before the lease that it fills is given back.
+            self._direct.stop(self._ended)
+            self._direct = None
+        receiving, self._receiving = self._receiving, None
+        if receiving is not None and receiving in self._order:
+            self._order.remove(receiving)
+            if isinstance(receiving, Exchange):
+                receiving.abandon()
+            else:
+                receiving.disconnected = True
+                receiving.message_event.set()
+        if not self._order:
+            self._write_refusal()
+
+    def _write_refusal(self) -> None:
+        if self._refusal is not None and not self.transport.is_closing():
+            self.transport.write(self._refusal)
+            self._refusal = None
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Ends our side; the client may still be sending, and must not be reset before it has read the answer."""
+        self._closing = True
+        if self._ended or (self._receiving is None and not self._linger_needed()):
+            self.transport.close()
+            return
+        self._times.linger_since = time.monotonic()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+
+    def _linger_needed(self) -> bool:
+        return self._times.body_since > 0 or self._times.head_since > 0
+
+    # ------------------------------------------------------------------------------------------------- the end
+
+    def check(self, now: float) -> None:
+        """Ends what has waited too long; called about once a second by the server."""
+        http, times = self.serving.options.http, self._times
+        match times.late(http, now, self.transport.get_write_buffer_size(), self._closing):
+            case None:
+                pass
+            case Late.HEAD:
+                self._refuse(408, f"the request line and headers were not whole within {http.head_timeout:g} s")
+            case Late.BODY:
+                self._refuse(408, f"the request body was not whole within {http.body_timeout:g} s")
+            case Late.IDLE if self._order:
+                pass
+            case _:
+                self.transport.abort()
+
+    def shutdown(self) -> None:
+        """The server stops: an idle connection closes, a busy one after its last answer."""
+        if self.idle:
+            self.transport.close()
+        else:
+            self.announce_end()
+
+    def announce_end(self) -> None:
+        """The last answer says that there will be no more; not those before it: what the client sent ahead is answered."""
+        last = self._order[-1] if self._order else None
+        if last is None or not last.keep_alive:
+            return
+        if self._ends_with is not None:
+            self._ends_with.keep_alive = True
+        last.keep_alive = False
+        self._ends_with = last
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is under way."""
+        return not self._order and not self._times.head_since
