@@ -33,6 +33,9 @@ from shm.messages import (
 EXTENSIONS = (
     "classification",
     "model_repository",
+    # Nothing depends on another model here, so it asks for nothing.
+    "model_repository(unload_dependents)",
+    "schedule_policy",
     "model_configuration",
     "system_shared_memory",
     "cuda_shared_memory",
@@ -42,6 +45,9 @@ EXTENSIONS = (
     "logging",
 )
 _INT64 = (1 << 63) - 1
+#: Files of one load request, and their bytes together: they travel in one record to the supervisor.
+MAX_FILES = 256
+MAX_FILES_BYTE_SIZE = 128 << 20
 
 
 class Endpoints:
@@ -53,6 +59,8 @@ class Endpoints:
         self._name = options.server_name
         self._version = importlib.metadata.version("tensord")
         self._strict = options.repository.strict_readiness
+        #: Of a request that carries files.
+        self.max_body_byte_size = options.http.max_body_byte_size
         #: Told to stop: not ready any more.
         self.stopping = False
 
@@ -107,7 +115,10 @@ class Endpoints:
         return await self._calls.ask(RepositoryIndex(ready))
 
     async def load(self, model: str, parameters: Mapping[str, Any]) -> None:
-        """Loads a model; ``parameters``: ``config`` (JSON text) and ``file:<version>/<name>`` (bytes). Raises ServingError."""
+        """Loads a model; ``parameters``: ``config`` (JSON text) and ``file:<version>/<name>`` (bytes). Raises ServingError.
+
+        With files the model consists of nothing else, so they need a ``config``.
+        """
         config, files = "", {}
         for key, value in sorted(parameters.items()):
             if key == "config":
@@ -119,7 +130,13 @@ class Endpoints:
             elif not isinstance(value, bytes):
                 raise InvalidArgument(f"load parameter '{key}' should be the bytes of a file")
             else:
-                files[key] = value
+                files[key.removeprefix("file:")] = value
+        total = sum(map(len, files.values()))
+        if len(files) > MAX_FILES or total > MAX_FILES_BYTE_SIZE:
+            raise InvalidArgument(
+                f"failed to load '{model}': {len(files)} files of {total} bytes together are given, "
+                f"at most {MAX_FILES} of {MAX_FILES_BYTE_SIZE} are allowed"
+            )
         await self._calls.ask(LoadModel(model, config, files))
 
     async def unload(self, model: str, parameters: Mapping[str, Any]) -> None:
@@ -131,14 +148,13 @@ class Endpoints:
 
     # ----------------------------------------------------------------------------------------------- regions
 
-    async def register_system(self, name: str, key: str, offset: Any, byte_size: Any) -> None:
-        """Registers part of a POSIX object; the numbers are checked here. Raises ServingError."""
-        for field, value in (("offset", offset), ("byte_size", byte_size)):
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _INT64:
-                raise InvalidArgument(
-                    f"failed to register shared memory region '{name}': "
-                    f"'{field}' should be an unsigned integer, got {value!r:.40}"
-                )
+    async def register_system(self, name: str, key: str, offset: int, byte_size: int) -> None:
+        """Registers part of a POSIX object; the numbers are unsigned. Raises ServingError."""
+        if offset > _INT64 or byte_size > _INT64:
+            raise InvalidArgument(
+                f"failed to register shared memory region '{name}': offset {offset} and byte_size {byte_size} "
+                f"are beyond {_INT64}"
+            )
         await self._calls.ask(RegisterSystemRegion(name, key, offset, byte_size))
 
     async def register_cuda(self, name: str, raw_handle: bytes, device_id: int, byte_size: int) -> None:

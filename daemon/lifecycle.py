@@ -340,6 +340,11 @@ class Lifecycle:
         versions = self.models[name].versions if name in self.models else {}
         return any(v.state is VersionState.READY for n, v in versions.items() if number in (0, n))
 
+    def folders(self, name: str) -> set[str]:
+        """The model folders that versions of that name are served from, or are being loaded from or unloaded."""
+        versions = self.models[name].versions.values() if name in self.models else ()
+        return {v.load.model_path for v in versions if v.wanted or v.ready or v.loading or v.unloading}
+
     def ready_models(self) -> dict[str, list[int]]:
         """READY versions by name."""
         found = {

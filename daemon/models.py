@@ -1,7 +1,7 @@
 """Operations on models: what clients, the start and a reload ask for, carried out through the lifecycle's instructions.
 
 Files are read off the loop; decisions are ``daemon.lifecycle``'s. A configuration that a client gave with a load stays in force
-for later plain loads, until the model's files change.
+for later plain loads, until the model's files change. Files that a client gave are the model until the next load or unload.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Protocol
 
 from config.options import Repository
 from daemon import lifecycle, repository
+from daemon.given_models import GivenModels
 from daemon.lifecycle import Instruction, Lifecycle, Publish, Send, Settled
 from daemon.repository import FoundModel
-from shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
+from shm.errors import Internal, InvalidArgument, ServingError, Unavailable
 from shm.messages import Loaded, LoadModel, ModelGone, ModelState, Record
 
 _log = logging.getLogger(__name__)
@@ -37,7 +38,10 @@ class Models:
     """Owns the lifecycle. ``workers`` is the supervisor's live table; ``publish`` reaches every front."""
 
     def __init__(
-        self, options: Repository, workers: Mapping[int, Peer], publish: Callable[[ModelState | ModelGone], None]
+        self,
+        options: Repository,
+        workers: Mapping[int, Peer],
+        publish: Callable[[ModelState | ModelGone], None],
     ) -> None:
         self._options = options
         self._workers = workers
@@ -51,37 +55,80 @@ class Models:
         self._waiting: dict[int, asyncio.Future[str]] = {}
         #: name -> (fingerprint of the files it was given for, configuration in JSON).
         self._overrides: dict[str, tuple[str, str]] = {}
+        self._given = GivenModels()
+        #: name -> folders of given files: one may be served, others are coming or going.
+        self._given_folders: dict[str, list[Path]] = {}
+        #: Those whose load is not over.
+        self._coming: set[Path] = set()
 
     # --------------------------------------------------------------------------------------------- clients' operations
 
     async def load(self, request: LoadModel) -> None:
         """Loads or reloads a model by name and waits for the outcome.
 
-        Raises: Unavailable: not in explicit mode.  Internal, InvalidArgument: Triton's sentences.  Unsupported: files.
+        Raises: Unavailable: not in explicit mode.  Internal, InvalidArgument: Triton's sentences.
         """
         self._only_explicit()
         name = request.name
         if request.files:
-            raise Unsupported(f"failed to load '{name}': version files in a load request are not supported yet")
-        found = await asyncio.to_thread(self._poll, name)
-        if not found.error and request.config:
-            found = await asyncio.to_thread(self._override, found, request.config)
-        elif not found.error and name in self._overrides:
-            fingerprint, config = self._overrides[name]
-            if fingerprint == found.fingerprint:
-                found = await asyncio.to_thread(repository.override, found, config)
-            else:
-                del self._overrides[name]
-        if found.error:
-            _log.error("model '%s' cannot be polled: %s", name, found.error)
-            raise Internal(lifecycle.poll_error([name]))
-        if error := await self._bring(found):
-            raise InvalidArgument(error)
+            found = await self._give(request)
+        else:
+            found = await asyncio.to_thread(self._poll, name)
+            if not found.error and request.config:
+                found = await asyncio.to_thread(self._override, found, request.config)
+            elif not found.error and name in self._overrides:
+                fingerprint, config = self._overrides[name]
+                if fingerprint == found.fingerprint:
+                    found = await asyncio.to_thread(repository.override, found, config)
+                else:
+                    del self._overrides[name]
+        try:
+            if found.error:
+                _log.error("model '%s' cannot be polled: %s", name, found.error)
+                raise Internal(lifecycle.poll_error([name]))
+            if error := await self._bring(found):
+                raise InvalidArgument(error)
+        finally:
+            self._coming.discard(found.path)
+            self._drop_unused(name)
+
+    async def _give(self, request: LoadModel) -> FoundModel:
+        """The model that consists of the request's files, in a folder of its own."""
+        name = request.name
+        try:
+            if not repository.NAME.fullmatch(name) or not request.config:
+                raise InvalidArgument("files without a configuration, or for a name that no model can have")
+            folder = await asyncio.to_thread(self._given.keep, name, request.files)
+        except InvalidArgument as error:
+            return FoundModel(name, Path(), error=error.message)
+        except OSError as error:
+            return FoundModel(name, Path(), error=f"its files cannot be kept: {error.strerror}")
+        self._coming.add(folder)
+        self._given_folders.setdefault(name, []).append(folder)
+        return await asyncio.to_thread(_overridden, FoundModel(name, folder), request.config)
+
+    def _drop_unused(self, name: str) -> None:
+        """Removes folders of given files that no version of that name needs any more."""
+        folders = self._given_folders.pop(name, [])
+        needed = self.lifecycle.folders(name)
+        kept = [folder for folder in folders if str(folder) in needed or folder in self._coming]
+        if kept:
+            self._given_folders[name] = kept
+        for folder in folders:
+            if folder not in kept:
+                asyncio.get_running_loop().run_in_executor(None, self._given.drop, folder)
 
     def unload(self, name: str) -> None:
         """Begins to take a model away; unknown names are no error. Raises Unavailable: not in explicit mode."""
         self._only_explicit()
-        self._begin(self.lifecycle.unload(name, self._token()))
+        token = self._token()
+        gone = self._waiting[token] = asyncio.get_running_loop().create_future()
+        gone.add_done_callback(lambda _: self._drop_unused(name))
+        self._begin(self.lifecycle.unload(name, token))
+
+    def close(self) -> None:
+        """Removes the files that clients gave; to be called when no worker runs."""
+        self._given.close()
 
     async def index(self, ready: bool) -> list[dict[str, str]]:
         """The repository index, with what lies in the folders now."""
@@ -94,11 +141,9 @@ class Models:
             raise Unavailable("explicit model load / unload is not allowed if polling is enabled")
 
     def _override(self, found: FoundModel, config: str) -> FoundModel:
-        try:
-            overridden = repository.override(found, config)
-        except ServingError as error:
-            return FoundModel(found.name, found.path, error=error.message)
-        self._overrides[found.name] = (found.fingerprint, config)
+        overridden = _overridden(found, config)
+        if not overridden.error:
+            self._overrides[found.name] = (found.fingerprint, config)
         return overridden
 
     def _poll(self, name: str) -> FoundModel:
@@ -208,3 +253,10 @@ class Models:
 
     def _paths(self) -> list[Path]:
         return [Path(path) for path in self._options.paths]
+
+
+def _overridden(found: FoundModel, config: str) -> FoundModel:
+    try:
+        return repository.override(found, config)
+    except ServingError as error:
+        return FoundModel(found.name, found.path, error=error.message)

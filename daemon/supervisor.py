@@ -151,6 +151,7 @@ class Supervisor:
             self.phase = Phase.STOPPING
             await self._bury()
             control.close()
+            self._models.close()
             self._regions.close()
             self._notifier.close()
             for listener in self._listeners.values():

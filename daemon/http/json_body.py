@@ -8,25 +8,16 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from daemon.http import control_fields
 from daemon.http.whole_body import read_body
-from shm.errors import InvalidArgument
 
 #: What a control request may bring.
 MAX_BODY = 1 << 20
 
 
-async def fields(request: Request) -> dict[str, Any]:
-    """The JSON object of a control request; an empty body is an empty object. Raises InvalidArgument."""
-    body = await read_body(request, MAX_BODY)
-    if not body.strip():
-        return {}
-    try:
-        value = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidArgument(f"failed to parse the request JSON buffer: {error}") from error
-    if not isinstance(value, dict):
-        raise InvalidArgument("failed to parse the request JSON buffer: an object is expected")
-    return value
+async def fields(request: Request, required: bool = False) -> dict[str, Any]:
+    """The fields of a control request, as ``control_fields.read`` has them. Raises InvalidArgument."""
+    return control_fields.read(await read_body(request, MAX_BODY), required)
 
 
 def answer(value: Any, status: int = 200) -> Response:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -19,13 +18,14 @@ from starlette.routing import Route
 
 from daemon.access import Access, Rule
 from daemon.endpoints import Endpoints
-from daemon.http import json_body
+from daemon.http import control_fields, json_body
 from daemon.http.cuda_registration import cuda_registration
 from daemon.http.generate import Generation
 from daemon.http.settings_routes import SettingsRoutes
+from daemon.http.whole_body import read_body
 from daemon.model_table import parse_version
 from daemon.status import http_status
-from shm.errors import InvalidArgument, NotFound, ServingError
+from shm.errors import InvalidArgument, NotFound, ServingError, Unsupported
 
 Handler = Callable[[Request], Awaitable[Response]]
 Endpoint = tuple[str, str, Handler, str]
@@ -52,6 +52,8 @@ class Routes:
             ("POST", f"{repository}/index", self.index, "RepositoryIndex"),
             ("POST", f"{repository}/models/{{model}}/load", self.load, "RepositoryModelLoad"),
             ("POST", f"{repository}/models/{{model}}/unload", self.unload, "RepositoryModelUnload"),
+            ("POST", f"{repository}/{{repository}}/models/{{model}}/load", self.named_repository, "RepositoryModelLoad"),
+            ("POST", f"{repository}/{{repository}}/models/{{model}}/unload", self.named_repository, "RepositoryModelUnload"),
             ("GET", "/v2/logging", settings.log_settings, "LogSettings"),
             ("POST", "/v2/logging", settings.change_log_settings, "LogSettings"),
         ]
@@ -68,6 +70,7 @@ class Routes:
         for kind, register in (("System", self.register), ("Cuda", self.register_cuda)):
             regions = f"/v2/{kind.lower()}sharedmemory"
             table.append(("POST", f"{regions}/region/{{region}}/register", register, f"{kind}SharedMemoryRegister"))
+            table.append(("POST", f"{regions}/register", self.register_nameless, f"{kind}SharedMemoryRegister"))
             for prefix in (regions, f"{regions}/region/{{region}}"):
                 table += [
                     ("GET", f"{prefix}/status", self.region_status, f"{kind}SharedMemoryStatus"),
@@ -108,11 +111,12 @@ class Routes:
         return json_body.answer(self._endpoints.server_metadata())
 
     async def model_ready(self, request: Request) -> Response:
+        _check_version_text(request)
         try:
-            model, version = _target(request)
+            ready = self._endpoints.model_is_ready(*_target(request))
         except NotFound:
-            model, version = "", 0
-        if self._endpoints.model_is_ready(model, version):
+            ready = False
+        if ready:
             return Response()
         return json_body.answer({"error": "Model version not ready"}, 400)
 
@@ -139,12 +143,16 @@ class Routes:
     # -------------------------------------------------------------------------------------------- repository
 
     async def index(self, request: Request) -> Response:
-        fields = await json_body.fields(request)
-        return json_body.answer(await self._endpoints.index(bool(fields.get("ready", False))))
+        ready = control_fields.boolean((await json_body.fields(request)).get("ready", False))
+        return json_body.answer(await self._endpoints.index(ready))
 
     async def load(self, request: Request) -> Response:
-        parameters = _parameters(await json_body.fields(request))
-        parameters |= {key: _base64(key, value) for key, value in parameters.items() if key.startswith("file:")}
+        # The one control request that carries files.
+        body = await read_body(request, self._endpoints.max_body_byte_size)
+        parameters = _parameters(control_fields.read(body))
+        for key, value in parameters.items():
+            if key.startswith("file:"):
+                parameters[key] = control_fields.base64_content(key, value)
         await self._endpoints.load(request.path_params["model"], parameters)
         return Response()
 
@@ -152,18 +160,24 @@ class Routes:
         await self._endpoints.unload(request.path_params["model"], _parameters(await json_body.fields(request)))
         return Response()
 
+    async def named_repository(self, request: Request) -> Response:
+        raise Unsupported("'repository_name' specification is not supported")
+
     # ----------------------------------------------------------------------------------------------- regions
 
     async def register(self, request: Request) -> Response:
-        fields = await json_body.fields(request)
-        key = fields.get("key")
-        if not isinstance(key, str):
+        fields = await json_body.fields(request, required=True)
+        if "key" not in fields:
             raise InvalidArgument("Shared memory register request has no 'key' field")
+        key, offset = control_fields.text(fields["key"]), control_fields.unsigned(fields.get("offset", 0))
         if "byte_size" not in fields:
             raise InvalidArgument("Shared memory register request has no 'byte_size' field")
-        name = request.path_params["region"]
-        await self._endpoints.register_system(name, key, fields.get("offset", 0), fields["byte_size"])
+        byte_size = control_fields.unsigned(fields["byte_size"])
+        await self._endpoints.register_system(request.path_params["region"], key, offset, byte_size)
         return Response()
+
+    async def register_nameless(self, request: Request) -> Response:
+        raise InvalidArgument(f"'region name' is necessary to register {_kind(request)} shared memory region")
 
     async def register_cuda(self, request: Request) -> Response:
         registration = cuda_registration(await json_body.fields(request))
@@ -198,9 +212,15 @@ def _target(request: Request) -> tuple[str, int]:
     text = request.path_params.get("version")
     if text is None:
         return model, 0
+    _check_version_text(request)
+    return model, parse_version(model, text)
+
+
+def _check_version_text(request: Request) -> None:
+    """Raises NotFound: what is no number is no version's path."""
+    text = request.path_params.get("version", "0")
     if not (text.isascii() and text.isdigit()):
         raise NotFound("Not Found")
-    return model, parse_version(model, text)
 
 
 def _kind(request: Request) -> str:
@@ -208,18 +228,9 @@ def _kind(request: Request) -> str:
 
 
 def _parameters(fields: dict[str, Any]) -> dict[str, Any]:
-    parameters = fields.get("parameters", {})
-    if not isinstance(parameters, dict):
-        raise InvalidArgument("'parameters' should be an object")
-    return parameters
+    return control_fields.members(fields.get("parameters", {}))
 
 
-def _base64(key: str, value: Any) -> bytes:
-    try:
-        content: bytes = msgspec.convert(value, bytes)
-    except msgspec.ValidationError as error:
-        raise InvalidArgument(f"load parameter '{key}' should be base64 text") from error
-    return content
 
 
 async def _serving_error(request: Request, error: Exception) -> Response:

@@ -9,10 +9,10 @@ import pytest
 from config.options import Options, Repository
 from daemon.calls import Calls
 from daemon.connection import Connection
-from daemon.endpoints import Endpoints
+from daemon.endpoints import MAX_FILES, MAX_FILES_BYTE_SIZE, Endpoints
 from daemon.model_table import ModelTable
 from shm.channel import Channel, pair
-from shm.errors import InvalidArgument, ServingError
+from shm.errors import InvalidArgument
 from shm.messages import ModelState, ToFront, decoder
 
 
@@ -82,7 +82,13 @@ async def test_load_parameters_that_are_refused(
     assert caught.value.message == text
 
 
-@pytest.mark.parametrize("number", [-1, 1 << 63, "1", True, 1.0])
-async def test_region_numbers_that_are_refused(connection: Connection, number: object) -> None:
-    with pytest.raises(ServingError, match="'offset' should be an unsigned integer"):
-        await endpoints(connection).register_system("r", "/k", number, 1)
+@pytest.mark.parametrize("numbers", [(1 << 63, 1), (0, 1 << 63)])
+async def test_region_numbers_that_are_refused(connection: Connection, numbers: tuple[int, int]) -> None:
+    with pytest.raises(InvalidArgument, match="failed to register shared memory region 'r': offset"):
+        await endpoints(connection).register_system("r", "/k", *numbers)
+
+
+async def test_files_are_bounded(connection: Connection) -> None:
+    for files in ({f"file:1/{n}": b"" for n in range(MAX_FILES + 1)}, {"file:1/x": bytes(MAX_FILES_BYTE_SIZE + 1)}):
+        with pytest.raises(InvalidArgument, match=f"{len(files)} files of .* at most {MAX_FILES} of"):
+            await endpoints(connection).load("m", {"config": "{}", **files})

@@ -11,9 +11,11 @@ import pytest
 from config import model_config
 from config.options import Repository
 from daemon.models import Models
-from shm.errors import Internal, Unsupported
+from shm.errors import Internal
 from shm.messages import Load, Loaded, LoadModel, ModelGone, ModelState, Record, Unload
 from tests.daemon.fake_daemon import write_model
+
+SOURCE = b"def create(path, config, device): ...\n"
 
 
 class ObedientWorker:
@@ -66,12 +68,60 @@ async def test_an_override_stays_until_the_files_change(tmp_path: Path) -> None:
 async def test_refusals(tmp_path: Path) -> None:
     write_model(tmp_path, "m")
     models, worker, _ = serving(tmp_path)
-    with pytest.raises(Unsupported, match="version files"):
-        await models.load(LoadModel("m", config="{}", files={"1/model.py": b""}))
     for name in ("", ".", "..", "a/b", "/etc", "nope"):
+        for given in ({}, {"1/model.py": SOURCE}):
+            with pytest.raises(Internal, match="failed to poll from model repository"):
+                await models.load(LoadModel(name, files=given))
+            if name != "nope":
+                with pytest.raises(Internal, match="failed to poll from model repository"):
+                    await models.load(LoadModel(name, config="{}", files=given))
+    for path in ("../../x/model.py", "/x", "1/../../x"):
         with pytest.raises(Internal, match="failed to poll from model repository"):
-            await models.load(LoadModel(name))
+            await models.load(LoadModel("m", config="{}", files={path: SOURCE}))
     assert not worker.loads
+
+
+async def settled(models: Models) -> None:
+    """Folders are removed in other threads."""
+    await asyncio.get_running_loop().shutdown_default_executor()
+
+
+async def test_given_files_are_the_model_until_the_next_load(tmp_path: Path) -> None:
+    write_model(tmp_path, "m")
+    models, worker, _ = serving(tmp_path)
+    files = {"2/model.py": SOURCE, "4/model.py": SOURCE}
+    await models.load(LoadModel("m", config='{"version_policy": {"all": {}}}', files=files))
+    given = Path(worker.loads[0].model_path)
+    assert [load.version for load in worker.loads] == [2, 4]
+    assert (given.name, (given / "4" / "model.py").read_bytes()) == ("m", SOURCE)
+    assert [entry["version"] for entry in await models.index(True)] == ["2", "4"]
+    await models.load(LoadModel("m"))
+    assert Path(worker.loads[2].model_path) == tmp_path / "m"
+    await settled(models)
+    assert not given.exists()
+    models.close()
+
+
+async def test_given_files_go_with_their_model(tmp_path: Path) -> None:
+    """A name that is in no repository, replaced by a second gift, refused a third, and unloaded."""
+    models, worker, _ = serving(tmp_path)
+    for _ in range(2):
+        await models.load(LoadModel("late", config="{}", files={"1/model.py": SOURCE}))
+    first, second = (Path(load.model_path) for load in worker.loads)
+    with pytest.raises(Internal):
+        await models.load(LoadModel("late", config='{"no": 1}', files={"1/model.py": SOURCE}))
+    with pytest.raises(Internal):
+        await models.load(LoadModel("late"))
+    assert second.exists()
+    models.unload("late")
+    while models.lifecycle.folders("late"):
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await settled(models)
+    assert [first.exists(), second.exists()] == [False, False]
+    assert list(second.parent.parent.iterdir()) == []
+    models.close()
+    assert not second.parent.parent.exists()
 
 
 async def test_a_refused_model_heals(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ REGIONS = "/v2/systemsharedmemory"
         ("POST", INDEX, b'{"ready":true}', RepositoryIndex(True)),
         ("POST", LOAD, b"", LoadModel("a b")),
         ("POST", LOAD, b'{"parameters":{"config":"{}"}}', LoadModel("a b", "{}")),
-        ("POST", LOAD, b'{"parameters":{"file:1/m.py":"YWJj"}}', LoadModel("a b", "", {"file:1/m.py": b"abc"})),
+        ("POST", LOAD, b'{"parameters":{"file:1/m.py":"YWJj"}}', LoadModel("a b", "", {"1/m.py": b"abc"})),
         ("POST", UNLOAD, b"{}", UnloadModel("m")),
         ("POST", UNLOAD, b'{"parameters":{"unload_dependents":true}}', UnloadModel("m", True)),
         (
@@ -174,24 +174,35 @@ def test_what_the_supervisor_is_asked(
     ("path", "body", "text"),
     [
         (INDEX, b"{", "failed to parse the request JSON buffer"),
-        (INDEX, b"[]", "failed to parse the request JSON buffer"),
+        (INDEX, b'{"ready":1}', "attempt to access JSON non-boolean as boolean"),
         (INDEX, b"\xff", "failed to parse the request JSON buffer"),
         (INDEX, b'{"a":"\xff"}', "failed to parse the request JSON buffer"),
         (INDEX, b"[" * 100_000, "failed to parse the request JSON buffer"),
-        (LOAD, b'{"parameters":[]}', "'parameters' should be an object"),
+        (LOAD, b'{"parameters":[]}', "attempt to get members for non-object"),
         (LOAD, b'{"parameters":{"config":{}}}', "'config' should be a string"),
         (LOAD, b'{"parameters":{"file:a":"*"}}', "'file:a' should be base64 text"),
         (LOAD, b'{"parameters":{"x":1}}', "unrecognized load parameter 'x'"),
         (UNLOAD, b'{"parameters":{"unload_dependents":1}}', "'unload_dependents' should be a boolean"),
-        (UNLOAD, b'{"parameters":1}', "'parameters' should be an object"),
-        (f"{REGIONS}/region/r/register", b"{}", "Shared memory register request has no 'key' field"),
+        (UNLOAD, b'{"parameters":1}', "attempt to get members for non-object"),
+        (f"{REGIONS}/register", b"{}", "'region name' is necessary to register system shared memory region"),
+        (f"{REGIONS}/region/r/register", b"", "The document is empty. at 0"),
+        (f"{REGIONS}/region/r/register", b'{"key":5}', "attempt to access JSON non-string as string"),
+        (f"{REGIONS}/region/r/register", b"[]", "Shared memory register request has no 'key' field"),
         (f"{REGIONS}/region/r/register", b'{"key":"k"}', "Shared memory register request has no 'byte_size' field"),
-        (f"{REGIONS}/region/r/register", b'{"key":"k","byte_size":-1}', "'byte_size' should be an unsigned integer"),
-        (f"{REGIONS}/region/r/register", b'{"key":"k","byte_size":1e3}', "'byte_size' should be an unsigned integer"),
+        (
+            f"{REGIONS}/region/r/register",
+            b'{"key":"k","byte_size":-1}',
+            "attempt to access JSON non-unsigned-integer as unsigned-integer",
+        ),
+        (
+            f"{REGIONS}/region/r/register",
+            b'{"key":"k","byte_size":1e3}',
+            "attempt to access JSON non-unsigned-integer as unsigned-integer",
+        ),
         (
             f"{REGIONS}/region/r/register",
             b'{"key":"k","byte_size":1,"offset":true}',
-            "'offset' should be an unsigned integer",
+            "attempt to access JSON non-unsigned-integer as unsigned-integer",
         ),
         (CUDA, b"{}", "Shared memory register request has no 'raw_handle' field"),
         (CUDA, b'{"raw_handle":"AAAA"}', "attempt to access non-existing object member 'b64'"),
@@ -211,6 +222,21 @@ def test_what_the_supervisor_is_asked(
 def test_what_is_refused_before_anybody_is_asked(client: Client, path: str, body: bytes, text: str) -> None:
     answer = ask(client, "POST", path, body)
     assert (answer.status, text in answer.error) == (400, True), answer
+
+
+def test_repositories_have_no_names(client: Client) -> None:
+    for operation in ("load", "unload"):
+        answer = ask(client, "POST", f"/v2/repository/mine/models/m/{operation}", b"{}")
+        assert (answer.status, answer.error) == (501, "'repository_name' specification is not supported")
+
+
+def test_a_load_may_be_larger(client: Client, front: FrontProcess) -> None:
+    """Files travel in it."""
+    content = bytes(3 << 20)
+    given = {"config": "{}", "file:1/model.py": base64.b64encode(content).decode()}
+    send(client, "POST", LOAD, json.dumps({"parameters": given}).encode())
+    assert front.answer_call("", "", b"").operation == LoadModel("a b", "{}", {"1/model.py": content})
+    assert client.answer().status == 200
 
 
 def test_a_body_over_the_limit(client: Client) -> None:

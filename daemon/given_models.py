@@ -1,0 +1,67 @@
+"""Models whose files a client gave with its load request: each lies in a private folder as long as its name is served from there.
+
+    <temporary folder, mode 0700>/<serial>/<model>/<version>/model.py
+
+``keep`` writes, ``drop`` removes; both touch the disk and belong off the event loop. The owner decides which are in use.
+Source: Triton docs/protocol/extension_model_repository.md, "file:<version>/<file-name>".
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from shm.errors import InvalidArgument
+
+#: Every part of a file's path; none may mean anything to a file system.
+_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254}", re.ASCII)
+_MAX_DEPTH = 8
+
+
+class GivenModels:
+    """The folders, all beneath one that is made with the first of them."""
+
+    def __init__(self) -> None:
+        self._root: tempfile.TemporaryDirectory[str] | None = None
+        self._serials = itertools.count(1)
+
+    def keep(self, name: str, files: Mapping[str, bytes]) -> Path:
+        """Writes the files (``<version>/<name>`` -> content) of a model; returns its folder, which has the model's name.
+
+        Raises: InvalidArgument: a path that is none.  OSError: no room. Nothing is left behind.
+        """
+        for path in files:
+            _check(path)
+        if self._root is None:
+            self._root = tempfile.TemporaryDirectory(prefix="tensord-models-")
+        folder = Path(self._root.name, str(next(self._serials)), name)
+        try:
+            for path, content in files.items():
+                file = folder / path
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(content)
+        except BaseException:
+            self.drop(folder)
+            raise
+        return folder
+
+    @staticmethod
+    def drop(folder: Path) -> None:
+        """Removes a folder that ``keep`` returned. Idempotent."""
+        shutil.rmtree(folder.parent, ignore_errors=True)
+
+    def close(self) -> None:
+        """Removes them all."""
+        if self._root is not None:
+            self._root.cleanup()
+            self._root = None
+
+
+def _check(path: str) -> None:
+    parts = path.split("/")
+    if len(parts) > _MAX_DEPTH or not all(_PART.fullmatch(part) for part in parts):
+        raise InvalidArgument(f"'{path[:200]}' is no path of a file in a model: expected <version>/<file-name>")

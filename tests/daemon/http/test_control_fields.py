@@ -1,0 +1,63 @@
+"""Bodies of control requests: what they say, or Triton's sentence about what is wrong with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from daemon.http import control_fields
+from shm.errors import InvalidArgument
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"null", b"5", b'"text"', b"{}", b" {} "])
+def test_bodies_without_fields(body: bytes) -> None:
+    assert control_fields.read(body) == {}
+
+
+def test_fields() -> None:
+    fields = control_fields.read(b'{"a": true, "b": "x", "c": 18446744073709551615, "d": {"e": "AQI="}}', required=True)
+    assert control_fields.boolean(fields["a"]) is True
+    assert control_fields.text(fields["b"]) == "x"
+    assert control_fields.unsigned(fields["c"]) == (1 << 64) - 1
+    assert (
+        control_fields.base64_content("e", control_fields.member(control_fields.members(fields["d"]), "e")) == b"\1\2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "required", "text"),
+    [
+        (b"", True, "The document is empty. at 0"),
+        (b"{", False, "Missing a name for object member. at 1"),
+        (b"\xff", False, "at 0"),
+        (b'{"a":"\xff"}', False, "Invalid encoding in string. at"),
+    ],
+)
+def test_bodies_that_are_refused(body: bytes, required: bool, text: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        control_fields.read(body, required)
+    assert caught.value.message.startswith("failed to parse the request JSON buffer: ")
+    assert text in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("call", "value", "text"),
+    [
+        (control_fields.boolean, 1, "attempt to access JSON non-boolean as boolean"),
+        (control_fields.text, 5, "attempt to access JSON non-string as string"),
+        (control_fields.unsigned, -1, "attempt to access JSON non-unsigned-integer as unsigned-integer"),
+        (control_fields.unsigned, 1.0, "attempt to access JSON non-unsigned-integer as unsigned-integer"),
+        (control_fields.unsigned, True, "attempt to access JSON non-unsigned-integer as unsigned-integer"),
+        (control_fields.unsigned, 1 << 64, "attempt to access JSON non-unsigned-integer as unsigned-integer"),
+        (control_fields.members, [], "attempt to get members for non-object"),
+        (lambda value: control_fields.member(value, "b64"), "AAAA", "non-existing object member 'b64'"),
+        (lambda value: control_fields.base64_content("f", value), "*", "'f' should be base64 text"),
+        (lambda value: control_fields.base64_content("f", value), "é", "'f' should be base64 text"),
+        (lambda value: control_fields.base64_content("f", value), 1, "attempt to access JSON non-string as string"),
+    ],
+)
+def test_fields_that_are_refused(call: Any, value: Any, text: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        call(value)
+    assert text in caught.value.message
