@@ -52,8 +52,6 @@ class Routes:
             ("POST", f"{repository}/index", self.index, "RepositoryIndex"),
             ("POST", f"{repository}/models/{{model}}/load", self.load, "RepositoryModelLoad"),
             ("POST", f"{repository}/models/{{model}}/unload", self.unload, "RepositoryModelUnload"),
-            ("POST", f"{repository}/{{repository}}/models/{{model}}/load", self.named_repository, "RepositoryModelLoad"),
-            ("POST", f"{repository}/{{repository}}/models/{{model}}/unload", self.named_repository, "RepositoryModelUnload"),
             ("GET", "/v2/logging", settings.log_settings, "LogSettings"),
             ("POST", "/v2/logging", settings.change_log_settings, "LogSettings"),
         ]
@@ -70,7 +68,6 @@ class Routes:
         for kind, register in (("System", self.register), ("Cuda", self.register_cuda)):
             regions = f"/v2/{kind.lower()}sharedmemory"
             table.append(("POST", f"{regions}/region/{{region}}/register", register, f"{kind}SharedMemoryRegister"))
-            table.append(("POST", f"{regions}/register", self.register_nameless, f"{kind}SharedMemoryRegister"))
             for prefix in (regions, f"{regions}/region/{{region}}"):
                 table += [
                     ("GET", f"{prefix}/status", self.region_status, f"{kind}SharedMemoryStatus"),
@@ -78,11 +75,22 @@ class Routes:
                 ]
         return table
 
+    def refused(self) -> list[Endpoint]:
+        """As ``table``: paths that lack something, or have too much, and are told so."""
+        repository = "/v2/repository/{repository}/models/{model}"
+        return [
+            ("POST", f"{repository}/load", self.named_repository, "RepositoryModelLoad"),
+            ("POST", f"{repository}/unload", self.named_repository, "RepositoryModelUnload"),
+            ("POST", "/v2/systemsharedmemory/register", self.register_nameless, "SystemSharedMemoryRegister"),
+            ("POST", "/v2/cudasharedmemory/register", self.register_nameless, "CudaSharedMemoryRegister"),
+        ]
+
     def application(self) -> Starlette:
         """The ASGI application."""
         routes = [
-            Route(path, _guarded(method, handler, self._access.rule(call)), methods=[method])
-            for method, path, handler, call in self.table()
+            Route(path, _guarded(method, handler, self._access.rule(call)), methods=[method], include_in_schema=served)
+            for served, table in ((True, self.table()), (False, self.refused()))
+            for method, path, handler, call in table
         ]
         application = Starlette(
             routes=routes,
@@ -229,8 +237,6 @@ def _kind(request: Request) -> str:
 
 def _parameters(fields: dict[str, Any]) -> dict[str, Any]:
     return control_fields.members(fields.get("parameters", {}))
-
-
 
 
 async def _serving_error(request: Request, error: Exception) -> Response:
