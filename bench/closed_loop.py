@@ -25,8 +25,20 @@ class Row:
     name: str
     connections: int
     request: bytes
-    #: The binary part of a right answer.
-    answer: bytes
+    #: The tensor a right answer carries.
+    values: np.ndarray
+    #: It is in the binary part; else it is in the JSON, where each server writes numbers in its own way.
+    binary: bool = True
+
+    def check(self, answer: bytes | bytearray) -> None:
+        """Raises AssertionError: the answer does not carry the tensor."""
+        if self.binary:
+            right = answer.endswith(self.values.tobytes())
+        else:
+            (output,) = json.loads(bytes(answer).partition(b"\r\n\r\n")[2])["outputs"]
+            right = np.array_equal(np.array(output["data"], self.values.dtype), self.values)
+        if not right:
+            raise AssertionError(f"{self.name}: wrong answer: {bytes(answer[:300])!r}")
 
 
 def infer_request(model: str, tensors: list[tuple[str, np.ndarray]], output: str) -> bytes:
@@ -52,17 +64,31 @@ def infer_request(model: str, tensors: list[tuple[str, np.ndarray]], output: str
     ).encode() + body
 
 
+def json_request(model: str, name: str, values: np.ndarray) -> bytes:
+    """A whole HTTP request with its tensor in JSON, as Python clients write numbers; the answer comes as JSON as well."""
+    body = json.dumps(
+        {"inputs": [{"name": name, "datatype": "FP32", "shape": list(values.shape), "data": values.tolist()}]}
+    ).encode()
+    return (
+        f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    )
+
+
 def rows() -> list[Row]:
     """The rows that need no model of ours to know the answer."""
     a, b = np.arange(16, dtype=np.float32).reshape(1, 16), np.full((1, 16), 2, np.float32)
     small = infer_request("addsub", [("INPUT0", a), ("INPUT1", b)], "OUTPUT0")
-    made = [Row(f"small-http-c{n}", n, small, (a + b).tobytes()) for n in (1, 4, 16)]
+    made = [Row(f"small-http-c{n}", n, small, a + b) for n in (1, 4, 16)]
     for name, count in (("1MiB", 1 << 18), ("16MiB", 1 << 22)):
         values = np.arange(count, dtype=np.float32)
-        made.append(
-            Row(f"{name}-http-c1", 1, infer_request("identity", [("INPUT0", values)], "OUTPUT0"), values.tobytes())
-        )
-    return made
+        made.append(Row(f"{name}-http-c1", 1, infer_request("identity", [("INPUT0", values)], "OUTPUT0"), values))
+    return [*made, json_row()]
+
+
+def json_row() -> Row:
+    """A 1 MiB tensor as JSON both ways: about 5 MiB of digits in."""
+    values = np.random.default_rng(0).standard_normal(1 << 18).astype(np.float32)
+    return Row("json-1MiB-http-c1", 1, json_request("identity", "INPUT0", values), values, binary=False)
 
 
 class Connection:
@@ -110,7 +136,10 @@ def connected(address: str, count: int) -> Iterator[tuple[selectors.BaseSelector
 
 
 def measure(address: str, row: Row, seconds: float) -> tuple[float, float, float]:
-    """Answers per second, median and 99th percentile latency in microseconds. Every answer's tensor is compared."""
+    """Answers per second, median and 99th percentile latency in microseconds.
+
+    Every binary answer is compared; of JSON answers the first, and of the others the length, or reading them would be measured.
+    """
     with connected(address, row.connections) as (poll, connections):
         for connection in connections:
             connection.send(row.request)
@@ -119,18 +148,36 @@ def measure(address: str, row: Row, seconds: float) -> tuple[float, float, float
 
 def _run(poll: selectors.BaseSelector, row: Row, seconds: float) -> tuple[float, float, float]:
     latencies: list[float] = []
+    checked_size = 0
     begin = time.perf_counter()
-    while time.perf_counter() - begin < seconds:
+    while time.perf_counter() - begin < seconds or not latencies:
         for key, _ in poll.select(1):
             connection = key.data
             if connection.read():
                 latencies.append(time.perf_counter() - connection.started)
-                if not connection.received.endswith(row.answer):
-                    raise AssertionError(f"{row.name}: wrong answer: {bytes(connection.received[:300])!r}")
+                if row.binary or len(connection.received) != checked_size:
+                    row.check(connection.received)
+                    checked_size = len(connection.received)
                 connection.send(row.request)
     took = time.perf_counter() - begin
     latencies.sort()
     return len(latencies) / took, latencies[len(latencies) // 2] * 1e6, latencies[len(latencies) * 99 // 100] * 1e6
+
+
+def compare(ours: str, peer: str, row: Row, seconds: float, rounds: int) -> None:
+    """Measures both servers in turn and prints the medians and the median ratio, as compare.py does for perf_analyzer's rows."""
+    for address in (ours, peer):
+        measure(address, row, 0.5)
+    pairs = [(measure(ours, row, seconds), measure(peer, row, seconds)) for _ in range(rounds)]
+    rates = [statistics.median(pair[who][0] for pair in pairs) for who in (0, 1)]
+    latencies = [statistics.median(pair[who][1] for pair in pairs) for who in (0, 1)]
+    rate = statistics.median(our[0] / their[0] for our, their in pairs)
+    p50 = statistics.median(our[1] / their[1] for our, their in pairs)
+    print(
+        f"{row.name:24} {rates[0]:9.1f} {rates[1]:9.1f} {rate:7.2f}   {latencies[0]:9.0f} {latencies[1]:9.0f} {p50:6.2f}"
+        "   (our own client)",
+        flush=True,
+    )
 
 
 def report(address: str, seconds: float, rounds: int) -> None:

@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests.cuda_owner import CudaOwner
 from tests.cuda_stub.library import CudaStub
 from tests.daemon_process import DaemonProcess, nothing_left_behind
+
+# No test asserts a time, on a busy machine least of all.
+settings.register_profile("tensord", deadline=None)
+settings.load_profile("tensord")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,10 +1,14 @@
 """The body of an inference request while it arrives: bytes kept aside, or written straight into the request arena.
 
+JSON never goes into the arena: its tensors will need room there, and whoever waits for room must not hold any.
+
 lease    | pad | JSON head | part | part | ...      pad = -head size mod 64, so the first part is 64-byte aligned,
                                                      which is what an executable needs to use it in place
 """
 
 from __future__ import annotations
+
+import numpy as np
 
 from daemon.http.decoded_request import Part
 from shm.arena import Lease
@@ -14,7 +18,7 @@ ALIGNMENT = 64
 
 
 class CollectedBody:
-    """Small bodies, JSON, and bodies of unknown length: chunks in ordinary memory."""
+    """Small bodies, and bodies of unknown length: chunks in ordinary memory."""
 
     __slots__ = ("_first", "_more", "received")
 
@@ -38,6 +42,32 @@ class CollectedBody:
         if self._more is not None:
             self._first, self._more = self._first + self._more, None
         return self._first
+
+
+class TextBody:
+    """A large JSON body of known length, in ordinary memory until it is read. Pages that have not arrived take none."""
+
+    __slots__ = ("_memory", "received")
+
+    def __init__(self, byte_size: int) -> None:
+        self._memory: memoryview = np.empty(byte_size, np.uint8).data
+        self.received = 0
+
+    def write(self, chunk: bytes) -> None:
+        self._memory[self.received : self.received + len(chunk)] = chunk
+        self.received += len(chunk)
+
+    def rest(self) -> memoryview:
+        """As of ``PlacedBody``."""
+        return self._memory[self.received :]
+
+    def advance(self, byte_size: int) -> None:
+        """As of ``PlacedBody``."""
+        self.received += byte_size
+
+    def whole(self) -> memoryview:
+        """Everything received."""
+        return self._memory[: self.received]
 
 
 class PlacedBody:
@@ -80,3 +110,7 @@ class PlacedBody:
             return Inline(bytes(self.lease.view[start : start + part.byte_size]))
         slice_ = self.lease.place
         return Slice(slice_.segment, slice_.offset + start, part.byte_size)
+
+
+#: Where the bytes of a request's body go.
+Body = CollectedBody | TextBody | PlacedBody

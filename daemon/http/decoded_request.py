@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from daemon.http.json_array import JsonArray
 from shm.messages import Parameter, RegionSlice, RequestedOutput
 
 
@@ -15,8 +16,8 @@ class Part:
     byte_size: int
 
 
-#: Where an input's bytes come from: the body, a region, or (as wire bytes) the JSON itself.
-Source = Part | RegionSlice | bytes
+#: Where an input's bytes come from: the body, a region, the JSON (as wire bytes), or an array in the JSON still to be converted.
+Source = Part | RegionSlice | bytes | JsonArray
 
 
 @dataclass(slots=True)

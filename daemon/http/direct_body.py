@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from daemon.http.body import PlacedBody
+from daemon.http.body import PlacedBody, TextBody
 
 
 class Connection(Protocol):
@@ -25,7 +25,7 @@ class Connection(Protocol):
 class DirectBody(asyncio.BufferedProtocol):
     """Stands in for the connection until ``body`` is whole."""
 
-    def __init__(self, connection: Connection, transport: asyncio.Transport, body: PlacedBody) -> None:
+    def __init__(self, connection: Connection, transport: asyncio.Transport, body: PlacedBody | TextBody) -> None:
         self._connection = connection
         self._transport = transport
         self._body = body

@@ -19,8 +19,9 @@ from config.options import Options
 from daemon.access import Rule
 from daemon.forwarding import Forwarding
 from daemon.http import placement, response_codec
-from daemon.http.body import CollectedBody, PlacedBody
+from daemon.http.body import Body, CollectedBody, PlacedBody, TextBody
 from daemon.http.compression import BodyTooLarge, Deflation, Inflation
+from daemon.http.conversions import Conversions, Job
 from daemon.http.decoded_request import DecodedRequest
 from daemon.http.raw_request import decode_raw
 from daemon.http.request_codec import Recognised
@@ -28,14 +29,16 @@ from daemon.model_table import ModelTable
 from daemon.status import http_status
 from daemon.submit import Submitter
 from shm.arena import Lease
-from shm.errors import InvalidArgument, ServingError, Unsupported
+from shm.errors import InvalidArgument, ServingError, Unavailable, Unsupported
 from shm.lane import SubmitterLane
-from shm.messages import Completion, Submit
+from shm.messages import Completion, Submit, Tensor
 
 _log = logging.getLogger(__name__)
 
-#: Bodies up to this size are collected; larger binary ones go straight into the arena.
+#: Bodies up to this size are collected; larger binary ones of known length go straight into the arena.
 COLLECT_BYTE_SIZE = 4096
+#: Larger JSON of known length goes straight into memory of its own.
+COLLECT_JSON_BYTE_SIZE = 64 << 10
 
 
 class Phase(enum.Enum):
@@ -85,6 +88,9 @@ class Serving:
     infer_rule: Rule | None = None
     #: Headers that become parameters; None: none.
     forwarding: Forwarding | None = None
+    conversions: Conversions = field(default_factory=Conversions)
+    #: Bytes of all bodies that are collected in ordinary memory.
+    collected_byte_size: int = 0
     #: Every answer is the last of its connection.
     stopping: bool = False
 
@@ -116,8 +122,13 @@ class Exchange:
         self._my_turn = False
         self._gone = False
         self._whole = False
-        self.body: CollectedBody | PlacedBody = CollectedBody()
+        self.body: Body = CollectedBody()
         self._leases: list[Lease] = []
+        #: The body will be placed, and there is no room for it yet.
+        self._waits_for_room = False
+        #: What of ``Serving.collected_byte_size`` is this body's.
+        self._collected_byte_size = 0
+        self._job: Job | None = None
         self._request_id = 0
         self._decoded: DecodedRequest | None = None
         #: The response lease whose bytes the transport still holds.
@@ -146,8 +157,11 @@ class Exchange:
                 return
             if json_size is not None and length is not None and not 0 <= json_size <= length:
                 raise InvalidArgument(f"inference header size should be in range (0, {length}), got: {json_size}")
-            if json_size is not None and length is not None and length > COLLECT_BYTE_SIZE:
+            if length is not None and json_size is not None and length > COLLECT_BYTE_SIZE:
                 self._borrow(length, json_size)
+            elif length is not None and json_size is None and length > COLLECT_JSON_BYTE_SIZE:
+                self._collect(length)
+                self.body = TextBody(length)
         except ServingError as error:
             self._error = error
 
@@ -159,9 +173,11 @@ class Exchange:
             self._leases.append(lease)
             self.body = PlacedBody(lease, length, json_size)
             return
+        self._waits_for_room = True
         self._pause(True)
 
         def granted(lease: Lease | ServingError) -> None:
+            self._waits_for_room = False
             if isinstance(lease, ServingError):
                 self._error = lease
             elif self._gone:
@@ -171,6 +187,7 @@ class Exchange:
                 self._leases.append(lease)
                 placed = PlacedBody(lease, length, json_size)
                 placed.write(self.body.whole() if isinstance(self.body, CollectedBody) else b"")
+                self._drop_collected()
                 self.body = placed
             self._pause(False)
             self._go_on()
@@ -193,10 +210,34 @@ class Exchange:
             self._inflation.feed(chunk) if self._error is None else self._inflation.skip(chunk)
             if not self._inflating:
                 self._inflate()
-        elif self._error is None:
+            return
+        body, byte_size = self.body, len(chunk)
+        if type(body) is CollectedBody and body.received + byte_size > COLLECT_BYTE_SIZE and self._error is None:
+            try:
+                self._collect(body.received + byte_size - self._collected_byte_size)
+            except ServingError as error:
+                self._error = error
+                self._drop_body()
+                self.body.received = body.received
+        if self._error is None:
             self.body.write(chunk)
         else:
-            self.body.received += len(chunk)
+            self.body.received += byte_size
+
+    def _collect(self, byte_size: int) -> None:
+        """Counts so many bytes more. Raises Unavailable: all connections together would collect too many."""
+        serving, limit = self._serving, self._serving.options.http.max_collected_byte_size
+        if serving.collected_byte_size + byte_size > limit:
+            raise Unavailable(
+                f"{serving.collected_byte_size} bytes of request bodies are being collected and {byte_size} more came, "
+                f"at most {limit} are allowed"
+            )
+        serving.collected_byte_size += byte_size
+        self._collected_byte_size += byte_size
+
+    def _drop_collected(self) -> None:
+        self._serving.collected_byte_size -= self._collected_byte_size
+        self._collected_byte_size = 0
 
     def _inflate(self) -> None:
         """A step of it. The next one comes after whatever else waits for the loop, and no more is read meanwhile."""
@@ -204,7 +245,10 @@ class Exchange:
         if self._gone or self._inflation is None:
             return
         try:
-            if self._error is None and self._inflation.step():
+            more = self._error is None and self._inflation.step()
+            if self._error is None and self.body.received > COLLECT_BYTE_SIZE:
+                self._collect(self.body.received - self._collected_byte_size)
+            if more:
                 self._inflating = True
                 if not was_inflating:
                     self._pause(True)
@@ -239,8 +283,8 @@ class Exchange:
         """Submits once the body is whole and placed and it is our turn."""
         if self._gone or self._inflating or not (self._my_turn and self.phase is Phase.RECEIVED):
             return
-        if self._error is None and isinstance(self.body, CollectedBody) and self._needs_lease():
-            return  # still waiting for room for the body
+        if self._waits_for_room:
+            return
         try:
             if self._error is not None:
                 raise self._error
@@ -251,15 +295,6 @@ class Exchange:
             self._answer_error(http_status(error), error.message)
         except Exception:
             self._answer_defect()
-
-    def _needs_lease(self) -> bool:
-        head = self._head
-        return (
-            head.json_size is not None
-            and (head.content_length or 0) > COLLECT_BYTE_SIZE
-            and not self._leases
-            and self._inflation is None
-        )
 
     def _decode(self) -> DecodedRequest:
         json_size = self._head.json_size
@@ -283,35 +318,65 @@ class Exchange:
         return decode_raw(self._serving.table.find(self._head.model, self._head.version), body)
 
     def _submit(self, decoded: DecodedRequest) -> None:
-        size = placement.room(decoded, self.body, self._serving.options.arenas.inline_byte_size)
         self._decoded = decoded
+        size = placement.room(decoded, self.body, self._serving.submitter.inline_byte_size)
         if size == 0:
-            self._send(decoded, None)
+            self._place(decoded, None)
             return
         lease = self._serving.submitter.loan(size)
         if lease is not None:
-            self._send(decoded, lease)
+            self._place(decoded, lease)
             return
 
         def granted(lease: Lease | ServingError) -> None:
-            if isinstance(lease, ServingError):
-                if not self._gone:
-                    self._answer_error(http_status(lease), lease.message)
-            elif self._gone:
+            if not isinstance(lease, ServingError) and self._gone:
                 self._serving.submitter.give_back(lease)
-            else:
-                try:
-                    self._send(decoded, lease)
-                except ServingError as error:
-                    self._answer_error(http_status(error), error.message)
+            elif not self._gone:
+                self._answer_if_refused(self._place_granted, decoded, lease)
 
         self._serving.submitter.wait_for_room(size, granted)
 
-    def _send(self, decoded: DecodedRequest, lease: Lease | None) -> None:
+    def _place_granted(self, decoded: DecodedRequest, lease: Lease | ServingError) -> None:
+        if isinstance(lease, ServingError):
+            raise lease
+        self._place(decoded, lease)
+
+    def _place(self, decoded: DecodedRequest, lease: Lease | None) -> None:
         if lease is not None:
             self._leases.append(lease)
-        inline = self._serving.options.arenas.inline_byte_size
-        inputs = placement.place(decoded, self.body, self._head.json_size or 0, lease, inline)
+        inline, json_size = self._serving.submitter.inline_byte_size, self._head.json_size or 0
+        tensors = placement.place(decoded, self.body, json_size, lease, inline)
+        if lease is None or placement.is_filled(decoded):
+            self._send(decoded, tensors)
+            return
+
+        def filled(_: None) -> None:
+            self._job = None
+            self._answer_if_refused(self._send, decoded, tensors)
+
+        self._job = self._serving.conversions.run(placement.fill(decoded, tensors, lease), filled, self._not_converted)
+
+    def _drop_body(self) -> None:
+        """The tensors are elsewhere: what was collected makes way for others, long before the model has answered."""
+        self.body, self._inflation = CollectedBody(), None
+        self._drop_collected()
+
+    def _not_converted(self, error: Exception) -> None:
+        self._job = None
+        self._answer_if_refused(_raise, error)
+
+    def _answer_if_refused(self, step: Callable[..., None], *arguments: object) -> None:
+        """Does the next step for a request whose caller is the loop and not the connection."""
+        try:
+            step(*arguments)
+        except ServingError as error:
+            self._answer_error(http_status(error), error.message)
+        except Exception:
+            self._answer_defect()
+
+    def _send(self, decoded: DecodedRequest, inputs: tuple[Tensor, ...]) -> None:
+        if self._collected_byte_size:
+            self._drop_body()
         submitter = self._serving.submitter
         self._request_id = submitter.next_id()
         record = Submit(
@@ -343,29 +408,44 @@ class Exchange:
         assert lane is not None
         assert self._decoded is not None
         decoded = self._decoded
+        if completion.lease is not None:
+            self._unwritten = (lane, completion.lease)
+            if response_codec.is_large(completion, decoded.binary, decoded.all_binary):
+                steps = response_codec.encode_in_steps(
+                    completion, self._head.model, decoded.id, decoded.binary, decoded.all_binary, lane.view
+                )
+                self._job = self._serving.conversions.run(steps, self._answer_converted, self._not_converted)
+                return
         try:
             head, parts = response_codec.encode(
                 completion, self._head.model, decoded.id, decoded.binary, decoded.all_binary, lane.view
             )
-        except Exception as error:
-            if completion.lease is not None:
-                self._serving.submitter.release(lane, completion.lease)
-            if isinstance(error, ServingError):
-                self._answer_error(http_status(error), error.message)
-            else:
-                self._answer_defect()
+        except ServingError as error:
+            self._answer_error(http_status(error), error.message)
             return
-        if completion.lease is not None:
-            self._unwritten = (lane, completion.lease)
+        except Exception:
+            self._answer_defect()
+            return
+        self._answer([head], parts)
+
+    def _answer_converted(self, answer: tuple[list[response_codec.Buffer], list[response_codec.Buffer]]) -> None:
+        self._job = None
+        head, parts = answer
+        if not parts:
+            self.written()  # the tensors are text now, and the transport holds that
+        self._answer(head, parts)
+
+    def _answer(self, head: list[response_codec.Buffer], parts: list[response_codec.Buffer]) -> None:
+        json_size = len(head[0]) if len(head) == 1 else sum(map(len, head))
         if self._head.accepts:
-            self._deflation = Deflation(self._head.accepts, (head, *parts))
-            self._deflate(self._deflation, len(head), bool(sum(map(len, parts))))
+            self._deflation = Deflation(self._head.accepts, (*head, *parts))
+            self._deflate(self._deflation, json_size, bool(sum(map(len, parts))))
             return
-        line = response_codec.response_head(len(head), parts, self._connection_line())
+        line = response_codec.response_head(json_size, parts, self._connection_line())
         self.phase = Phase.ANSWERED
         # Small pieces are cheaper joined; slices of the arena go to the socket as they lie.
-        pieces: list[response_codec.Buffer] = [line + head, *parts]
-        if completion.lease is None:
+        pieces: list[response_codec.Buffer] = [line, *head, *parts]
+        if self._unwritten is None:
             pieces = [b"".join(pieces)]
         if self._write(pieces):
             self.written()
@@ -389,6 +469,7 @@ class Exchange:
 
     def _answer_error(self, status: int, message: str) -> None:
         self._give_back()
+        self.written()
         self.phase = Phase.ANSWERED
         self._write([response_codec.error_response(status, message, self._connection_line())])
         self._done()
@@ -410,6 +491,9 @@ class Exchange:
     def abandon(self) -> None:
         """The client is gone."""
         self._gone = True
+        if self._job is not None:
+            self._job.cancel()
+            self._job = None
         if self._request_id:
             self._serving.submitter.cancel(self._request_id)
         self._give_back()
@@ -419,6 +503,11 @@ class Exchange:
         self.written()
 
     def _give_back(self) -> None:
+        self._drop_collected()
         leases, self._leases = self._leases, []
         for lease in leases:
             self._serving.submitter.give_back(lease)
+
+
+def _raise(error: Exception) -> None:
+    raise error

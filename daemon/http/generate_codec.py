@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from daemon.http import json_data, request_head, response_codec
+from daemon.http import json_data, json_text, request_head
 from daemon.http.decoded_request import DecodedRequest
 from daemon.http.json_values import text
 from daemon.http.request_parameters import read_parameters
@@ -124,6 +124,6 @@ def encode(answer: Answer, model: str, client_id: str) -> bytes:
     for tensor in answer.completion.outputs:
         if isinstance(tensor.place, RegionSlice):
             continue
-        data = msgspec.json.encode(response_codec.json_data(tensor, answer.content(tensor)))
+        data = json_text.whole(tensor, answer.content(tensor))
         fields[tensor.name] = msgspec.Raw(data[1:-1] if element_count(tensor.shape) == 1 else data)
     return msgspec.json.encode(fields)

@@ -62,22 +62,33 @@ def exact(value: Any, datatype: str, shape: list[int], count: int, name: str) ->
         return _from_base64(value, datatype, shape)
     if not isinstance(value, list):
         raise refusal("data", "non-array", "array")
-    if datatype in _NO_JSON and count:
-        raise InvalidArgument(
-            f"receiving {datatype} data via JSON is not supported. Please use the binary data format for input {name}"
-        )
+    refuse_half_floats(datatype, count, name)
     leaves = _leaves(value, shape, name)
-    for leaf in leaves:
-        _check(leaf, datatype, name)
+    content = flat(leaves, datatype, name)
     # A shape without dimensions is the model's to refuse: no model but one of scalars has it.
     if len(leaves) != count and shape:
         raise InvalidArgument("Unable to parse 'data': Shape does not match true shape of 'data' field")
+    return content
+
+
+def flat(leaves: list[Any], datatype: str, name: str) -> bytes:
+    """The wire bytes of values in a row. Raises InvalidArgument: one is of the wrong kind or out of range."""
+    for leaf in leaves:
+        _check(leaf, datatype)
     try:
         return _wire_bytes(leaves, datatype)
     except OverflowError as error:
         raise InvalidArgument(
             f"Unable to parse 'data': a value of input '{name}' is out of the range of {datatype}"
         ) from error
+
+
+def refuse_half_floats(datatype: str, count: int, name: str) -> None:
+    """Raises InvalidArgument: a datatype that JSON says nothing about."""
+    if datatype in _NO_JSON and count:
+        raise InvalidArgument(
+            f"receiving {datatype} data via JSON is not supported. Please use the binary data format for input {name}"
+        )
 
 
 def _wire_bytes(values: list[Any], datatype: str) -> bytes:
@@ -108,11 +119,11 @@ def _leaves(value: list[Any], shape: list[int], name: str) -> list[Any]:
     dims = [len(value)]
     while any(isinstance(item, list) for item in level):
         if not all(isinstance(item, list) and len(item) == len(level[0]) for item in level) or len(dims) == MAX_RANK:
-            raise _misnested(shape, name)
+            raise misnested(shape, name)
         dims.append(len(level[0]))
         level = [item for inner in level for item in inner]
     if level and len(dims) > 1 and not is_nesting_of(dims, shape):
-        raise _misnested(shape, name)
+        raise misnested(shape, name)
     return level
 
 
@@ -121,11 +132,12 @@ def is_nesting_of(dims: Sequence[int], shape: Sequence[int]) -> bool:
     return [dim for dim in dims if dim != 1] == [dim for dim in shape if dim != 1]
 
 
-def _misnested(shape: list[int], name: str) -> InvalidArgument:
+def misnested(shape: list[int], name: str) -> InvalidArgument:
+    """The error for lists that contradict the shape."""
     return InvalidArgument(f"Unable to parse 'data': input '{name}' is nested, but not as its shape {shape} says")
 
 
-def _check(leaf: Any, datatype: str, name: str) -> None:
+def _check(leaf: Any, datatype: str) -> None:
     """Refuses a value of the wrong kind. Ranges that Triton does not look at are left to numpy."""
     if datatype == "BOOL":
         if not isinstance(leaf, bool):

@@ -1,30 +1,37 @@
 """Where the tensors of a request lie when a worker reads them: in its body's lease, in a lease of their own, in the record.
 
-lease    | tensor | pad | tensor | pad | ...      pad = up to the next 64 bytes, what an executable needs to use it in place
+lease    | tensor | pad | tensor | pad | ...      pad = up to the next 64 bytes, what an executable needs to use it in place;
+                                                   arrays that are still JSON have their room there, and are filled in later
 """
 
 from __future__ import annotations
 
-from daemon.http.body import ALIGNMENT, CollectedBody, PlacedBody
+from collections.abc import Generator
+
+from daemon.http.body import ALIGNMENT, Body, CollectedBody, PlacedBody
 from daemon.http.decoded_request import DecodedRequest, Part
+from daemon.http.json_array import JsonArray
 from shm.arena import Lease
 from shm.messages import Inline, Place, RegionSlice, Slice, Tensor
 
 
-def room(decoded: DecodedRequest, body: CollectedBody | PlacedBody, inline_byte_size: int) -> int:
+def room(decoded: DecodedRequest, body: Body, inline_byte_size: int) -> int:
     """Bytes of the lease that the request needs besides its body's: for tensors that came as JSON, or in a collected body, and
     are too large to travel in the record."""
     size = 0
     for _, _, _, source in decoded.inputs:
+        if isinstance(source, JsonArray):
+            size += _aligned(source.byte_size)
+            continue
         content_size = len(source) if type(source) is bytes else source.byte_size if type(source) is Part else 0
         if content_size > inline_byte_size and (type(source) is bytes or isinstance(body, CollectedBody)):
-            size += -(-content_size // ALIGNMENT) * ALIGNMENT
+            size += _aligned(content_size)
     return size
 
 
 def place(
     decoded: DecodedRequest,
-    body: CollectedBody | PlacedBody,
+    body: Body,
     json_size: int,
     lease: Lease | None,
     inline_byte_size: int,
@@ -34,19 +41,40 @@ def place(
     used = 0
     tensors: list[Tensor] = []
     for name, datatype, shape, source in decoded.inputs:
-        at: Place
+        where: Place
         if isinstance(source, RegionSlice):
-            at = source
+            where = source
         elif isinstance(source, Part) and isinstance(body, PlacedBody):
-            at = body.place(json_size, source, inline_byte_size)
+            where = body.place(json_size, source, inline_byte_size)
+        elif isinstance(source, JsonArray):
+            assert lease is not None
+            where = Slice(lease.place.segment, lease.place.offset + used, source.byte_size)
+            used += _aligned(source.byte_size)
         else:
             content = source if isinstance(source, bytes) else tail[source.offset : source.offset + source.byte_size]
             if len(content) <= inline_byte_size:
-                at = Inline(bytes(content))
+                where = Inline(bytes(content))
             else:
                 assert lease is not None
                 lease.view[used : used + len(content)] = content
-                at = Slice(lease.place.segment, lease.place.offset + used, len(content))
-                used += -(-len(content) // ALIGNMENT) * ALIGNMENT
-        tensors.append(Tensor(name, datatype, shape, at))
+                where = Slice(lease.place.segment, lease.place.offset + used, len(content))
+                used += _aligned(len(content))
+        tensors.append(Tensor(name, datatype, shape, where))
     return tuple(tensors)
+
+
+def is_filled(decoded: DecodedRequest) -> bool:
+    """Whether the tensors are there once they are placed."""
+    return not any(isinstance(source, JsonArray) for _, _, _, source in decoded.inputs)
+
+
+def fill(decoded: DecodedRequest, tensors: tuple[Tensor, ...], lease: Lease) -> Generator[None, None, None]:
+    """Converts the arrays that are still JSON into their places, a piece a step. Raises InvalidArgument: they cannot be."""
+    for tensor, (_, _, _, source) in zip(tensors, decoded.inputs, strict=True):
+        if isinstance(source, JsonArray) and isinstance(tensor.place, Slice):
+            start = tensor.place.offset - lease.place.offset
+            yield from source.fill(lease.view[start : start + tensor.place.byte_size])
+
+
+def _aligned(byte_size: int) -> int:
+    return -(-byte_size // ALIGNMENT) * ALIGNMENT

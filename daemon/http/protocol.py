@@ -24,7 +24,7 @@ from uvicorn.server import ServerState
 from daemon.access import Restricted
 from daemon.http import message_head
 from daemon.http.answer_order import AnswerOrder
-from daemon.http.body import PlacedBody
+from daemon.http.body import PlacedBody, TextBody
 from daemon.http.direct_body import DirectBody
 from daemon.http.exchange import Exchange, InferHead, Phase, Serving
 from daemon.http.infer_route import InferRoute, InferRoutes
@@ -97,7 +97,7 @@ class InferProtocol(AnswerOrder):
             return
         receiving = self._receiving
         if isinstance(receiving, Exchange):
-            if isinstance(receiving.body, PlacedBody) and len(receiving.body.rest()) >= DIRECT_BYTE_SIZE:
+            if isinstance(receiving.body, PlacedBody | TextBody) and len(receiving.body.rest()) >= DIRECT_BYTE_SIZE:
                 self._direct = DirectBody(self, self.transport, receiving.body)
                 self._direct.start()
         elif (

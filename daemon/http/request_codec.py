@@ -11,14 +11,24 @@ Source: Triton docs/protocol/extension_binary_data.md, extension_shared_memory.m
 
 from __future__ import annotations
 
-from daemon.http import json_data, request_head
+import msgspec
+
+from daemon.http import json_array, json_data, request_head
 from daemon.http.decoded_request import DecodedRequest, Part, Source
+from daemon.http.json_array import PIECE_BYTE_SIZE, JsonArray
 from daemon.http.json_values import refusal, unsigned
 from daemon.http.request_head import ABSENT, ExactInput, ExactRequest, InputHead, Malformed, RequestHead
 from daemon.http.request_parameters import read_parameters
 from daemon.http.requested_outputs import read_outputs, read_region
 from shm.datatypes import ELEMENT_SIZES, element_count
 from shm.errors import InvalidArgument
+
+#: Shorter texts are read whole.
+_MAX_UNCUT = 4096
+#: The slow way is for texts up to this size: about four milliseconds.
+_MAX_EXACT = 256 << 10
+#: All but the data of tensors.
+_MAX_TEXT = 1 << 20
 
 
 class Recognised:
@@ -52,20 +62,57 @@ def decode(head: bytes | memoryview, tail_size: int, model: str) -> DecodedReque
 
     Raises: InvalidArgument: not JSON, not of the protocol's form, or contradicting itself.  Unsupported: string ids too long.
     """
+    arrays = json_array.cut(head) if len(head) > _MAX_UNCUT else None
+    text = head if arrays is None else arrays.text
+    if len(text) > _MAX_TEXT:
+        _refuse_long_text(text)
     try:
-        return _decoded(request_head.quick(head), tail_size, model)
-    except Malformed:
-        return _decoded(request_head.exact(head), tail_size, model)
+        return _decoded(request_head.quick(text), arrays, tail_size, model)
+    except Malformed as error:
+        if len(text) > _MAX_EXACT:
+            raise InvalidArgument(f"failed to parse the request JSON: {error}") from error
+        exact = request_head.exact(text, arrays.place if arrays is not None else request_head.itself)
+        return _decoded(exact, arrays, tail_size, model)
 
 
-def _decoded(request: RequestHead | ExactRequest, tail_size: int, model: str) -> DecodedRequest:
+class _DataHead(msgspec.Struct):
+    data: msgspec.Raw = ABSENT
+
+
+class _Outline(msgspec.Struct):
+    inputs: list[_DataHead] = []
+
+
+_outline = msgspec.json.Decoder(_Outline)
+
+
+def _refuse_long_text(text: bytes | memoryview) -> None:
+    """Raises InvalidArgument: so much of it is no tensor data that reading it would take more memory than the text."""
+    try:
+        inputs = _outline.decode(text).inputs
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidArgument(f"failed to parse the request JSON: {error}") from error
+    other = _solid_size(text) - sum(_solid_size(entry.data) for entry in inputs)
+    if other > _MAX_TEXT:
+        raise InvalidArgument(
+            f"the request JSON has {other} bytes besides the data of its tensors, at most {_MAX_TEXT} are allowed"
+        )
+
+
+def _solid_size(text: bytes | memoryview | msgspec.Raw) -> int:
+    return len(bytes(text).translate(None, b" \t\r\n"))
+
+
+def _decoded(
+    request: RequestHead | ExactRequest, arrays: json_array.Cut | None, tail_size: int, model: str
+) -> DecodedRequest:
     """Raises also Malformed: data that the quick way does not understand."""
     decoded = DecodedRequest(request.id, [], (), {}, False, {})
     if request.parameters:
         read_parameters(request.parameters, decoded)
     offset = 0
     for entry in request.inputs:
-        source = _source(entry, offset)
+        source = _source(entry, offset, arrays)
         if type(source) is Part:
             offset += source.byte_size
             if offset > tail_size:
@@ -81,7 +128,7 @@ def _decoded(request: RequestHead | ExactRequest, tail_size: int, model: str) ->
     return decoded
 
 
-def _source(entry: InputHead | ExactInput, offset: int) -> Source:
+def _source(entry: InputHead | ExactInput, offset: int, arrays: json_array.Cut | None) -> Source:
     """The one data source of an input."""
     name, parameters, shape = entry.name, entry.parameters, entry.shape
     if entry.datatype not in ELEMENT_SIZES:
@@ -107,6 +154,11 @@ def _source(entry: InputHead | ExactInput, offset: int) -> Source:
         return Part(offset, unsigned("binary_data_size", parameters["binary_data_size"]))
     if given[0] == "'shared_memory_region'":
         return read_region(parameters)
+    number = arrays.array_of(entry.data) if arrays is not None else None
+    if arrays is not None and number is not None:
+        start, end = arrays.spans[number]
+        array = JsonArray(arrays.document[start:end], start, name, entry.datatype, shape, count)
+        return array if end - start > PIECE_BYTE_SIZE else array.wire_bytes()
     if isinstance(entry, InputHead):
         return json_data.quick(entry.data, entry.datatype, count)
     return json_data.exact(entry.data, entry.datatype, shape, count, name)

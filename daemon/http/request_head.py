@@ -10,7 +10,8 @@ differs: text that is still to be read, or values.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from shm.errors import InvalidArgument
 ABSENT = msgspec.Raw(b"")
 _NO_PARAMETERS: dict[str, Any] = {}
 _PARSE_ERROR = "failed to parse the request JSON buffer: "
+_RAPIDJSON_ERROR = re.compile(r"Parse error at offset (\d+): (.*)", re.DOTALL)
 
 
 class Malformed(Exception):
@@ -85,12 +87,20 @@ def quick(head: bytes | memoryview) -> RequestHead:
     try:
         return _decoder.decode(head)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Malformed from error
+        raise Malformed(str(error)) from error
 
 
-def exact(head: bytes | memoryview) -> ExactRequest:
-    """Raises InvalidArgument, now or while inputs and outputs are walked through: what is wrong, as Triton says it."""
-    given = parse(bytes(head))
+def itself(offset: int) -> int:
+    """The place of a byte in a text that is whole."""
+    return offset
+
+
+def exact(head: bytes | memoryview, place: Callable[[int], int] = itself) -> ExactRequest:
+    """Raises InvalidArgument, now or while inputs and outputs are walked through: what is wrong, as Triton says it.
+
+    ``place``: where a byte of ``head`` lies in what the client sent.
+    """
+    given = parse(bytes(head), place)
     request: dict[str, Any] = given if isinstance(given, dict) else {}
     identifier = text("id", request["id"]) if "id" in request else ""
     parameters = request.get("parameters", {})
@@ -99,7 +109,7 @@ def exact(head: bytes | memoryview) -> ExactRequest:
     return ExactRequest(identifier, parameters, _inputs(request), _outputs(request))
 
 
-def parse(document: bytes) -> Any:
+def parse(document: bytes, place: Callable[[int], int] = itself) -> Any:
     """The value of a JSON text with the literals NaN, Infinity, -Infinity and Inf.
 
     Raises: InvalidArgument: not JSON; the text says what is wrong and at which byte.
@@ -109,14 +119,15 @@ def parse(document: bytes) -> Any:
     try:
         value = rapidjson.loads(text)
     except UnicodeDecodeError as error:
-        raise InvalidArgument(f"{_PARSE_ERROR}Invalid encoding in string. at {error.start}") from error
+        raise InvalidArgument(f"{_PARSE_ERROR}Invalid encoding in string. at {place(error.start)}") from error
     except ValueError as error:
-        # "Parse error at offset 11: Invalid value."
-        place, _, reason = str(error).partition(": ")
-        raise InvalidArgument(f"{_PARSE_ERROR}{reason} at {place.rpartition(' ')[2]}") from error
+        found = _RAPIDJSON_ERROR.match(str(error))
+        if found is None:  # an integer of thousands of digits, which Python refuses to read
+            raise InvalidArgument(f"{_PARSE_ERROR}Number too big to be stored in double.") from error
+        raise InvalidArgument(f"{_PARSE_ERROR}{found[2]} at {place(int(found[1]))}") from error
     except RecursionError as error:
         raise InvalidArgument(f"{_PARSE_ERROR}it is nested too deeply") from error
-    return _Ended(value, len(text)) if nul else value
+    return _Ended(value, place(len(text))) if nul else value
 
 
 class _Ended(dict[str, Any]):

@@ -5,16 +5,14 @@ binary answer   | JSON head (Inference-Header-Content-Length bytes) | part | par
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import secrets
+from collections.abc import Callable, Generator
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from shm.arrays import array
-from shm.errors import InvalidArgument
-from shm.messages import Completion, Inline, RegionSlice, Slice, Tensor
+from daemon.http import json_text
+from shm.messages import Completion, Inline, RegionSlice, Slice
 
 Buffer = bytes | memoryview
 _encode = msgspec.json.Encoder().encode
@@ -22,6 +20,10 @@ _REASONS = {200: b"OK", 400: b"Bad Request", 403: b"Forbidden", 404: b"Not Found
 _REASONS |= {408: b"Request Timeout"}
 _REASONS |= {413: b"Content Too Large", 431: b"Request Header Fields Too Large", 500: b"Internal Server Error"}
 _REASONS |= {501: b"Not Implemented", 503: b"Service Unavailable", 505: b"HTTP Version Not Supported"}
+#: Tensors of more bytes are written in steps.
+_LARGE = 64 << 10
+#: Stands for a tensor's text in the head. No model knows it.
+_PLACEHOLDER = f'"{secrets.token_hex(16)}"'.encode()
 #: The header line that ends a connection.
 CLOSE = b"Connection: close\r\n"
 
@@ -33,12 +35,14 @@ def encode(
     binary: dict[str, bool],
     all_binary: bool,
     view: Callable[[Slice], memoryview],
+    in_steps: bool = False,
 ) -> tuple[bytes, list[Buffer]]:
     """The JSON head and the binary parts of a good answer.
 
     Args:
       binary: what the request said of single outputs; the others are as ``all_binary`` says.
       view: the bytes of a slice of the response arena.
+      in_steps: large tensors are written elsewhere; a placeholder stands for each.
     Raises: InvalidArgument: an output cannot be written as JSON; the text says which and what to do.
     """
     parts: list[Buffer] = []
@@ -52,7 +56,8 @@ def encode(
                 entry["parameters"] = {"binary_data_size": len(content)}
                 parts.append(content)
             else:
-                entry["data"] = json_data(tensor, content)
+                large = in_steps and type(place) is Slice and place.byte_size > _LARGE
+                entry["data"] = msgspec.Raw(_PLACEHOLDER if large else json_text.whole(tensor, content))
         outputs.append(entry)
     head: dict[str, Any] = {"id": client_id} if client_id else {}
     head["model_name"] = model
@@ -63,25 +68,38 @@ def encode(
     return _encode(head), parts
 
 
-def json_data(tensor: Tensor, content: Buffer) -> Any:
-    """The flat values of an output, as a list or as JSON text. Raises InvalidArgument: they cannot be written as JSON."""
-    datatype, name = tensor.datatype, tensor.name
-    if datatype in ("FP16", "BF16"):
-        raise InvalidArgument(
-            f"sending {datatype} data via JSON is not supported. Please use the binary data format for output"
-        )
-    values = array(content, datatype, tensor.shape, f"output '{name}'")
-    if datatype == "BYTES":
-        try:
-            return [value.decode() for value in values.ravel()]
-        except UnicodeDecodeError as error:
-            raise InvalidArgument(
-                f"output '{name}' holds bytes that are not UTF-8 text. Please use the binary data format for output {name}"
-            ) from error
-    if values.dtype.kind == "f" and not np.isfinite(values).all():
-        # Not JSON, but what Triton writes and its clients read; msgspec would write null.
-        return msgspec.Raw(json.dumps(values.ravel().tolist(), separators=(",", ":")).encode())
-    return values.ravel().tolist()
+def is_large(completion: Completion, binary: dict[str, bool], all_binary: bool) -> bool:
+    """Whether writing the JSON takes so long that it should be done in steps."""
+    for tensor in completion.outputs:
+        place = tensor.place
+        if type(place) is Slice and place.byte_size > _LARGE and not binary.get(tensor.name, all_binary):
+            return True
+    return False
+
+
+def encode_in_steps(
+    completion: Completion,
+    model: str,
+    client_id: str,
+    binary: dict[str, bool],
+    all_binary: bool,
+    view: Callable[[Slice], memoryview],
+) -> Generator[None, None, tuple[list[Buffer], list[Buffer]]]:
+    """As ``encode``, with the JSON head in pieces, and a pause after each."""
+    texts: list[list[Buffer]] = []
+    for tensor in completion.outputs:
+        place = tensor.place
+        if type(place) is Slice and place.byte_size > _LARGE and not binary.get(tensor.name, all_binary):
+            text: list[Buffer] = []
+            for piece in json_text.pieces(tensor, view(place)):
+                text.append(piece)
+                yield
+            texts.append(text)
+    head, parts = encode(completion, model, client_id, binary, all_binary, view, in_steps=True)
+    pieces: list[Buffer] = []
+    for number, rest in enumerate(head.split(_PLACEHOLDER)):
+        pieces += [*texts[number - 1], rest] if number else [rest]
+    return pieces, parts
 
 
 def response_head(json_size: int, parts: list[Buffer], connection: bytes = b"") -> bytes:

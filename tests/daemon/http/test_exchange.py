@@ -14,6 +14,8 @@ from shm.messages import Inline, ModelGone, Slice, Tensor
 from tests.fakes import (
     INCARNATION,
     MIB,
+    Client,
+    EchoWorker,
     binary_request,
     in_service,
     json_request,
@@ -86,18 +88,20 @@ def test_who_leaves_while_waiting_for_room_keeps_none() -> None:
             front.sync()
             for request_ in held:
                 worker.answer(request_, b"\1")
-            # Who waits is not read from, so that it has left may be seen only when its turn has come.
-            while last.sock not in select.select([last.sock], [], [], 0.01)[0]:
-                worker.poll()
-                if not worker.idle(0.01):
-                    worker.answer(worker.next(), b"\2")
-            assert last.answer().parts == b"\2"
-        assert worker.idle()
+            answer_all_until_answered(worker, last)
         for _ in range(8):
             with front.client() as client:
                 client.send(binary_request(bytes(200_000)))
-                worker.echo(worker.next())
-                assert client.answer().status == 200
+                answer_all_until_answered(worker, client)
+
+
+def answer_all_until_answered(worker: EchoWorker, client: Client) -> None:
+    """Who waits is not read from, and JSON takes its time, so requests of those who have left may still come."""
+    while client.sock not in select.select([client.sock], [], [], 0.01)[0]:
+        worker.poll()
+        if not worker.idle(0.01):
+            worker.answer(worker.next(), b"\2")
+    assert client.answer().parts == b"\2"
 
 
 def test_what_could_never_fit_is_refused_at_once() -> None:
@@ -397,3 +401,80 @@ def test_a_model_that_goes_while_its_request_waits_for_a_worker() -> None:
         front.sync()
         front.send(ModelGone("echo", 1))
         assert client.answer().status == 404
+
+
+# --------------------------------------------------------------------------------------------------- bodies in memory
+
+
+def test_bodies_of_all_connections_together_are_bounded() -> None:
+    whole = json_request(bytes(200_000))
+    size = len(whole.partition(b"\r\n\r\n")[2])
+    limit = size + 100_000
+    with serving(http={"max_collected_byte_size": limit}) as (front, (worker,)), front.client() as first:
+        first.send(whole[:-1000])
+        front.sync()
+        chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+        chunked = b"POST /v2/models/echo/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        for request in (whole, chunked + chunk * 4 + b"0\r\n\r\n"):
+            with front.client() as other:
+                other.send(request)
+                answer = other.answer()
+                assert answer.status == 503
+                assert answer.error.endswith(f"more came, at most {limit} are allowed")
+                assert int(answer.error.split()[0]) >= size
+                in_service(front, worker, other)
+        first.send(whole[-1000:])
+        worker.echo(worker.next())
+        assert first.answer().values == bytes(200_000)
+        for _ in range(3):
+            with front.client() as client:
+                client.send(whole[:-1])
+                front.sync()
+        with front.client() as client:
+            client.send(whole)
+            worker.echo(worker.next())
+            assert client.answer().values == bytes(200_000)
+
+
+def test_a_client_that_leaves_while_its_numbers_are_read() -> None:
+    with serving() as (front, (worker,)):
+        for _ in range(5):
+            with front.client() as client:
+                client.send(json_request(bytes(1_000_000)))
+        with front.client() as client:
+            client.send(json_request(b"\1\2" * 500_000))
+            while client.sock not in select.select([client.sock], [], [], 0.01)[0]:
+                worker.poll()
+                if not worker.idle(0.01):
+                    worker.echo(worker.next())
+            assert client.answer().values == b"\1\2" * 500_000
+            in_service(front, worker, client)
+
+
+def test_numbers_that_are_wrong_far_behind_cost_nothing() -> None:
+    arenas = {"byte_size": MIB, "max_byte_size": 3 * MIB, "wait": 60.0}
+    with serving(arenas=arenas) as (front, (worker,)), front.client() as client:
+        good = json_request(bytes(1_000_000))
+        for _ in range(5):  # room for two of them
+            client.send(good.replace(b" 0]", b" x]"))
+            answer = client.answer()
+            assert (answer.status, "Invalid value. at " in answer.error) == (400, True)
+        client.send(good)
+        worker.echo(worker.next())
+        assert client.answer().values == bytes(1_000_000)
+
+
+def test_others_are_served_while_numbers_are_read() -> None:
+    with serving() as (front, (worker,)), front.client() as client, front.client() as other:
+        client.send(json_request(bytes(16_000_000)))
+        between = 0
+        while client.sock not in select.select([client.sock], [], [], 0)[0]:
+            other.send(binary_request(b"\1"))
+            while not worker.idle(0) or other.sock not in select.select([other.sock], [], [], 0)[0]:
+                worker.poll()
+                if not worker.idle(0):
+                    worker.echo(worker.next())
+            assert other.answer().parts == b"\1"
+            between += 1
+        assert client.answer().values == bytes(16_000_000)
+        assert between > 10  # the text alone has two hundred pieces

@@ -47,7 +47,7 @@ def json_of(*outputs: Tensor, **fields: Any) -> bytes:
         (output("INT8", [-128]), b'"INT8","shape":[1],"data":[-128]'),
         (output("UINT64", [2**64 - 1]), b'"UINT64","shape":[1],"data":[18446744073709551615]'),
         (output("INT64", [-(2**63)]), b'"INT64","shape":[1],"data":[-9223372036854775808]'),
-        (output("FP32", [3.0, 0.1]), b'"FP32","shape":[2],"data":[3.0,0.10000000149011612]'),
+        (output("FP32", [3.0, 0.1]), b'"FP32","shape":[2],"data":[3.0,0.1]'),
         (output("FP64", [0.1]), b'"FP64","shape":[1],"data":[0.1]'),
         (output("FP32", [math.nan, math.inf, -math.inf]), b'"FP32","shape":[3],"data":[NaN,Infinity,-Infinity]'),
         (output("INT32", [1, 2, 3, 4], shape=(2, 2)), b'"INT32","shape":[2,2],"data":[1,2,3,4]'),

@@ -1,0 +1,72 @@
+"""Large pieces of work that the event loop does in small steps, so that no client waits for another one's numbers.
+
+    loop turn   | sockets | one step | sockets | one step | ...      one step a turn, whatever is waiting; jobs take turns
+
+Threads would not help: the libraries that read and write JSON hold the interpreter's lock while they do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Any
+
+
+class Job:
+    """One piece of work under way."""
+
+    __slots__ = ("_done", "_failed", "_steps", "cancelled")
+
+    def __init__(
+        self,
+        steps: Generator[None, None, Any],
+        done: Callable[[Any], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        self._steps = steps
+        self._done = done
+        self._failed = failed
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more: neither callback will come, and what it uses may be taken away."""
+        self.cancelled = True
+        self._steps.close()
+
+    def step(self) -> bool:
+        """Whether there is more to do."""
+        try:
+            next(self._steps)
+            return True
+        except StopIteration as end:
+            self._done(end.value)
+        except Exception as error:
+            self._failed(error)
+        return False
+
+
+class Conversions:
+    """The jobs of one front."""
+
+    def __init__(self) -> None:
+        self._jobs: deque[Job] = deque()
+
+    def run(
+        self, steps: Generator[None, None, Any], done: Callable[[Any], None], failed: Callable[[Exception], None]
+    ) -> Job:
+        """Takes the steps one by one, then calls ``done`` with what they return, or ``failed``; neither from here."""
+        job = Job(steps, done, failed)
+        if not self._jobs:
+            asyncio.get_running_loop().call_soon(self._turn)
+        self._jobs.append(job)
+        return job
+
+    def _turn(self) -> None:
+        job = self._jobs[0]
+        more = not job.cancelled and job.step()
+        self._jobs.popleft()
+        if more:
+            self._jobs.append(job)
+        if self._jobs:
+            asyncio.get_running_loop().call_soon(self._turn)

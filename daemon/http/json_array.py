@@ -1,0 +1,250 @@
+"""A large array in the text of a request: found without reading the text, converted piece by piece. Sans-I/O.
+
+    ..."data": [ 0.1,0.2, ... ,0.3 ]...    cut     ..."data": ["<token>:0"]...    a small text, read as ever; the array apart
+               └ piece ┘└ piece ┘          fill    each piece, by itself, is read by simdjson into the tensor's place
+
+No piece takes longer than about a millisecond, so whoever converts can look after others between two of them. What simdjson does
+not understand, and what is wrong, goes piece by piece through RapidJSON like a small text.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import simdjson
+
+from daemon.http import json_data
+from daemon.http.request_head import parse
+from shm.arrays import DTYPES
+from shm.datatypes import ELEMENT_SIZES
+from shm.errors import InvalidArgument
+
+#: Shorter arrays stay in the text.
+_MIN_BYTE_SIZE = 2048
+#: Text converted at a time.
+PIECE_BYTE_SIZE = 128 << 10
+#: What stands in the text for an array. A client cannot know it.
+_TOKEN = secrets.token_hex(16)
+_PLACEHOLDER = f'["{_TOKEN}:'.encode()
+_KEY = b'"data"'
+#: Outside a string, a quotation mark follows one of these, or a colon or bracket, which no key follows.
+_BEFORE_KEY = b"{, \t\r\n"
+_OPENING = re.compile(rb'"data"[ \t\r\n]*:[ \t\r\n]*(?=\[[ \t\r\n]*([^ \t\r\n"{\]]))')
+#: What is left of nested numbers without these is their nesting.
+_LEAVES = bytes(range(256)).translate(None, b"[],")
+_BRACKETS_TO_BLANKS = bytes.maketrans(b"[]", b"  ")
+#: simdjson's name for the type of a buffer, by the kind of the datatype's dtype.
+_BUFFERS: dict[str, tuple[Literal["d", "i", "u"], type[np.generic]]] = {
+    "f": ("d", np.float64),
+    "i": ("i", np.int64),
+    "u": ("u", np.uint64),
+}
+_booleans = msgspec.json.Decoder(list[bool])
+_MISMATCH = "Unable to parse 'data': Shape does not match true shape of 'data' field"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A text without its large arrays, and the arrays."""
+
+    text: bytes
+    #: Where each array lies in the whole text.
+    spans: list[tuple[int, int]]
+    document: memoryview
+
+    def array_of(self, data: Any) -> int | None:
+        """Which array the ``data`` of an input stands for, be it text or a value; None: it is what it is."""
+        if isinstance(data, msgspec.Raw):
+            text = bytes(data) if memoryview(data).nbytes < 64 else b""
+            return int(text[len(_PLACEHOLDER) : -2]) if text.startswith(_PLACEHOLDER) else None
+        if isinstance(data, list) and data and isinstance(data[0], str) and data[0].startswith(_TOKEN):
+            return int(data[0][len(_TOKEN) + 1 :])
+        return None
+
+    def place(self, offset: int) -> int:
+        """Where something that lies there in ``text`` lies in the whole text."""
+        for number, (start, end) in enumerate(self.spans):
+            if start >= offset:
+                break
+            offset += end - start - len(_placeholder(number))
+        return offset
+
+
+def cut(document: bytes | memoryview) -> Cut | None:
+    """Takes the large arrays of numbers out that are the value of a key ``data``; None: there is none."""
+    view = memoryview(document)
+    spans = list(_spans(view))
+    if not spans:
+        return None
+    pieces: list[bytes | memoryview] = []
+    at = 0
+    for number, (start, end) in enumerate(spans):
+        pieces += (view[at:start], _placeholder(number))
+        at = end
+    return Cut(b"".join([*pieces, view[at:]]), spans, view)
+
+
+def _placeholder(number: int) -> bytes:
+    return b'%b%d"]' % (_PLACEHOLDER, number)
+
+
+def _spans(document: memoryview) -> Iterator[tuple[int, int]]:
+    at = 0
+    while (key := _find(document, _KEY, at, len(document))) > 0:
+        at = key + len(_KEY)
+        opening = _OPENING.match(document, key)
+        if opening is None or document[key - 1] not in _BEFORE_KEY:
+            continue
+        start, end = opening.end(), _end_of(document, opening)
+        if end - start >= _MIN_BYTE_SIZE:
+            yield start, end
+        at = max(at, end)
+
+
+def _end_of(document: memoryview, opening: re.Match[bytes]) -> int:
+    """Behind the last bracket of an array of numbers; what follows is another key or the end of the object."""
+    start, limit = opening.end(), len(document)
+    if opening[1] != b"[":
+        return _find(document, b"]", start, limit) + 1
+    for mark in (b'"', b"}"):
+        found = _find(document, mark, start, limit)
+        limit = limit if found < 0 else found
+    tail = bytes(document[max(start, limit - _MIN_BYTE_SIZE) : limit])
+    return limit - len(tail) + tail.rfind(b"]") + 1
+
+
+def _find(document: memoryview, what: bytes, start: int, end: int) -> int:
+    """``bytes.find`` for memory that is no bytes object: the pieces it copies never leave the processor's cache."""
+    while start < end:
+        found = bytes(document[start : min(end, start + PIECE_BYTE_SIZE)]).find(what)
+        if found >= 0:
+            return start + found
+        start += PIECE_BYTE_SIZE - len(what) + 1
+    return -1
+
+
+@dataclass(slots=True)
+class JsonArray:
+    """An array of numbers or booleans that is still text."""
+
+    #: From its opening bracket to its closing one, and where that lies in the request, for errors.
+    text: memoryview
+    offset: int
+    name: str
+    datatype: str
+    shape: list[int]
+    count: int
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument: it cannot be a tensor of that datatype and shape, whatever it holds."""
+        json_data.refuse_half_floats(self.datatype, self.count, self.name)
+        # A value and its comma take two bytes, so nobody gets room for more values than there are.
+        if 2 * self.count > len(self.text):
+            raise InvalidArgument(_MISMATCH)
+
+    @property
+    def byte_size(self) -> int:
+        """Of the tensor."""
+        return self.count * (ELEMENT_SIZES[self.datatype] or 0)
+
+    def wire_bytes(self) -> bytes:
+        """The tensor's bytes, at once. Raises as ``fill`` does."""
+        content = bytearray(self.byte_size)
+        for _ in self.fill(memoryview(content)):
+            pass
+        return bytes(content)
+
+    def fill(self, place: memoryview) -> Generator[None, None, None]:
+        """Writes the tensor's bytes, and stops after each piece. Raises InvalidArgument: what is wrong, as Triton says it."""
+        nested = yield from self._check_nesting()
+        out = np.frombuffer(place, DTYPES[self.datatype]) if self.datatype != "BYTES" else np.empty(0)
+        parser = simdjson.Parser()
+        at = 0
+        for start, piece in self._pieces():
+            values = self._values(piece.translate(_BRACKETS_TO_BLANKS) if nested else piece, start, parser)
+            if at + len(values) > self.count:
+                raise InvalidArgument(_MISMATCH)
+            with np.errstate(over="ignore"):  # beyond FP32 is infinity
+                out[at : at + len(values)] = values
+            at += len(values)
+            yield
+        if at != self.count:
+            raise InvalidArgument(_MISMATCH)
+
+    def _pieces(self) -> Iterator[tuple[int, bytes]]:
+        """The text within the outer brackets in pieces that end before a comma, each with its offset in the text."""
+        start, end = 1, len(self.text) - 1
+        while end - start > PIECE_BYTE_SIZE:
+            piece = bytes(self.text[start : start + PIECE_BYTE_SIZE])
+            comma = piece.rfind(b",")
+            if comma < 0:
+                raise InvalidArgument(
+                    f"Unable to parse 'data': a value of input '{self.name}' has more than {PIECE_BYTE_SIZE} bytes of text"
+                )
+            yield start, piece[:comma]
+            start += comma + 1
+        yield start, bytes(self.text[start:end])
+
+    def _values(self, piece: bytes, start: int, parser: simdjson.Parser) -> npt.NDArray[Any]:
+        text = b"[%b]" % piece
+        dtype = DTYPES[self.datatype]
+        try:
+            if self.datatype == "BOOL":
+                values: npt.NDArray[Any] = np.array(_booleans.decode(text), np.bool_)
+            else:
+                kind, wide = _BUFFERS[dtype.kind]
+                array = cast(simdjson.Array, parser.parse(text))
+                values = np.frombuffer(array.as_buffer(of_type=kind), wide)
+            if dtype.kind in "iu" and dtype.itemsize < 8 and len(values):
+                limits = np.iinfo(dtype)
+                if values.min() < limits.min or values.max() > limits.max:
+                    raise ValueError("out of range")
+        except (KeyError, TypeError, ValueError, RuntimeError, msgspec.MsgspecError):
+            values = np.frombuffer(
+                json_data.flat(parse(text, lambda offset: self.offset + start + offset - 1), self.datatype, self.name),
+                dtype,
+            )
+        if not len(values):
+            raise InvalidArgument(f"failed to parse the request JSON buffer: Invalid value. at {self.offset + start}")
+        return values
+
+    def _check_nesting(self) -> Generator[None, None, bool]:
+        """Whether there are lists in the list. Raises InvalidArgument: they are nested otherwise than the shape says."""
+        if _find(self.text, b"[", 1, len(self.text)) < 0:
+            return False
+        structure = bytearray()
+        for start in range(0, len(self.text), PIECE_BYTE_SIZE):
+            structure += bytes(self.text[start : start + PIECE_BYTE_SIZE]).translate(None, _LEAVES)
+            yield
+        dims = yield from _dimensions(bytes(structure), len(self.shape))
+        if not json_data.is_nesting_of(dims, self.shape):
+            raise json_data.misnested(self.shape, self.name)
+        return True
+
+
+def _dimensions(structure: bytes, rank: int) -> Generator[None, None, list[int]]:
+    """The lengths of lists nested like ``[[,,],[,,]]``, outermost first; nothing where they are ragged or far too deep.
+
+    The first innermost list tells a length. Where all are alike they leave a structure with one level less.
+    """
+    left, dims = structure, list[int]()
+    while left and len(dims) <= 2 * rank + 1:
+        closing = left.find(b"]")
+        innermost = left[left.rfind(b"[", 0, closing + 1) : closing + 1]
+        if not innermost:
+            return []
+        dims.append(innermost.count(b",") + 1)
+        left = left.replace(innermost, b"")
+        yield
+    # What was taken away may have been anything that looked alike; so build it, and compare.
+    built = b""
+    for dim in dims:
+        built = b"[" + b",".join([built] * dim) + b"]"
+    return dims[::-1] if built == structure else []

@@ -1,0 +1,86 @@
+"""Output tensors as JSON text: flat arrays, at once or piece by piece.
+
+Numbers are written as the shortest text that reads back as the same value of their datatype. NaN and the infinities are written
+as Triton writes them, though JSON has no such literals.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from shm.arrays import array
+from shm.errors import InvalidArgument
+from shm.messages import Tensor
+
+#: Elements written at a time: about a millisecond.
+PIECE_COUNT = 32768
+#: BYTES are text already, or are not.
+_PIECE_BYTE_SIZE = 256 << 10
+_LENGTH = struct.Struct("<I")
+_encode = msgspec.json.Encoder().encode
+
+
+def whole(tensor: Tensor, content: bytes | memoryview) -> bytes:
+    """The text of a tensor whose bytes are ``content``. Raises InvalidArgument: JSON cannot say it; binary output can."""
+    values = _values(tensor, content)
+    return _strings(values.tolist(), tensor.name) if tensor.datatype == "BYTES" else _numbers(values)
+
+
+def pieces(tensor: Tensor, content: bytes | memoryview) -> Iterator[bytes]:
+    """The same text in pieces. Raises as ``whole`` does, at any of them."""
+    separator = b"["
+    for text in _string_pieces(tensor, content) if tensor.datatype == "BYTES" else _number_pieces(tensor, content):
+        yield separator + text[1:-1]
+        separator = b","
+    yield b"[]" if separator == b"[" else b"]"
+
+
+def _number_pieces(tensor: Tensor, content: bytes | memoryview) -> Iterator[bytes]:
+    values = _values(tensor, content)
+    for start in range(0, len(values), PIECE_COUNT):
+        yield _numbers(values[start : start + PIECE_COUNT])
+
+
+def _string_pieces(tensor: Tensor, content: bytes | memoryview) -> Iterator[bytes]:
+    elements: list[bytes] = []
+    start = at = 0
+    while at < len(content):
+        (length,) = _LENGTH.unpack_from(content, at)
+        elements.append(bytes(content[at + 4 : at + 4 + length]))
+        at += 4 + length
+        if at - start > _PIECE_BYTE_SIZE or len(elements) == PIECE_COUNT // 4:
+            yield _strings(elements, tensor.name)
+            elements, start = [], at
+    if elements:
+        yield _strings(elements, tensor.name)
+
+
+def _values(tensor: Tensor, content: bytes | memoryview) -> npt.NDArray[Any]:
+    if tensor.datatype in ("FP16", "BF16"):
+        raise InvalidArgument(
+            f"sending {tensor.datatype} data via JSON is not supported. Please use the binary data format for output"
+        )
+    return array(content, tensor.datatype, tensor.shape, f"output '{tensor.name}'").ravel()
+
+
+def _numbers(values: npt.NDArray[Any]) -> bytes:
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        return json.dumps(values.tolist(), separators=(",", ":")).encode()
+    return orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _strings(elements: list[bytes], name: str) -> bytes:
+    try:
+        return _encode([element.decode() for element in elements])
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(
+            f"output '{name}' holds bytes that are not UTF-8 text. Please use the binary data format for output {name}"
+        ) from error

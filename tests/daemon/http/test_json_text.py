@@ -1,0 +1,55 @@
+"""Output tensors as text: the same at once and in pieces, and every value reads back as itself."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from daemon.http.json_text import PIECE_COUNT, pieces, whole
+from shm.arrays import DTYPES, array, byte_content
+from shm.errors import InvalidArgument
+from shm.messages import Inline, Tensor
+
+
+def tensor(datatype: str, values: np.ndarray) -> tuple[Tensor, bytes]:
+    content = byte_content(values) if datatype == "BYTES" else values.astype(DTYPES[datatype]).tobytes()
+    return Tensor("y", datatype, values.shape, Inline(content)), content
+
+
+@pytest.mark.parametrize("datatype", [name for name in DTYPES if name not in ("FP16", "BF16", "BYTES")])
+@pytest.mark.parametrize("count", [0, 1, 3 * PIECE_COUNT + 5])
+def test_numbers(datatype: str, count: int) -> None:
+    bits = np.random.default_rng(0).integers(0, 256, count * DTYPES[datatype].itemsize, np.uint8).tobytes()
+    values = np.frombuffer(bits, DTYPES[datatype]) if datatype != "BOOL" else np.arange(count) % 3 == 0
+    described, content = tensor(datatype, values)
+    texts = list(pieces(described, content))
+    assert len(texts) <= 6
+    for text in (b"".join(texts), whole(described, content)):
+        back = np.array(json.loads(text), DTYPES[datatype])
+        np.testing.assert_array_equal(back, array(content, datatype, values.shape))
+
+
+def test_the_shortest_text_and_the_literals() -> None:
+    described, content = tensor("FP32", np.array([0.1, 3, -0.0, 16777216, 1e-45], np.float32))
+    assert whole(described, content) == b"[0.1,3.0,-0.0,16777216.0,1e-45]"
+    described, content = tensor("FP64", np.array([math.nan, math.inf, -math.inf, 0.1]))
+    assert whole(described, content) == b"".join(pieces(described, content)) == b"[NaN,Infinity,-Infinity,0.1]"
+
+
+@pytest.mark.parametrize("count", [0, 1, 20_000])
+@pytest.mark.parametrize("size", [0, 40])
+def test_strings(count: int, size: int) -> None:
+    values = np.array([("ä\n" * size + str(number)).encode() for number in range(count)], np.object_)
+    described, content = tensor("BYTES", values)
+    assert b"".join(pieces(described, content)) == whole(described, content)
+    assert json.loads(whole(described, content)) == [value.decode() for value in values]
+
+
+def test_bytes_that_are_no_text() -> None:
+    described, content = tensor("BYTES", np.array([b"a", b"\xff"], np.object_))
+    for write in (whole, lambda *arguments: list(pieces(*arguments))):
+        with pytest.raises(InvalidArgument, match="Please use the binary data format for output y"):
+            write(described, content)
