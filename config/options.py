@@ -114,6 +114,9 @@ class Workers(Section, frozen=True):
     cpu: Count = 1
     #: Pin each CPU worker to its share of the cores (before XLA sizes its thread pool).
     pin: bool = True
+    #: What XLA takes of a GPU's memory; clients' regions and gathered inputs lie outside of it.
+    gpu_memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.75
+    gpu_preallocate: bool = True
     #: A worker that executes, compiles or loads longer than this without a sign of life is killed and replaced; 0: never.
     execute_timeout: Seconds = 300.0
     load_timeout: Seconds = 1800.0

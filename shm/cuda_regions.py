@@ -282,6 +282,13 @@ class CudaRegion:
             self.context.enter()
             self.context.to_device(pointer, address, byte_size)
 
+    def copy(self, offset: int, pointer: int, byte_size: int) -> None:
+        """Queues a copy from device memory into a range; like ``write``."""
+        target = self.pointer(offset, byte_size)
+        with self.guarded():
+            self.context.enter()
+            self.context.within_device(target, pointer, byte_size)
+
     def settle(self) -> None:
         """Returns when what was written is there. Raises as ``read``."""
         with self.guarded():

@@ -38,6 +38,7 @@ def main() -> None:
     channel = Channel(socket.socket(fileno=arguments.control_fd), decoder(ToWorkerControl))
 
     # Imported after the environment is set, and before waiting: the supervisor scans its repositories meanwhile.
+    from workers import device_cuda
     from workers.models.model_code import install_python_backend
     from workers.worker import Worker
 
@@ -50,6 +51,8 @@ def main() -> None:
     if options.workers.pin and device_name.platform == "cpu":
         device_cpu.pin(device_name.index, options.workers.cpu)
     device_cpu.keep_freed_memory()
+    if device_name.platform == "cuda":
+        device_cuda.prepare_environment(options.workers)
     install_python_backend()
     worker = Worker(channel, options, device_name, device_name.open())
     status = 1

@@ -19,6 +19,7 @@ from shm.errors import Internal, ServingError
 from shm.messages import Completion, Inline, RegionSlice, Slice, Tensor
 from shm.regions import check_range
 from workers.classification import classify
+from workers.device_array import DeviceArray
 from workers.models.signature import Signature
 from workers.region_table import AnyRegion, check_intact
 from workers.request import Request
@@ -152,7 +153,7 @@ def _choose(
         if wanted is None and request.outputs:
             continue
         if wanted is not None and wanted.classification:
-            array = classify(signature.outputs[name], array, wanted.classification, signature.batches)
+            array = classify(signature.outputs[name], np.asarray(array), wanted.classification, signature.batches)
         datatype = datatype_of(array.dtype)
         if datatype is None:
             raise Internal(
@@ -199,15 +200,19 @@ class _Queued:
 
     def __init__(self) -> None:
         self._regions: list[CudaRegion] = []
-        self._sources: list[Array] = []
+        self._sources: list[Array | DeviceArray] = []
 
     def write(self, region: CudaRegion, offset: int, content: Content) -> None:
         """Raises InvalidArgument: the region cannot be written any more.  DeviceLost."""
         if not _byte_size(content):
             return
+        self._regions.append(region)
+        if isinstance(content, DeviceArray):
+            self._sources.append(content)
+            region.copy(offset, content.pointer, content.nbytes)
+            return
         flat = np.frombuffer(content, np.uint8) if isinstance(content, bytes) else np.ascontiguousarray(content)
         self._sources.append(flat)
-        self._regions.append(region)
         region.write(offset, flat.__array_interface__["data"][0], flat.nbytes)
 
     def settle(self) -> None:
@@ -225,5 +230,7 @@ class _Queued:
 def _write(view: memoryview, content: Content) -> None:
     if isinstance(content, bytes):
         view[:] = content
+    elif isinstance(content, DeviceArray):
+        content.copy_into(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
     elif content.nbytes:
         np.copyto(np.frombuffer(view, content.dtype).reshape(content.shape), content)

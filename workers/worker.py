@@ -29,8 +29,10 @@ from shm.lane import WorkerLane
 from shm.messages import Cancel, ChildReady
 from shm.spin import Spin
 from shm.status_page import DESKS, StatusPage, WorkerState
+from workers import dlpack
 from workers.control import Control
 from workers.device import DeviceName
+from workers.device_cuda import CudaDevice
 from workers.dispatcher import FIRST_INSTANCE_DESK, Dispatcher
 from workers.inbox import Inbox
 from workers.model_table import ModelTable
@@ -60,6 +62,10 @@ class Worker:
         self._models = ModelTable()
         self._driver = Driver()
         self._regions = RegionTable(self._driver, device_name.gpu)
+        self._cuda: CudaDevice | None = None
+        if device_name.gpu is not None:
+            # Its process sees one device.
+            self._cuda = CudaDevice(self._driver.context(0), (dlpack.CUDA, device.local_hardware_id or 0))
         self._compiler = WorkThread("compiler", self._inbox)
         self._dispatcher = Dispatcher(
             options, self._models, self._regions, self._page, self._compiler, time.monotonic_ns
@@ -74,6 +80,7 @@ class Worker:
             self._page,
             options.requests.max_queue_size,
             options.executables.max_unexpected_shapes,
+            self._cuda,
         )
         self._loader_thread = WorkThread("loader", self._inbox)
         self._control = Control(
@@ -268,6 +275,8 @@ class Worker:
         for submitter in list(self._submitters.values()):
             self._close_lane(submitter)
         self._regions.close()
+        if self._cuda is not None:
+            self._cuda.close()
         self._driver.close()
         self._epoll.close()
         self._inbox.close()

@@ -12,6 +12,7 @@
  *
  *     $CUDA_STUB_DIR       must be set, or there is no device
  *     $CUDA_STUB_DEVICES   how many devices (1); $CUDA_VISIBLE_DEVICES picks among them, by index
+ *     $CUDA_STUB_UNIFIED   host memory passes for a device's as well: XLA:CPU plays XLA on a GPU
  *     $CUDA_STUB_DIR/fail  "<function> <error code> <calls to let pass>": the next call after those fails, once, in any process
  */
 
@@ -86,7 +87,7 @@ static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static allocation_t *allocations;
 static pinned_t *pinned;
 static context_t contexts[MAX_DEVICES];
-static int visible[MAX_DEVICES], visible_count, initialized, hidden, delay_us;
+static int visible[MAX_DEVICES], visible_count, initialized, hidden, unified, delay_us;
 static CUresult lost; /* the sticky error of this process */
 static uint32_t next_id;
 static char folder[512];
@@ -172,6 +173,7 @@ API CUresult cuInit(unsigned flags) {
         const char *names = getenv("CUDA_VISIBLE_DEVICES");
         snprintf(folder, sizeof folder, "%s", directory);
         hidden = getenv("CUDA_STUB_HIDDEN") != NULL;
+        unified = getenv("CUDA_STUB_UNIFIED") != NULL;
         delay_us = pause ? atoi(pause) : 0;
         if (!names) {
             for (; visible_count < count && visible_count < MAX_DEVICES; visible_count++)
@@ -392,7 +394,7 @@ static CUresult device_side(CUdeviceptr pointer, uint64_t count) {
     pthread_mutex_lock(&lock);
     allocation_t *a = find(pointer);
     pthread_mutex_unlock(&lock);
-    return a || !count ? SUCCESS : INVALID_VALUE;
+    return a || unified || !count ? SUCCESS : INVALID_VALUE;
 }
 
 static int move(allocation_t *a, CUdeviceptr device, char *host, uint64_t count, int to_device) {

@@ -56,6 +56,7 @@ class CudaStub:
             for key, value in self.environment.items():
                 if key.startswith("CUDA_STUB_") and key != "CUDA_STUB_HIDDEN":
                     patch.setenv(key, value)
+            patch.setenv("CUDA_STUB_UNIFIED", "1")
             from cuda.bindings import driver
 
             (code,) = driver.cuInit(0)

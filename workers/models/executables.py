@@ -22,6 +22,7 @@ import numpy as np
 from shm.arrays import DTYPES, Array, datatype_of
 from shm.errors import Internal
 from workers.cuda_tensor import CudaTensor
+from workers.device_cuda import CudaDevice
 from workers.models.buckets import Buckets, Shapes
 from workers.models.executable_cache import ExecutableCache
 from workers.models.signature import Signature, TensorSpec
@@ -45,11 +46,20 @@ class Wanted(NamedTuple):
 class Executable:
     """One compiled program with the buffers its batches are gathered in. Used by the execution thread only."""
 
-    __slots__ = ("_batches", "_buffers", "_specs", "call", "wanted")
+    __slots__ = ("_batches", "_buffers", "_device", "_signature", "_specs", "call", "wanted")
 
-    def __init__(self, wanted: Wanted, signature: Signature, call: Callable[..., dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        wanted: Wanted,
+        signature: Signature,
+        call: Callable[..., dict[str, Any]],
+        device: CudaDevice | None = None,
+    ) -> None:
+        """``device``: where batches are gathered instead of in host memory."""
         self.wanted = wanted
         self.call = call
+        self._device = device
+        self._signature = signature
         self._batches = signature.batches
         self._specs = [
             (spec, shape)
@@ -58,12 +68,14 @@ class Executable:
         ]
         self._buffers: dict[str, Array] = {}
 
-    def gather(self, requests: Sequence[Request]) -> tuple[dict[str, Array], int]:
+    def gather(self, requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
         """The arguments for a batch, and how many bytes were copied for them.
 
         A request that fills the bucket alone is used where it lies; small unaligned arguments are left to XLA, which copies
         them anyway, but large ones faster by us.
         """
+        if self._device is not None:
+            return self._gather_on(self._device, requests)
         if len(requests) == 1 and requests[0].rows == self.wanted.rows:
             arguments, copied = dict(requests[0].arrays), 0
             for spec, shape in self._specs:
@@ -76,6 +88,15 @@ class Executable:
             return arguments, copied
         arguments = {spec.name: self._fill(spec, shape, requests) for spec, shape in self._specs}
         return arguments, sum(array.nbytes for request in requests for array in request.arrays.values())
+
+    def _gather_on(self, device: CudaDevice, requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
+        rows = (self.wanted.rows,) if self._batches else ()
+        parts = [
+            (spec.name, spec.dtype, (*rows, *shape), [request.arrays[spec.name] for request in requests])
+            for spec, shape in self._specs
+        ]
+        with precision(self._signature):
+            return device.gather(parts)
 
     def _fill(self, spec: TensorSpec, shape: tuple[int, ...], requests: Sequence[Request]) -> Array:
         buffer = self._buffers.get(spec.name)
@@ -130,7 +151,9 @@ class Executables:
         cache: ExecutableCache,
         source: bytes,
         max_unexpected: int,
+        device: CudaDevice | None = None,
     ) -> None:
+        self.device = device
         self._signature = signature
         self._buckets = buckets
         self._cache = cache
@@ -163,7 +186,7 @@ class Executables:
                 compiled = made
                 if fresh:
                     self._cache.store(key, compiled)
-            self._planned[wanted] = Executable(wanted, self._signature, compiled)
+            self._planned[wanted] = Executable(wanted, self._signature, compiled, self.device)
         self._run_once()
 
     def _run_once(self) -> None:
@@ -186,7 +209,7 @@ class Executables:
 
     def compile(self, wanted: Wanted) -> Executable:
         """Makes an executable nobody planned. Raises Internal: wrong outputs; or whatever tracing raises."""
-        return Executable(wanted, self._signature, self._compile(wanted, None))
+        return Executable(wanted, self._signature, self._compile(wanted, None), self.device)
 
     def find(self, wanted: Wanted) -> Executable | None:
         """A ready executable, or None."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
+import jax
 import numpy as np
 
 from shm.arrays import Array
@@ -31,7 +33,9 @@ class JaxModel:
         self._names = tuple(signature.outputs)
         reshaped = any(spec.reshaped for spec in signature.outputs.values())
         #: Where requests cannot share a batch, quick ones may share a call.
-        self.series = None if signature.batches or buckets.axes or reshaped else Series(signature, executables.apply)
+        alone = bool(signature.batches or buckets.axes or reshaped)
+        # A series is stacked by the host, for programs of which a call is most of the cost.
+        self.series = None if alone or executables.device is not None else Series(signature, executables.apply)
         self._version = version
         self._signature = signature
         self._buckets = buckets
@@ -114,12 +118,24 @@ class JaxModel:
         else:
             made = executable.call(self.executables.parameters, arguments)
         # All of them are waited for: only then has the program read its last input.
-        outputs = {name: np.asarray(made[name]) for name in self._signature.outputs}
+        outputs = self._outputs(made)
         execution.computed_ns = time.monotonic_ns()
         execution.results = self._split(requests, executable.wanted.rows, outputs)
         if self.series is not None:
             first = requests[0]
             self.series.note(first.key, first.arrays, execution.computed_ns - execution.gathered_ns)
+
+    def _outputs(self, made: dict[str, Any]) -> dict[str, Array]:
+        device = self.executables.device
+        if device is None:
+            return {name: np.asarray(made[name]) for name in self._signature.outputs}
+        try:
+            jax.block_until_ready(made)
+        except Exception:
+            device.check()
+            raise
+        # Not arrays of the host yet: where they go decides which way they leave the device.
+        return {name: cast(Array, device.keep(made[name])) for name in self._signature.outputs}
 
     def _execute_series(self, execution: Execution, executable: SeriesExecutable) -> None:
         execution.copied_byte_size = executable.gather(execution.requests)
@@ -145,7 +161,7 @@ class JaxModel:
                 lead = part.shape[:1] if batches else ()
                 inner = part.shape[len(lead) :]
                 if lengths:
-                    part = part[(slice(None),) * len(lead) + sliced(spec, inner, lengths)]
+                    part = np.asarray(part)[(slice(None),) * len(lead) + sliced(spec, inner, lengths)]
                 if spec.reshaped:
                     part = part.reshape(lead + spec.to_client(part.shape[len(lead) :]))
                 result[name] = part

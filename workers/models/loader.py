@@ -24,6 +24,7 @@ from config.model_config import ModelConfig
 from shm.errors import Internal, InvalidArgument, Unsupported
 from shm.messages import Load
 from shm.status_page import StatusPage
+from workers.device_cuda import CudaDevice
 from workers.inbox import Inbox
 from workers.instance import Instance
 from workers.models.declaration import (
@@ -83,9 +84,11 @@ class Loader:
         page: StatusPage,
         max_queue_size: int,
         max_unexpected_shapes: int,
+        cuda: CudaDevice | None = None,
     ) -> None:
         self._device = device
         self._gpu = gpu
+        self._cuda = cuda
         self._cache = cache
         self._inbox = inbox
         self._page = page
@@ -169,6 +172,7 @@ class Loader:
             self._cache,
             python_source(Path(record.version_path)),
             self._max_unexpected_shapes,
+            self._cuda,
         )
         jitted = JaxModel(record.version, described, buckets, executables)
         executables.warm()

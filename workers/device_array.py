@@ -1,0 +1,70 @@
+"""An output of the GPU that stays there until it is known where it goes: to a region on the device, or to the host.
+
+It has an array's shape, dtype and size, can be cut into rows and reshaped, and turns into an array of the host on demand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from shm.arrays import Array
+from shm.cuda_regions import Context
+
+
+class DeviceArray:
+    """Contiguous device memory; ``owner`` keeps it."""
+
+    __slots__ = ("_context", "_owner", "dtype", "nbytes", "pointer", "shape")
+
+    def __init__(self, context: Context, owner: Any, pointer: int, dtype: np.dtype[Any], shape: Sequence[int]) -> None:
+        self._context = context
+        self._owner = owner
+        self.pointer = pointer
+        self.dtype = dtype
+        self.shape = tuple(shape)
+        self.nbytes = dtype.itemsize
+        for size in self.shape:
+            self.nbytes *= size
+
+    def __getitem__(self, rows: slice) -> DeviceArray:
+        """Some of the rows, without a copy."""
+        start, stop, step = rows.indices(self.shape[0])
+        assert step == 1
+        row = self.nbytes // self.shape[0] if self.shape[0] else 0
+        shape = (max(stop - start, 0), *self.shape[1:])
+        return DeviceArray(self._context, self._owner, self.pointer + start * row, self.dtype, shape)
+
+    def reshape(self, shape: Sequence[int]) -> DeviceArray:
+        """The same bytes in another shape."""
+        return DeviceArray(self._context, self._owner, self.pointer, self.dtype, shape)
+
+    def copy(self) -> DeviceArray:
+        """The same in memory that XLA owns. Raises DeviceLost."""
+        made = jax.block_until_ready(jax.device_put(np.asarray(self)))
+        return DeviceArray(self._context, made, made.unsafe_buffer_pointer(), self.dtype, self.shape)
+
+    def copy_into(self, address: int) -> None:
+        """Copies to host memory; it is there on return. Raises DeviceLost."""
+        if self.nbytes:
+            self._context.enter()
+            self._context.to_host(address, self.pointer, self.nbytes)
+            self._context.synchronize()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        """A copy in host memory. Raises as ``copy_into``."""
+        if copy is False:
+            raise ValueError("GPU memory cannot be used by the host without a copy")
+        array = np.empty(self.shape, self.dtype)
+        self.copy_into(array.__array_interface__["data"][0])
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def tobytes(self) -> bytes:
+        """The content, in the host's memory."""
+        return np.asarray(self).tobytes()
+
+    def __repr__(self) -> str:
+        return f"<DeviceArray {self.dtype}{list(self.shape)}>"
