@@ -125,7 +125,7 @@ GOOD = Tensor("x", "FP32", (1, 4), Inline(bytes(16)))
         ([replace(GOOD, datatype="nonsense")], InvalidArgument, "data-type is 'nonsense'"),
         ([replace(GOOD, shape=(1, 5))], InvalidArgument, "Expected [-1,4], got [1,5]"),
         ([replace(GOOD, shape=(4,))], InvalidArgument, "Expected [-1,4], got [4]"),
-        ([replace(GOOD, shape=())], InvalidArgument, "Expected [-1,4], got []"),
+        ([replace(GOOD, shape=())], InvalidArgument, "has no shape but model requires batch dimension"),
         ([replace(GOOD, shape=(1,) * 1000)], InvalidArgument, "unexpected shape"),
         ([replace(GOOD, shape=(9, 4))], InvalidArgument, "batch-size must be <= 8 for 'scale'"),
         ([replace(GOOD, shape=(0, 4))], InvalidArgument, "at least 1"),
