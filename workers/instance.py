@@ -31,7 +31,16 @@ class Instantiated(Model, Protocol):
 class Instance:
     """One execution thread. ``busy`` and ``desk`` belong to the worker's loop."""
 
-    def __init__(self, name: str, create: Callable[[], Instantiated], inbox: Inbox, page: StatusPage) -> None:
+    def __init__(
+        self,
+        name: str,
+        create: Callable[[], Instantiated],
+        inbox: Inbox,
+        page: StatusPage,
+        warm: Callable[[Instantiated], None] | None = None,
+    ) -> None:
+        """``warm`` is called with the initialised model before the instance counts as started."""
+        self._warm = warm
         self._inbox = inbox
         self._page = page
         self._jobs: queue.SimpleQueue[tuple[Execution, Callable[[Execution], None]] | Callable[[], None]] = (
@@ -47,7 +56,7 @@ class Instance:
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     def start(self) -> None:
-        """Returns once the model is initialised. Raises whatever it raised."""
+        """Returns once the model is initialised and warm. Raises whatever it raised."""
         self._thread.start()
         self._started.wait()
         if self._failure is not None:
@@ -66,6 +75,8 @@ class Instance:
         try:
             model = self._create()
             model.initialize()
+            if self._warm is not None:
+                self._warm(model)
         except BaseException as error:  # a model may call sys.exit() as well
             self._failure = error
             return

@@ -26,7 +26,7 @@ from shm.messages import Load
 from shm.status_page import StatusPage
 from workers.device_cuda import CudaDevice
 from workers.inbox import Inbox
-from workers.instance import Instance
+from workers.instance import Instance, Instantiated
 from workers.models.declaration import (
     batch_rules,
     choose_buckets,
@@ -43,6 +43,7 @@ from workers.models.jax_model import JaxModel
 from workers.models.model_code import import_model, own_folders, python_source
 from workers.models.python_model import PythonModel, auto_complete
 from workers.models.signature import Signature, signature
+from workers.models.warmup import samples
 from workers.scheduling.dynamic_batcher import BatchRules
 from workers.scheduling.queue import QueueRules
 
@@ -163,7 +164,7 @@ class Loader:
         apply: Apply = created[0]
         if getattr(module, "host", False):
             model = HostModel(record.version, described, apply, created[1])
-            return None, self._start(message, lambda _: model)
+            return None, self._start(record, message, described, lambda _: model)
         executables = Executables(
             described,
             buckets,
@@ -176,6 +177,8 @@ class Loader:
         )
         jitted = JaxModel(record.version, described, buckets, executables)
         executables.warm()
+        for sample in samples(message, described, Path(record.model_path)):
+            sample.run_jitted(jitted, message.name)
         return jitted, ()
 
     def _python_instances(
@@ -183,18 +186,32 @@ class Loader:
     ) -> tuple[Instance, ...]:
         kind = "CPU" if self._gpu is None else "GPU"
         return self._start(
+            record,
             message,
+            described,
             lambda instance: PythonModel(module, message, described, record.version, record.model_path, instance, kind),
         )
 
-    def _start(self, message: ModelConfig, create: Callable[[str], HostModel | PythonModel]) -> tuple[Instance, ...]:
-        """One thread for each configured instance, each initialised. One that fails takes the others down."""
+    def _start(
+        self,
+        record: Load,
+        message: ModelConfig,
+        described: Signature,
+        create: Callable[[str], HostModel | PythonModel],
+    ) -> tuple[Instance, ...]:
+        """One thread for each configured instance, each initialised and warm. One that fails takes the others down."""
+        prepared = [] if unsupported(message) else samples(message, described, Path(record.model_path))
+
+        def warm(model: Instantiated) -> None:
+            for sample in prepared:
+                sample.run(model, message.name)
+
         started: list[Instance] = []
         try:
             for group in message.instance_group:
                 for index in range(group.count):
                     name = f"{group.name}_{index}"
-                    instance = Instance(name, functools.partial(create, name), self._inbox, self._page)
+                    instance = Instance(name, functools.partial(create, name), self._inbox, self._page, warm)
                     instance.start()
                     started.append(instance)
         except BaseException:

@@ -300,3 +300,61 @@ def test_not_yet(load: Loading) -> None:
     assert not decoupled.stateless
     sequences = load(TRITON, 'sequence_batching { } input { name: "x" data_type: TYPE_INT32 dims: [ 1 ] }')
     assert "sequences" in sequences.unsupported
+
+
+WARM = (
+    "model_warmup { name: 'w' count: 3 inputs { key: 'x' value { data_type: TYPE_FP32 dims: [ 5 ] zero_data: true } } }"
+)
+
+
+def test_a_python_model_is_warm_before_it_serves(load: Loading) -> None:
+    model = load(
+        """
+        import numpy as np
+        import triton_python_backend_utils as pb_utils
+
+        class TritonPythonModel:
+            calls = 0
+
+            def execute(self, requests):
+                TritonPythonModel.calls += len(requests)
+                count = np.array([self.calls], np.float32)
+                return [pb_utils.InferenceResponse([pb_utils.Tensor("y", count)]) for _ in requests]
+        """,
+        """input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] }
+        output { name: "y" data_type: TYPE_FP32 dims: [ 1 ] } """
+        + WARM,
+    )
+    result = run(model, load, x=np.zeros(5, np.float32))
+    assert isinstance(result, dict)
+    assert result["y"].tolist() == [4]
+
+
+def test_a_jitted_model_has_the_shape_of_its_warmup(load: Loading) -> None:
+    model = load(
+        """
+        inputs = {"x": "FP32[-1]"}
+        outputs = {"y": "FP32[-1]"}
+
+        def create(path, config, device):
+            return (lambda params, inputs: {"y": inputs["x"]}), {}
+        """,
+        WARM,
+    )
+    assert model.jitted is not None
+    request = request_of({"x": np.zeros(5, np.float32)}, key=model.jitted.key({"x": np.zeros(5, np.float32)}))
+    assert model.jitted.find([request]) is not None
+
+
+def test_a_model_that_fails_its_warmup_does_not_serve(load: Loading) -> None:
+    with pytest.raises(InvalidArgument, match=r"warmup sample 'w' failed: .*ValueError: too cold"):
+        load(
+            """
+            class TritonPythonModel:
+                def execute(self, requests):
+                    raise ValueError("too cold")
+            """,
+            """input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] }
+            output { name: "y" data_type: TYPE_FP32 dims: [ 1 ] } """
+            + WARM,
+        )

@@ -1,0 +1,167 @@
+"""The samples of ``model_warmup``: made from the configuration, run before a version serves, counted nowhere.
+
+    inputs     zeros, random values, or a file of <model>/warmup/: the tensor's bytes as a client would send them
+    batch_size for a model that batches: the sample's dims come without the batch dimension
+    count      how often it is run; 0 is once
+
+Source: Triton's model_config.proto, ModelWarmup.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from config.model_config import ModelConfig, data_type_name
+from shm import datatypes
+from shm.arrays import Array, array
+from shm.datatypes import byte_size
+from shm.errors import InvalidArgument, ServingError
+from shm.messages import Submit
+from workers.models.execution import Execution, Model
+from workers.models.jax_model import JaxModel
+from workers.models.signature import Signature, TensorSpec
+from workers.request import Request
+
+#: All tensors of a sample together.
+MAX_BYTE_SIZE = 1 << 30
+MAX_COUNT = 10_000
+#: Random values are the same at every start, so that what fails fails again.
+_SEED = 0
+
+
+class Sample:
+    """One entry of ``model_warmup``."""
+
+    def __init__(self, name: str, arrays: dict[str, Array], rows: int, count: int) -> None:
+        self.name = name
+        self.rows = rows
+        self.count = count
+        self._arrays = arrays
+        #: What a jitted model finds its executable by.
+        self._key: Hashable = None
+
+    def run(self, model: Model, model_name: str) -> None:
+        """Raises InvalidArgument: the model failed."""
+        for _ in range(self.count):
+            execution = Execution([self.request(model_name)], time.monotonic_ns())
+            try:
+                model.execute(execution)
+                (result,) = execution.results
+            except ServingError as error:
+                raise self._failed(error.message) from error
+            except Exception as error:
+                raise self._failed(model.describe(error)) from error
+            if isinstance(result, ServingError):
+                raise self._failed(result.message)
+
+    def run_jitted(self, model: JaxModel, model_name: str) -> None:
+        """As ``run``, with a shape that no bucket covers compiled first."""
+        self._key = model.key(self._arrays)
+        wanted = model.wanted_by([self.request(model_name)])
+        if model.executables.find(wanted) is None:
+            model.executables.add(model.executables.compile(wanted))
+        self.run(model, model_name)
+
+    def request(self, model_name: str) -> Request:
+        """The sample as a request that nobody submitted: it has neither a version that serves nor a submitter that waits."""
+        nobody = cast(Any, None)
+        submit = Submit(0, model_name, 0, ())
+        return Request(nobody, nobody, submit, self._key, self.rows, self._arrays, {}, [], time.monotonic_ns())
+
+    def _failed(self, reason: str) -> InvalidArgument:
+        return InvalidArgument(f"warmup sample '{self.name}' failed: {reason}")
+
+
+def samples(message: ModelConfig, described: Signature, folder: Path) -> list[Sample]:
+    """The samples of a completed configuration; ``folder`` is the model's.
+
+    Raises: InvalidArgument: one does not fit the model, or its file cannot be read.
+    """
+    return [_sample(setting, described, folder) for setting in message.model_warmup]
+
+
+def _sample(setting: Any, described: Signature, folder: Path) -> Sample:
+    what = f"model '{described.model}': model_warmup '{setting.name}'"
+    rows = setting.batch_size or 1
+    if described.batches and rows > described.max_batch_size:
+        raise InvalidArgument(f"{what}: batch_size {rows}, max_batch_size is {described.max_batch_size}")
+    if setting.count > MAX_COUNT:
+        raise InvalidArgument(f"{what}: count {setting.count}, at most {MAX_COUNT} are run")
+    missing = [name for name, spec in described.inputs.items() if not spec.optional and name not in setting.inputs]
+    if missing:
+        raise InvalidArgument(f"{what}: input '{missing[0]}' is missing")
+    arrays: dict[str, Array] = {}
+    room = MAX_BYTE_SIZE
+    for name in setting.inputs:
+        spec = described.inputs.get(name)
+        if spec is None:
+            raise InvalidArgument(f"{what}: the model has no input '{name}'")
+        lead = (rows,) if described.batches else ()
+        arrays[name] = _tensor(f"{what}: input '{name}'", setting.inputs[name], spec, lead, folder, room)
+        room -= arrays[name].nbytes
+    # In the order of the model, as requests have them.
+    arrays = {name: arrays[name] for name in described.inputs if name in arrays}
+    return Sample(setting.name, arrays, rows if described.batches else 1, setting.count or 1)
+
+
+def _tensor(what: str, given: Any, spec: TensorSpec, lead: tuple[int, ...], folder: Path, room: int) -> Array:
+    """The array as the model takes it. Raises InvalidArgument."""
+    datatype, dims = datatypes.from_model_config(data_type_name(given)), tuple(given.dims)
+    if datatype != spec.datatype or not spec.fits(dims):
+        raise InvalidArgument(f"{what} is {datatype}{list(dims)}, the model takes {spec.datatype}{list(spec.dims)}")
+    shape = (*lead, *dims)
+    size = byte_size(datatype, shape, what)
+    # Of BYTES each element is an object of Python.
+    if (8 * int(np.prod(shape, dtype=object)) if size is None else size) > room:
+        raise InvalidArgument(f"{what}: a sample has at most {MAX_BYTE_SIZE} bytes")
+    match given.WhichOneof("input_data_type"):
+        case "zero_data":
+            made = _zeros(spec, shape)
+        case "random_data":
+            made = _random(spec, shape)
+        case "input_data_file":
+            made = array(_file(what, given.input_data_file, folder, room), datatype, shape, what)
+        case _:
+            raise InvalidArgument(f"{what} has none of zero_data, random_data and input_data_file")
+    return made.reshape(lead + spec.to_model(dims)) if spec.reshaped else made
+
+
+def _zeros(spec: TensorSpec, shape: tuple[int, ...]) -> Array:
+    if spec.datatype != "BYTES":
+        return np.zeros(shape, spec.dtype)
+    made = np.empty(shape, np.object_)
+    made[...] = b""
+    return made
+
+
+def _random(spec: TensorSpec, shape: tuple[int, ...]) -> Array:
+    """Numbers from 0 to 1, integers of the whole range, elements of one printable character."""
+    chance = np.random.default_rng(_SEED)
+    if spec.datatype == "BYTES":
+        made = np.empty(shape, np.object_)
+        made.ravel()[:] = [bytes((code,)) for code in chance.integers(32, 127, made.size).tolist()]
+        return made
+    if spec.datatype == "BOOL":
+        return chance.integers(0, 2, shape).astype(np.bool_)
+    if spec.dtype.kind in "iu":
+        limits = np.iinfo(spec.dtype)
+        return chance.integers(limits.min, limits.max, shape, spec.dtype, endpoint=True)
+    return chance.random(shape).astype(spec.dtype)
+
+
+def _file(what: str, name: str, folder: Path, room: int) -> bytes:
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise InvalidArgument(f"{what}: input_data_file must be a file name, without folders")
+    try:
+        with open(folder / "warmup" / name, "rb") as file:
+            content = file.read(room + 1)
+    except OSError as error:
+        raise InvalidArgument(f"{what}: file '{name}' cannot be read: {error.strerror}") from error
+    if len(content) > room:
+        raise InvalidArgument(f"{what}: a sample has at most {MAX_BYTE_SIZE} bytes")
+    return content
