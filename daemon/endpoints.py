@@ -95,9 +95,12 @@ class Endpoints:
         return self._table.is_ready(model, version)
 
     def model_metadata(self, model: str, version: int) -> dict[str, Any]:
-        """``name``, ``versions`` (as text, ascending), ``platform``, ``inputs``, ``outputs``. Raises NotFound."""
+        """``name``, ``versions`` (as text, ascending), ``platform``, ``inputs``, ``outputs``. Raises NotFound.
+
+        ``versions`` are all that are served, or the one that is asked for.
+        """
         metadata = msgspec.json.decode(self._table.find(model, version).metadata)
-        versions = [str(number) for number in self._table.ready_versions(model)]
+        versions = [str(number) for number in ((version,) if version else self._table.ready_versions(model))]
         return {"name": metadata.pop("name"), "versions": versions, **metadata}
 
     def model_config(self, model: str, version: int) -> bytes:

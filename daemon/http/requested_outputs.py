@@ -18,10 +18,11 @@ _INT64_MAX = (1 << 63) - 1
 
 
 def read_outputs(entries: Iterable[OutputHead], decoded: DecodedRequest) -> None:
-    """Fills in what the entries ask for; of several with one name the last holds. Raises InvalidArgument."""
+    """Fills in what the entries ask for; of several with one name the first holds. Raises InvalidArgument."""
     requested: dict[str, RequestedOutput] = {}
     for entry in entries:
-        requested[entry.name] = _requested(entry, decoded)
+        if entry.name not in requested:
+            requested[entry.name] = _requested(entry, decoded)
     decoded.outputs = tuple(requested.values())
 
 

@@ -57,11 +57,14 @@ def test_not_ready_once_stopping(connection: Connection) -> None:
     assert not ending.is_ready()
 
 
-def test_metadata_lists_every_version_that_serves(connection: Connection) -> None:
+@pytest.mark.parametrize(("version", "versions"), [(0, ["1", "3"]), (1, ["1"]), (3, ["3"])])
+def test_metadata_lists_every_version_that_serves_or_the_one_asked_for(
+    connection: Connection, version: int, versions: list[str]
+) -> None:
     states = [ModelState("m", n, "READY", workers=(1,), metadata=b'{"name":"m","platform":"p"}') for n in (1, 3)]
-    assert endpoints(connection, *states).model_metadata("m", 1) == {
+    assert endpoints(connection, *states).model_metadata("m", version) == {
         "name": "m",
-        "versions": ["1", "3"],
+        "versions": versions,
         "platform": "p",
     }
 

@@ -502,7 +502,8 @@ def test_requested_outputs() -> None:
                 {"name": "b", "parameters": {"binary_data": True, "other": {}}},
                 {"name": "c", "parameters": {"binary_data": False, "classification": 3}},
                 {"name": "d", "parameters": {"shared_memory_region": "r", "shared_memory_byte_size": 8}},
-                {"name": "a"},
+                # The first of two entries holds.
+                {"name": "a", "parameters": {"binary_data": True, "classification": 2}},
             ]
         ),
         0,
