@@ -159,6 +159,11 @@ def _check(options: Options) -> None:
     if any(not path for path in options.repository.paths):
         raise ConfigurationError("repository.paths: expected folders, given an empty one")
 
+    trace = options.trace
+    if trace.level and not trace.file:
+        raise ConfigurationError("trace.level: needs trace.file")
+    if trace.level and not trace.rate:
+        raise ConfigurationError("trace.rate: expected at least 1 where trace.level is given, given 0")
     _explained("http.restricted_api", restrictions.parse, options.http.restricted_api)
     if options.http.header_forward_pattern:
         _explained("http.header_forward_pattern", header_pattern.compiled, options.http.header_forward_pattern)

@@ -200,6 +200,23 @@ class Log(Section, frozen=True):
     file: str = ""
 
 
+class Trace(Section, frozen=True):
+    """Which requests are traced from the start, and where traces are written."""
+
+    #: Empty: off.
+    level: tuple[Literal["TIMESTAMPS", "TENSORS"], ...] = ()
+    #: One request in so many.
+    rate: Annotated[int, Meta(ge=0, le=(1 << 32) - 1)] = 1000
+    #: Traces until it stops; -1: it does not.
+    count: Annotated[int, Meta(ge=-1, le=(1 << 31) - 1)] = -1
+    #: "": nothing can be traced.
+    file: str = ""
+    #: Above 0: so many traces into each of file.0, file.1, ...
+    log_frequency: Annotated[int, Meta(ge=0, le=(1 << 32) - 1)] = 0
+    #: All that one front writes; then it drops traces.
+    max_byte_size: ByteSize = 1 << 30
+
+
 class Options(Section, frozen=True):
     """Everything an operator can say."""
 
@@ -215,3 +232,4 @@ class Options(Section, frozen=True):
     regions: Regions = Regions()
     supervisor: Supervisor = Supervisor()
     log: Log = Log()
+    trace: Trace = Trace()

@@ -18,7 +18,7 @@ import click
 from config import layers, log
 from config.layers import ConfigurationError
 from config.options import Options
-from daemon import flags, repository
+from daemon import flags, repository, trace_file
 from shm.errors import InvalidArgument
 
 #: Flags are ours to parse (see ``daemon.flags``), --config and --help are click's.
@@ -67,6 +67,11 @@ def serve(config: Path | None, arguments: tuple[str, ...]) -> None:
         log.check_writable(options.log)
     except OSError as error:
         _fail(f"log.file: '{options.log.file}' cannot be written: {error.strerror}")
+    try:
+        if options.trace.file:
+            trace_file.begin(options.trace.file)
+    except OSError as error:
+        _fail(f"trace.file: '{options.trace.file}' cannot be written: {error.strerror}")
     log.configure(options.log, "supervisor")
     # Imported here: `tensord check` and --help need none of it.
     from daemon.devices import NoDevice

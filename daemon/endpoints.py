@@ -18,6 +18,7 @@ from daemon.model_table import ModelTable
 from shm.errors import InvalidArgument
 from shm.messages import (
     ChangeLog,
+    ChangeTrace,
     LoadModel,
     ModelState,
     ModelStatistics,
@@ -42,6 +43,7 @@ EXTENSIONS = (
     "binary_tensor_data",
     "parameters",
     "statistics",
+    "trace",
     "logging",
 )
 _INT64 = (1 << 63) - 1
@@ -176,4 +178,8 @@ class Endpoints:
 
     async def log_settings(self, wanted: ChangeLog) -> bytes:
         """Changes what is given, and answers all settings then in force: a JSON object."""
+        return await self._calls.ask(wanted)
+
+    async def trace_settings(self, wanted: ChangeTrace) -> bytes:
+        """Changes what is given (``daemon.trace_settings.parse``), and answers the settings then in force: a JSON object."""
         return await self._calls.ask(wanted)

@@ -143,6 +143,11 @@ FLAGS = (
         metavar="SECONDS",
     ),
     Flag("id", "server_name", "The server's name in GET /v2.", metavar="NAME"),
+    Flag("trace-level", "trace.level", "TIMESTAMPS or TENSORS; may be repeated.", True, metavar="LEVEL"),
+    Flag("trace-rate", "trace.rate", "Trace one request in so many.", metavar="COUNT"),
+    Flag("trace-count", "trace.count", "Traces until it stops; -1: no end.", metavar="COUNT"),
+    Flag("trace-file", "trace.file", "Where traces are written.", metavar="FILE"),
+    Flag("trace-log-frequency", "trace.log_frequency", "So many traces a file.", metavar="COUNT"),
     Flag("log-verbose", "log.verbose", "0: off; 1: debug messages; 2: of libraries as well.", metavar="LEVEL"),
     Flag("log-info", "log.info", "Log information.", switch=True),
     Flag("log-warning", "log.warning", "Log warnings.", switch=True),
@@ -188,9 +193,6 @@ _REFUSED = {
     "backend-config": "back ends take no settings of their own; see [workers] and [executables] in the configuration",
     "cache-config": "the response cache comes with a later version",
     "response-cache-byte-size": "the response cache comes with a later version",
-    "trace-config": "tracing comes with a later version",
-    "trace-file": "tracing comes with a later version",
-    "trace-level": "tracing comes with a later version",
     "grpc-restricted-protocol": "gRPC and restricted APIs come with a later version",
     "cuda-memory-pool-byte-size": "XLA manages device memory: set XLA_PYTHON_CLIENT_MEM_FRACTION",
     "model-load-thread-count": "each worker loads its models one after the other",
@@ -219,6 +221,10 @@ def parse(arguments: Sequence[str]) -> list[Setting]:
             and not (is_switch and not _is_bool(waiting[0]))
         ):
             value = waiting.pop(0)
+        if name == "trace-config":
+            if (stands_for := _of_trace_config(value or "")) is not None:
+                waiting.insert(0, stands_for)
+            continue
         if flag is None:
             _refuse_or_ignore(name, value)
             continue
@@ -234,6 +240,31 @@ def parse(arguments: Sequence[str]) -> list[Setting]:
                 flag.key, _seconds(name, value) if flag.milliseconds else value, f"--{name}", textual=True
             )
     return list(found.values())
+
+
+#: What --trace-config names, by its setting.
+_TRACE_FLAGS = {
+    "level": "trace-level",
+    "rate": "trace-rate",
+    "count": "trace-count",
+    "file": "trace-file",
+    "log-frequency": "trace-log-frequency",
+}
+
+
+def _of_trace_config(value: str) -> str | None:
+    """``[triton,]SETTING=VALUE`` as the flag it stands for; None: it asks for what is so anyway."""
+    mode, comma, setting = value.partition(",")
+    name, equals, given = (setting if comma else mode).partition("=")
+    if (comma and mode != "triton") or (name, given) == ("mode", "opentelemetry"):
+        raise ConfigurationError(f"--trace-config={value}: traces are written to files only (mode triton)")
+    if (name, given) in (("mode", "triton"), ("level", "OFF")):
+        return None
+    if not equals or name not in _TRACE_FLAGS:
+        raise ConfigurationError(
+            f"--trace-config={value}: expected [triton,]SETTING=VALUE, with {', '.join(_TRACE_FLAGS)}"
+        )
+    return f"--{_TRACE_FLAGS[name]}={given}"
 
 
 def _split(argument: str) -> tuple[str, str | None]:

@@ -23,6 +23,7 @@ from daemon.connection import Connection
 from daemon.endpoints import Endpoints
 from daemon.model_table import ModelTable
 from daemon.submit import Submitter
+from daemon.tracer import Tracer
 from shm.channel import Channel
 from shm.messages import (
     ChildReady,
@@ -35,6 +36,8 @@ from shm.messages import (
     Start,
     Stop,
     ToFront,
+    TraceChanged,
+    TraceCleared,
     WorkerFenced,
     decoder,
 )
@@ -42,6 +45,9 @@ from shm.messages import (
 
 class Front(ABC):
     """One front. ``run`` is its whole life."""
+
+    #: There from Start on.
+    tracer: Tracer
 
     def __init__(self, control: socket.socket) -> None:
         self._connection = Connection(Channel(control, decoder(ToFront)), self._record, self._orphaned)
@@ -65,6 +71,7 @@ class Front(ABC):
         stop = await self._stop
         endpoints.stopping = True
         await self.drain(stop.grace_ns)
+        self.tracer.close()
         self.submitter.close()
         self._connection.close()
 
@@ -88,6 +95,7 @@ class Front(ABC):
             case Start():
                 options = msgspec.msgpack.decode(record.options, type=Options)
                 log.configure(options.log, record.name)
+                self.tracer = Tracer(record.incarnation, options.trace.max_byte_size)
                 self._submitter = Submitter(record.incarnation, options, self.table)
                 self._started.set_result(record)
             case Stop():
@@ -103,6 +111,10 @@ class Front(ABC):
                 self.submitter.open_lane(record, fds)
             case WorkerFenced():
                 self.submitter.fence(record)
+            case TraceChanged():
+                self.tracer.changed(record, fds)
+            case TraceCleared():
+                self.tracer.cleared(record)
             case LogChanged(name, changed):
                 log.configure(msgspec.msgpack.decode(changed, type=Log), name)
 

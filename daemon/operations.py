@@ -14,9 +14,11 @@ from daemon.child import Worker
 from daemon.log_settings import LogSettings
 from daemon.models import Models
 from daemon.region_registry import RegionRegistry
+from daemon.trace_settings import TraceSettings
 from shm.errors import Internal, InvalidArgument, ServingError, Unavailable
 from shm.messages import (
     ChangeLog,
+    ChangeTrace,
     LoadModel,
     ModelStatistics,
     Operation,
@@ -42,11 +44,13 @@ class Operations:
         models: Models,
         regions: RegionRegistry,
         logs: LogSettings,
+        traces: TraceSettings,
         workers: Callable[[], Sequence[Worker]],
     ) -> None:
         self._models = models
         self._regions = regions
         self._logs = logs
+        self._traces = traces
         self._workers = workers
 
     async def reply(self, call_id: int, operation: Operation) -> Reply:
@@ -79,6 +83,8 @@ class Operations:
                 return self._regions.status(operation)
             case ChangeLog():
                 return self._logs.change(operation)
+            case ChangeTrace():
+                return self._traces.change(operation)
         return b""
 
     async def _statistics(self, operation: ModelStatistics) -> bytes:

@@ -38,6 +38,7 @@ from daemon.models import Models
 from daemon.notify import Notifier
 from daemon.operations import Operations
 from daemon.region_registry import RegionRegistry
+from daemon.trace_settings import TraceSettings
 from shm.channel import pair
 from shm.errors import InvalidArgument, ServingError
 from shm.messages import (
@@ -46,9 +47,7 @@ from shm.messages import (
     LaneOpened,
     Loaded,
     LogChanged,
-    ModelGone,
-    ModelState,
-    RegionPlace,
+    Record,
     Reply,
     Unloaded,
     WorkerFenced,
@@ -117,7 +116,10 @@ class Supervisor:
         self._devices: list[str] = []
         self._regions = RegionRegistry(options.regions, self._ready_workers, lambda: self._devices, self._publish)
         self._log_settings = LogSettings(options.log, self._log_changed)
-        self._operations = Operations(self._models, self._regions, self._log_settings, self._ready_workers)
+        self._trace_settings = TraceSettings(options.trace, self._models.lifecycle.is_ready, self._publish)
+        self._operations = Operations(
+            self._models, self._regions, self._log_settings, self._trace_settings, self._ready_workers
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
         #: Set by the second signal.
@@ -153,6 +155,7 @@ class Supervisor:
             control.close()
             self._models.close()
             self._regions.close()
+            self._trace_settings.close()
             self._notifier.close()
             for listener in self._listeners.values():
                 listener.close()
@@ -200,6 +203,8 @@ class Supervisor:
             front.send(place)
         for state in self._models.states():
             front.send(state)
+        for record, *fds in self._trace_settings.records():
+            front.send(record, *fds)
 
     def _open_lane(self, front: Front, worker: Worker) -> None:
         ours, theirs = pair()
@@ -292,9 +297,9 @@ class Supervisor:
     async def _answer(self, front: Front, call_id: int, operation: Any) -> None:
         front.send(await self._operations.reply(call_id, operation))
 
-    def _publish(self, record: ModelState | ModelGone | RegionPlace) -> None:
+    def _publish(self, record: Record, *fds: int) -> None:
         for front in self.fronts.values():
-            front.send(record)
+            front.send(record, *fds)
 
     def _log_changed(self, options: Log) -> None:
         """Here, in every process, and in those that start later."""

@@ -10,7 +10,7 @@ that knows the union of a direction decodes and type-checks in one pass; anythin
                 supervisor --> front                     front --> supervisor
     control     Start Stop LaneOpened WorkerFenced       ChildReady Call
                 ModelState ModelGone RegionPlace Reply
-                LogChanged
+                LogChanged TraceChanged TraceCleared
 
                 supervisor --> worker                    worker --> supervisor
     control     Start Stop LaneOpened Load Unload        ChildReady Loaded Reply
@@ -95,6 +95,24 @@ class SegmentClosed(Record, frozen=True, tag="S-"):
     segment: int
 
 
+class TracedTensor(Record, frozen=True, tag="tt"):
+    """A tensor of a traced request as text: elements in row-major order, comma-separated, the first ones of a large tensor."""
+
+    activity: str
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    content: str
+    truncated: bool
+
+
+class Timeline(Record, frozen=True, tag="tl"):
+    """What a traced request met in the worker: names and CLOCK_MONOTONIC ns, and its tensors."""
+
+    moments: tuple[tuple[str, int], ...]
+    tensors: tuple[TracedTensor, ...] = ()
+
+
 class Submit(Record, frozen=True, tag="Q"):
     """One request. ``request_id`` is the submitter's, never reused on any lane of that submitter."""
 
@@ -120,6 +138,8 @@ class Submit(Record, frozen=True, tag="Q"):
     sequence_id: int | str = 0
     sequence_start: bool = False
     sequence_end: bool = False
+    #: What to note of it: 1 when it was where, 2 its tensors, or the sum; 0: nothing, as of nearly every request.
+    trace: int = 0
 
 
 class Release(Record, frozen=True, tag="L"):
@@ -147,6 +167,8 @@ class Completion(Record, frozen=True, tag="C"):
     #: The response-arena lease that holds every Slice among ``outputs``: (segment, offset, generation).
     lease: tuple[int, int, int] | None = None
     parameters: dict[str, Parameter] = {}
+    #: Of a request that asked for it.
+    trace: Timeline | None = None
 
 
 ToWorker = SegmentOpened | SegmentClosed | Submit | Release | Cancel
@@ -194,6 +216,27 @@ class LogChanged(Record, frozen=True, tag="log"):
 
     name: str
     options: msgspec.Raw
+
+
+class TraceChanged(Record, frozen=True, tag="trace"):
+    """Sample requests for a model, or ("") for all models without settings of their own, that way from now on.
+
+    A descriptor that travels along is the number of traces left (``daemon.trace_budget``); without one there is no limit.
+    """
+
+    model: str
+    #: As Submit.trace; 0: none.
+    level: int
+    #: One request in so many.
+    rate: int
+    log_frequency: int
+    file: str
+
+
+class TraceCleared(Record, frozen=True, tag="untrace"):
+    """That model has no trace settings of its own any more."""
+
+    model: str
 
 
 class WorkerFenced(Record, frozen=True, tag="fenced"):
@@ -351,6 +394,20 @@ class ChangeLog(Record, frozen=True, tag="c.log"):
     format: str | None = None
 
 
+class ChangeTrace(Record, frozen=True, tag="c.trace"):
+    """Changes the trace settings of a model, or of all (""), that are not None, and forgets its own values for ``cleared``.
+
+    Reply: JSON, the settings then in force there. Fields as in TraceChanged; ``count`` is -1 for no limit.
+    """
+
+    model: str = ""
+    level: int | None = None
+    rate: int | None = None
+    count: int | None = None
+    log_frequency: int | None = None
+    cleared: tuple[str, ...] = ()
+
+
 Operation = (
     LoadModel
     | UnloadModel
@@ -361,6 +418,7 @@ Operation = (
     | UnregisterRegion
     | RegionStatus
     | ChangeLog
+    | ChangeTrace
 )
 
 
@@ -380,7 +438,19 @@ class Reply(Record, frozen=True, tag="reply"):
     result: bytes = b""
 
 
-ToFront = Start | Stop | LogChanged | LaneOpened | WorkerFenced | ModelState | ModelGone | RegionPlace | Reply
+ToFront = (
+    Start
+    | Stop
+    | LogChanged
+    | TraceChanged
+    | TraceCleared
+    | LaneOpened
+    | WorkerFenced
+    | ModelState
+    | ModelGone
+    | RegionPlace
+    | Reply
+)
 FromFront = ChildReady | Call
 ToWorkerControl = Start | Stop | LogChanged | LaneOpened | Load | Unload | Call
 FromWorker = ChildReady | Loaded | Unloaded | Reply

@@ -313,6 +313,9 @@ class Dispatcher:
 
     def _finish(self, version: ModelVersion, execution: Execution) -> None:
         now_ns = self._clock()
+        for request, result in zip(execution.requests, execution.results, strict=True):
+            if request.timeline is not None:
+                request.timeline.executed(execution, request.arrays, result)
         execution.results = [
             self._outbox.answer(request, result, now_ns)
             for request, result in zip(execution.requests, execution.results, strict=True)

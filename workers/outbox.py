@@ -42,7 +42,8 @@ class Outbox:
 
     def fail(self, request: Request, error: ServingError) -> None:
         """Answers with an error and ends the request."""
-        request.submitter.answer(failure(request.submit.request_id, error, request.version.version))
+        answer = failure(request.submit.request_id, error, request.version.version)
+        request.submitter.answer(answer if request.timeline is None else request.timeline.attach(answer))
         self.end(request)
 
     def end(self, request: Request) -> None:
@@ -84,7 +85,7 @@ class Outbox:
             return Internal(f"the outputs of model '{version.name}' could not be placed: {type(error).__name__}")
         if completion is None:
             return _Placing.FULL
-        request.submitter.answer(completion)
+        request.submitter.answer(completion if request.timeline is None else request.timeline.attach(completion))
         self.end(request)
         return None
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from shm.arrays import Array
 from shm.messages import RequestedOutput, Submit
 from workers.scheduling.queue import Waiting
+from workers.timeline import RequestTimeline
 
 if TYPE_CHECKING:
     from workers.model_version import ModelVersion
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 class Request(Waiting):
     """``arrays`` are views of the submitter's arena or of a client's region wherever that is possible: nobody writes to them."""
 
-    __slots__ = ("arrays", "cancelled", "outputs", "regions", "submit", "submitter", "version")
+    __slots__ = ("arrays", "cancelled", "outputs", "regions", "submit", "submitter", "timeline", "version")
 
     def __init__(
         self,
@@ -50,6 +51,8 @@ class Request(Waiting):
         self.deadline_ns = submit.deadline_ns
         self.timeout_ns = submit.timeout_us * 1000
         self.priority = submit.priority
+        #: Of a sampled request.
+        self.timeline = RequestTimeline(submit.trace, now_ns) if submit.trace else None
 
     @property
     def label(self) -> str:

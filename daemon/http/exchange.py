@@ -28,6 +28,7 @@ from daemon.http.request_codec import Recognised
 from daemon.model_table import ModelTable
 from daemon.status import http_status
 from daemon.submit import Submitter
+from daemon.tracer import Trace, Tracer
 from shm.arena import Lease
 from shm.errors import InvalidArgument, ServingError, Unavailable, Unsupported
 from shm.lane import SubmitterLane
@@ -88,6 +89,7 @@ class Serving:
     infer_rule: Rule | None = None
     #: Headers that become parameters; None: none.
     forwarding: Forwarding | None = None
+    tracer: Tracer | None = None
     conversions: Conversions = field(default_factory=Conversions)
     #: Bytes of all bodies that are collected in ordinary memory.
     collected_byte_size: int = 0
@@ -139,6 +141,8 @@ class Exchange:
         self._inflation: Inflation | None = None
         self._inflating = False
         self._deflation: Deflation | None = None
+        #: Where the request is a sampled one.
+        self._trace: Trace | None = None
 
     # -------------------------------------------------------------------------------------------------- body
 
@@ -150,6 +154,11 @@ class Exchange:
                 raise self._head.error
             if self._serving.table.find(self._head.model, self._head.version).decoupled:
                 raise Unsupported("HTTP end point doesn't support models with decoupled transaction policy")
+            tracer = self._serving.tracer
+            if tracer is not None and tracer.on:
+                self._trace = tracer.sample(self._head.model)
+                if self._trace is not None:
+                    self._trace.stamp("HTTP_RECV_START")
             if self._head.coding:
                 assert isinstance(self.body, CollectedBody)
                 limit = self._serving.options.http.max_body_byte_size
@@ -265,6 +274,8 @@ class Exchange:
 
     def complete(self) -> None:
         """The body is whole."""
+        if self._trace is not None:
+            self._trace.stamp("HTTP_RECV_END")
         self._whole = True
         self.phase = Phase.RECEIVED
         if self._inflation is None:
@@ -393,7 +404,11 @@ class Exchange:
             sequence_id=decoded.sequence_id,
             sequence_start=decoded.sequence_start,
             sequence_end=decoded.sequence_end,
+            trace=0 if self._trace is None else self._trace.level,
         )
+        if self._trace is not None:
+            self._trace.client_id = decoded.id
+            self._trace.stamp("REQUEST_START")
         submitter.submit(record, self._leases, self._completed)
         self._leases = []
         self.phase = Phase.SUBMITTED
@@ -402,6 +417,8 @@ class Exchange:
 
     def _completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
         self._request_id = 0
+        if self._trace is not None:
+            self._trace.completed(completion)
         if completion.code:
             self._answer_error(http_status(completion.code), completion.message)
             return
@@ -447,6 +464,12 @@ class Exchange:
         pieces: list[response_codec.Buffer] = [line, *head, *parts]
         if self._unwritten is None:
             pieces = [b"".join(pieces)]
+        self._hand_over(pieces)
+
+    def _hand_over(self, pieces: list[response_codec.Buffer]) -> None:
+        """The answer goes to the connection, whole."""
+        if self._trace is not None:
+            self._trace.stamp("HTTP_SEND_START")
         if self._write(pieces):
             self.written()
         self._done()
@@ -464,15 +487,13 @@ class Exchange:
         line = response_codec.compressed_head(
             json_size if binary else None, deflation.coding, len(body), self._connection_line()
         )
-        self._write([line + body])
-        self._done()
+        self._hand_over([line + body])
 
     def _answer_error(self, status: int, message: str) -> None:
         self._give_back()
         self.written()
         self.phase = Phase.ANSWERED
-        self._write([response_codec.error_response(status, message, self._connection_line())])
-        self._done()
+        self._hand_over([response_codec.error_response(status, message, self._connection_line())])
 
     def _connection_line(self) -> bytes:
         return self._head.keep_alive_line if self.keep_alive else response_codec.CLOSE
@@ -487,6 +508,10 @@ class Exchange:
         unwritten, self._unwritten = self._unwritten, None
         if unwritten is not None:
             self._serving.submitter.release(*unwritten)
+        if self._trace is not None and self.phase is Phase.ANSWERED:
+            self._trace.stamp("HTTP_SEND_END")
+            self._trace.end()
+            self._trace = None
 
     def abandon(self) -> None:
         """The client is gone."""

@@ -55,6 +55,11 @@ class Routes:
             ("GET", "/v2/logging", settings.log_settings, "LogSettings"),
             ("POST", "/v2/logging", settings.change_log_settings, "LogSettings"),
         ]
+        for prefix in ("/v2", model):
+            table += [
+                ("GET", f"{prefix}/trace/setting", settings.trace_settings, "TraceSetting"),
+                ("POST", f"{prefix}/trace/setting", settings.change_trace_settings, "TraceSetting"),
+            ]
         for prefix in (model, version):
             table += [
                 ("GET", prefix, self.metadata, "ModelMetadata"),

@@ -44,6 +44,7 @@ class HttpFront(Front):
             self.submitter,
             infer_rule=access.rule("ModelInfer"),
             forwarding=Forwarding(pattern) if pattern else None,
+            tracer=self.tracer,
         )
         self._server = _Server(
             uvicorn.Config(

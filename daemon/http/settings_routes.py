@@ -11,12 +11,16 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from daemon import trace_settings
 from daemon.endpoints import Endpoints
 from daemon.http import json_body, request_head
 from daemon.http.whole_body import read_body
 from daemon.log_settings import FILE_REFUSED, FORMATS, MAX_VERBOSE
 from shm.errors import InvalidArgument, Unavailable, Unsupported
-from shm.messages import ChangeLog
+from shm.messages import ChangeLog, ChangeTrace
+
+#: Settings a trace request may name; others are ignored.
+TRACE_SETTINGS = ("trace_file", "trace_level", "trace_rate", "trace_count", "log_frequency")
 
 
 class SettingsRoutes:
@@ -40,6 +44,38 @@ class SettingsRoutes:
             _format(given.get("log_format")),
         )
         return json_body.answer(await self._endpoints.log_settings(wanted))
+
+    async def trace_settings(self, request: Request) -> Response:
+        return json_body.answer(await self._endpoints.trace_settings(ChangeTrace(_model(request))))
+
+    async def change_trace_settings(self, request: Request) -> Response:
+        given = await _settings(request)
+        wanted: dict[str, list[str]] = {}
+        for name, value in given.items():
+            if name not in TRACE_SETTINGS:
+                continue
+            if value is None:
+                wanted[name] = []
+            elif name == "trace_level":
+                # No level at all is no change: it is null that clears.
+                wanted |= {name: levels} if (levels := _texts(value)) else {}
+            elif name == "trace_file":
+                raise Unsupported(trace_settings.FILE_REFUSED)
+            else:
+                wanted[name] = [_text(value)]
+        return json_body.answer(await self._endpoints.trace_settings(trace_settings.parse(_model(request), wanted)))
+
+
+def _model(request: Request) -> str:
+    """ "" is all of them."""
+    name: str = request.path_params.get("model", "")
+    return name
+
+
+def _texts(value: Any) -> list[str]:
+    if not isinstance(value, list):
+        raise InvalidArgument("attempt to access JSON non-array as array")
+    return [_text(item) for item in value]
 
 
 async def _settings(request: Request) -> dict[str, Any]:

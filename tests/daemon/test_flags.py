@@ -63,7 +63,10 @@ def test_switches_take_a_value_or_none() -> None:
     [
         (["--grpc-keepalive-time=2h"], "--grpc-keepalive-time=2h: a number of milliseconds is expected"),
         (["--allow-metrics"], "the metrics endpoint comes with a later version"),
-        (["--trace-config=level=TIMESTAMPS"], "tracing comes with a later version"),
+        (["--trace-config=level=TIMESTAMPS"], "trace.level: needs trace.file"),
+        (["--trace-config", "opentelemetry,url=x"], "traces are written to files only"),
+        (["--trace-config=mode=opentelemetry"], "traces are written to files only"),
+        (["--trace-config=nonsense"], r"expected \[triton,\]SETTING=VALUE"),
         (["--backend-directory=/x"], "back ends are part of tensord"),
         (["--model-control-mode=poll"], "--model-control-mode: repository.control_mode: invalid enum value 'poll'"),
         (["--http-prot=1"], r"--http-prot: unknown flag; did you mean --http-port\?"),

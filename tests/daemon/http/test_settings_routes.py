@@ -9,7 +9,7 @@ import pytest
 from shm.messages import ChangeLog, Operation
 from tests.fakes import Answer, Client, FrontProcess, front_process
 
-LOGGING = "/v2/logging"
+LOGGING, TRACE, MODEL_TRACE = "/v2/logging", "/v2/trace/setting", "/v2/models/m/trace/setting"
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +85,11 @@ def test_what_the_supervisor_is_asked(
         ),
         (LOGGING, b'{"log_format":1}', 400, "attempt to access JSON non-string as string"),
         (LOGGING, b'{"log_format":"xml"}', 503, "invalid argument for --log_format, got: xml"),
+        (TRACE, b"{", 400, "failed to parse the request JSON buffer: Missing a name for object member. at 1"),
+        (TRACE, b'{"trace_level":"OFF"}', 400, "attempt to access JSON non-array as array"),
+        (TRACE, b'{"trace_level":[1]}', 400, "attempt to access JSON non-string as string"),
+        (TRACE, b'{"trace_rate":5}', 400, "attempt to access JSON non-string as string"),
+        (TRACE, b'{"trace_file":null}', 501, "trace file location can not be updated through network protocol"),
         (LOGGING, b'{"log_file":"/etc/passwd"}', 501, "log file location can not be updated through network protocol"),
         (
             LOGGING,

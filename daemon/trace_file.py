@@ -1,0 +1,104 @@
+"""Traces on their way to a file: written by a thread of its own, so that no request waits for a disk.
+
+    FILE       [ trace , trace , ... ]     appended to by every front, under a lock (flock); valid JSON after every write
+    FILE.N     [ ... ]                     with ``log_frequency``: so many traces each, N counted up, none overwritten
+
+Bounds: so many traces wait for the thread, and so many bytes are written by one front; what is beyond is dropped, and the log
+says so once. Source: Triton docs/user_guide/trace.md.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import queue
+import threading
+
+_log = logging.getLogger(__name__)
+#: Pieces that may wait for the thread.
+_MAX_WAITING = 1024
+_CLOSE_SECONDS = 2.0
+_MODE = 0o640
+
+
+class TraceFiles:
+    """Belongs to a front; any number of paths."""
+
+    def __init__(self, max_byte_size: int) -> None:
+        self._left = max_byte_size
+        self._max_byte_size = max_byte_size
+        self._waiting: queue.SimpleQueue[tuple[str, bytes, bool] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._complained = False
+
+    def write(self, path: str, traces: bytes, *, indexed: bool) -> None:
+        """Takes the JSON objects of one or more traces, comma-separated. Returns at once."""
+        self._left -= len(traces)
+        if self._left < 0:
+            self._complain(f"a front has written trace.max_byte_size ({self._max_byte_size}) bytes of traces")
+        elif self._waiting.qsize() >= _MAX_WAITING:
+            self._complain(f"{_MAX_WAITING} traces wait to be written")
+        else:
+            self._waiting.put((path, traces, indexed))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
+                self._thread.start()
+
+    def _complain(self, reason: str) -> None:
+        if not self._complained:
+            self._complained = True
+            _log.warning("traces are dropped: %s", reason)
+
+    def _run(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            path, traces, indexed = item
+            try:
+                if indexed:
+                    _create(path, traces)
+                else:
+                    append(path, traces)
+            except OSError as error:
+                _log.error("a trace could not be written: %s", error.strerror)
+            except ValueError as error:
+                _log.error("a trace could not be written: %s", error)
+
+    def close(self) -> None:
+        """What was given is written, if the disk takes it within a moment."""
+        if self._thread is not None:
+            self._waiting.put(None)
+            self._thread.join(_CLOSE_SECONDS)
+
+
+def append(path: str, traces: bytes) -> None:
+    """Adds to the array in the file. Raises OSError, or ValueError: what is in the file is no array."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        size = os.fstat(fd).st_size
+        if size == 0:
+            os.pwrite(fd, b"[" + traces + b"]", 0)
+        elif os.pread(fd, 1, size - 1) == b"]":
+            os.pwrite(fd, b",\n" + traces + b"]", size - 1)
+        else:
+            raise ValueError("the trace file holds something else")
+    finally:
+        os.close(fd)
+
+
+def _create(path: str, traces: bytes) -> None:
+    """The next file of the series that does not exist."""
+    index = 0
+    while True:
+        try:
+            fd = os.open(f"{path}.{index}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
+            break
+        except FileExistsError:
+            index += 1
+    with open(fd, "wb") as file:
+        file.write(b"[" + traces + b"]")
+
+
+def begin(path: str) -> None:
+    """An empty file, as a server starts with. Raises OSError: it cannot be written."""
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _MODE))

@@ -1,0 +1,140 @@
+"""Requests traced by a real daemon: which are, what is written of them, and how a client steers it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.http as triton
+from tritonclient.utils import InferenceServerException
+
+from tests import repositories
+from tests.daemon_process import DaemonProcess, wait_until
+
+STAMPS = [
+    "HTTP_RECV_START",
+    "HTTP_RECV_END",
+    "REQUEST_START",
+    "QUEUE_START",
+    "COMPUTE_START",
+    "COMPUTE_INPUT_END",
+    "COMPUTE_OUTPUT_START",
+    "COMPUTE_END",
+    "REQUEST_END",
+    "HTTP_SEND_START",
+    "HTTP_SEND_END",
+]
+OFF = {"trace_level": ["OFF"], "trace_rate": None, "trace_count": None, "log_frequency": None}
+
+
+@pytest.fixture(scope="module")
+def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    folder = tmp_path_factory.mktemp("tracing")
+    repositories.echo_models(folder / "models")
+    repositories.scale_model(folder / "models")
+    with DaemonProcess(folder, [folder / "models"], {"trace": {"file": str(folder / "trace.json")}}) as daemon:
+        daemon.wait_ready()
+        yield daemon
+
+
+@pytest.fixture
+def client(daemon: DaemonProcess) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(daemon.url) as client:
+        yield client
+        for model in ("scale", None):
+            client.update_trace_settings(model, dict.fromkeys(OFF) if model else OFF)
+
+
+def ask(client: triton.InferenceServerClient, model: str = "scale", name: str = "x", **options: Any) -> None:
+    tensor = triton.InferInput(name, [1, 4], "FP32")
+    tensor.set_data_from_numpy(np.array([[1, 2, 3, 0.5]], np.float32))
+    client.infer(model, [tensor], **options)
+
+
+def written(path: Path) -> dict[int, list[dict[str, Any]]]:
+    """The entries by trace, in their order."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    with path.open() as file:
+        # Not in the middle of a write.
+        fcntl.flock(file, fcntl.LOCK_SH)
+        text = file.read()
+    for entry in json.loads(text or "[]"):
+        found.setdefault(entry["id"], []).append(entry)
+    return found
+
+
+def test_timestamps_and_tensors_of_a_request(daemon: DaemonProcess, client: triton.InferenceServerClient) -> None:
+    path = daemon.folder / "trace.json"
+    before = written(path).keys()
+    changed = client.update_trace_settings(
+        settings={"trace_level": ["TIMESTAMPS", "TENSORS"], "trace_rate": "1", "trace_count": "1"}
+    )
+    assert changed == {
+        "trace_level": ["TIMESTAMPS", "TENSORS"],
+        "trace_rate": "1",
+        "trace_count": "1",
+        "log_frequency": "0",
+        "trace_file": str(path),
+        "trace_mode": "triton",
+    }
+    for number in range(3):
+        ask(client, request_id=f'r"{number}')
+    wait_until(lambda: len(written(path)) > len(before), "the trace", daemon)
+    ((number, entries),) = ((id, entries) for id, entries in written(path).items() if id not in before)
+    assert entries[0] == {"id": number, "model_name": "scale", "model_version": 1, "request_id": 'r"0'}
+    stamps = [stamp for entry in entries for stamp in entry.get("timestamps", ())]
+    assert [stamp["name"] for stamp in stamps] == STAMPS
+    assert [stamp["ns"] for stamp in stamps] == sorted(stamp["ns"] for stamp in stamps)
+    tensors = {entry["activity"]: entry["tensor"] for entry in entries if "tensor" in entry}
+    assert tensors["TENSOR_QUEUE_INPUT"] == {"name": "x", "data": "1.0,2.0,3.0,0.5", "shape": "1,4", "dtype": "FP32"}
+    assert tensors["TENSOR_BACKEND_OUTPUT"]["name"] == "y"
+    # The other two were not traced: the count was used up.
+    assert client.get_trace_settings()["trace_count"] == "0"
+
+
+def test_rate_and_model(daemon: DaemonProcess, client: triton.InferenceServerClient) -> None:
+    path = daemon.folder / "trace.json"
+    before = written(path).keys()
+    client.update_trace_settings("scale", {"trace_level": ["TIMESTAMPS"], "trace_rate": "3"})
+    assert client.get_trace_settings()["trace_level"] == ["OFF"]
+    for _ in range(9):
+        ask(client)
+    wait_until(lambda: len(written(path)) == len(before) + 3, "three traces", daemon)
+    new = [entries for number, entries in written(path).items() if number not in before]
+    assert {entries[0]["model_name"] for entries in new} == {"scale"}
+    assert not any("tensor" in entry for entries in new for entry in entries)
+
+
+def test_an_error_is_traced_as_far_as_it_came(daemon: DaemonProcess, client: triton.InferenceServerClient) -> None:
+    path = daemon.folder / "trace.json"
+    before = written(path).keys()
+    client.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"], "trace_rate": "1"})
+    with pytest.raises(InferenceServerException):
+        ask(client, name="no_such_input")
+    wait_until(lambda: len(written(path)) == len(before) + 1, "the trace", daemon)
+    (entries,) = (entries for number, entries in written(path).items() if number not in before)
+    names = [stamp["name"] for entry in entries for stamp in entry.get("timestamps", ())]
+    assert names[-3:] == ["REQUEST_END", "HTTP_SEND_START", "HTTP_SEND_END"]
+    assert "COMPUTE_START" not in names
+
+
+def test_so_many_traces_a_file(daemon: DaemonProcess, client: triton.InferenceServerClient) -> None:
+    client.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"], "trace_rate": "1", "log_frequency": "2"})
+    for _ in range(5):
+        ask(client)
+    # The rest is written when other settings come.
+    client.update_trace_settings(settings=OFF)
+    paths = [daemon.folder / f"trace.json.{index}" for index in range(3)]
+    wait_until(lambda: all(path.exists() and path.read_text().endswith("]") for path in paths), "three files", daemon)
+    assert [len(written(path)) for path in paths] == [2, 2, 1]
+
+
+def test_no_path_from_a_client(daemon: DaemonProcess, client: triton.InferenceServerClient) -> None:
+    with pytest.raises(InferenceServerException, match="can not be updated through network protocol"):
+        client.update_trace_settings(settings={"trace_file": str(daemon.folder / "mine")})
+    assert not (daemon.folder / "mine").exists()
