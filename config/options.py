@@ -50,7 +50,7 @@ class Http(Section, frozen=True):
     #: Header fields of one request.
     max_head_fields: Count = 1024
     max_body_byte_size: Annotated[int, Meta(ge=1024)] = 64 << 20
-    #: Bodies in ordinary memory, of all connections together: chunked ones, and JSON until it is read.
+    #: Bodies in ordinary memory, of all connections together: JSON, and what comes chunked or compressed.
     max_collected_byte_size: Annotated[int, Meta(ge=1024)] = 256 << 20
     max_connections: Count = 4096
     #: A request whose head / body is not whole by then is answered 408 and its connection closed.

@@ -29,7 +29,7 @@ from shm.errors import InvalidArgument
 #: Shorter arrays stay in the text.
 _MIN_BYTE_SIZE = 2048
 #: Text converted at a time.
-PIECE_BYTE_SIZE = 128 << 10
+PIECE_BYTE_SIZE = 64 << 10
 #: What stands in the text for an array. A client cannot know it.
 _TOKEN = secrets.token_hex(16)
 _PLACEHOLDER = f'["{_TOKEN}:'.encode()

@@ -159,7 +159,7 @@ def test_only_values_of_the_key_are_cut() -> None:
 
 def test_a_value_longer_than_a_piece() -> None:
     for long in ("1" * (PIECE_BYTE_SIZE + 10), " " * (PIECE_BYTE_SIZE + 10)):
-        with pytest.raises(InvalidArgument, match="has more than 131072 bytes of text"):
+        with pytest.raises(InvalidArgument, match="has more than 65536 bytes of text"):
             converted(f"[1,{long},2]", "INT32", [3])
 
 
