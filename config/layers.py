@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from config import header_pattern, restrictions
+from config import accounts, header_pattern, restrictions
 from config.options import Options, Section
 
 PREFIX = "TENSORD_"
@@ -164,6 +164,16 @@ def _check(options: Options) -> None:
         raise ConfigurationError("trace.level: needs trace.file")
     if trace.level and not trace.rate:
         raise ConfigurationError("trace.rate: expected at least 1 where trace.level is given, given 0")
+    for key in ("owners", "snapshot_owners", "guarded_owners", "groups"):
+        find = accounts.group_id if key == "groups" else accounts.user_id
+        for name in getattr(options.regions, key):
+            try:
+                find(name)
+            except KeyError:
+                kind = "group" if key == "groups" else "user"
+                raise ConfigurationError(
+                    f"regions.{key}: expected a {kind} of this host, given {_shown(name)}"
+                ) from None
     _explained("http.restricted_api", restrictions.parse, options.http.restricted_api)
     if options.http.header_forward_pattern:
         _explained("http.header_forward_pattern", header_pattern.compiled, options.http.header_forward_pattern)

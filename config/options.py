@@ -168,11 +168,32 @@ class Executables(Section, frozen=True):
 
 
 class Regions(Section, frozen=True):
-    """Client shared memory."""
+    """Client shared memory: what may be registered, how it is used, how much of it."""
 
     enabled: bool = True
+    #: What keys begin with, without the leading slash; empty: anything.
+    key_prefixes: tuple[str, ...] = ()
+    #: Users and groups (names or numbers) whose objects may be registered besides the daemon's own.
+    owners: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+    #: How workers use a region: mapped behind the fault guard, or read and written with system calls.
+    access: Literal["guarded", "snapshot"] = "guarded"
+    #: Exceptions by key and by the object's owner; snapshot goes first.
+    snapshot_key_prefixes: tuple[str, ...] = ()
+    snapshot_owners: tuple[str, ...] = ()
+    guarded_key_prefixes: tuple[str, ...] = ()
+    guarded_owners: tuple[str, ...] = ()
     max_count: Count = 4096
+    #: One region, and all of them together.
     max_byte_size: ByteSize = 1 << 40
+    max_total_byte_size: ByteSize = 1 << 44
+    #: The same for one owner: a user on unix sockets, a host on TCP.
+    max_owner_count: Count = 2048
+    max_owner_byte_size: ByteSize = 1 << 43
+    #: "owner": a region goes when the process that registered it over a unix socket has ended.
+    reclaim: Literal["never", "owner"] = "never"
+    #: Unix socket on which clients hand over sealed memory; "": $RUNTIME_DIRECTORY/regions.sock under systemd, else none.
+    socket: str = ""
 
 
 class Supervisor(Section, frozen=True):

@@ -6,7 +6,7 @@ import asyncio
 
 from daemon.connection import Connection
 from shm.errors import Unavailable, from_code
-from shm.messages import Call, Operation, Reply
+from shm.messages import ANONYMOUS, Call, Operation, Peer, Reply
 
 #: Questions waiting for their answers; a client that floods the control endpoints is refused, not queued.
 _LIMIT = 1024
@@ -20,15 +20,21 @@ class Calls:
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._last = 0
 
-    async def ask(self, operation: Operation) -> bytes:
-        """The result, JSON or empty. Raises the ServingError the supervisor answered with, or Unavailable: too many questions."""
+    async def ask(self, operation: Operation, peer: Peer = ANONYMOUS, process: int = -1) -> bytes:
+        """The result, JSON or empty.
+
+        Args:
+          peer: for whom, where that matters.
+          process: a pidfd of that client, which stays the caller's; -1: none.
+        Raises: the ServingError the supervisor answered with, or Unavailable: too many questions.
+        """
         if len(self._waiting) >= _LIMIT:
             raise Unavailable(f"{len(self._waiting)} control requests are waiting, at most {_LIMIT} are allowed")
         self._last += 1
         number = self._last
         waiter: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting[number] = waiter
-        self._connection.send(Call(number, operation))
+        self._connection.send(Call(number, operation, peer), *([process] if process >= 0 else []))
         try:
             reply = await waiter
         finally:

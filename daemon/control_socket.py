@@ -10,23 +10,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
-import stat
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from config.options import Supervisor as SupervisorOptions
+from daemon import unix_socket
 from daemon.operations import Operations
 from shm.errors import InvalidArgument, ServingError
 from shm.messages import (
     LoadModel,
     ModelStatistics,
     Operation,
-    RegionStatus,
+    Peer,
+    RegionRecords,
     RepositoryIndex,
     UnloadModel,
     UnregisterRegion,
@@ -34,6 +33,7 @@ from shm.messages import (
 
 _log = logging.getLogger(__name__)
 _MAX_LINE = 1 << 20
+_OPERATOR = Peer("operator")
 
 
 class Question(msgspec.Struct, forbid_unknown_fields=True):
@@ -54,7 +54,7 @@ class ControlSocket:
         operations: Operations,
         describe: Callable[[], dict[str, Any]],
     ) -> None:
-        self.path = socket_path(options, environment)
+        self.path = unix_socket.path(options.control_socket, "control.sock", environment)
         self._operations = operations
         self._describe = describe
         self._server: asyncio.Server | None = None
@@ -64,19 +64,11 @@ class ControlSocket:
         """Raises InvalidArgument: the path cannot be used."""
         if self.path is None:
             return
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
-            _remove_stale(self.path)
-            # No moment in which others may connect: the mode is there before the name is.
-            before = os.umask(0o177)
-            try:
-                sock.bind(str(self.path))
-            finally:
-                os.umask(before)
-            self._server = await asyncio.start_unix_server(self._serve, sock=sock, limit=_MAX_LINE)
+            sock = unix_socket.bind(self.path, socket.SOCK_STREAM, 0o600)
         except OSError as error:
-            sock.close()
             raise InvalidArgument(f"supervisor.control_socket: '{self.path}': {error.strerror or error}") from None
+        self._server = await asyncio.start_unix_server(self._serve, sock=sock, limit=_MAX_LINE)
 
     def close(self) -> None:
         """Idempotent."""
@@ -107,7 +99,7 @@ class ControlSocket:
             question = msgspec.json.decode(line, type=Question)
             if question.command == "status":
                 return msgspec.json.encode({"result": self._describe()})
-            result = await self._operations.answer(_operation(question))
+            result = await self._operations.answer(_operation(question), _OPERATOR)
             return msgspec.json.encode({"result": msgspec.Raw(result or b"null")})
         except msgspec.MsgspecError as error:
             return msgspec.json.encode({"error": f"malformed question: {error}"})
@@ -129,29 +121,7 @@ def _operation(question: Question) -> Operation:
         case "statistics":
             return ModelStatistics(question.name)
         case "regions":
-            return RegionStatus("system", question.name)
+            return RegionRecords(question.name)
         case "unregister":
             return UnregisterRegion("system", question.name)
     raise InvalidArgument(f"unknown command '{question.command}'")
-
-
-def socket_path(options: SupervisorOptions, environment: Mapping[str, str]) -> Path | None:
-    """Where the socket is: as configured, else in systemd's runtime directory, else nowhere."""
-    if options.control_socket:
-        return Path(options.control_socket)
-    runtime = environment.get("RUNTIME_DIRECTORY", "").split(":")[0]
-    return Path(runtime, "control.sock") if runtime else None
-
-
-def _remove_stale(path: Path) -> None:
-    """A socket that nobody listens on is a killed predecessor's; anything else is left, and bind says so."""
-    try:
-        if not stat.S_ISSOCK(path.lstat().st_mode):
-            return
-    except FileNotFoundError:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()

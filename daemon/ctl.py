@@ -15,6 +15,10 @@ from typing import Any, NoReturn
 
 import click
 
+_REGION_COLUMNS = (
+    *("name", "kind", "key", "offset", "byte_size", "access", "state"),
+    *("owner", "pid", "address", "registered", "workers", "leases"),
+)
 _DEFAULT_SOCKET = Path("/run/tensord/control.sock")
 
 
@@ -130,8 +134,8 @@ def regions() -> None:
 @regions.command("list")
 @click.pass_obj
 def regions_list(printer: _Printer) -> None:
-    """Every registered region."""
-    printer.run(("name", "key", "offset", "byte_size"), command="regions")
+    """Every registered region: whose, since when, used how, mapped where, and how many tensors of requests are in it."""
+    printer.run(_REGION_COLUMNS, command="regions")
 
 
 @regions.command("unregister")
@@ -150,6 +154,8 @@ def _print_table(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        value = ",".join(map(str, value))
     # One line a row, whatever a reason holds.
     return " ".join(str(value).split())
 

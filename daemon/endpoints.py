@@ -17,11 +17,13 @@ from daemon.calls import Calls
 from daemon.model_table import ModelTable
 from shm.errors import InvalidArgument
 from shm.messages import (
+    ANONYMOUS,
     ChangeLog,
     ChangeTrace,
     LoadModel,
     ModelState,
     ModelStatistics,
+    Peer,
     RegionStatus,
     RegisterCudaRegion,
     RegisterSystemRegion,
@@ -153,22 +155,38 @@ class Endpoints:
 
     # ----------------------------------------------------------------------------------------------- regions
 
-    async def register_system(self, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Registers part of a POSIX object; the numbers are unsigned. Raises ServingError."""
+    async def register_system(
+        self, name: str, key: str, offset: int, byte_size: int, peer: Peer = ANONYMOUS, process: int = -1
+    ) -> None:
+        """Registers part of a POSIX object; the numbers are unsigned.
+
+        Args:
+          peer: the client.
+          process: a pidfd of it, which stays the caller's; -1: none.
+        Raises: ServingError.
+        """
         if offset > _INT64 or byte_size > _INT64:
             raise InvalidArgument(
                 f"failed to register shared memory region '{name}': offset {offset} and byte_size {byte_size} "
                 f"are beyond {_INT64}"
             )
-        await self._calls.ask(RegisterSystemRegion(name, key, offset, byte_size))
+        await self._calls.ask(RegisterSystemRegion(name, key, offset, byte_size), peer, process)
 
-    async def register_cuda(self, name: str, raw_handle: bytes, device_id: int, byte_size: int) -> None:
-        """Registers an allocation of a client's GPU memory by its 64-byte handle. Raises ServingError."""
-        await self._calls.ask(RegisterCudaRegion(name, raw_handle, device_id, byte_size))
+    async def register_cuda(
+        self,
+        name: str,
+        raw_handle: bytes,
+        device_id: int,
+        byte_size: int,
+        peer: Peer = ANONYMOUS,
+        process: int = -1,
+    ) -> None:
+        """Registers an allocation of a client's GPU memory by its 64-byte handle. The rest is as for system regions."""
+        await self._calls.ask(RegisterCudaRegion(name, raw_handle, device_id, byte_size), peer, process)
 
-    async def unregister(self, kind: str, name: str) -> None:
-        """Forgets a region, or all of that kind ("")."""
-        await self._calls.ask(UnregisterRegion(kind, name))
+    async def unregister(self, kind: str, name: str, peer: Peer = ANONYMOUS) -> None:
+        """Forgets a region, or all of that kind ("") that are the client's. Raises ServingError."""
+        await self._calls.ask(UnregisterRegion(kind, name), peer)
 
     async def region_status(self, kind: str, name: str) -> bytes:
         """JSON array of the region, or of all of that kind (""). Raises NotFound."""

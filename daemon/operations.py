@@ -17,11 +17,14 @@ from daemon.region_registry import RegionRegistry
 from daemon.trace_settings import TraceSettings
 from shm.errors import Internal, InvalidArgument, ServingError, Unavailable
 from shm.messages import (
+    Call,
     ChangeLog,
     ChangeTrace,
     LoadModel,
     ModelStatistics,
     Operation,
+    Peer,
+    RegionRecords,
     RegionStatus,
     RegisterCudaRegion,
     RegisterSystemRegion,
@@ -53,19 +56,26 @@ class Operations:
         self._traces = traces
         self._workers = workers
 
-    async def reply(self, call_id: int, operation: Operation) -> Reply:
-        """The answer as a record; every failure becomes a code and a sentence."""
+    async def reply(self, call: Call, process: int = -1) -> Reply:
+        """The answer as a record; every failure becomes a code and a sentence. ``process``: as in ``answer``."""
+        call_id, operation = call.call_id, call.operation
         _log.debug("operation %s %s", type(operation).__name__, getattr(operation, "name", ""))
         try:
-            return Reply(call_id, result=await self.answer(operation))
+            return Reply(call_id, result=await self.answer(operation, call.peer, process))
         except ServingError as error:
             return Reply(call_id, error.code, error.message)
         except Exception:
             _log.exception("%s failed", type(operation).__name__)
             return Reply(call_id, Internal.code, "the server failed to carry out the operation")
 
-    async def answer(self, operation: Operation) -> bytes:
-        """The result, JSON or empty. Raises ServingError."""
+    async def answer(self, operation: Operation, peer: Peer, process: int = -1) -> bytes:
+        """The result, JSON or empty.
+
+        Args:
+          peer: who asks.
+          process: a pidfd of whoever asks, owned by the caller; -1: none.
+        Raises: ServingError.
+        """
         match operation:
             case LoadModel():
                 await self._models.load(operation)
@@ -76,15 +86,17 @@ class Operations:
             case ModelStatistics():
                 return await self._statistics(operation)
             case RegisterSystemRegion() | RegisterCudaRegion():
-                await self._regions.register(operation)
+                await self._regions.register(operation, peer, process)
             case UnregisterRegion():
-                await self._regions.unregister(operation)
+                await self._regions.unregister(operation, peer)
             case RegionStatus():
                 return self._regions.status(operation)
             case ChangeLog():
                 return self._logs.change(operation)
             case ChangeTrace():
                 return self._traces.change(operation)
+            case RegionRecords(name):
+                return await self._regions.records(name)
         return b""
 
     async def _statistics(self, operation: ModelStatistics) -> bytes:

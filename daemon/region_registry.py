@@ -5,26 +5,33 @@
     CUDA        every worker of that GPU opens the handle itself; CPU workers all do, and copy through the host
 
 A region is registered on all workers that can use it or on none. One namespace for every kind of region, as in Triton.
+
+Whose a region is: what a user registered over a unix socket is that user's, and only the user and the operator can unregister it.
+What came over TCP is everybody's, as in Triton. Where ``regions.reclaim`` says so, a region goes with the process behind it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
 from config.options import Regions
+from daemon import region_quota
+from daemon.process_watch import ProcessWatch
+from daemon.region_record import Region, RegionState, Registration, is_owner
 from shm.errors import AlreadyExists, Internal, InvalidArgument, NotFound, ServingError, Unavailable, Unsupported
 from shm.messages import (
     Operation,
+    Peer,
     RegionPlace,
+    RegionRecords,
     RegionStatus,
     RegisterCudaRegion,
     RegisterSystemRegion,
@@ -37,7 +44,11 @@ _LIMIT = (1 << 63) - 1
 _KINDS = {"system": "system", "cuda": "CUDA"}
 _HANDLE_SIZE = 64
 
-Registration = RegisterSystemRegion | RegisterCudaRegion
+
+class Chosen(msgspec.Struct):
+    """What the first worker says of an object it has opened."""
+
+    access: str
 
 
 class RegionHolder(Protocol):
@@ -51,34 +62,6 @@ class RegionHolder(Protocol):
     def alive(self) -> bool: ...
 
     async def call(self, operation: Operation, *fds: int) -> tuple[bytes, list[int]]: ...
-
-
-class RegionState(enum.Enum):
-    """Where a region is in its life; only a registered one is listed."""
-
-    #: Workers are being told.
-    REGISTERING = "registering"
-    #: All workers have it.
-    REGISTERED = "registered"
-    #: Workers finish the requests that use it.
-    UNREGISTERING = "unregistering"
-
-
-@dataclass(slots=True, eq=False)
-class Region:
-    """One registration."""
-
-    kind: str
-    request: Registration
-    #: The only device whose workers can use it; "": any.
-    device: str = ""
-    state: RegionState = RegionState.REGISTERING
-    #: A system region's object, kept for workers that come later; owned here.
-    fd: int = -1
-    #: Incarnations of the workers that have it.
-    holders: set[int] = field(default_factory=set)
-    #: Set at the end of each change of state.
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class RegionRegistry:
@@ -97,20 +80,29 @@ class RegionRegistry:
         self._devices = devices
         self._publish = publish
         self._regions: dict[str, Region] = {}
+        self._reclaims: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------------------------------------------------- register
 
-    async def register(self, request: Registration) -> None:
+    async def register(self, request: Registration, peer: Peer, process: int = -1, sealed: int = -1) -> None:
         """Registers on every worker that can use the region.
 
+        Args:
+          peer: who asks.
+          process: a pidfd of it; -1: none.
+          sealed: a memfd whose seals were checked, to be used instead of the object of that key; -1: none.
+        The descriptors stay the caller's.
         Raises: InvalidArgument, AlreadyExists, Unsupported, Unavailable, or what a worker answered; nothing stays registered.
         """
-        self._check(request)
+        self._check(request, peer)
         if isinstance(request, RegisterCudaRegion):
-            region = Region("cuda", request, self._device_of(request))
+            region = Region("cuda", request, peer, time.time(), self._device_of(request))
         else:
-            region = Region("system", request)
+            request = msgspec.structs.replace(request, peer=peer, access="sealed" if sealed >= 0 else "")
+            region = Region("system", request, peer, time.time())
         self._regions[request.name] = region
+        if sealed >= 0:
+            region.fd = os.dup(sealed)
         try:
             await self._spread(region)
         except BaseException:
@@ -121,6 +113,16 @@ class RegionRegistry:
         if self._placed(region):
             self._publish(RegionPlace(request.name, region.device))
         region.changed.set()
+        if process >= 0 and self._options.reclaim == "owner":
+            region.watch = ProcessWatch(process, lambda: self._reclaim(region))
+
+    def _reclaim(self, region: Region) -> None:
+        """Its owner's process has ended."""
+        if region.state is RegionState.REGISTERED:
+            _log.info("region '%s': process %d, which registered it, has ended", region.request.name, region.peer.pid)
+            task = asyncio.get_running_loop().create_task(self._unregister_one(region.kind, region.request.name))
+            self._reclaims.add(task)
+            task.add_done_callback(self._reclaims.discard)
 
     def _device_of(self, request: RegisterCudaRegion) -> str:
         """Raises InvalidArgument: no worker has that GPU."""
@@ -142,8 +144,8 @@ class RegionRegistry:
     def _able(self, region: Region) -> list[RegionHolder]:
         return [worker for worker in self._workers() if region.device in ("", worker.device)]
 
-    def _check(self, request: Registration) -> None:
-        name, limit = request.name, self._options.max_byte_size
+    def _check(self, request: Registration, peer: Peer) -> None:
+        name = request.name
         offset = request.offset if isinstance(request, RegisterSystemRegion) else 0
         if not self._options.enabled:
             raise Unsupported(
@@ -165,15 +167,15 @@ class RegionRegistry:
                 f"Integer overflow detected: byte_size ({request.byte_size}) + offset ({offset}) exceeds maximum "
                 f"value ({_LIMIT}) for region '{name}'"
             )
-        if request.byte_size > limit:
+        prefixes = self._options.key_prefixes
+        key = request.key if isinstance(request, RegisterSystemRegion) else ""
+        if prefixes and key and not key.lstrip("/").startswith(prefixes):
             raise InvalidArgument(
-                f"failed to register shared memory region '{name}': {request.byte_size} bytes, at most {limit} are allowed"
+                f"failed to register shared memory region '{name}': keys must begin like one of {list(prefixes)}, "
+                f"'{key[:220]}' does not"
             )
-        if len(self._regions) >= self._options.max_count:
-            raise Unavailable(
-                f"failed to register shared memory region '{name}': "
-                f"{len(self._regions)} regions are registered, at most {self._options.max_count} are allowed"
-            )
+        there = [(region.peer, region.request.byte_size) for region in self._regions.values()]
+        region_quota.check(self._options, name, request.byte_size, peer, there)
 
     async def _spread(self, region: Region) -> None:
         """Until every worker that can use it has it, also those that came meanwhile."""
@@ -195,11 +197,14 @@ class RegionRegistry:
         if region.fd >= 0:
             _, fds = await worker.call(region.request, region.fd)
         else:
-            _, fds = await worker.call(region.request)
+            answer, fds = await worker.call(region.request)
             if len(fds) != (region.kind == "system"):
                 _close(fds)
                 raise Internal(f"failed to register shared memory region '{region.request.name}'")
-            region.fd = fds.pop() if fds else -1
+            if isinstance(region.request, RegisterSystemRegion):
+                region.fd = fds.pop()
+                chosen = msgspec.json.decode(answer, type=Chosen)
+                region.request = msgspec.structs.replace(region.request, access=chosen.access)
         _close(fds)
         if worker.alive:  # else it died with the answer on its way, and was struck off already
             region.holders.add(worker.incarnation)
@@ -233,9 +238,19 @@ class RegionRegistry:
 
     # ----------------------------------------------------------------------------------------------------- unregister
 
-    async def unregister(self, request: UnregisterRegion) -> None:
-        """Returns once no request uses the region any more; a name that is not registered as that kind is no error."""
-        names = [request.name] if request.name else list(self._regions)
+    async def unregister(self, request: UnregisterRegion, peer: Peer) -> None:
+        """Returns once no request uses the region any more; a name that is not registered as that kind is no error.
+
+        "" is all that are the peer's: a user's own, the operator's all, and for TCP all that came that way.
+        Raises: InvalidArgument: the named one is another user's.
+        """
+        if request.name:
+            region = self._regions.get(request.name)
+            if region is not None and region.peer.kind == "unix" and not is_owner(peer, region.peer):
+                raise InvalidArgument(f"shared memory region '{request.name}' was registered by another user")
+            names = [request.name]
+        else:
+            names = [name for name, region in self._regions.items() if is_owner(peer, region.peer)]
         await asyncio.gather(*(self._unregister_one(request.kind, name) for name in names))
 
     async def _unregister_one(self, kind: str, name: str) -> None:
@@ -252,6 +267,8 @@ class RegionRegistry:
         await self._unregister_one(kind, name)
 
     async def _forget(self, region: Region) -> None:
+        if region.watch is not None:
+            region.watch.close()
         holders = [worker for worker in self._workers() if worker.incarnation in region.holders]
         if self._placed(region):
             self._publish(RegionPlace(region.request.name, ""))
@@ -291,9 +308,39 @@ class RegionRegistry:
             if region.state is RegionState.REGISTERED and self._placed(region)
         ]
 
+    async def records(self, name: str) -> bytes:
+        """JSON array with everything known of the named region, or of all (""). Raises NotFound."""
+        if name and name not in self._regions:
+            raise NotFound(f"Unable to find shared memory region: '{name}'")
+        workers = {worker.incarnation: worker for worker in self._workers()}
+        used: dict[str, int] = {}
+        for answer in await asyncio.gather(*(_ask_use(worker, name) for worker in workers.values())):
+            for region_name, count in answer.items():
+                used[region_name] = used.get(region_name, 0) + count
+        return msgspec.json.encode(
+            [
+                region.record([workers[i].name for i in sorted(region.holders) if i in workers], used.get(key, 0))
+                for key, region in sorted(self._regions.items())
+                if name in ("", key)
+            ]
+        )
+
+    def statistics(self) -> dict[str, dict[str, int]]:
+        """Owner -> number and bytes of its regions."""
+        found: dict[str, dict[str, int]] = {}
+        for region in self._regions.values():
+            entry = found.setdefault(region.peer.owner, {"count": 0, "byte_size": 0})
+            entry["count"] += 1
+            entry["byte_size"] += region.request.byte_size
+        return found
+
     def close(self) -> None:
         """Gives the descriptors back."""
+        for task in self._reclaims:
+            task.cancel()
         for region in self._regions.values():
+            if region.watch is not None:
+                region.watch.close()
             if region.fd >= 0:
                 os.close(region.fd)
         self._regions.clear()
@@ -312,6 +359,16 @@ def _described(request: Registration) -> dict[str, str | int]:
     if isinstance(request, RegisterCudaRegion):
         return {"name": request.name, "device_id": request.device_id, "byte_size": request.byte_size}
     return {"name": request.name, "key": request.key, "offset": request.offset, "byte_size": request.byte_size}
+
+
+async def _ask_use(worker: RegionHolder, name: str) -> dict[str, int]:
+    """Region -> how many tensors of requests are in it now. A worker that is gone has none."""
+    try:
+        answer, fds = await worker.call(RegionRecords(name))
+    except ServingError:
+        return {}
+    _close(fds)
+    return msgspec.json.decode(answer, type=dict[str, int])
 
 
 async def _tell(worker: RegionHolder, request: UnregisterRegion) -> None:

@@ -38,6 +38,7 @@ from daemon.models import Models
 from daemon.notify import Notifier
 from daemon.operations import Operations
 from daemon.region_registry import RegionRegistry
+from daemon.region_socket import RegionSocket
 from daemon.trace_settings import TraceSettings
 from shm.channel import pair
 from shm.errors import InvalidArgument, ServingError
@@ -138,8 +139,10 @@ class Supervisor:
             loop.add_signal_handler(number, self._signalled)
         loop.add_signal_handler(signal.SIGHUP, lambda: self._spawn_task(self._reload()))
         control = ControlSocket(self.options.supervisor, self._environment, self._operations, self.describe)
+        regions = RegionSocket(self.options.regions, self._environment, self._regions)
         try:
             await control.open()
+            regions.open()
             for index, device in enumerate(devices):
                 self._start_worker(f"worker-{index}", device)
             outcomes = self._models.begin(await self._models.scan(self.options.repository), self.options.repository)
@@ -154,6 +157,7 @@ class Supervisor:
             await self._bury()
             control.close()
             self._models.close()
+            regions.close()
             self._regions.close()
             self._trace_settings.close()
             self._notifier.close()
@@ -286,16 +290,20 @@ class Supervisor:
         return None
 
     def _from_front(self, front: Front, record: Any, fds: list[int]) -> None:
+        if isinstance(record, Call):
+            self._spawn_task(self._answer(front, record, fds))
+            return
         _close(fds)
         match record:
             case ChildReady():
                 listener = self._listeners[front.name]
                 _log.info("serving %s on %s", listener.protocol, listener.url)
-            case Call(call_id, operation):
-                self._spawn_task(self._answer(front, call_id, operation))
 
-    async def _answer(self, front: Front, call_id: int, operation: Any) -> None:
-        front.send(await self._operations.reply(call_id, operation))
+    async def _answer(self, front: Front, call: Call, fds: list[int]) -> None:
+        try:
+            front.send(await self._operations.reply(call, fds[0] if fds else -1))
+        finally:
+            _close(fds)
 
     def _publish(self, record: Record, *fds: int) -> None:
         for front in self.fronts.values():
@@ -480,6 +488,7 @@ class Supervisor:
             "workers": workers,
             "fronts": [entry(front) for front in self.fronts.values()],
             "refused": self._models.refused,
+            "regions": self._regions.statistics(),
         }
 
     def _ready_workers(self) -> list[Worker]:

@@ -350,13 +350,43 @@ class ModelStatistics(Record, frozen=True, tag="c.stats"):
     version: int = 0
 
 
+class Peer(Record, frozen=True, tag="peer"):
+    """Who asks. Filled in from the socket (``daemon.peer``), never from what the client says."""
+
+    #: "tcp": only the address is known.  "unix": the kernel vouches for the rest.  "operator": the control socket.
+    kind: str = "tcp"
+    #: HOST:PORT of a TCP client.
+    address: str = ""
+    #: Of a unix peer when it connected; 0: in another PID namespace.
+    pid: int = 0
+    uid: int = -1
+    gid: int = -1
+    groups: tuple[int, ...] = ()
+
+    @property
+    def owner(self) -> str:
+        """Whom quotas count: a user, or a TCP host, whose clients cannot be told apart for longer than a connection."""
+        return f"uid {self.uid}" if self.kind == "unix" else f"{self.kind} {self.address.rpartition(':')[0]}".strip()
+
+
+#: A client of TCP of whom nothing is known.
+ANONYMOUS = Peer()
+
+
 class RegisterSystemRegion(Record, frozen=True, tag="c.reg"):
-    """Map part of a POSIX shared-memory object under a name. To a second worker the descriptor the first opened travels along."""
+    """Map part of a POSIX shared-memory object under a name.
+
+    The first worker opens it, and answers with its descriptor and JSON {"access"}; to the others both travel along.
+    """
 
     name: str
     key: str
     offset: int
     byte_size: int
+    #: How workers use it: "guarded", "snapshot" or "sealed" (``shm.regions``). "": the first worker decides by policy.
+    access: str = ""
+    #: Whoever asks must have access to the object itself: the daemon lends nobody its own.
+    peer: Peer = ANONYMOUS
 
 
 class RegisterCudaRegion(Record, frozen=True, tag="c.regcuda"):
@@ -375,6 +405,12 @@ class UnregisterRegion(Record, frozen=True, tag="c.unreg"):
 
     kind: str
     name: str
+
+
+class RegionRecords(Record, frozen=True, tag="c.regrec"):
+    """Reply: JSON array with everything known of the region, or of all (""). A worker: JSON object name -> tensors in use."""
+
+    name: str = ""
 
 
 class RegionStatus(Record, frozen=True, tag="c.regstat"):
@@ -419,14 +455,20 @@ Operation = (
     | RegionStatus
     | ChangeLog
     | ChangeTrace
+    | RegionRecords
 )
 
 
 class Call(Record, frozen=True, tag="call"):
-    """A question with an answer. ``call_id`` is the caller's."""
+    """A question with an answer. ``call_id`` is the caller's.
+
+    With a registration of a region travels a pidfd of the client's process, where there is one.
+    """
 
     call_id: int
     operation: Operation
+    #: For whom a front asks.
+    peer: Peer = ANONYMOUS
 
 
 class Reply(Record, frozen=True, tag="reply"):

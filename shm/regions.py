@@ -1,16 +1,23 @@
 """A client's POSIX shared memory: opened carefully, mapped in workers only, held as long as a request uses it.
 
-The object belongs to somebody else. ``open_object`` accepts regular files of the shared-memory file system that the daemon's
-user owns or shares through a group, and nothing else: no path, no symbolic link, no FIFO, device or directory, no semaphore.
-The descriptor is kept for the region's life; the name is never opened again, because the client may unlink or reuse it.
+The object belongs to somebody else. ``open_object`` accepts regular files of the shared-memory file system and nothing else: no
+path, no symbolic link, no FIFO, device or directory, no semaphore; whose objects are welcome is ``workers.region_policy``'s
+business. The descriptor is kept for the region's life; the name is never opened again: the client may unlink or reuse it.
 
     shared-memory object   | ...... | offset ......... offset + byte_size | ...... |
     Region.view                     | 0 ...................... byte_size |
+
+Three ways to use one (docs/shared-memory.md has what each costs and promises):
+
+    guarded    mapped; what goes missing under it turns into zeros and an error (``shm.guard``)
+    sealed     mapped; a memfd that its owner cannot shrink any more, handed over by descriptor
+    snapshot   not mapped: read and written with system calls (``shm.snapshot_region``)
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import re
@@ -31,6 +38,8 @@ _MADV_POPULATE_WRITE = 23  # asm-generic/mman-common.h, since 5.14; the mmap mod
 _POPULATE_LIMIT = 1 << 30
 #: Offsets are at most int64, like everything on the wire.
 _LIMIT = (1 << 63) - 1
+#: Without the last of them its owner could still add or keep back others: the set is final.
+_SEALS = {"F_SEAL_SHRINK": fcntl.F_SEAL_SHRINK, "F_SEAL_GROW": fcntl.F_SEAL_GROW, "F_SEAL_SEAL": fcntl.F_SEAL_SEAL}
 
 
 def check_range(offset: int, byte_size: int, limit: int, region: str) -> None:
@@ -70,25 +79,46 @@ def open_object(name: str, key: str) -> int:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_dev != os.stat(_DIRECTORY).st_dev:
             raise InvalidArgument(f"shared memory region '{name}': '{key}' is not a shared-memory object")
-        if not _shared_with_us(found):
-            raise InvalidArgument(
-                f"shared memory region '{name}': '{key}' belongs to another user and is not shared with the daemon's group"
-            )
     except BaseException:
         os.close(fd)
         raise
     return fd
 
 
-def _shared_with_us(found: os.stat_result) -> bool:
-    if found.st_uid == os.geteuid():
-        return True
-    group = stat.S_IRGRP | stat.S_IWGRP
-    return found.st_mode & group == group and found.st_gid in {os.getegid(), *os.getgroups()}
+def check_sealed(name: str, fd: int) -> None:
+    """Whether a descriptor is memory that keeps its size for ever, whatever its owner does.
+
+    Raises: InvalidArgument: it is not a memfd of ordinary pages with the seals for that.
+    """
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        pages = os.fstatvfs(fd).f_bsize
+    except OSError:
+        raise InvalidArgument(
+            f"failed to register shared memory region '{name}': the descriptor is not a memfd"
+        ) from None
+    missing = [label for label, seal in _SEALS.items() if not seals & seal]
+    if missing:
+        raise InvalidArgument(
+            f"failed to register shared memory region '{name}': the memfd lacks the seals {', '.join(missing)}"
+        )
+    if pages != mmap.PAGESIZE:
+        # Huge pages come from a pool that can be empty when a hole is touched.
+        raise InvalidArgument(
+            f"failed to register shared memory region '{name}': pages of {pages} bytes, only {mmap.PAGESIZE} are accepted"
+        )
+
+
+def check_object_range(name: str, fd: int, offset: int, byte_size: int) -> os.stat_result:
+    """Whether a range can be registered; what the object is now. Raises InvalidArgument: empty, or not inside the object."""
+    found = os.fstat(fd)
+    if byte_size <= 0 or offset < 0 or offset + byte_size > found.st_size:
+        raise InvalidArgument(f"failed to register shared memory region '{name}': invalid args")
+    return found
 
 
 class Region:
-    """A registered range of a client's object, mapped read-write in this worker.
+    """A registered range of a client's object, mapped read-write in this worker: the guarded and the sealed way.
 
     ``unregister`` waits until ``leases`` is 0: every request takes one from its validation to its completion.
     """
@@ -126,6 +156,10 @@ class Region:
         """
         return 0 if self._guard is None else self._guard.faults
 
+    def read(self, offset: int, byte_size: int) -> bytes:
+        """A copy that nobody else can write to, for whatever is parsed. Raises InvalidArgument: not wholly inside."""
+        return bytes(self.view(offset, byte_size))
+
     def lease(self) -> None:
         """A request starts to use it."""
         self.leases += 1
@@ -151,15 +185,18 @@ class Region:
 
 
 def _map(name: str, fd: int, offset: int, byte_size: int) -> mmap.mmap:
-    found = os.fstat(fd)
-    if byte_size <= 0 or offset < 0 or offset + byte_size > found.st_size:
-        raise InvalidArgument(f"failed to register shared memory region '{name}': invalid args")
+    found = check_object_range(name, fd, offset, byte_size)
     if offset % mmap.PAGESIZE:
         raise InvalidArgument(
             f"failed to register shared memory region '{name}': "
             f"offset {offset} is not a multiple of the page size {mmap.PAGESIZE}"
         )
-    mapping = mmap.mmap(fd, byte_size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
+    try:
+        mapping = mmap.mmap(fd, byte_size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
+    except OSError as error:  # sealed against writing, or no address space left
+        raise InvalidArgument(
+            f"failed to register shared memory region '{name}': it cannot be mapped: {os.strerror(error.errno or 0)}"
+        ) from None
     # Only what is there already: populating a sparse object would allocate memory nobody asked for.
     if found.st_blocks * 512 >= found.st_size and byte_size <= _POPULATE_LIMIT:
         # A convenience: the first request then pays no page faults. Kernels without it, and full memory, are no errors here.

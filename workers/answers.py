@@ -17,7 +17,8 @@ from shm.arrays import Array, byte_content, datatype_of
 from shm.cuda_regions import CudaRegion
 from shm.errors import Internal, ServingError
 from shm.messages import Completion, Inline, RegionSlice, Slice, Tensor
-from shm.regions import check_range
+from shm.regions import Region, check_range
+from shm.snapshot_region import SnapshotRegion
 from workers.classification import classify
 from workers.device_array import DeviceArray
 from workers.models.signature import Signature
@@ -71,21 +72,22 @@ def complete(
         if lease is None:
             return None
     tensors: list[Tensor] = []
-    at = 0
+    at = copied = 0
     queued = _Queued()
     try:
         for name, (datatype, shape, content) in chosen.items():
             place: RegionSlice | Inline | Slice
+            size = _byte_size(content)
+            copied += size
             if name in in_regions:
                 place, region = in_regions[name]
                 if isinstance(region, CudaRegion):
                     queued.write(region, place.offset, content)
-                elif size := _byte_size(content):
-                    _write(region.view(place.offset, size), content)
+                else:
+                    _write_region(region, place.offset, content)
             elif name in inline or lease is None:
                 place = Inline(content if isinstance(content, bytes) else content.tobytes())
             else:
-                size = _byte_size(content)
                 _write(lease.view[at : at + size], content)
                 place = Slice(lease.place.segment, lease.place.offset + at, size)
                 at += -(-size // _ALIGNMENT) * _ALIGNMENT
@@ -98,6 +100,7 @@ def complete(
         if lease is not None:
             lease.release()
         raise
+    request.copied_byte_size += copied
     return Completion(
         request.submit.request_id,
         version=version,
@@ -139,7 +142,8 @@ def _all_small(
     for place, content in writes:
         target = _leased(request, place.region)
         assert not isinstance(target, CudaRegion)
-        target.view(place.offset, len(content))[:] = content
+        _write_region(target, place.offset, content)
+    request.copied_byte_size += inline_byte_size - room
     return tuple(tensors)
 
 
@@ -225,6 +229,19 @@ class _Queued:
         for region in self._regions:
             with contextlib.suppress(ServingError):
                 region.settle()
+
+
+def _write_region(region: Region | SnapshotRegion, offset: int, content: Content) -> None:
+    """The one copy into a client's memory. Raises InvalidArgument: the region is not there any more."""
+    size = _byte_size(content)
+    if not size:
+        return
+    if not isinstance(region, SnapshotRegion):
+        _write(region.view(offset, size), content)
+    elif isinstance(content, bytes):
+        region.write(offset, memoryview(content))
+    else:
+        region.write(offset, np.ascontiguousarray(content).reshape(-1).view(np.uint8).data)
 
 
 def _write(view: memoryview, content: Content) -> None:

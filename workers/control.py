@@ -29,6 +29,7 @@ from shm.messages import (
     Loaded,
     LogChanged,
     ModelStatistics,
+    RegionRecords,
     RegisterCudaRegion,
     RegisterSystemRegion,
     Reply,
@@ -142,6 +143,8 @@ class Control:
                 self._channel.put(Reply(call.call_id))
             elif isinstance(operation, UnregisterRegion):
                 self._regions.unregister(operation.kind, operation.name, lambda: self._channel.put(Reply(call.call_id)))
+            elif isinstance(operation, RegionRecords):
+                self._channel.put(Reply(call.call_id, result=json.dumps(self._regions.uses(operation.name)).encode()))
             elif isinstance(operation, ModelStatistics):
                 self._channel.put(Reply(call.call_id, result=self._statistics(operation)))
             else:
@@ -155,9 +158,9 @@ class Control:
     def _register(self, call: Call, operation: RegisterSystemRegion, fds: list[int]) -> None:
         """The first worker opens the object by its key and sends the descriptor along; the others get it from there."""
         given = fds.pop(0) if fds else None
-        region = self._regions.register(operation, given)
+        region, access = self._regions.register(operation, given)
         if given is None:
-            self._channel.put(Reply(call.call_id), region.fd)
+            self._channel.put(Reply(call.call_id, result=json.dumps({"access": access}).encode()), region.fd)
         else:
             self._channel.put(Reply(call.call_id))
 

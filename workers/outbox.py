@@ -85,6 +85,7 @@ class Outbox:
             return Internal(f"the outputs of model '{version.name}' could not be placed: {type(error).__name__}")
         if completion is None:
             return _Placing.FULL
+        version.statistics.copied(request.copied_byte_size)
         request.submitter.answer(completion if request.timeline is None else request.timeline.attach(completion))
         self.end(request)
         return None

@@ -6,40 +6,57 @@ registered ──unregister──▶ leaving: no new request finds it ──last
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable
 
 from shm.cuda_regions import CudaRegion, Driver, NoCuda
 from shm.errors import AlreadyExists, InvalidArgument, NotFound
 from shm.messages import RegisterCudaRegion, RegisterSystemRegion
-from shm.regions import Region, open_object
+from shm.regions import Region, check_sealed, open_object
+from shm.snapshot_region import SnapshotRegion
+from workers.region_policy import RegionPolicy
 
 _log = logging.getLogger(__name__)
 
-AnyRegion = Region | CudaRegion
+AnyRegion = Region | SnapshotRegion | CudaRegion
 
 
 class RegionTable:
     """One per worker; belongs to its loop."""
 
-    def __init__(self, driver: Driver, gpu: int | None) -> None:
+    def __init__(self, policy: RegionPolicy, driver: Driver, gpu: int | None) -> None:
         """``gpu``: the worker's, as the daemon counts; None: a CPU worker, which opens regions of any GPU it can see."""
+        self._policy = policy
         self._driver = driver
         self._gpu = gpu
         self._regions: dict[str, AnyRegion] = {}
         #: Regions whose requests are not done, with whom to tell.
         self._leaving: list[tuple[list[AnyRegion], Callable[[], None]]] = []
 
-    def register(self, record: RegisterSystemRegion, fd: int | None) -> Region:
-        """Maps a region: of the descriptor another worker opened, or of the object with that key.
+    def register(self, record: RegisterSystemRegion, fd: int | None) -> tuple[Region | SnapshotRegion, str]:
+        """Takes up a region: of a descriptor that was checked by another worker or is sealed, or of the object with that key.
 
-        Raises: AlreadyExists: the name is taken.  InvalidArgument, Internal: as ``shm.regions`` says.
+        Returns: the region and its access, "guarded", "snapshot" or "sealed".
+        Raises: AlreadyExists: the name is taken.  InvalidArgument, Internal: as ``shm.regions`` and the policy say.
         """
-        self._check_free(record.name)
-        if fd is None:
-            fd = open_object(record.name, record.key)
-        region = Region(record.name, record.key, fd, record.offset, record.byte_size)
+        access = record.access
+        try:
+            self._check_free(record.name)
+            if fd is None:
+                fd = open_object(record.name, record.key)
+                found = os.fstat(fd)
+                self._policy.check(record, found)
+                access = self._policy.access(record, found)
+            elif access == "sealed":
+                check_sealed(record.name, fd)
+        except BaseException:
+            if fd is not None:
+                os.close(fd)
+            raise
+        kind = SnapshotRegion if access == "snapshot" else Region
+        region = kind(record.name, record.key, fd, record.offset, record.byte_size)
         self._regions[record.name] = region
-        return region
+        return region, access
 
     def register_cuda(self, record: RegisterCudaRegion) -> None:
         """Opens a client's GPU memory.
@@ -76,11 +93,15 @@ class RegionTable:
 
     def unregister(self, kind: str, name: str, done: Callable[[], None]) -> None:
         """Forgets a region, or all of a kind with "", at once; then closes it and calls ``done`` when no request uses it."""
-        wanted = CudaRegion if kind == "cuda" else Region
+        wanted = CudaRegion if kind == "cuda" else Region | SnapshotRegion
         names = [name] if name else list(self._regions)
         leaving = [self._regions.pop(name) for name in names if isinstance(self._regions.get(name), wanted)]
         self._leaving.append((leaving, done))
         self.settle()
+
+    def uses(self, name: str) -> dict[str, int]:
+        """Region, the named or every one (""), with the number of tensors of requests in it."""
+        return {key: region.leases for key, region in self._regions.items() if name in ("", key)}
 
     def settle(self) -> None:
         """Closes what is no longer used. Cheap when nothing is leaving; called once a turn."""

@@ -22,7 +22,17 @@ if TYPE_CHECKING:
 class Request(Waiting):
     """``arrays`` are views of the submitter's arena or of a client's region wherever that is possible: nobody writes to them."""
 
-    __slots__ = ("arrays", "cancelled", "outputs", "regions", "submit", "submitter", "timeline", "version")
+    __slots__ = (
+        "arrays",
+        "cancelled",
+        "copied_byte_size",
+        "outputs",
+        "regions",
+        "submit",
+        "submitter",
+        "timeline",
+        "version",
+    )
 
     def __init__(
         self,
@@ -35,17 +45,21 @@ class Request(Waiting):
         outputs: dict[str, RequestedOutput],
         regions: list[AnyRegion],
         now_ns: int,
+        copied_byte_size: int = 0,
     ) -> None:
         super().__init__(key, rows, submit.received_ns or now_ns)
         self.version = version
         self.submitter = submitter
         self.submit = submit
-        #: Input name -> array of the model's shape (after a configured reshape); of GPU memory a ``CudaTensor``.
+        #: Input name -> array of the model's shape (after a configured reshape); of GPU memory
+        #: and snapshot regions a ``LateTensor``.
         self.arrays = arrays
         #: What was asked for, by name; empty: everything.
         self.outputs = outputs
         #: Client regions in use until the completion, once per tensor.
         self.regions = regions
+        #: Bytes of its tensors that were copied for it alone: before they are gathered, and when the outputs are placed.
+        self.copied_byte_size = copied_byte_size
         #: The submitter no longer waits.
         self.cancelled = False
         self.deadline_ns = submit.deadline_ns

@@ -55,7 +55,7 @@ class ModelStatistics:
         self.inference_count = 0
         self.execution_count = 0
         self.last_inference_ms = 0
-        #: Input bytes copied for batching, padding or alignment: not in Triton's answer, but in ours to operators.
+        #: Bytes of tensors that the worker copied (docs/data-plane.md): not in Triton's answer, but in ours.
         self.copied_byte_size = 0
         self._batches: dict[int, BatchStatistics] = {}
 
@@ -91,6 +91,10 @@ class ModelStatistics:
         batch.compute_infer.add(computed - gathered, runs)
         batch.compute_output.add(now_ns - computed, runs)
 
+    def copied(self, byte_size: int) -> None:
+        """Counts what was copied for one request alone."""
+        self.copied_byte_size += byte_size
+
     def failed(self, lasted_ns: int) -> None:
         """Counts a request that was queued and never ran: its time was up."""
         self.fail.add(lasted_ns)
@@ -125,6 +129,7 @@ class ModelStatistics:
                 for size, batch in sorted(self._batches.items())
             ],
             "memory_usage": [],
+            "copied_byte_size": self.copied_byte_size,
         }
 
     def __repr__(self) -> str:

@@ -16,22 +16,26 @@ from shm.cuda_regions import CudaRegion
 from shm.datatypes import MAX_ELEMENTS
 from shm.errors import InvalidArgument, ServingError
 from shm.messages import Inline, RegionSlice, RequestedOutput, Slice, Submit, Tensor
-from shm.regions import check_range
+from shm.regions import Region, check_range
+from shm.snapshot_region import SnapshotRegion
 from workers.cuda_tensor import CudaTensor
 from workers.familiar import Known
 from workers.model_version import ModelVersion
 from workers.models.signature import Signature, TensorSpec
 from workers.region_table import AnyRegion, RegionTable
+from workers.region_tensor import LateTensor, RegionTensor
 from workers.request import Request, label
 from workers.submitter import Submitter
 
+#: Datatypes whose tensors are copied before they are used, wherever they lie.
+_COPIED = ("BYTES", "BOOL")
 _BATCH_NOTE = (
     "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each input "
     "shape. If you want to specify the full shape including the batch dim in your input dims config, try setting "
     "max_batch_size to zero. See the model configuration docs for more info on max_batch_size."
 )
 
-Content = bytes | memoryview | CudaTensor
+Content = bytes | memoryview | LateTensor
 
 
 def validate(submit: Submit, submitter: Submitter, version: ModelVersion, regions: RegionTable, now_ns: int) -> Request:
@@ -56,6 +60,13 @@ def validate(submit: Submit, submitter: Submitter, version: ModelVersion, region
             for tensor, content in zip(reversed(submit.inputs), reversed(contents), strict=True)
         }
         arrays = {tensor.name: made[tensor.name] for tensor in submit.inputs}
+        copied = sum(
+            [
+                len(content)
+                for tensor, content in zip(submit.inputs, contents, strict=True)
+                if tensor.datatype in _COPIED
+            ]
+        )
         # A request under which a worker has died runs alone, so that it cannot take others with it.
         key = version.key(arrays)
         if known is None and all(spec.plain for spec in signature.inputs.values()):
@@ -63,7 +74,7 @@ def validate(submit: Submit, submitter: Submitter, version: ModelVersion, region
                 inputs, Known(key, rows or 1, [(array.dtype, array.nbytes) for array in arrays.values()])
             )
         shared = key if submit.strikes == 0 else (key, submit.request_id, submitter.peer)
-        return Request(version, submitter, submit, shared, rows or 1, arrays, outputs, leased, now_ns)
+        return Request(version, submitter, submit, shared, rows or 1, arrays, outputs, leased, now_ns, copied)
     except BaseException:
         for region in leased:
             region.unlease()
@@ -93,11 +104,11 @@ def _familiar_arrays(
             assert isinstance(place, RegionSlice)
             region = regions.find(place.region)
             used.append(region)
-            if isinstance(region, CudaRegion):
-                on_device = _slice(region, place)
-                if len(on_device) != byte_size:
+            if not isinstance(region, Region):
+                late = _slice(region, place)
+                if len(late) != byte_size:
                     return None
-                arrays[tensor.name] = cast(Array, on_device.view(dtype, tensor.shape))
+                arrays[tensor.name] = cast(Array, late.view(dtype, tensor.shape))
                 continue
             content = region.view(place.offset, place.byte_size)
         if len(content) != byte_size:
@@ -122,7 +133,7 @@ def _contents(submit: Submit, submitter: Submitter, regions: RegionTable, leased
             region = regions.find(place.region)
             if not place.byte_size and 0 not in tensor.shape:
                 raise InvalidArgument(f"Invalid offset + byte size for shared memory region: '{place.region}'")
-            if isinstance(region, CudaRegion):
+            if not isinstance(region, Region):
                 contents.append(_slice(region, place))
             else:
                 contents.append(region.view(place.offset, place.byte_size))
@@ -131,9 +142,11 @@ def _contents(submit: Submit, submitter: Submitter, regions: RegionTable, leased
     return contents
 
 
-def _slice(region: CudaRegion, place: RegionSlice) -> CudaTensor:
+def _slice(region: SnapshotRegion | CudaRegion, place: RegionSlice) -> LateTensor:
     check_range(place.offset, place.byte_size, region.byte_size, place.region)
-    return CudaTensor(region, place.offset, np.dtype(np.uint8), (place.byte_size,))
+    if isinstance(region, CudaRegion):
+        return CudaTensor(region, place.offset, np.dtype(np.uint8), (place.byte_size,))
+    return RegionTensor(region, place.offset, np.dtype(np.uint8), (place.byte_size,))
 
 
 def _check_names(submit: Submit, signature: Signature) -> None:
@@ -209,7 +222,7 @@ def _checked(submit: Submit, signature: Signature, tensor: Tensor, content: Cont
     if spec.datatype == "BYTES":
         # The snapshot comes first: lengths are read from it, not from memory somebody else can write.
         try:
-            snapshot = np.asarray(content).tobytes() if isinstance(content, CudaTensor) else bytes(content)
+            snapshot = np.asarray(content).tobytes() if isinstance(content, LateTensor) else bytes(content)
             made = array(snapshot, "BYTES", shape, f"input '{spec.name}'", f" for model '{signature.model}'")
         except IncompleteString:
             raise
@@ -225,7 +238,7 @@ def _checked(submit: Submit, signature: Signature, tensor: Tensor, content: Cont
                 f"{label(submit)}input byte size mismatch for input '{spec.name}' for model '{signature.model}'. "
                 f"Expected {needed}, got {len(content)}"
             )
-        if isinstance(content, CudaTensor):
+        if isinstance(content, LateTensor):
             # Fetched when it is its turn, so that a queue holds no copies; an array to whoever does not ask.
             made = cast(Array, content.view(spec.dtype, shape))
         else:

@@ -39,6 +39,7 @@ from workers.model_table import ModelTable
 from workers.model_version import ModelVersion
 from workers.models.executable_cache import ExecutableCache, cache_directory, use_persistent_cache
 from workers.models.loader import LoadedModel, Loader
+from workers.region_policy import RegionPolicy
 from workers.region_table import RegionTable
 from workers.submitter import Submitter
 from workers.work_thread import WorkThread
@@ -61,7 +62,7 @@ class Worker:
         self._inbox = Inbox()
         self._models = ModelTable()
         self._driver = Driver()
-        self._regions = RegionTable(self._driver, device_name.gpu)
+        self._regions = RegionTable(RegionPolicy(options.regions), self._driver, device_name.gpu)
         self._cuda: CudaDevice | None = None
         if device_name.gpu is not None:
             # Its process sees one device.

@@ -254,6 +254,8 @@ class InferProtocol(AnswerOrder):
         keep_alive = bool(self.parser.should_keep_alive())
         self.scope["method"] = self.parser.get_method().decode("ascii")
         self.scope["http_version"] = version
+        # Who asks: read from it only where that matters (daemon.peer).
+        self.scope["tensord.socket"] = self.transport.get_extra_info("socket")  # type: ignore[typeddict-unknown-key]
         self.scope["path"], self.scope["raw_path"], self.scope["query_string"] = message_head.path_and_query(url)
         cycle = RequestResponseCycle(
             scope=self.scope,

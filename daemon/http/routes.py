@@ -24,6 +24,7 @@ from daemon.http.generate import Generation
 from daemon.http.settings_routes import SettingsRoutes
 from daemon.http.whole_body import read_body
 from daemon.model_table import parse_version
+from daemon.peer import peer_of, process_of
 from daemon.status import http_status
 from shm.errors import InvalidArgument, NotFound, ServingError, Unsupported
 
@@ -186,7 +187,9 @@ class Routes:
         if "byte_size" not in fields:
             raise InvalidArgument("Shared memory register request has no 'byte_size' field")
         byte_size = control_fields.unsigned(fields["byte_size"])
-        await self._endpoints.register_system(request.path_params["region"], key, offset, byte_size)
+        name, fd = request.path_params["region"], _fd(request)
+        with process_of(fd) as process:
+            await self._endpoints.register_system(name, key, offset, byte_size, peer_of(fd), process)
         return Response()
 
     async def register_nameless(self, request: Request) -> Response:
@@ -194,11 +197,13 @@ class Routes:
 
     async def register_cuda(self, request: Request) -> Response:
         registration = cuda_registration(await json_body.fields(request))
-        await self._endpoints.register_cuda(request.path_params["region"], *registration)
+        name, fd = request.path_params["region"], _fd(request)
+        with process_of(fd) as process:
+            await self._endpoints.register_cuda(name, *registration, peer_of(fd), process)
         return Response()
 
     async def unregister(self, request: Request) -> Response:
-        await self._endpoints.unregister(_kind(request), request.path_params.get("region", ""))
+        await self._endpoints.unregister(_kind(request), request.path_params.get("region", ""), peer_of(_fd(request)))
         return Response()
 
     async def region_status(self, request: Request) -> Response:
@@ -234,6 +239,12 @@ def _check_version_text(request: Request) -> None:
     text = request.path_params.get("version", "0")
     if not (text.isascii() and text.isdigit()):
         raise NotFound("Not Found")
+
+
+def _fd(request: Request) -> int:
+    """The client's connection; -1: it is gone already."""
+    sock = request.scope["tensord.socket"]
+    return -1 if sock is None else int(sock.fileno())
 
 
 def _kind(request: Request) -> str:

@@ -26,6 +26,7 @@ from shm.messages import (
     Load,
     Loaded,
     ModelStatistics,
+    RegionRecords,
     RegisterSystemRegion,
     Reply,
     Start,
@@ -104,9 +105,11 @@ class FakeWorker:
                     self.connection.send(Reply(call_id, error.code, error.message))
                     return
                 self.regions[name] = 1
-                self.connection.send(Reply(call_id), *sent)
+                self.connection.send(Reply(call_id, result=b"" if fds else b'{"access": "guarded"}'), *sent)
                 for fd in (*sent, *fds):
                     os.close(fd)
+            case RegionRecords():
+                self.connection.send(Reply(call_id, result=msgspec.json.encode(self.regions)))
             case ModelStatistics():
                 stats = [{"name": n, "version": str(v), "inference_count": 3} for n, v in self.models]
                 self.connection.send(Reply(call_id, result=msgspec.json.encode({"model_stats": stats})))

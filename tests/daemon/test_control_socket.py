@@ -9,14 +9,8 @@ from typing import Any
 import pytest
 
 from config.options import Supervisor
-from daemon.control_socket import ControlSocket, socket_path
+from daemon.control_socket import ControlSocket
 from shm.errors import InvalidArgument
-
-
-def test_where() -> None:
-    assert socket_path(Supervisor(), {}) is None
-    assert socket_path(Supervisor(), {"RUNTIME_DIRECTORY": "/run/tensord"}) == Path("/run/tensord/control.sock")
-    assert socket_path(Supervisor(control_socket="/x"), {"RUNTIME_DIRECTORY": "/run/tensord"}) == Path("/x")
 
 
 def opened(path: Path) -> ControlSocket:

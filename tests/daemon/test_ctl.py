@@ -50,7 +50,13 @@ def test_status_and_regions(daemon: FakeDaemon) -> None:
     assert text.startswith("tensord: serving, http://127.0.0.1:")
     assert "worker-0" in text
     assert json.loads(tensorctl(daemon.control, "--json", "status").stdout)["phase"] == "serving"
-    assert tensorctl(daemon.control, "regions", "list").stdout.split() == ["name", "key", "offset", "byte_size"]
+    assert tensorctl(daemon.control, "regions", "list").stdout.split()[:5] == [
+        "name",
+        "kind",
+        "key",
+        "offset",
+        "byte_size",
+    ]
     assert tensorctl(daemon.control, "regions", "unregister", "x").returncode == 0
 
 

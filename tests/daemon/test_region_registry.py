@@ -17,12 +17,18 @@ from daemon.region_registry import RegionRegistry
 from shm.errors import AlreadyExists, Internal, InvalidArgument, NotFound, ServingError, Unavailable, Unsupported
 from shm.messages import (
     Operation,
+    Peer,
     RegionPlace,
+    RegionRecords,
     RegionStatus,
     RegisterCudaRegion,
     RegisterSystemRegion,
     UnregisterRegion,
 )
+
+TCP = Peer("tcp", "127.0.0.1:4711")
+ALICE = Peer("unix", "", os.getpid(), 1001, 1001)
+BOB = Peer("unix", "", os.getpid(), 1002, 1002)
 
 
 class FakeHolder:
@@ -38,6 +44,8 @@ class FakeHolder:
         #: Raised at the next register.
         self.refuses: ServingError | None = None
         self.opened = 0
+        #: Of each register.
+        self.access: list[str] = []
         #: Unregister waits for it.
         self.idle = asyncio.Event()
         self.idle.set()
@@ -57,7 +65,10 @@ class FakeHolder:
                 raise self.refuses
             self.opened += not sent
             self.regions[operation.name] = sent[0] if sent else os.fstat(self.memory).st_ino
-            return b"", [] if sent else [os.dup(self.memory)]
+            self.access.append(operation.access)
+            return (b"", []) if sent else (b'{"access": "guarded"}', [os.dup(self.memory)])
+        if isinstance(operation, RegionRecords):
+            return json.dumps(dict.fromkeys(self.regions, 1)).encode(), []
         assert isinstance(operation, UnregisterRegion)
         await self.idle.wait()
         self.regions.pop(operation.name, None)
@@ -90,19 +101,20 @@ def names(registry: RegionRegistry) -> list[str]:
 async def test_one_opens_and_all_have_it(memory: int) -> None:
     workers = [FakeHolder(i, memory) for i in range(3)]
     registry = made(lambda: workers, Regions())
-    await registry.register(request())
+    await registry.register(request(), TCP)
     assert [worker.opened for worker in workers] == [1, 0, 0]
     assert len({worker.regions["r"] for worker in workers}) == 1
+    assert [worker.access for worker in workers] == [[""], ["guarded"], ["guarded"]]
     assert json.loads(registry.status(RegionStatus("system", "r"))) == [
         {"name": "r", "key": "/k", "offset": 0, "byte_size": 64}
     ]
     with pytest.raises(AlreadyExists, match="shared memory region 'r' already in manager"):
-        await registry.register(request())
+        await registry.register(request(), TCP)
     registry.check_invariants()
-    await registry.unregister(UnregisterRegion("cuda", "r"))
+    await registry.unregister(UnregisterRegion("cuda", "r"), TCP)
     assert names(registry) == ["r"]
-    await registry.unregister(UnregisterRegion("system", "r"))
-    await registry.unregister(UnregisterRegion("system", "r"))
+    await registry.unregister(UnregisterRegion("system", "r"), TCP)
+    await registry.unregister(UnregisterRegion("system", "r"), TCP)
     assert not any(worker.regions for worker in workers)
     registry.close()
 
@@ -113,11 +125,11 @@ async def test_a_refusal_undoes_everything(memory: int, culprit: int) -> None:
     workers[culprit].refuses = Internal("Unable to open shared memory region: 'r'")
     registry = made(lambda: workers, Regions())
     with pytest.raises(Internal, match="Unable to open"):
-        await registry.register(request())
+        await registry.register(request(), TCP)
     assert not any(worker.regions for worker in workers)
     assert names(registry) == []
     workers[culprit].refuses = None
-    await registry.register(request())
+    await registry.register(request(), TCP)
     registry.close()
 
 
@@ -136,27 +148,27 @@ async def test_bounds(changes: dict[str, int | str], kind: type[ServingError], w
     workers = [FakeHolder(0, memory)]
     registry = made(lambda: workers, Regions(max_byte_size=1 << 20))
     with pytest.raises(kind, match=words):
-        await registry.register(request(**({"name": "r"} | changes)))  # type: ignore[arg-type]
+        await registry.register(request(**({"name": "r"} | changes)), TCP)  # type: ignore[arg-type]
     assert not workers[0].regions
 
 
 async def test_count_switch_and_no_worker(memory: int) -> None:
     registry = made(lambda: [holder], Regions(max_count=1))
     holder = FakeHolder(0, memory)
-    await registry.register(request("a"))
+    await registry.register(request("a"), TCP)
     with pytest.raises(Unavailable, match="1 regions are registered, at most 1 are allowed"):
-        await registry.register(request("b"))
+        await registry.register(request("b"), TCP)
     registry.close()
     with pytest.raises(Unsupported, match="Client shared memory is disabled"):
-        await made(lambda: [holder], Regions(enabled=False)).register(request())
+        await made(lambda: [holder], Regions(enabled=False)).register(request(), TCP)
     with pytest.raises(Unavailable, match="no worker is running"):
-        await made(list, Regions()).register(request())
+        await made(list, Regions()).register(request(), TCP)
 
 
 async def test_status_of_the_unknown(memory: int) -> None:
     holder = FakeHolder(0, memory)
     registry = made(lambda: [holder], Regions())
-    await registry.register(request())
+    await registry.register(request(), TCP)
     with pytest.raises(NotFound, match="Unable to find system shared memory region: 'x'"):
         registry.status(RegionStatus("system", "x"))
     with pytest.raises(NotFound, match="Unable to find cuda shared memory region: 'x'"):
@@ -170,25 +182,25 @@ async def test_status_of_the_unknown(memory: int) -> None:
 async def test_unregister_waits_for_its_users_and_two_may_ask(memory: int) -> None:
     holder = FakeHolder(0, memory)
     registry = made(lambda: [holder], Regions())
-    await registry.register(request())
+    await registry.register(request(), TCP)
     holder.idle.clear()
-    asked = [asyncio.create_task(registry.unregister(UnregisterRegion("system", name))) for name in ("r", "")]
+    asked = [asyncio.create_task(registry.unregister(UnregisterRegion("system", name), TCP)) for name in ("r", "")]
     for _ in range(5):
         await asyncio.sleep(0)
     assert not any(task.done() for task in asked)
     with pytest.raises(AlreadyExists):
-        await registry.register(request())
+        await registry.register(request(), TCP)
     holder.idle.set()
     await asyncio.gather(*asked)
-    await registry.register(request())
+    await registry.register(request(), TCP)
     registry.close()
 
 
 async def test_a_replacement_gets_every_region(memory: int) -> None:
     workers = [FakeHolder(0, memory)]
     registry = made(lambda: workers, Regions())
-    await registry.register(request("a"))
-    await registry.register(request("b"))
+    await registry.register(request("a"), TCP)
+    await registry.register(request("b"), TCP)
     workers[0].alive = False
     registry.worker_left(0)
     workers[:] = [FakeHolder(1, -1)]
@@ -196,6 +208,112 @@ async def test_a_replacement_gets_every_region(memory: int) -> None:
     assert set(workers[0].regions) == {"a", "b"}
     assert workers[0].opened == 0
     registry.check_invariants()
+    registry.close()
+
+
+async def test_whose_a_region_is(memory: int) -> None:
+    """A user's regions are the user's and the operator's; what came over TCP is everybody's by name, and TCP's by "all"."""
+    holder = FakeHolder(0, memory)
+    registry = made(lambda: [holder], Regions())
+    for name, peer in (("t", TCP), ("a", ALICE), ("b", BOB)):
+        await registry.register(request(name), peer)
+    with pytest.raises(InvalidArgument, match="'a' was registered by another user"):
+        await registry.unregister(UnregisterRegion("system", "a"), BOB)
+    with pytest.raises(InvalidArgument, match="'a' was registered by another user"):
+        await registry.unregister(UnregisterRegion("system", "a"), TCP)
+    await registry.unregister(UnregisterRegion("system", ""), ALICE)
+    assert names(registry) == ["b", "t"]
+    await registry.unregister(UnregisterRegion("system", ""), Peer("tcp", "10.0.0.1:1"))
+    assert names(registry) == ["b"]
+    await registry.register(request("t"), TCP)
+    await registry.unregister(UnregisterRegion("system", "t"), BOB)
+    await registry.register(request("a"), ALICE)
+    await registry.unregister(UnregisterRegion("system", ""), Peer("operator"))
+    assert names(registry) == []
+
+
+async def test_quotas_name_both_numbers(memory: int) -> None:
+    options = Regions(max_count=3, max_owner_count=2, max_total_byte_size=300, max_owner_byte_size=200)
+    registry = made(lambda: [holder], options)
+    holder = FakeHolder(0, memory)
+    await registry.register(request("a"), ALICE)
+    with pytest.raises(Unavailable, match="137 bytes beside 64 of this client's user or host, at most 200 are allowed"):
+        await registry.register(request("a2", byte_size=137), ALICE)
+    await registry.register(request("a2"), ALICE)
+    with pytest.raises(Unavailable, match="2 regions are registered by this client's user or host, at most 2"):
+        await registry.register(request("a3"), ALICE)
+    with pytest.raises(Unavailable, match="173 bytes beside 128 of all regions, at most 300 are allowed"):
+        await registry.register(request("b", byte_size=173), BOB)
+    await registry.register(request("b"), BOB)
+    with pytest.raises(Unavailable, match="3 regions are registered, at most 3 are allowed"):
+        await registry.register(request("t"), TCP)
+    assert registry.statistics() == {
+        "uid 1001": {"count": 2, "byte_size": 128},
+        "uid 1002": {"count": 1, "byte_size": 64},
+    }
+    registry.close()
+
+
+async def test_key_prefixes(memory: int) -> None:
+    registry = made(lambda: [holder], Regions(key_prefixes=("cam-", "mic-")))
+    holder = FakeHolder(0, memory)
+    with pytest.raises(InvalidArgument, match=r"keys must begin like one of \['cam-', 'mic-'\], '/other' does not"):
+        await registry.register(request(key="/other"), TCP)
+    await registry.register(request(key="//mic-1"), TCP)
+    registry.close()
+
+
+async def test_records_say_everything(memory: int) -> None:
+    workers = [FakeHolder(i, memory) for i in range(2)]
+    registry = made(lambda: workers, Regions())
+    await registry.register(request("a"), ALICE)
+    await registry.register(request("t"), TCP)
+    (first, second) = json.loads(await registry.records(""))
+    assert first.pop("registered").endswith("+00:00")
+    assert first == {
+        "name": "a",
+        "kind": "system",
+        "key": "/k",
+        "offset": 0,
+        "byte_size": 64,
+        "state": "registered",
+        "access": "guarded",
+        "owner": "uid 1001",
+        "pid": os.getpid(),
+        "address": "",
+        "workers": ["worker-0", "worker-1"],
+        "leases": 2,
+    }
+    assert (second["owner"], second["address"]) == ("tcp 127.0.0.1", "127.0.0.1:4711")
+    assert [entry["name"] for entry in json.loads(await registry.records("t"))] == ["t"]
+    with pytest.raises(NotFound, match="'x'"):
+        await registry.records("x")
+    registry.close()
+
+
+@pytest.mark.parametrize("reclaim", ["owner", "never"])
+async def test_a_region_goes_with_its_owner(memory: int, reclaim: str) -> None:
+    """
+    1. A process registers a, another client b over TCP. 2. The process ends.
+    Result: a is gone where the configuration says so, also when the end comes before the registration is through; b stays.
+    """
+    holder = FakeHolder(0, memory)
+    registry = made(lambda: [holder], Regions(reclaim=reclaim))  # type: ignore[arg-type]
+    owner = await asyncio.create_subprocess_exec("sleep", "1000")
+    process = os.pidfd_open(owner.pid)
+    await registry.register(request("a"), ALICE, process)
+    await registry.register(request("gone"), ALICE, process)
+    await registry.unregister(UnregisterRegion("system", "gone"), ALICE)
+    await registry.register(request("b"), TCP)
+    owner.kill()
+    await owner.wait()
+    while reclaim == "owner" and "a" in names(registry):
+        await asyncio.sleep(0.001)
+    assert names(registry) == (["b"] if reclaim == "owner" else ["a", "b"])
+    await registry.register(request("late"), ALICE, process)
+    while reclaim == "owner" and "late" in names(registry):
+        await asyncio.sleep(0.001)
+    os.close(process)
     registry.close()
 
 
@@ -224,10 +342,10 @@ def test_random_histories(seed: int) -> None:
         for _ in range(30):
             match chance.randrange(4):
                 case 0 | 1:
-                    tasks.append(asyncio.create_task(registry.register(request(chance.choice("ab")))))
+                    tasks.append(asyncio.create_task(registry.register(request(chance.choice("ab")), TCP)))
                 case 2:
                     name = chance.choice(["a", "b", ""])
-                    tasks.append(asyncio.create_task(registry.unregister(UnregisterRegion("system", name))))
+                    tasks.append(asyncio.create_task(registry.unregister(UnregisterRegion("system", name), TCP)))
                 case 3:
                     tasks.append(asyncio.create_task(replace(chance.choice(list(workers)))))
                     await asyncio.sleep(0)
@@ -268,8 +386,8 @@ def cuda(name: str = "g", device: int = 0, raw_handle: bytes = bytes(64)) -> Reg
 
 async def test_only_the_workers_of_a_gpu_open_its_regions() -> None:
     gpus = Gpus("cuda:0", "cuda:1")
-    await gpus.registry.register(cuda("a", 1))
-    await gpus.registry.register(cuda("b", 0))
+    await gpus.registry.register(cuda("a", 1), TCP)
+    await gpus.registry.register(cuda("b", 0), TCP)
     assert (gpus.holders("a"), gpus.holders("b")) == ([1], [0])
     assert gpus.told == [RegionPlace("a", "cuda:1"), RegionPlace("b", "cuda:0")]
     assert gpus.registry.places() == gpus.told
@@ -280,22 +398,22 @@ async def test_only_the_workers_of_a_gpu_open_its_regions() -> None:
     assert json.loads(gpus.registry.status(RegionStatus("system", ""))) == []
     with pytest.raises(NotFound, match="registered as CUDA shared memory, not system shared memory"):
         gpus.registry.status(RegionStatus("system", "a"))
-    await gpus.registry.unregister(UnregisterRegion("system", ""))
+    await gpus.registry.unregister(UnregisterRegion("system", ""), TCP)
     assert gpus.holders("a") == [1]
-    await gpus.registry.unregister(UnregisterRegion("cuda", "a"))
+    await gpus.registry.unregister(UnregisterRegion("cuda", "a"), TCP)
     assert (gpus.holders("a"), gpus.told[-1]) == ([], RegionPlace("a", ""))
 
 
 async def test_cpu_workers_all_open_a_region_of_any_gpu() -> None:
     gpus = Gpus("cpu:0", "cpu:1")
-    await gpus.registry.register(cuda("a", 1))
+    await gpus.registry.register(cuda("a", 1), TCP)
     assert gpus.holders("a") == [0, 1]
     assert gpus.told == gpus.registry.places() == []
 
 
 async def test_a_single_gpu_needs_no_places() -> None:
     gpus = Gpus("cuda:0")
-    await gpus.registry.register(cuda())
+    await gpus.registry.register(cuda(), TCP)
     assert (gpus.holders("g"), gpus.told) == ([0], [])
 
 
@@ -311,17 +429,17 @@ async def test_a_single_gpu_needs_no_places() -> None:
 async def test_gpu_memory_that_is_refused(request_: RegisterCudaRegion, error: str) -> None:
     gpus = Gpus("cuda:0", "cuda:1")
     with pytest.raises(InvalidArgument, match=error):
-        await gpus.registry.register(request_)
+        await gpus.registry.register(request_, TCP)
     assert json.loads(gpus.registry.status(RegionStatus("cuda", ""))) == []
 
 
 async def test_a_gpu_whose_worker_is_being_replaced() -> None:
     gpus = Gpus("cuda:0", "cuda:1")
-    await gpus.registry.register(cuda("a", 1))
+    await gpus.registry.register(cuda("a", 1), TCP)
     dead = gpus.workers.pop()
     gpus.registry.worker_left(dead.incarnation)
     with pytest.raises(Unavailable, match="no worker of GPU 1 is running"):
-        await gpus.registry.register(cuda("b", 1))
+        await gpus.registry.register(cuda("b", 1), TCP)
     fresh = FakeHolder(7, -1)
     fresh.device = "cuda:1"
     gpus.workers.append(fresh)
@@ -337,7 +455,7 @@ async def test_a_refusal_leaves_no_region() -> None:
     gpus = Gpus("cpu:0", "cpu:1")
     gpus.workers[1].refuses = InvalidArgument("it does not open")
     with pytest.raises(InvalidArgument, match="it does not open"):
-        await gpus.registry.register(cuda())
+        await gpus.registry.register(cuda(), TCP)
     assert gpus.holders("g") == []
     gpus.workers[1].refuses = None
-    await gpus.registry.register(cuda())
+    await gpus.registry.register(cuda(), TCP)

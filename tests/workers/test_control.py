@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from config.model_config import empty
+from config.options import Regions
 from shm.channel import pair
 from shm.cuda_regions import Driver
 from shm.errors import Internal, InvalidArgument
@@ -19,6 +20,7 @@ from tests.workers.test_model_table import version_of
 from workers.control import Control
 from workers.model_table import ModelTable
 from workers.model_version import ModelVersion
+from workers.region_policy import RegionPolicy
 from workers.region_table import RegionTable
 
 
@@ -34,7 +36,7 @@ class Bench:
         self.control = Control(
             cast(Any, SimpleNamespace(put=lambda record, *fds: self.sent.append(record))),
             self.models,
-            RegionTable(Driver(), None),
+            RegionTable(RegionPolicy(Regions()), Driver(), None),
             cast(Any, None),
             cast(Any, SimpleNamespace(do=lambda job, done: self.loads.append(done))),
             lambda peer, sock: self.lanes.append((peer, sock)),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from config.model_config import empty
-from config.options import Arenas, Executables, Options
+from config.options import Arenas, Executables, Options, Regions
 from shm.arena import Arena
 from shm.cuda_regions import Driver
 from shm.errors import InvalidArgument
@@ -25,6 +25,7 @@ from workers.model_table import ModelTable
 from workers.model_version import ModelVersion
 from workers.models.executable_cache import ExecutableCache
 from workers.models.loader import Loader
+from workers.region_policy import RegionPolicy
 from workers.region_table import RegionTable
 from workers.submitter import Submitter
 from workers.work_thread import WorkThread
@@ -69,7 +70,7 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.inbox, self.page = Inbox(), StatusPage.create()
-        self.models, self.regions = ModelTable(), RegionTable(Driver(), None)
+        self.models, self.regions = ModelTable(), RegionTable(RegionPolicy(Regions()), Driver(), None)
         self.compiler = ACompiler()
         self.dispatcher = Dispatcher(
             OPTIONS, self.models, self.regions, self.page, cast(WorkThread, self.compiler), time.monotonic_ns

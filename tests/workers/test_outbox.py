@@ -17,11 +17,13 @@ from tests.workers.requests import request_of
 from workers.models.signature import signature
 from workers.outbox import Outbox
 from workers.request import Request
+from workers.statistics import ModelStatistics
 from workers.submitter import Submitter
 
 VERSION = SimpleNamespace(
     name="m",
     version=3,
+    statistics=ModelStatistics("m", 3),
     signature=signature(parse_pbtxt('name: "m" output { name: "y" data_type: TYPE_FP32 dims: [ -1 ] }', "m"), {}, {}),
 )
 MEBIBYTE = 1 << 20

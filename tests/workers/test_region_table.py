@@ -8,9 +8,12 @@ from collections.abc import Iterator
 import posix_ipc
 import pytest
 
+from config.options import Regions
+from shm import guard
 from shm.cuda_regions import Driver
 from shm.errors import AlreadyExists, InvalidArgument, NotFound
 from shm.messages import RegisterSystemRegion
+from workers.region_policy import RegionPolicy
 from workers.region_table import RegionTable
 
 
@@ -25,14 +28,15 @@ def key() -> Iterator[str]:
 
 @pytest.fixture
 def table() -> Iterator[RegionTable]:
-    made = RegionTable(Driver(), None)
+    made = RegionTable(RegionPolicy(Regions()), Driver(), None)
     yield made
     made.close()
 
 
 def test_register_and_find(table: RegionTable, key: str) -> None:
-    region = table.register(RegisterSystemRegion("r", key, 4096, 4096), None)
+    region, access = table.register(RegisterSystemRegion("r", key, 4096, 4096), None)
     assert table.find("r") is region
+    assert access == ("guarded" if guard.available else "snapshot")
     with pytest.raises(AlreadyExists, match="'r' already in manager"):
         table.register(RegisterSystemRegion("r", key, 0, 4096), None)
     with pytest.raises(InvalidArgument, match="'s'"):
@@ -42,17 +46,17 @@ def test_register_and_find(table: RegionTable, key: str) -> None:
 
 
 def test_unregister_waits_for_leases_while_the_name_is_free(table: RegionTable, key: str) -> None:
-    old = table.register(RegisterSystemRegion("r", key, 0, 4096), None)
+    old, _ = table.register(RegisterSystemRegion("r", key, 0, 4096), None)
     old.lease()
     done: list[str] = []
     table.unregister("system", "r", lambda: done.append("r"))
     with pytest.raises(NotFound):
         table.find("r")
-    new = table.register(RegisterSystemRegion("r", key, 0, 4096), None)
+    new, _ = table.register(RegisterSystemRegion("r", key, 0, 4096), None)
     table.unregister("system", "", lambda: done.append("all"))
     assert done == ["all"]
     assert new.fd == -1
-    assert bytes(old.view(0, 4)) == bytes(4)
+    assert old.read(0, 4) == bytes(4)
     old.unlease()
     table.settle()
     assert done == ["all", "r"]

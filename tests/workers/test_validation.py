@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.model_config import parse_pbtxt
+from config.options import Regions
 from shm.arena import Arena, ArenaMap
 from shm.cuda_regions import Driver
 from shm.errors import InvalidArgument, ServingError
@@ -22,6 +23,7 @@ from workers.familiar import Familiar
 from workers.model_version import ModelVersion
 from workers.models.host_model import shapes_key
 from workers.models.signature import signature
+from workers.region_policy import RegionPolicy
 from workers.region_table import RegionTable
 from workers.request import Request
 from workers.submitter import Submitter
@@ -48,7 +50,7 @@ FREE = version_of(
 
 @pytest.fixture(scope="module")
 def regions() -> Iterator[RegionTable]:
-    table = RegionTable(Driver(), None)
+    table = RegionTable(RegionPolicy(Regions()), Driver(), None)
     name = f"/tensord-validation-{os.getpid()}"
     made = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, size=4096)
     os.close(made.fd)

@@ -21,11 +21,11 @@ import numpy as np
 
 from shm.arrays import DTYPES, Array, datatype_of
 from shm.errors import Internal
-from workers.cuda_tensor import CudaTensor
 from workers.device_cuda import CudaDevice
 from workers.models.buckets import Buckets, Shapes
 from workers.models.executable_cache import ExecutableCache
 from workers.models.signature import Signature, TensorSpec
+from workers.region_tensor import LateTensor
 from workers.request import Request
 
 _log = logging.getLogger(__name__)
@@ -81,8 +81,8 @@ class Executable:
             for spec, shape in self._specs:
                 array = arguments[spec.name]
                 exact = (array.shape[1:] if self._batches else array.shape) == shape
-                on_device = isinstance(array, CudaTensor)
-                if not exact or on_device or (array.nbytes > 4096 and array.__array_interface__["data"][0] % ALIGNMENT):
+                late = isinstance(array, LateTensor)
+                if not exact or late or (array.nbytes > 4096 and array.__array_interface__["data"][0] % ALIGNMENT):
                     arguments[spec.name] = self._fill(spec, shape, requests)
                     copied += array.nbytes
             return arguments, copied
@@ -104,31 +104,26 @@ class Executable:
             full = (self.wanted.rows, *shape) if self._batches else shape
             buffer = self._buffers[spec.name] = aligned(full, spec.dtype)
         if not self._batches:
-            array = requests[0].arrays[spec.name]
-            if isinstance(array, CudaTensor) and array.shape == buffer.shape:
-                array.copy_into(buffer)
-            else:
-                _pad_into(buffer, array)
+            _copy_into(buffer, requests[0].arrays[spec.name])
             return buffer
         at = 0
         for request in requests:
             array = request.arrays[spec.name]
-            part = buffer[at : at + request.rows]
-            if isinstance(array, CudaTensor) and array.shape == part.shape:
-                array.copy_into(part)
-            elif array.shape == part.shape:
-                part[...] = array
-            else:
-                _pad_into(part, array)
+            _copy_into(buffer[at : at + request.rows], array)
             at += request.rows
         buffer[at:] = 0
         return buffer
 
 
-def _pad_into(part: Array, array: Array) -> None:
+def _copy_into(part: Array, array: Array) -> None:
+    """One copy; what the array does not cover becomes zero."""
     if array.shape != part.shape:
         part[...] = 0
-    part[tuple(map(slice, array.shape))] = np.asarray(array)
+        part[tuple(map(slice, array.shape))] = np.asarray(array)
+    elif isinstance(array, LateTensor):
+        array.copy_into(part)
+    else:
+        part[...] = array
 
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

@@ -32,7 +32,11 @@ class HostModel:
     def execute(self, execution: Execution) -> None:
         requests = execution.requests
         if len(requests) == 1:
+            # What is fetched when it is its turn is fetched here, in the model's own thread.
             inputs = {name: np.asarray(array) for name, array in requests[0].arrays.items()}
+            execution.copied_byte_size = sum(
+                array.nbytes for array in requests[0].arrays.values() if not isinstance(array, np.ndarray)
+            )
         else:
             inputs = {
                 name: np.concatenate([np.asarray(request.arrays[name]) for request in requests])

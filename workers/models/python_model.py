@@ -94,7 +94,7 @@ class PythonModel:
         return python_backend.InferenceRequest(
             request_id=submit.client_id,
             correlation_id=submit.sequence_id,
-            # GPU memory is fetched here, in the model's own thread.
+            # What is fetched when it is its turn is fetched here, in the model's own thread.
             inputs=[python_backend.Tensor.borrowed(name, np.asarray(array)) for name, array in request.arrays.items()],
             requested_output_names=request.outputs or self._signature.outputs,
             model_name=submit.model,

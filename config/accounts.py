@@ -1,0 +1,16 @@
+"""Users and groups as an operator writes them: a name of this host, or a number."""
+
+from __future__ import annotations
+
+import grp
+import pwd
+
+
+def user_id(text: str) -> int:
+    """Raises KeyError: there is no such user."""
+    return int(text) if text.isascii() and text.isdigit() else pwd.getpwnam(text).pw_uid
+
+
+def group_id(text: str) -> int:
+    """Raises KeyError: there is no such group."""
+    return int(text) if text.isascii() and text.isdigit() else grp.getgrnam(text).gr_gid

@@ -1,0 +1,102 @@
+"""A client's region that is never mapped: read and written with system calls, so its owner can take nothing away under our feet.
+
+    read    preadv into memory of ours; a short count is an error
+    write   pwritev, after a look at the object's size: writing beyond its end would make it grow
+
+What was read stays as it was read, whatever the owner writes afterwards. A read is not atomic: an owner that writes while it runs
+gets an answer to some mixture of what was there before and after.
+"""
+
+from __future__ import annotations
+
+import os
+
+from shm.errors import InvalidArgument
+from shm.regions import check_object_range, check_range
+
+
+class SnapshotRegion:
+    """A registered range of a client's object, behind a descriptor. Leases are as ``shm.regions.Region``'s."""
+
+    #: It has no memory that could go missing: every call finds out for itself.
+    faults = 0
+
+    def __init__(self, name: str, key: str, fd: int, offset: int, byte_size: int) -> None:
+        """Takes the descriptor over, also when it refuses. Raises InvalidArgument: empty, or not inside the object."""
+        try:
+            check_object_range(name, fd, offset, byte_size)
+        except BaseException:
+            os.close(fd)
+            raise
+        self.name = name
+        self.key = key
+        self.fd = fd
+        self.offset = offset
+        self.byte_size = byte_size
+        #: Requests that use the region now.
+        self.leases = 0
+
+    def check(self, offset: int, byte_size: int) -> None:
+        """Raises InvalidArgument: not wholly inside the region."""
+        check_range(offset, byte_size, self.byte_size, self.name)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fills ``buffer`` (contiguous bytes) with what is at ``offset``. Raises InvalidArgument: outside, or no longer there."""
+        size = buffer.nbytes
+        self.check(offset, size)
+        at = self.offset + offset
+        done = 0
+        while done < size:
+            # One call takes at most 2 GiB.
+            count = os.preadv(self.fd, [buffer[done:]], at + done)
+            if count == 0:
+                raise self._short("read", done, size)
+            done += count
+
+    def read(self, offset: int, byte_size: int) -> bytes:
+        """A copy. Raises as ``read_into``."""
+        self.check(offset, byte_size)
+        made = bytearray(byte_size)
+        self.read_into(offset, memoryview(made))
+        return bytes(made)
+
+    def write(self, offset: int, content: memoryview) -> None:
+        """Writes contiguous bytes. Raises InvalidArgument: outside, the object shrank, or the host has no memory for it."""
+        size = content.nbytes
+        self.check(offset, size)
+        at = self.offset + offset
+        done = 0
+        while done < size:
+            left = os.fstat(self.fd).st_size - at - done
+            if left <= 0:
+                raise self._short("written", done, size)
+            try:
+                count = os.pwritev(self.fd, [content[done : done + left]], at + done)
+            except OSError:
+                count = 0  # no space left
+            if count == 0:
+                raise self._short("written", done, size)
+            done += count
+
+    def _short(self, verb: str, done: int, size: int) -> InvalidArgument:
+        return InvalidArgument(
+            f"shared memory region '{self.name}': {done} of {size} bytes could be {verb}: its object was truncated, or the host "
+            "has no memory left for it"
+        )
+
+    def lease(self) -> None:
+        """A request starts to use it."""
+        self.leases += 1
+
+    def unlease(self) -> None:
+        """A request is done with it."""
+        self.leases -= 1
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __repr__(self) -> str:
+        return f"<SnapshotRegion {self.name!r} {self.offset}+{self.byte_size} leases={self.leases}>"

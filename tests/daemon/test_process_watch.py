@@ -1,0 +1,32 @@
+"""The end of a process that is no child: told once, and not after the watch is over."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from daemon.process_watch import ProcessWatch
+
+
+async def test_told_once_also_late_and_not_after_close() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    process = await asyncio.create_subprocess_exec("sleep", "1000")
+    fd = os.pidfd_open(process.pid)
+    told: list[str] = []
+    watch = ProcessWatch(fd, lambda: told.append("first"))
+    closed = ProcessWatch(fd, lambda: told.append("closed"))
+    closed.close()
+    closed.close()
+    process.kill()
+    await process.wait()
+    while not told:
+        await asyncio.sleep(0.001)
+    late = asyncio.Event()
+    ProcessWatch(fd, late.set)
+    await late.wait()
+    watch.close()
+    assert told == ["first"]
+    os.close(fd)
+    del process
+    await asyncio.sleep(0)
+    assert len(os.listdir("/proc/self/fd")) <= before + 3  # the loop's own watch of children
