@@ -175,6 +175,7 @@ def _check(options: Options) -> None:
                     f"regions.{key}: expected a {kind} of this host, given {_shown(name)}"
                 ) from None
     _explained("http.restricted_api", restrictions.parse, options.http.restricted_api)
+    _explained("grpc.restricted_protocol", restrictions.parse, options.grpc.restricted_protocol)
     if options.http.header_forward_pattern:
         _explained("http.header_forward_pattern", header_pattern.compiled, options.http.header_forward_pattern)
 

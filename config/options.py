@@ -72,6 +72,8 @@ class Grpc(Section, frozen=True):
     address: str = "127.0.0.1"
     port: Port = 8001
     socket_mode: SocketMode = "0660"
+    #: As http.restricted_api; the metadata key is "triton-grpc-protocol-KEY".
+    restricted_protocol: tuple[str, ...] = ()
     #: A call's headers together, decoded.
     max_head_byte_size: Annotated[int, Meta(ge=1024, le=1 << 20)] = 64 << 10
     #: One message, also after decompression.

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from config.options import Grpc
+from daemon.access import Restricted, Rule
 from daemon.grpc import frames
 from daemon.grpc.codes import UNAVAILABLE, UNIMPLEMENTED
 from daemon.grpc.frames import Violation
@@ -57,6 +58,8 @@ class Serving:
     options: Grpc
     #: What answers a path.
     methods: dict[str, Callable[[Stream], Call]]
+    #: What a path needs to be let in; those that are not here need nothing.
+    rules: dict[str, Rule] = field(default_factory=dict)
     connections: set[Connection] = field(default_factory=set)
     #: Bytes of incomplete messages, all connections together.
     collected: int = 0
@@ -347,6 +350,12 @@ class Connection(asyncio.Protocol):
         if head.http_status != 200:
             stream.answer_http(head.http_status)
             return
+        if self.serving.rules and (rule := self.serving.rules.get(head.path)) is not None:
+            try:
+                rule.check([(name.encode(), value.encode("latin-1")) for name, value in head.metadata])
+            except Restricted as error:
+                stream.finish(UNAVAILABLE, error.message)
+                return
         make = self.serving.methods.get(head.path)
         if make is None:
             stream.finish(UNIMPLEMENTED, f"Method not found: {head.path[:200]}")

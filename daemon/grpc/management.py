@@ -13,13 +13,24 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 from tritonclient.grpc import service_pb2
 
+from daemon import log_settings, trace_settings
 from daemon.endpoints import Endpoints
 from daemon.grpc.request_codec import read_version
 from daemon.grpc.stream import Call, Stream
 from daemon.grpc.unary import Unary
 from shm.errors import InvalidArgument, NotFound, Unsupported
+from shm.messages import ChangeLog
 
 SERVICE = "inference.GRPCInferenceService"
+#: Log setting -> field of ChangeLog, its kind of parameter, and how Triton calls that.
+_LOG_KINDS = {
+    "log_info": ("info", "bool_param", "boolean"),
+    "log_warning": ("warning", "bool_param", "boolean"),
+    "log_error": ("error", "bool_param", "boolean"),
+    "log_verbose_level": ("verbose", "uint32_param", "int32"),
+    "log_format": ("format", "string_param", "string"),
+}
+_LOG_SETTINGS = {"log_file", *_LOG_KINDS}
 
 
 class Management:
@@ -108,6 +119,35 @@ class Management:
     async def CudaSharedMemoryUnregister(self, request: Any) -> Any:
         await self._endpoints.unregister("cuda", request.name)
         return service_pb2.CudaSharedMemoryUnregisterResponse()
+
+    # ---------------------------------------------------------------------------------------------- settings
+
+    async def LogSettings(self, request: Any) -> Any:
+        given = {name: value for name, value in request.settings.items() if name in _LOG_SETTINGS}
+        if "log_file" in given:
+            raise Unsupported(log_settings.FILE_REFUSED)
+        wanted: dict[str, Any] = {}
+        for name, (field, kind, word) in _LOG_KINDS.items():
+            if name in given:
+                if given[name].WhichOneof("parameter_choice") != kind:
+                    raise InvalidArgument(f"expect {word} for '{name}'")
+                wanted[field] = getattr(given[name], kind)
+        if wanted.get("format", "default") not in log_settings.FORMATS:
+            raise InvalidArgument(f"invalid argument for log_format, got: {wanted['format']}")
+        settings = msgspec.json.decode(await self._endpoints.log_settings(ChangeLog(**wanted)))
+        answer = service_pb2.LogSettingsResponse()
+        for name, value in settings.items():
+            setattr(answer.settings[name], _LOG_KINDS.get(name, ("", "string_param", ""))[1], value)
+        return answer
+
+    async def TraceSetting(self, request: Any) -> Any:
+        given = {name: list(value.value) for name, value in request.settings.items()}
+        wanted = trace_settings.parse(request.model_name, given)
+        settings = msgspec.json.decode(await self._endpoints.trace_settings(wanted))
+        answer = service_pb2.TraceSettingResponse()
+        for name, value in settings.items():
+            answer.settings[name].value.extend(value if isinstance(value, list) else [value])
+        return answer
 
     async def _status(self, kind: str, name: str, answer: Message) -> Any:
         regions = msgspec.json.decode(await self._endpoints.region_status(kind, name))

@@ -8,7 +8,9 @@ import logging
 import socket
 import time
 
+from config import restrictions
 from config.options import Options
+from daemon.access import grpc_access
 from daemon.endpoints import Endpoints
 from daemon.front import Front
 from daemon.grpc import tls
@@ -40,7 +42,9 @@ class GrpcFront(Front):
             f"/{SERVICE}/ModelInfer": inferring.unary,
             f"/{SERVICE}/ModelStreamInfer": inferring.streamed,
         }
-        self._serving = Serving(options.grpc, methods)
+        access = grpc_access(restrictions.parse(options.grpc.restricted_protocol))
+        rules = {path: rule for path in methods if (rule := access.rule(path.rpartition("/")[2])) is not None}
+        self._serving = Serving(options.grpc, methods, rules)
         self._server = await asyncio.get_running_loop().create_server(
             lambda: Connection(self._serving), sock=self._listener, ssl=tls.context(options.grpc)
         )
