@@ -60,8 +60,7 @@ class AnswerOrder(HttpToolsProtocol):
             if isinstance(exchange, Exchange):
                 exchange.abandon()
             else:
-                exchange.disconnected = True
-                exchange.message_event.set()
+                _disconnect(exchange)
         self._order.clear()
         self._unwritten.clear()
         self._receiving = None
@@ -151,8 +150,7 @@ class AnswerOrder(HttpToolsProtocol):
             if isinstance(receiving, Exchange):
                 receiving.abandon()
             else:
-                receiving.disconnected = True
-                receiving.message_event.set()
+                _disconnect(receiving)
         if not self._order:
             self._write_refusal()
 
@@ -214,3 +212,10 @@ class AnswerOrder(HttpToolsProtocol):
     def idle(self) -> bool:
         """Whether no request is under way."""
         return not self._order and not self._times.head_since
+
+
+def _disconnect(cycle: RequestResponseCycle) -> None:
+    """Nobody hears what it says, its 100 Continue least of all."""
+    cycle.disconnected = True
+    cycle.waiting_for_100_continue = False
+    cycle.message_event.set()

@@ -526,6 +526,14 @@ def test_half_a_request_is_none(front: FrontProcess, worker: EchoWorker, size: i
 def test_who_leaves_in_the_middle_of_a_question_leaves_no_trace(capfd: pytest.CaptureFixture[str]) -> None:
     """A traceback for every client that loses its connection would fill the log."""
     with serving() as (front, _):
+        with front.client() as client:
+            # Refused before anybody asks for the body it announces: no 100 behind the refusal.
+            client.send(
+                b"POST /v2/repository/index HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
+                b"Transfer-Encoding: chunked\r\n\r\n8\r\n" + b"x" * 30
+            )
+            assert client.answer().status == 400
+            assert client.ends()
         for _ in range(3):
             with front.client() as client:
                 client.send(b"POST /v2/repository/index HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
