@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench import closed_loop, memory, plot, processor
+from bench import closed_loop, cuda_regions, memory, plot, processor
 from bench.server import serving
 
 OURS = "127.0.0.1:18100"
@@ -46,6 +46,7 @@ def main() -> int:
         memory.report(pid)
         if arguments.peer is None:
             closed_loop.report(OURS, arguments.seconds, arguments.rounds)
+            cuda_regions.report(OURS, arguments.seconds)
             return processor.report(pid, OURS, arguments.seconds)
         peer = arguments.peer.resolve()
         subprocess.run([peer / "setup.sh"], check=True, stdout=subprocess.DEVNULL)

@@ -119,6 +119,8 @@ class Workers(Section, frozen=True):
     #: What XLA takes of a GPU's memory; clients' regions and gathered inputs lie outside of it.
     gpu_memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.75
     gpu_preallocate: bool = True
+    #: Host memory (arenas, system regions) that a GPU worker page-locks; 0: none.
+    pinned_byte_size: ByteSize = 4 << 30
     #: A worker that executes, compiles or loads longer than this without a sign of life is killed and replaced; 0: never.
     execute_timeout: Seconds = 300.0
     load_timeout: Seconds = 1800.0

@@ -14,6 +14,8 @@ a peer that is out of step, is refused instead of freeing somebody else's block.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from shm.errors import InvalidArgument
 from shm.messages import Slice
 from shm.segment import Segment
@@ -23,6 +25,7 @@ BLOCK = 4096
 _LARGE_STEP = 1 << 20
 
 LeaseKey = tuple[int, int, int]
+OnSegment = Callable[[Segment], None]
 
 
 class Lease:
@@ -60,12 +63,16 @@ class Arena:
       byte_size: segment 0; rounded up to a power of two.
       max_byte_size: all segments together.
       keep_byte_size: free large segments that are kept for reuse; their pages stay warm.
+      on_segment: told of every segment once it is made.
     """
 
-    def __init__(self, byte_size: int, max_byte_size: int, keep_byte_size: int) -> None:
+    def __init__(
+        self, byte_size: int, max_byte_size: int, keep_byte_size: int, on_segment: OnSegment | None = None
+    ) -> None:
         first = 1 << max(byte_size - 1, BLOCK * 4 - 1).bit_length()
         self._buddies = Buddies(first)
-        self._segments: dict[int, Segment] = {0: Segment.create(first)}
+        self._on_segment = on_segment
+        self._segments: dict[int, Segment] = {0: self._create(first)}
         self._next_segment = 1
         #: Large segments nobody uses, oldest first.
         self._free_large: list[int] = []
@@ -152,9 +159,15 @@ class Arena:
         if self._byte_size + size > self._max_byte_size:
             return None
         number, self._next_segment = self._next_segment, self._next_segment + 1
-        self._segments[number] = Segment.create(size)
+        self._segments[number] = self._create(size)
         self._byte_size += size
         return self._lease(number, 0, byte_size, size)
+
+    def _create(self, byte_size: int) -> Segment:
+        segment = Segment.create(byte_size)
+        if self._on_segment is not None:
+            self._on_segment(segment)
+        return segment
 
     def _take_back(self, lease: Lease) -> None:
         place = lease.place
@@ -232,8 +245,10 @@ class ArenaMap:
     #: More segments than any configured arena needs; a peer that announces more is broken or hostile.
     MAX_SEGMENTS = 4096
 
-    def __init__(self) -> None:
+    def __init__(self, on_segment: OnSegment | None = None) -> None:
+        """``on_segment``: told of every segment once it is mapped."""
         self._segments: dict[int, Segment] = {}
+        self._on_segment = on_segment
 
     def open(self, segment: int, byte_size: int, fd: int) -> None:
         """Maps an announced segment and takes the descriptor over.
@@ -245,6 +260,8 @@ class ArenaMap:
             attached.close()
             raise InvalidArgument(f"segment {segment} is announced twice or is one of more than {self.MAX_SEGMENTS}")
         self._segments[segment] = attached
+        if self._on_segment is not None:
+            self._on_segment(attached)
 
     def close_segment(self, segment: int) -> None:
         """Unmaps a segment; unknown numbers are ignored."""

@@ -17,7 +17,7 @@ import os
 import socket
 from collections.abc import Iterable
 
-from shm.arena import Arena, ArenaMap, Lease, LeaseKey
+from shm.arena import Arena, ArenaMap, Lease, LeaseKey, OnSegment
 from shm.channel import Channel
 from shm.errors import InvalidArgument
 from shm.messages import (
@@ -132,11 +132,19 @@ class SubmitterLane:
 class WorkerLane:
     """The worker's end; owns the response arena, whose first segment is made with the lane."""
 
-    def __init__(self, sock: socket.socket, byte_size: int, max_byte_size: int, keep_byte_size: int) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        byte_size: int,
+        max_byte_size: int,
+        keep_byte_size: int,
+        on_segment: OnSegment | None = None,
+    ) -> None:
+        """``on_segment``: told of every segment of both arenas."""
         self._channel = Channel(sock, _FROM_SUBMITTER)
-        self._arena = Arena(byte_size, max_byte_size, keep_byte_size)
+        self._arena = Arena(byte_size, max_byte_size, keep_byte_size, on_segment)
         self._announcer = _Announcer(self._channel, self._arena)
-        self._requests = ArenaMap()
+        self._requests = ArenaMap(on_segment)
 
     def fileno(self) -> int:
         return self._channel.fileno()

@@ -150,6 +150,12 @@ class Region:
         return self._whole[offset : offset + byte_size]
 
     @property
+    def backed(self) -> bool:
+        """Whether all of its object's pages exist: touching them allocates nothing."""
+        found = os.fstat(self.fd)
+        return found.st_blocks * 512 >= found.st_size
+
+    @property
     def faults(self) -> int:
         """How often its memory was missing when it was touched: its owner truncated the object, or the host had no page for a
         hole. A request during which this grew has no valid answer. Always 0 without the guard, where such an access is fatal.

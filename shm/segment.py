@@ -17,6 +17,7 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
 
 from shm.errors import InvalidArgument, Unavailable
 
@@ -30,6 +31,8 @@ class Segment:
 
     #: The whole mapping.
     view: memoryview
+    #: Called once before the mapping ends, by whoever did more with it than read and write.
+    before_close: Callable[[], None] | None = None
 
     def __init__(self, fd: int, byte_size: int, mapping: mmap.mmap) -> None:
         #: Owned by this object; what is sent to peers.
@@ -79,6 +82,9 @@ class Segment:
         """Idempotent. A view still in use keeps the mapping, not the descriptor, until it is dropped."""
         if self.fd < 0:
             return
+        if self.before_close is not None:
+            self.before_close()
+            self.before_close = None
         os.close(self.fd)
         self.fd = -1
         with contextlib.suppress(BufferError):

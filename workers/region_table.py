@@ -14,6 +14,7 @@ from shm.errors import AlreadyExists, InvalidArgument, NotFound
 from shm.messages import RegisterCudaRegion, RegisterSystemRegion
 from shm.regions import Region, check_sealed, open_object
 from shm.snapshot_region import SnapshotRegion
+from workers.pinned_memory import PinnedMemory
 from workers.region_policy import RegionPolicy
 
 _log = logging.getLogger(__name__)
@@ -24,8 +25,11 @@ AnyRegion = Region | SnapshotRegion | CudaRegion
 class RegionTable:
     """One per worker; belongs to its loop."""
 
-    def __init__(self, policy: RegionPolicy, driver: Driver, gpu: int | None) -> None:
+    def __init__(
+        self, policy: RegionPolicy, driver: Driver, gpu: int | None, pinned: PinnedMemory | None = None
+    ) -> None:
         """``gpu``: the worker's, as the daemon counts; None: a CPU worker, which opens regions of any GPU it can see."""
+        self._pinned = pinned
         self._policy = policy
         self._driver = driver
         self._gpu = gpu
@@ -55,6 +59,8 @@ class RegionTable:
             raise
         kind = SnapshotRegion if access == "snapshot" else Region
         region = kind(record.name, record.key, fd, record.offset, record.byte_size)
+        if self._pinned is not None and isinstance(region, Region) and region.backed:
+            self._pinned.pin(region.view(0, region.byte_size), "a region")
         self._regions[record.name] = region
         return region, access
 
@@ -113,15 +119,20 @@ class RegionTable:
                 waiting.append((regions, done))
                 continue
             for region in regions:
-                region.close()
+                self._close(region)
             done()
         self._leaving = waiting
 
     def close(self) -> None:
         """Closes everything."""
         for region in self._regions.values():
-            region.close()
+            self._close(region)
         self._regions.clear()
+
+    def _close(self, region: AnyRegion) -> None:
+        if self._pinned is not None and isinstance(region, Region):
+            self._pinned.unpin(region.view(0, region.byte_size))
+        region.close()
 
     def __repr__(self) -> str:
         return f"<RegionTable {sorted(self._regions)}, {len(self._leaving)} calls waiting>"

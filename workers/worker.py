@@ -39,6 +39,7 @@ from workers.model_table import ModelTable
 from workers.model_version import ModelVersion
 from workers.models.executable_cache import ExecutableCache, cache_directory, use_persistent_cache
 from workers.models.loader import LoadedModel, Loader
+from workers.pinned_memory import PinnedMemory
 from workers.region_policy import RegionPolicy
 from workers.region_table import RegionTable
 from workers.submitter import Submitter
@@ -62,11 +63,14 @@ class Worker:
         self._inbox = Inbox()
         self._models = ModelTable()
         self._driver = Driver()
-        self._regions = RegionTable(RegionPolicy(options.regions), self._driver, device_name.gpu)
         self._cuda: CudaDevice | None = None
+        self._pinned: PinnedMemory | None = None
         if device_name.gpu is not None:
             # Its process sees one device.
-            self._cuda = CudaDevice(self._driver.context(0), (dlpack.CUDA, device.local_hardware_id or 0))
+            context = self._driver.context(0)
+            self._cuda = CudaDevice(context, (dlpack.CUDA, device.local_hardware_id or 0))
+            self._pinned = PinnedMemory(context, options.workers.pinned_byte_size)
+        self._regions = RegionTable(RegionPolicy(options.regions), self._driver, device_name.gpu, self._pinned)
         self._compiler = WorkThread("compiler", self._inbox)
         self._dispatcher = Dispatcher(
             options, self._models, self._regions, self._page, self._compiler, time.monotonic_ns
@@ -217,7 +221,8 @@ class Worker:
 
     def _open_lane(self, peer: int, sock: socket.socket) -> None:
         arenas = self._options.arenas
-        lane = WorkerLane(sock, arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
+        on_segment = self._pinned.pin_segment if self._pinned is not None else None
+        lane = WorkerLane(sock, arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size, on_segment)
         self._submitters[lane.fileno()] = Submitter(peer, lane)
         self._epoll.register(lane.fileno(), select.EPOLLIN)
 

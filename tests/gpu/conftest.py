@@ -1,0 +1,80 @@
+"""A daemon on the GPUs of this host. Without one, or without JAX for it, every test here is skipped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemon.devices import visible_gpus
+from tests import repositories
+from tests.cuda_owner import CudaOwner
+from tests.daemon_process import DaemonProcess
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = str(Path(__file__).parent)
+    reason = missing()
+    for item in items:
+        if str(item.path).startswith(here):
+            item.add_marker(pytest.mark.gpu)
+            if reason:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def missing() -> str:
+    """What these tests lack here; "": nothing."""
+    if not visible_gpus(os.environ):
+        return "no GPU: there is no /dev/nvidia*, or CUDA_VISIBLE_DEVICES is empty"
+    try:
+        import jax_cuda13_plugin  # noqa: F401
+    except ImportError:
+        try:
+            import jax_cuda12_plugin  # noqa: F401
+        except ImportError:
+            return "there is a GPU, but JAX is not installed for it (pip install tensord[cuda])"
+    return ""
+
+
+@pytest.fixture(scope="session")
+def gpu_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    repository = tmp_path_factory.mktemp("repository")
+    repositories.echo_models(repository)
+    repositories.scale_model(repository)
+    repositories.sleepy_model(repository)
+    return repository
+
+
+@pytest.fixture(scope="module")
+def start_gpu_daemon(
+    leaves_nothing: None, gpu_repository: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., DaemonProcess]]:
+    """Starts daemons with a worker on each GPU; they live until the module ends."""
+    started: list[DaemonProcess] = []
+
+    def start(**workers: Any) -> DaemonProcess:
+        # The clients' memory is on the same GPU.
+        options = {"workers": {"device": "cuda", "gpu_memory_fraction": 0.3, **workers}}
+        made = DaemonProcess(tmp_path_factory.mktemp("daemon"), [gpu_repository], options)
+        started.append(made)
+        made.start()
+        made.wait_ready()
+        return made
+
+    yield start
+    for daemon in started:
+        daemon.stop()
+
+
+@pytest.fixture(scope="module")
+def daemon(start_gpu_daemon: Callable[..., DaemonProcess]) -> DaemonProcess:
+    return start_gpu_daemon()
+
+
+@pytest.fixture
+def owner() -> Iterator[CudaOwner]:
+    with CudaOwner(dict(os.environ)) as owner:
+        yield owner
