@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from daemon.http.json_array import JsonArray
+from daemon.http.json_strings import JsonStrings
 from shm.messages import Parameter, RegionSlice, RequestedOutput
 
 
@@ -17,7 +18,7 @@ class Part:
 
 
 #: Where an input's bytes come from: the body, a region, the JSON (as wire bytes), or an array in the JSON still to be converted.
-Source = Part | RegionSlice | bytes | JsonArray
+Source = Part | RegionSlice | bytes | JsonArray | JsonStrings
 
 
 @dataclass(slots=True)

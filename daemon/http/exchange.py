@@ -361,7 +361,7 @@ class Exchange:
             self._send(decoded, tensors)
             return
 
-        def filled(_: None) -> None:
+        def filled(tensors: tuple[Tensor, ...]) -> None:
             self._job = None
             self._answer_if_refused(self._send, decoded, tensors)
 

@@ -161,8 +161,11 @@ class JsonArray:
             pass
         return bytes(content)
 
-    def fill(self, place: memoryview) -> Generator[None, None, None]:
-        """Writes the tensor's bytes, and stops after each piece. Raises InvalidArgument: what is wrong, as Triton says it."""
+    def fill(self, place: memoryview) -> Generator[None, None, int]:
+        """Writes the tensor's bytes and returns their number; stops after each piece.
+
+        Raises InvalidArgument: what is wrong, as Triton says it.
+        """
         nested = yield from self._check_nesting()
         out = np.frombuffer(place, DTYPES[self.datatype]) if self.datatype != "BYTES" else np.empty(0)
         parser = simdjson.Parser()
@@ -177,6 +180,7 @@ class JsonArray:
             yield
         if at != self.count:
             raise InvalidArgument(_MISMATCH)
+        return self.byte_size
 
     def _pieces(self) -> Iterator[tuple[int, bytes]]:
         """The text within the outer brackets in pieces that end before a comma, each with its offset in the text."""

@@ -27,6 +27,7 @@ from shm.arrays import DTYPES, array, byte_content
 from shm.datatypes import MAX_RANK
 from shm.errors import InvalidArgument
 
+_text = msgspec.json.Decoder(str)
 _floats = msgspec.json.Decoder(list[float])
 _integers = msgspec.json.Decoder(list[int])
 _QUICK: dict[str, msgspec.json.Decoder[Any]] = {
@@ -41,6 +42,8 @@ _NO_JSON = ("FP16", "BF16")
 
 def quick(text: msgspec.Raw, datatype: str, count: int) -> bytes:
     """The wire bytes of a flat array of ``count`` values. Raises Malformed: anything else; ``exact`` knows better."""
+    if bytes(memoryview(text)[:1]) == b'"':
+        return _from_base64(_quick_text(text), datatype, [count])
     decoder = _QUICK.get(datatype)
     if decoder is None:
         raise Malformed
@@ -53,6 +56,13 @@ def quick(text: msgspec.Raw, datatype: str, count: int) -> bytes:
     try:
         return _wire_bytes(values, datatype)
     except OverflowError as error:
+        raise Malformed from error
+
+
+def _quick_text(text: msgspec.Raw) -> str:
+    try:
+        return _text.decode(text)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise Malformed from error
 
 

@@ -11,6 +11,7 @@ from collections.abc import Generator
 from daemon.http.body import ALIGNMENT, Body, CollectedBody, PlacedBody
 from daemon.http.decoded_request import DecodedRequest, Part
 from daemon.http.json_array import JsonArray
+from daemon.http.json_strings import JsonStrings
 from shm.arena import Lease
 from shm.messages import Inline, Place, RegionSlice, Slice, Tensor
 
@@ -20,7 +21,7 @@ def room(decoded: DecodedRequest, body: Body, inline_byte_size: int) -> int:
     are too large to travel in the record."""
     size = 0
     for _, _, _, source in decoded.inputs:
-        if isinstance(source, JsonArray):
+        if isinstance(source, JsonArray | JsonStrings):
             size += _aligned(source.byte_size)
             continue
         content_size = len(source) if type(source) is bytes else source.byte_size if type(source) is Part else 0
@@ -46,7 +47,7 @@ def place(
             where = source
         elif isinstance(source, Part) and isinstance(body, PlacedBody):
             where = body.place(json_size, source, inline_byte_size)
-        elif isinstance(source, JsonArray):
+        elif isinstance(source, JsonArray | JsonStrings):
             assert lease is not None
             where = Slice(lease.place.segment, lease.place.offset + used, source.byte_size)
             used += _aligned(source.byte_size)
@@ -65,15 +66,25 @@ def place(
 
 def is_filled(decoded: DecodedRequest) -> bool:
     """Whether the tensors are there once they are placed."""
-    return not any(isinstance(source, JsonArray) for _, _, _, source in decoded.inputs)
+    return not any(isinstance(source, JsonArray | JsonStrings) for _, _, _, source in decoded.inputs)
 
 
-def fill(decoded: DecodedRequest, tensors: tuple[Tensor, ...], lease: Lease) -> Generator[None, None, None]:
-    """Converts the arrays that are still JSON into their places, a piece a step. Raises InvalidArgument: they cannot be."""
-    for tensor, (_, _, _, source) in zip(tensors, decoded.inputs, strict=True):
-        if isinstance(source, JsonArray) and isinstance(tensor.place, Slice):
-            start = tensor.place.offset - lease.place.offset
-            yield from source.fill(lease.view[start : start + tensor.place.byte_size])
+def fill(
+    decoded: DecodedRequest, tensors: tuple[Tensor, ...], lease: Lease
+) -> Generator[None, None, tuple[Tensor, ...]]:
+    """Converts what is still JSON into its place, a piece a step; returns the tensors as they came out.
+
+    Raises InvalidArgument: they cannot be converted.
+    """
+    filled: list[Tensor] = []
+    for tensor, (name, datatype, shape, source) in zip(tensors, decoded.inputs, strict=True):
+        at = tensor.place
+        if isinstance(source, JsonArray | JsonStrings) and isinstance(at, Slice):
+            start = at.offset - lease.place.offset
+            size = yield from source.fill(lease.view[start : start + at.byte_size])
+            tensor = Tensor(name, datatype, shape, Slice(at.segment, at.offset, size))
+        filled.append(tensor)
+    return tuple(filled)
 
 
 def _aligned(byte_size: int) -> int:

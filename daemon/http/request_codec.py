@@ -16,6 +16,7 @@ import msgspec
 from daemon.http import json_array, json_data, request_head
 from daemon.http.decoded_request import DecodedRequest, Part, Source
 from daemon.http.json_array import PIECE_BYTE_SIZE, JsonArray
+from daemon.http.json_strings import JsonStrings, is_flat
 from daemon.http.json_values import refusal, unsigned
 from daemon.http.request_head import ABSENT, ExactInput, ExactRequest, InputHead, Malformed, RequestHead
 from daemon.http.request_parameters import read_parameters
@@ -160,5 +161,14 @@ def _source(entry: InputHead | ExactInput, offset: int, arrays: json_array.Cut |
         array = JsonArray(arrays.document[start:end], start, name, entry.datatype, shape, count)
         return array if end - start > PIECE_BYTE_SIZE else array.wire_bytes()
     if isinstance(entry, InputHead):
+        text = memoryview(entry.data)
+        if text.nbytes > PIECE_BYTE_SIZE:
+            if entry.datatype == "BYTES" and is_flat(text):
+                return JsonStrings(text, name, count)
+            if text.nbytes > _MAX_EXACT and bytes(text[:1]) == b"[":
+                raise InvalidArgument(
+                    f"Unable to parse 'data': input '{name}' has {text.nbytes} bytes of text that is no flat array, "
+                    f"at most {_MAX_EXACT} are allowed"
+                )
         return json_data.quick(entry.data, entry.datatype, count)
     return json_data.exact(entry.data, entry.datatype, shape, count, name)

@@ -239,3 +239,15 @@ def test_compression_is_refused_clearly_or_served(daemon: DaemonProcess, compres
             assert "compression" in error.message().lower()
         else:
             assert same(answer.as_numpy("y"), 3 * values + 1)
+
+
+@pytest.mark.parametrize("datatype", JSON_DATATYPES)
+def test_large_json_tensors(daemon: DaemonProcess, datatype: str) -> None:
+    values = np.resize(TENSORS[datatype], 120_000)
+    data = [v.decode() for v in values] if datatype == "BYTES" else values.tolist()
+    inputs = [{"name": "x", "shape": [len(values)], "datatype": datatype, "data": data}]
+    status, answer = daemon.infer(f"echo_{datatype.lower()}", inputs)
+    assert status == 200, answer
+    assert answer["outputs"][0]["shape"] == [len(values)]
+    back = answer["outputs"][0]["data"]
+    assert back == data if datatype == "BYTES" else same(np.array(back, values.dtype), values)

@@ -1,0 +1,101 @@
+"""A large array of strings in the text of a request, converted to BYTES piece by piece. Sans-I/O.
+
+    [ "a","b", ... ,"," , ... ,"z" ]      a piece ends at a quotation mark that a comma and another one follow
+      └ piece  ┘└ piece      ┘
+
+Such a place may also be the beginning of a string that is nothing but a comma. A piece that ends there is an unfinished string
+and no JSON, so it is tried, and the next such place is the right one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from daemon.http import json_data
+from daemon.http.request_head import parse
+from shm.arrays import byte_content
+from shm.errors import InvalidArgument
+
+#: Text converted at a time. Strings may be tiny, and each costs.
+PIECE_BYTE_SIZE = 16 << 10
+_FLAT = re.compile(rb'\[[ \t\r\n]*"')
+_SEPARATOR = re.compile(rb'"[ \t\r\n]*,[ \t\r\n]*(?=")')
+_strings = msgspec.json.Decoder(list[str])
+_MISMATCH = "Unable to parse 'data': Shape does not match true shape of 'data' field"
+
+
+def is_flat(text: memoryview) -> bool:
+    """Whether it is an array that begins with a string."""
+    return _FLAT.match(text) is not None
+
+
+@dataclass(slots=True)
+class JsonStrings:
+    """An array of strings that is still text."""
+
+    #: From its opening bracket to its closing one.
+    text: memoryview
+    name: str
+    count: int
+
+    def __post_init__(self) -> None:
+        """Raises InvalidArgument: it cannot hold so many strings."""
+        if 3 * self.count > len(self.text):
+            raise InvalidArgument(_MISMATCH)
+
+    @property
+    def byte_size(self) -> int:
+        """What the tensor takes at most: a string's quotation marks and comma are a byte less than its length."""
+        return len(self.text) + self.count
+
+    def fill(self, place: memoryview) -> Generator[None, None, int]:
+        """Writes the tensor's bytes and returns their number; stops after each piece. Raises InvalidArgument: what is wrong."""
+        start, written, count = 1, 0, 0
+        while start < len(self.text):
+            values, start = self._piece(start)
+            count += len(values)
+            if count > self.count:
+                raise InvalidArgument(_MISMATCH)
+            elements = np.empty(len(values), np.object_)
+            elements[:] = values
+            content = byte_content(elements)
+            place[written : written + len(content)] = content
+            written += len(content)
+            yield
+        if count != self.count:
+            raise InvalidArgument(_MISMATCH)
+        return written
+
+    def _piece(self, start: int) -> tuple[list[str], int]:
+        """The strings of the piece that begins there, and where the next one does."""
+        search = start + PIECE_BYTE_SIZE
+        for _ in range(2):
+            end, following = self._end_of_piece(search)
+            try:
+                return _strings.decode(b"[%b]" % bytes(self.text[start:end])), following
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                search = end
+        # Not JSON, or not strings: the slow way says which, as of a small text, but not where in the whole text.
+        try:
+            values = parse(b"[%b]" % bytes(self.text[start:end]))
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{error.message.rpartition(' at ')[0]} Input '{self.name}'") from error
+        json_data.flat(values, "BYTES", self.name)
+        raise InvalidArgument("Unable to parse JSON bytes array: attempt to access JSON non-string as string")
+
+    def _end_of_piece(self, search: int) -> tuple[int, int]:
+        """Behind its last string, and behind the comma; at the array's end both mean the closing bracket."""
+        while (found := _SEPARATOR.search(self.text, search)) is not None:
+            mark = found.start()
+            backslashes = 0
+            while self.text[mark - 1 - backslashes] == 0x5C:
+                backslashes += 1
+            if backslashes % 2 == 0:
+                return mark + 1, found.end()
+            search = mark + 1
+        return len(self.text) - 1, len(self.text)

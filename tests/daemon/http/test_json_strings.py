@@ -1,0 +1,69 @@
+"""Large arrays of strings in JSON: the same bytes as of a small one, whatever the strings look like."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from daemon.http import request_codec
+from daemon.http.json_array import PIECE_BYTE_SIZE
+from daemon.http.json_strings import JsonStrings
+from shm.arrays import byte_content
+from shm.errors import InvalidArgument
+
+
+def converted(data: str, count: int) -> bytes:
+    head = f'{{"inputs":[{{"name":"x","datatype":"BYTES","shape":[{count}],"data":{data}}}]}}'.encode()
+    ((_, _, _, source),) = request_codec.decode(memoryview(head), 0, "m").inputs
+    assert isinstance(source, JsonStrings)
+    content = bytearray(source.byte_size)
+    steps = source.fill(memoryview(content))
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return bytes(content[: end.value])
+
+
+def wire(values: list[str]) -> bytes:
+    elements = np.empty(len(values), np.object_)
+    elements[:] = values
+    return byte_content(elements)
+
+
+@pytest.mark.parametrize(
+    "kind", ["", "a", ",", '"', '","', "\\", '\\",\\"', "ä\n", " , ", "[", "]", "x" * 100_000, '",' * 9000]
+)
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_strings_of_one_kind(kind: str, indent: int | None, ascii_only: bool) -> None:
+    values = [kind] * (PIECE_BYTE_SIZE // 3 + 10 if len(kind) < 1000 else 5)
+    assert converted(json.dumps(values, indent=indent, ensure_ascii=ascii_only), len(values)) == wire(values)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.text(alphabet='",\\ []a\n\u00e4\U0001f600', max_size=6), min_size=1, max_size=30), st.booleans())
+def test_any_strings(some: list[str], ascii_only: bool) -> None:
+    values = some * (PIECE_BYTE_SIZE // len(some) + 1)
+    data = json.dumps(values, separators=(",", ":"), ensure_ascii=ascii_only)
+    assert converted(data, len(values)) == wire(values)
+
+
+@pytest.mark.parametrize("wrong", ["1", "null", '["a"]', '"\\ud83d"', "x", ""])
+def test_a_wrong_element_among_many(wrong: str) -> None:
+    count = PIECE_BYTE_SIZE // 2
+    for at in (1, count // 2, count - 1):
+        values = ['"a"'] * count
+        values[at] = wrong
+        with pytest.raises(InvalidArgument, match=r"as string|failed to parse the request JSON"):
+            converted(f"[{','.join(values)}]", count)
+
+
+@pytest.mark.parametrize("count", [0, 1, PIECE_BYTE_SIZE - 1, PIECE_BYTE_SIZE + 1, 1 << 50])
+def test_another_number_of_strings_than_the_shape_has(count: int) -> None:
+    with pytest.raises(InvalidArgument, match="Shape does not match true shape of 'data' field"):
+        converted(json.dumps(["a"] * PIECE_BYTE_SIZE), count)
