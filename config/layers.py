@@ -176,8 +176,12 @@ def _check(options: Options) -> None:
                 ) from None
     _explained("http.restricted_api", restrictions.parse, options.http.restricted_api)
     _explained("grpc.restricted_protocol", restrictions.parse, options.grpc.restricted_protocol)
-    if options.http.header_forward_pattern:
-        _explained("http.header_forward_pattern", header_pattern.compiled, options.http.header_forward_pattern)
+    for section, pattern in (
+        ("http", options.http.header_forward_pattern),
+        ("grpc", options.grpc.header_forward_pattern),
+    ):
+        if pattern:
+            _explained(f"{section}.header_forward_pattern", header_pattern.compiled, pattern)
 
 
 def _explained(key: str, reader: Callable[[Any], Any], value: Any) -> None:

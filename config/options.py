@@ -74,6 +74,8 @@ class Grpc(Section, frozen=True):
     socket_mode: SocketMode = "0660"
     #: As http.restricted_api; the metadata key is "triton-grpc-protocol-KEY".
     restricted_protocol: tuple[str, ...] = ()
+    #: As http.header_forward_pattern.
+    header_forward_pattern: str = ""
     #: A call's headers together, decoded.
     max_head_byte_size: Annotated[int, Meta(ge=1024, le=1 << 20)] = 64 << 10
     #: One message, also after decompression.

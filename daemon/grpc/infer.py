@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 
+from daemon.forwarding import Forwarding
 from daemon.grpc import response_codec
 from daemon.grpc.codes import INTERNAL, OK, number
 from daemon.grpc.request_codec import DecodedHead, Recognised, RefusedRequest
@@ -29,10 +30,20 @@ _MAX_UNSENT = 4 << 20
 class Inferring:
     """What both kinds of call need."""
 
-    def __init__(self, submitter: Submitter, recognised: Recognised, max_stream_requests: int) -> None:
+    def __init__(
+        self, submitter: Submitter, recognised: Recognised, max_stream_requests: int, forwarding: Forwarding | None
+    ) -> None:
         self.submitter = submitter
+        self._forwarding = forwarding
         self.recognised = recognised
         self.max_stream_requests = max_stream_requests
+
+    def forward(self, stream: Stream, request: InferenceRequest) -> None:
+        """Adds the caller's headers that are parameters. Raises InvalidArgument: one has a reserved name."""
+        if self._forwarding is not None:
+            headers = [(name.encode(), value.encode("latin-1")) for name, value in stream.head.metadata]
+            # The request's own may be shared with others of the same form.
+            request.parameters = {**request.parameters, **self._forwarding.parameters(headers)}
 
     def unary(self, stream: Stream) -> Call:
         """A ModelInfer."""
@@ -85,6 +96,7 @@ class _UnaryInfer(Call):
             return
         try:
             _, request, decoupled = inferring.recognised.decode(message)
+            inferring.forward(stream, request)
             if decoupled:
                 raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
             request.deadline_ns = stream.deadline_ns
@@ -196,6 +208,7 @@ class _StreamInfer(Call):
         request.deadline_ns = self._stream.deadline_ns
         asked = _Asked(self, decoded, request, decoupled)
         try:
+            self._inferring.forward(self._stream, request)
             asked.inference = begin(self._inferring.submitter, request, asked.completed)
             self._in_flight.add(asked)
         except ServingError as error:

@@ -12,6 +12,7 @@ from config import restrictions
 from config.options import Options
 from daemon.access import grpc_access
 from daemon.endpoints import Endpoints
+from daemon.forwarding import Forwarding
 from daemon.front import Front
 from daemon.grpc import tls
 from daemon.grpc.connection import Connection, Serving
@@ -35,7 +36,13 @@ class GrpcFront(Front):
         self._listener = listener
 
     async def open(self, options: Options, endpoints: Endpoints) -> None:
-        inferring = Inferring(self.submitter, Recognised(self.table), options.grpc.max_stream_requests)
+        pattern = options.grpc.header_forward_pattern
+        inferring = Inferring(
+            self.submitter,
+            Recognised(self.table),
+            options.grpc.max_stream_requests,
+            Forwarding(pattern) if pattern else None,
+        )
         methods = {
             **dict(Management(endpoints).methods()),
             **dict(StandardServices(endpoints).methods()),
