@@ -8,154 +8,55 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from shm.arrays import DTYPES, Array, array, byte_content, datatype_of
-from shm.datatypes import to_model_config
+from shm.arrays import Array, array, byte_content
+
+# "as": what is defined beside this module is a part of it for models.
+from workers.models.python_backend_config import (
+    ModelConfig as ModelConfig,
+)
+from workers.models.python_backend_config import (
+    get_input_config_by_name as get_input_config_by_name,
+)
+from workers.models.python_backend_config import (
+    get_output_config_by_name as get_output_config_by_name,
+)
+from workers.models.python_backend_config import (
+    using_decoupled_model_transaction_policy as using_decoupled_model_transaction_policy,
+)
+from workers.models.python_backend_errors import TritonError as TritonError
+from workers.models.python_backend_errors import TritonModelException as TritonModelException
+from workers.models.python_backend_tensor import (
+    TRITON_STRING_TO_NUMPY as TRITON_STRING_TO_NUMPY,
+)
+from workers.models.python_backend_tensor import (
+    Tensor as Tensor,
+)
+from workers.models.python_backend_tensor import (
+    np_to_triton_dtype as np_to_triton_dtype,
+)
+from workers.models.python_backend_tensor import (
+    numpy_to_triton_type as numpy_to_triton_type,
+)
+from workers.models.python_backend_tensor import (
+    triton_string_to_numpy as triton_string_to_numpy,
+)
+from workers.models.python_backend_tensor import (
+    triton_to_np_dtype as triton_to_np_dtype,
+)
+from workers.models.python_backend_tensor import (
+    triton_to_numpy_type as triton_to_numpy_type,
+)
 
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
 
-TRITON_STRING_TO_NUMPY: dict[str, Any] = {
-    **{to_model_config(name): dtype.type for name, dtype in DTYPES.items()},
-    "TYPE_BOOL": bool,
-}
-
 _log = logging.getLogger("model")
-
-
-class TritonModelException(Exception):
-    """What a model may raise to fail a whole batch."""
-
-
-class TritonError:
-    """An error of one response, with one of Triton's codes."""
-
-    UNKNOWN = "UNKNOWN"
-    INTERNAL = "INTERNAL"
-    NOT_FOUND = "NOT_FOUND"
-    INVALID_ARG = "INVALID_ARGUMENT"
-    UNAVAILABLE = "UNAVAILABLE"
-    UNSUPPORTED = "UNSUPPORTED"
-    ALREADY_EXISTS = "ALREADY_EXISTS"
-    CANCELLED = "CANCELLED"
-
-    def __init__(self, message: str = "", code: str = INTERNAL) -> None:
-        self._message = message
-        self._code = code
-
-    def message(self) -> str:
-        return self._message
-
-    def code(self) -> str:
-        return self._code
-
-    def __str__(self) -> str:
-        return self._message
-
-
-class Tensor:
-    """A named array. BYTES are object arrays of ``bytes``; BF16 arrays have ml_dtypes' bfloat16."""
-
-    def __init__(self, name: str, numpy_array: Array) -> None:
-        if not isinstance(numpy_array, np.ndarray):
-            raise TritonModelException(f"tensor '{name}': a numpy array is expected, not {type(numpy_array).__name__}")
-        if datatype_of(numpy_array.dtype) is None:
-            raise TritonModelException(f"tensor '{name}': dtype {numpy_array.dtype} has no name in the protocol")
-        self._name = name
-        self._array = numpy_array
-        self._borrowed = False
-
-    @classmethod
-    def borrowed(cls, name: str, content: Array) -> Tensor:
-        """An input whose bytes belong to a client or to an arena."""
-        tensor = cls(name, content)
-        tensor._borrowed = True
-        return tensor
-
-    @property
-    def content(self) -> Array:
-        """The array as it is, not to be written to."""
-        return self._array
-
-    def name(self) -> str:
-        return self._name
-
-    def as_numpy(self) -> Array:
-        """The model's own, to write to if it likes: the first call copies what is borrowed."""
-        if self._borrowed:
-            self._array = np.array(self._array)
-            self._borrowed = False
-        return self._array
-
-    def triton_dtype(self) -> int:
-        """The number of the datatype in ModelConfig's DataType."""
-        name = to_model_config(str(datatype_of(self._array.dtype)))
-        return list(TRITON_STRING_TO_NUMPY).index(name) + 1
-
-    def shape(self) -> list[int]:
-        return list(self._array.shape)
-
-    def is_cpu(self) -> bool:
-        return True
-
-    def to_dlpack(self) -> Any:
-        """A DLPack capsule; BF16 goes by way of jax, because numpy cannot export it."""
-        content = self.as_numpy()
-        if not content.flags.writeable:  # numpy exports nothing that is read-only
-            content = np.array(content)
-        return _exporter(content).__dlpack__()
-
-    def __dlpack__(self, *, stream: Any = None, **_: Any) -> Any:
-        return self.to_dlpack()
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return (1, 0)
-
-    @staticmethod
-    def from_dlpack(name: str, tensor: Any) -> Tensor:
-        """From a capsule or from anything that exports DLPack (torch, jax, numpy, cupy)."""
-        return Tensor(name, _imported(tensor))
-
-    def __repr__(self) -> str:
-        return f"<Tensor {self._name!r} {self._array.dtype}{list(self._array.shape)}>"
-
-
-class _Capsule:
-    """Gives a bare capsule the interface importers ask for."""
-
-    def __init__(self, capsule: Any) -> None:
-        self._capsule = capsule
-
-    def __dlpack__(self, **_: Any) -> Any:
-        return self._capsule
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return (1, 0)
-
-
-def _exporter(array: Array) -> Any:
-    if array.dtype != ml_dtypes.bfloat16:
-        return array
-    import jax.numpy as jnp
-
-    return jnp.array(array)
-
-
-def _imported(tensor: Any) -> Array:
-    source = tensor if hasattr(tensor, "__dlpack_device__") else _Capsule(tensor)
-    if isinstance(source, np.ndarray):
-        return source
-    # jax reads every datatype of the protocol, BF16 included; its array is read-only and keeps the source alive.
-    import jax
-
-    with jax.enable_x64(True):
-        return np.asarray(jax.dlpack.from_dlpack(source))
 
 
 class PreferredMemory:
@@ -290,61 +191,6 @@ class Logger:
         _log.debug(message)
 
 
-class ModelConfig:
-    """What ``auto_complete_config`` gets and returns: the configuration in its JSON form, completed but never contradicted."""
-
-    def __init__(self, model_config: Mapping[str, Any] | str) -> None:
-        self._config: dict[str, Any] = json.loads(model_config) if isinstance(model_config, str) else dict(model_config)
-
-    def as_dict(self) -> dict[str, Any]:
-        return self._config
-
-    def set_max_batch_size(self, max_batch_size: int) -> None:
-        """What the configuration says already may be kept or lowered to 0, not raised."""
-        given = self._config.get("max_batch_size", 0)
-        if given and max_batch_size and given != max_batch_size:
-            raise ValueError(f"configuration specified max_batch_size {given}, the model set {max_batch_size}")
-        self._config["max_batch_size"] = given or max_batch_size
-
-    def set_dynamic_batching(self) -> None:
-        """Unless a scheduler is configured already."""
-        if not {"dynamic_batching", "sequence_batching", "ensemble_scheduling"} & self._config.keys():
-            self._config["dynamic_batching"] = {}
-
-    def set_model_transaction_policy(self, transaction_policy: Mapping[str, Any]) -> None:
-        unknown = transaction_policy.keys() - {"decoupled"}
-        if unknown:
-            raise ValueError(f"unknown model transaction policy properties: {', '.join(sorted(unknown))}")
-        self._config["model_transaction_policy"] = {"decoupled": bool(transaction_policy.get("decoupled"))}
-
-    def add_input(self, tensor: Mapping[str, Any]) -> None:
-        self._add("input", tensor, {"name", "data_type", "dims", "optional"})
-
-    def add_output(self, tensor: Mapping[str, Any]) -> None:
-        self._add("output", tensor, {"name", "data_type", "dims"})
-
-    def _add(self, kind: str, tensor: Mapping[str, Any], known: set[str]) -> None:
-        if tensor.keys() - known:
-            raise ValueError(f"{kind} tensor has unknown properties: {', '.join(sorted(tensor.keys() - known))}")
-        if "name" not in tensor:
-            raise ValueError(f"{kind} tensor needs a name")
-        tensors: list[dict[str, Any]] = self._config.setdefault(kind, [])
-        for given in tensors:
-            if given["name"] != tensor["name"]:
-                continue
-            for property in ("data_type", "dims"):
-                wanted = tensor.get(property)
-                said = given.get(property)
-                if wanted and said and said != "TYPE_INVALID" and said != wanted:
-                    raise ValueError(
-                        f"unable to add {kind} '{tensor['name']}': {property} is {said} in the configuration, "
-                        f"{wanted} in the model"
-                    )
-                given[property] = wanted or said
-            return
-        tensors.append({"dims": [], **tensor})
-
-
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
     """None when the request has no such input."""
     return next((tensor for tensor in inference_request.inputs() if tensor.name() == name), None)
@@ -353,53 +199,6 @@ def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> 
 def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:
     """None when the response has no such output."""
     return next((tensor for tensor in inference_response.output_tensors() if tensor.name() == name), None)
-
-
-def get_input_config_by_name(model_config: Mapping[str, Any], name: str) -> Any:
-    """The entry of ``model_config["input"]`` of that name, or None."""
-    return _named(model_config.get("input", ()), name)
-
-
-def get_output_config_by_name(model_config: Mapping[str, Any], name: str) -> Any:
-    """The entry of ``model_config["output"]`` of that name, or None."""
-    return _named(model_config.get("output", ()), name)
-
-
-def _named(tensors: Sequence[Mapping[str, Any]], name: str) -> Any:
-    return next((tensor for tensor in tensors if tensor["name"] == name), None)
-
-
-def using_decoupled_model_transaction_policy(model_config: Mapping[str, Any]) -> bool:
-    return bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
-
-
-def triton_to_numpy_type(data_type: int) -> Any:
-    """From the number in ModelConfig's DataType."""
-    return list(TRITON_STRING_TO_NUMPY.values())[data_type - 1]
-
-
-def numpy_to_triton_type(data_type: Any) -> int:
-    """To the number in ModelConfig's DataType."""
-    name = to_model_config(np_to_triton_dtype(data_type))
-    return list(TRITON_STRING_TO_NUMPY).index(name) + 1
-
-
-def triton_string_to_numpy(triton_type_string: str) -> Any:
-    """``TYPE_FP32`` -> ``numpy.float32``; ``TYPE_STRING`` -> ``numpy.object_``."""
-    return TRITON_STRING_TO_NUMPY[triton_type_string]
-
-
-def np_to_triton_dtype(np_dtype: Any) -> str:
-    """``numpy.float32`` -> ``FP32``."""
-    name = datatype_of(np.dtype(np_dtype))
-    if name is None:
-        raise TritonModelException(f"dtype {np_dtype} has no name in the protocol")
-    return name
-
-
-def triton_to_np_dtype(dtype: str) -> Any:
-    """``FP32`` -> ``numpy.float32``."""
-    return TRITON_STRING_TO_NUMPY[to_model_config(dtype)]
 
 
 def serialize_byte_tensor(input_tensor: Array) -> Array:

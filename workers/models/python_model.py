@@ -1,7 +1,7 @@
 """A Triton Python-backend model: one ``TritonPythonModel`` object per instance, each in its own thread.
 
-What the model sees is ``workers.models.python_backend``; here is the other side: requests in, responses out. As in Triton its
-outputs are taken as they are, whatever the configuration says of their shapes.
+What the model sees is ``workers.models.python_backend``; here is the other side: requests in, responses out. Outputs that nobody
+declared are dropped, as in Triton; one of another datatype or shape than declared is the model's error, which Triton lets pass.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import numpy as np
 from google.protobuf import json_format
 
 from config.model_config import ModelConfig, empty, to_json
-from shm.arrays import Array
+from shm.arrays import Array, datatype_of
 from shm.errors import Internal, InvalidArgument, ServingError, from_code
 from workers.models import python_backend
+from workers.models.executables import check_output
 from workers.models.execution import Execution, Result, describe_exception
-from workers.models.signature import Signature
+from workers.models.signature import Signature, TensorSpec
 from workers.request import Request
 
 _log = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class PythonModel:
         if not isinstance(responses, list) or len(responses) != len(requests):
             count = f"{len(responses)} responses" if isinstance(responses, list) else type(responses).__name__
             raise TypeError(f"execute() returned {count}, a list of {len(requests)} InferenceResponse is expected")
-        execution.results = [self._result(response) for response in responses]
+        execution.results = [self._result(*each) for each in zip(requests, responses, strict=True)]
 
     def _request(self, request: Request) -> python_backend.InferenceRequest:
         submit = request.submit
@@ -104,22 +105,31 @@ class PythonModel:
             cancelled=lambda: request.cancelled,
         )
 
-    def _result(self, response: Any) -> Result:
+    def _result(self, request: Request, response: Any) -> Result:
         if not isinstance(response, python_backend.InferenceResponse):
             raise TypeError(f"execute() returned a list with {type(response).__name__}, InferenceResponse is expected")
         if response.has_error():
             return _client_error(response.error())
-        return {
-            tensor.name(): self._client_shape(tensor.name(), tensor.content)
-            for tensor in response.output_tensors()
-            if tensor.name() in self._signature.outputs
-        }
+        try:
+            return {
+                tensor.name(): self._checked(self._signature.outputs[tensor.name()], tensor.content, request.rows)
+                for tensor in response.output_tensors()
+                if tensor.name() in self._signature.outputs
+            }
+        except Internal as error:
+            # One response is wrong, not the batch.
+            _log.error("%s", error.message)
+            return error
 
-    def _client_shape(self, name: str, array: Array) -> Array:
-        spec = self._signature.outputs[name]
+    def _checked(self, spec: TensorSpec, array: Array, rows: int) -> Array:
+        """The array in the client's shape. Raises Internal: not as declared."""
+        if spec.datatype == "BYTES" and datatype_of(array.dtype) == "BYTES":
+            array = array.astype(np.object_, copy=False)
+        check_output(self._signature.model, spec, self._signature.batches, rows, array.shape, array.dtype)
+        if not spec.reshaped:
+            return array
         lead = array.shape[:1] if self._signature.batches else ()
-        inner = array.shape[len(lead) :]
-        return array.reshape(lead + spec.to_client(inner)) if spec.reshaped and spec.fits_model(inner) else array
+        return array.reshape(lead + spec.to_client(array.shape[len(lead) :]))
 
     def describe(self, error: BaseException) -> str:
         reason = describe_exception(error)

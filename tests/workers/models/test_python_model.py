@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from config.model_config import ModelConfig, complete, parse_pbtxt
-from shm.errors import InvalidArgument, NotFound
+from shm.errors import Internal, InvalidArgument, NotFound
 from shm.messages import RequestedOutput
 from tests.workers.requests import request_of
 from workers.models import python_backend as pb_utils
@@ -101,23 +101,30 @@ def test_what_a_model_is_given() -> None:
 
 
 def test_responses_one_by_one() -> None:
-    """As in Triton: an error of one response is that request's; other datatypes and shapes than declared pass."""
+    """An error of one response is that request's, and so is a datatype or shape that is not declared; extra outputs go."""
 
     class Model:
         def execute(self, requests: list[pb_utils.InferenceRequest]) -> list[pb_utils.InferenceResponse]:
             return [
                 pb_utils.InferenceResponse(error=pb_utils.TritonError("gone", pb_utils.TritonError.NOT_FOUND)),
                 pb_utils.InferenceResponse([pb_utils.Tensor("y", np.zeros(7))]),
+                pb_utils.InferenceResponse([pb_utils.Tensor("y", np.zeros((2, 1, 2), np.int32))]),
                 pb_utils.InferenceResponse(),
+                pb_utils.InferenceResponse(
+                    [pb_utils.Tensor(name, np.zeros((1, 1, 2), np.int32)) for name in ("y", "more")]
+                ),
             ]
 
-    execution = Execution([request_of({}) for _ in range(3)], 0)
+    execution = Execution([request_of({}) for _ in range(5)], 0)
     model_of(Model).execute(execution)
-    error, strange, empty = execution.results
+    error, datatype, rows, empty, good = execution.results
     assert isinstance(error, NotFound)
-    assert isinstance(strange, dict)
-    assert (strange["y"].dtype, strange["y"].shape) == (np.float64, (7,))
+    for wrong, made in ((datatype, "FP64[7]"), (rows, "INT32[2, 1, 2]")):
+        assert isinstance(wrong, Internal)
+        assert wrong.message == f"model 'm': output 'y' is computed as {made}, declared as INT32[1, 1, 2]"
     assert empty == {}
+    assert isinstance(good, dict)
+    assert {name: array.shape for name, array in good.items()} == {"y": (1, 2)}
 
 
 def test_auto_complete() -> None:
