@@ -116,6 +116,11 @@ class Connection(asyncio.Protocol):
         self._client_pinged_at = 0.0
         self._ending_at = 0.0
 
+    def fileno(self) -> int:
+        """The client's connection; -1: it is gone already."""
+        sock = None if self._transport is None else self._transport.get_extra_info("socket")
+        return -1 if sock is None else int(sock.fileno())
+
     # ------------------------------------------------------------------------------------------------ transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -5,6 +5,7 @@ What they answer is the business of ``daemon.endpoints``; here stand messages. S
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from daemon.endpoints import Endpoints
 from daemon.grpc.request_codec import read_version
 from daemon.grpc.stream import Call, Stream
 from daemon.grpc.unary import Unary
+from daemon.peer import peer_of, process_of
 from shm.errors import InvalidArgument, NotFound, Unsupported
 from shm.messages import ChangeLog
 
@@ -31,6 +33,8 @@ _LOG_KINDS = {
     "log_format": ("format", "string_param", "string"),
 }
 _LOG_SETTINGS = {"log_file", *_LOG_KINDS}
+#: What depends on who asks: these get the client's connection as well.
+_FOR_PEER = frozenset(f"{kind}SharedMemory{verb}" for kind in ("System", "Cuda") for verb in ("Register", "Unregister"))
 
 
 class Management:
@@ -45,7 +49,8 @@ class Management:
             answer = getattr(self, method.name, None)
             if answer is not None:
                 request = getattr(service_pb2, method.input_type.name)
-                yield f"/{SERVICE}/{method.name}", _maker(request, answer)
+                maker = _maker_for_peer if method.name in _FOR_PEER else _maker
+                yield f"/{SERVICE}/{method.name}", maker(request, answer)
 
     # ------------------------------------------------------------------------------------------------ health
 
@@ -101,23 +106,29 @@ class Management:
     async def SystemSharedMemoryStatus(self, request: Any) -> Any:
         return await self._status("system", request.name, service_pb2.SystemSharedMemoryStatusResponse())
 
-    async def SystemSharedMemoryRegister(self, request: Any) -> Any:
-        await self._endpoints.register_system(request.name, request.key, request.offset, request.byte_size)
+    async def SystemSharedMemoryRegister(self, fd: int, request: Any) -> Any:
+        with process_of(fd) as process:
+            await self._endpoints.register_system(
+                request.name, request.key, request.offset, request.byte_size, peer_of(fd), process
+            )
         return service_pb2.SystemSharedMemoryRegisterResponse()
 
-    async def SystemSharedMemoryUnregister(self, request: Any) -> Any:
-        await self._endpoints.unregister("system", request.name)
+    async def SystemSharedMemoryUnregister(self, fd: int, request: Any) -> Any:
+        await self._endpoints.unregister("system", request.name, peer_of(fd))
         return service_pb2.SystemSharedMemoryUnregisterResponse()
 
     async def CudaSharedMemoryStatus(self, request: Any) -> Any:
         return await self._status("cuda", request.name, service_pb2.CudaSharedMemoryStatusResponse())
 
-    async def CudaSharedMemoryRegister(self, request: Any) -> Any:
-        await self._endpoints.register_cuda(request.name, request.raw_handle, request.device_id, request.byte_size)
+    async def CudaSharedMemoryRegister(self, fd: int, request: Any) -> Any:
+        with process_of(fd) as process:
+            await self._endpoints.register_cuda(
+                request.name, request.raw_handle, request.device_id, request.byte_size, peer_of(fd), process
+            )
         return service_pb2.CudaSharedMemoryRegisterResponse()
 
-    async def CudaSharedMemoryUnregister(self, request: Any) -> Any:
-        await self._endpoints.unregister("cuda", request.name)
+    async def CudaSharedMemoryUnregister(self, fd: int, request: Any) -> Any:
+        await self._endpoints.unregister("cuda", request.name, peer_of(fd))
         return service_pb2.CudaSharedMemoryUnregisterResponse()
 
     # ---------------------------------------------------------------------------------------------- settings
@@ -156,6 +167,10 @@ class Management:
 
 def _maker(request: type[Message], answer: Any) -> Callable[[Stream], Call]:
     return lambda stream: Unary(stream, request, answer)
+
+
+def _maker_for_peer(request: type[Message], answer: Any) -> Callable[[Stream], Call]:
+    return lambda stream: Unary(stream, request, functools.partial(answer, stream.connection.fileno()))
 
 
 def _filled(message: Message, fields: dict[str, Any]) -> Any:
