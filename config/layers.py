@@ -176,6 +176,11 @@ def _check(options: Options) -> None:
                 ) from None
     _explained("http.restricted_api", restrictions.parse, options.http.restricted_api)
     _explained("grpc.restricted_protocol", restrictions.parse, options.grpc.restricted_protocol)
+    grpc = options.grpc
+    if (grpc.use_tls or grpc.mutual_tls) and not (grpc.certificate and grpc.key):
+        raise ConfigurationError("grpc.use_tls: needs grpc.certificate and grpc.key")
+    if grpc.mutual_tls and not grpc.root_certificate:
+        raise ConfigurationError("grpc.mutual_tls: needs grpc.root_certificate")
     for section, pattern in (
         ("http", options.http.header_forward_pattern),
         ("grpc", options.grpc.header_forward_pattern),

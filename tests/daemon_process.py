@@ -58,6 +58,8 @@ class DaemonProcess:
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
         self.port = 0
+        #: What the log says once it serves.
+        self.served_on = r"http://127\.0\.0\.1:(\d+)"
 
     def write_config(self, sections: dict[str, dict[str, Any]]) -> None:
         """Replaces the configuration file (a SIGHUP makes the daemon read it)."""
@@ -90,8 +92,9 @@ class DaemonProcess:
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self.wait_log(r"http://127\.0\.0\.1:(\d+)")
-        self.port = int(re.findall(r"http://127\.0\.0\.1:(\d+)", self.log)[-1])
+        self.wait_log(self.served_on)
+        ports = re.findall(r"http://127\.0\.0\.1:(\d+)", self.log)
+        self.port = int(ports[-1]) if ports else 0
 
     def stop(self) -> int:
         """SIGTERM, then everything that is left by force. Returns the exit status."""

@@ -13,16 +13,15 @@ import asyncio
 import enum
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import cast
 
-from config.options import Grpc
-from daemon.access import Restricted, Rule
+from daemon.access import Restricted
 from daemon.grpc import frames
 from daemon.grpc.codes import UNAVAILABLE, UNIMPLEMENTED
 from daemon.grpc.frames import Violation
 from daemon.grpc.header_blocks import CallHead, HeaderBlocks
-from daemon.grpc.stream import Call, Stream
+from daemon.grpc.serving import Serving
+from daemon.grpc.stream import Buffer, Stream
 
 _log = logging.getLogger(__name__)
 #: Frames we take; larger than the default, so that large tensors come in fewer pieces.
@@ -33,6 +32,8 @@ _CONNECTION_WINDOW = 64 << 20
 _WRITE_BUFFER = 1 << 20
 #: Streams a client may reset without having let them end, per second, before it is taken for an attack.
 _MAX_RESETS = 20_000
+#: Small pieces are cheaper joined; large ones go to the socket as they lie.
+_JOINED = 64 << 10
 _PING = b"tensord\0"
 
 
@@ -49,30 +50,6 @@ class Phase(enum.Enum):
     ENDING = "ending"
     #: Nothing is read or written any more.
     CLOSED = "closed"
-
-
-@dataclass(slots=True)
-class Serving:
-    """What every connection of a front needs."""
-
-    options: Grpc
-    #: What answers a path.
-    methods: dict[str, Callable[[Stream], Call]]
-    #: What a path needs to be let in; those that are not here need nothing.
-    rules: dict[str, Rule] = field(default_factory=dict)
-    connections: set[Connection] = field(default_factory=set)
-    #: Bytes of incomplete messages, all connections together.
-    collected: int = 0
-    max_message: int = field(init=False)
-    max_collected: int = field(init=False)
-    #: zlib level of answers for clients that accept gzip; 0: none.
-    compression: int = field(init=False)
-    stopping: bool = False
-
-    def __post_init__(self) -> None:
-        self.max_message = self.options.max_message_byte_size
-        self.max_collected = max(self.options.max_receiving_byte_size, 2 * self.max_message)
-        self.compression = {"none": 0, "low": 1, "medium": 6, "high": 9}[self.options.response_compression]
 
 
 class Connection(asyncio.Protocol):
@@ -99,8 +76,13 @@ class Connection(asyncio.Protocol):
         self._data_stream: Stream | None = None
         #: A header block in several frames: its stream, flags and pieces.
         self._continued: tuple[int, int, list[bytes]] | None = None
-        self._out: list[bytes] = []
+        #: Whether what is written may lie in memory that is given back once it has left.
+        self.is_plain = True
+        self._lost = False
+        self._out: list[Buffer] = []
         self._out_size = 0
+        #: To be called when everything written so far has left.
+        self._on_written: list[Callable[[], None]] = []
         self._flushing = False
         self._receiving = False
         self._paused_since = 0.0
@@ -125,7 +107,9 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport = cast(asyncio.Transport, transport)
-        transport.set_write_buffer_limits(high=_WRITE_BUFFER, low=0)
+        # With no room to buffer, a write goes to the socket at once and says whether all of it went. TLS has a buffer of its own.
+        self.is_plain = transport.get_extra_info("sslcontext") is None
+        transport.set_write_buffer_limits(high=0 if self.is_plain else _WRITE_BUFFER)
         options = self.serving.options
         if len(self.serving.connections) >= options.max_connections or self.serving.stopping:
             self.phase = Phase.CLOSED
@@ -150,6 +134,8 @@ class Connection(asyncio.Protocol):
         self._out.clear()
         for stream in list(self.streams.values()):
             stream.abandon()
+        self._lost = True
+        self._written()
 
     def eof_received(self) -> bool:
         """The client closed its sending side; answers it still waits for are sent."""
@@ -173,13 +159,28 @@ class Connection(asyncio.Protocol):
         self._paused_since = 0.0
         if not self._transport.is_closing():
             self._transport.resume_reading()
+        if not self._out:
+            self._written()
         self._pump()
 
     def buffer_room(self) -> int:
         """How much a stream may put into our buffer now."""
         return 0 if self._paused_since else _WRITE_BUFFER - self._out_size
 
-    def write(self, piece: bytes) -> None:
+    def when_written(self, on_written: Callable[[], None]) -> None:
+        """Called when nothing that was written so far is looked at any more."""
+        if self._lost or not (self._out or self._paused_since):
+            on_written()
+        else:
+            self._on_written.append(on_written)
+
+    def _written(self) -> None:
+        if self._on_written:
+            waiting, self._on_written = self._on_written, []
+            for on_written in waiting:
+                on_written()
+
+    def write(self, piece: Buffer) -> None:
         """Queues; everything of one turn of the loop leaves together."""
         self._out.append(piece)
         self._out_size += len(piece)
@@ -192,8 +193,13 @@ class Connection(asyncio.Protocol):
         if self._out and self.phase is not Phase.CLOSED:
             assert self._transport is not None
             out, self._out = self._out, []
-            self._out_size = 0
-            self._transport.write(out[0] if len(out) == 1 else b"".join(out))
+            size, self._out_size = self._out_size, 0
+            if size > _JOINED:
+                self._transport.writelines(out)
+            else:
+                self._transport.write(out[0] if len(out) == 1 else b"".join(out))
+            if self._on_written and not self._paused_since:
+                self._written()
             if self.blocked:
                 self._pump()
         if self.phase is Phase.ENDING and not self.streams and not self._out:
@@ -414,7 +420,7 @@ class Connection(asyncio.Protocol):
         stream = self._data_stream
         if stream is not None and not stream.ended:
             if end > at:
-                stream.receive(data[at:end])
+                stream.receive(memoryview(data)[at:end])
             if not self._data_left:
                 if self._data_flags & frames.END_STREAM:
                     stream.end_receiving()

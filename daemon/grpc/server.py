@@ -15,10 +15,11 @@ from daemon.endpoints import Endpoints
 from daemon.forwarding import Forwarding
 from daemon.front import Front
 from daemon.grpc import tls
-from daemon.grpc.connection import Connection, Serving
+from daemon.grpc.connection import Connection
 from daemon.grpc.infer import Inferring
 from daemon.grpc.management import SERVICE, Management
 from daemon.grpc.request_codec import Recognised
+from daemon.grpc.serving import Serving
 from daemon.grpc.standard_services import StandardServices
 
 _log = logging.getLogger(__name__)

@@ -123,7 +123,7 @@ class Stream:
 
     # ----------------------------------------------------------------------------------------------- receiving
 
-    def receive(self, piece: bytes) -> None:
+    def receive(self, piece: Buffer) -> None:
         """A piece of the client's messages."""
         if self._finished:
             return
@@ -135,7 +135,7 @@ class Stream:
                 return
         self._collect(piece)
 
-    def _collect(self, piece: bytes) -> None:
+    def _collect(self, piece: Buffer) -> None:
         """A message in several pieces, or several messages in one."""
         self._content.append(piece)
         self._content_size += len(piece)
@@ -290,7 +290,9 @@ class Stream:
             self._unsent.append(b"".join((prefix, *parts)))
         else:
             self._unsent.append(prefix)
-            self._unsent.extend(memoryview(part) for part in parts if len(part))
+            # TLS copies when it comes to it, and says nothing of when that was.
+            plain = self.connection.is_plain
+            self._unsent.extend(memoryview(part if plain else bytes(part)) for part in parts if len(part))
         self.unsent_size += size + _PREFIX_SIZE
         if on_sent is not None:
             self._on_sent.append(on_sent)
@@ -350,7 +352,13 @@ class Stream:
             connection.send_window -= size
             connection.answered = True
             self.unsent_size -= size
-            connection.write(b"".join((frames.head(frames.DATA, 0, self.id, size), *pieces)))
+            header = frames.head(frames.DATA, 0, self.id, size)
+            if size < _SMALL // 2:
+                connection.write(b"".join((header, *pieces)))
+            else:
+                connection.write(header)
+                for piece in pieces:
+                    connection.write(piece)
         if self._blocked:
             self._blocked = False
             connection.blocked.pop(self.id, None)
@@ -361,10 +369,11 @@ class Stream:
             self._close()
 
     def _sent(self) -> None:
+        """Everything is handed to the connection: what waits for it to have left waits there."""
         if self._on_sent:
             waiting, self._on_sent = self._on_sent, []
             for on_sent in waiting:
-                on_sent()
+                self.connection.when_written(on_sent)
 
     def _send_head(self) -> None:
         self._head_sent = True

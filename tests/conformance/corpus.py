@@ -160,7 +160,7 @@ def _comes_later(flag: list[str]) -> bool:
     try:
         flags.parse(flag)
     except ConfigurationError as error:
-        return "later version" in str(error) or flag[0].startswith("--grpc-")
+        return "later version" in str(error)
     return False
 
 

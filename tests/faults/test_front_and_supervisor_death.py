@@ -8,7 +8,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import psutil
+import tritonclient.grpc as grpcclient
+from tritonclient.utils import InferenceServerException
 
 from tests import repositories
 from tests.daemon_process import DaemonProcess, wait_until
@@ -104,3 +107,33 @@ def test_a_broken_configuration_changes_nothing(start_daemon: Callable[..., Daem
         assert daemon.get("/v2/health/ready")[0] == 200
     assert load.errors == []
     assert load.wrong == 0
+
+
+def test_grpc_front_killed(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
+    """
+    1. The gRPC front is killed.
+    Result: a client with patience sees no error, the HTTP front and the worker are the same processes.
+    """
+    repository = repositories.scale_model(tmp_path / "repository")
+    daemon = start_daemon(repository)
+    daemon.wait_ready()
+    given = grpcclient.InferInput("x", [1, 4], "FP32")
+    given.set_data_from_numpy(np.ones((1, 4), np.float32))
+    others = {process.pid for process in daemon.family() if "daemon.grpc" not in process.cmdline()}
+    with grpcclient.InferenceServerClient(daemon.grpc_url) as client:
+        assert client.infer("scale", [given]).as_numpy("y").tolist() == [[4.0] * 4]
+        (front,) = (process for process in daemon.family() if "daemon.grpc" in process.cmdline())
+        front.kill()
+        psutil.wait_procs([front], timeout=10)
+
+        def answered() -> bool:
+            try:
+                return bool(client.infer("scale", [given]).as_numpy("y").tolist() == [[4.0] * 4])
+            except InferenceServerException as error:
+                # Cut off, or the new front is still being told of the models.
+                assert error.status() in ("StatusCode.UNAVAILABLE", "StatusCode.NOT_FOUND"), error
+                return False
+
+        wait_until(answered, "an answer of the next gRPC front", daemon)
+    assert others < {process.pid for process in daemon.family()}
+    assert daemon.infer("scale", ASK)[0] == 200

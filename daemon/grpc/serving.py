@@ -1,0 +1,38 @@
+"""What every connection of a gRPC front needs: the options, what answers which path, and what all connections share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from config.options import Grpc
+from daemon.access import Rule
+from daemon.grpc.stream import Call, Stream
+
+if TYPE_CHECKING:
+    from daemon.grpc.connection import Connection
+
+
+@dataclass(slots=True)
+class Serving:
+    """What every connection of a front needs."""
+
+    options: Grpc
+    #: What answers a path.
+    methods: dict[str, Callable[[Stream], Call]]
+    #: What a path needs to be let in; those that are not here need nothing.
+    rules: dict[str, Rule] = field(default_factory=dict)
+    connections: set[Connection] = field(default_factory=set)
+    #: Bytes of incomplete messages, all connections together.
+    collected: int = 0
+    max_message: int = field(init=False)
+    max_collected: int = field(init=False)
+    #: zlib level of answers for clients that accept gzip; 0: none.
+    compression: int = field(init=False)
+    stopping: bool = False
+
+    def __post_init__(self) -> None:
+        self.max_message = self.options.max_message_byte_size
+        self.max_collected = max(self.options.max_receiving_byte_size, 2 * self.max_message)
+        self.compression = {"none": 0, "low": 1, "medium": 6, "high": 9}[self.options.response_compression]
