@@ -23,7 +23,7 @@ import jax
 
 from config.options import Options
 from shm.channel import Channel, ChannelClosed
-from shm.cuda_regions import DeviceLost, Driver
+from shm.cuda_regions import DeviceLost, Driver, NoCuda
 from shm.errors import InvalidArgument
 from shm.lane import WorkerLane
 from shm.messages import Cancel, ChildReady
@@ -66,10 +66,15 @@ class Worker:
         self._cuda: CudaDevice | None = None
         self._pinned: PinnedMemory | None = None
         if device_name.gpu is not None:
-            # Its process sees one device.
-            context = self._driver.context(0)
-            self._cuda = CudaDevice(context, (dlpack.CUDA, device.local_hardware_id or 0))
-            self._pinned = PinnedMemory(context, options.workers.pinned_byte_size)
+            try:
+                # Its process sees one device.
+                context = self._driver.context(0)
+            except NoCuda as error:
+                # JAX found it nevertheless: XLA then copies what goes in and out.
+                _log.warning("neither CUDA regions nor page-locked memory: %s", error)
+            else:
+                self._cuda = CudaDevice(context, (dlpack.CUDA, device.local_hardware_id or 0))
+                self._pinned = PinnedMemory(context, options.workers.pinned_byte_size)
         self._regions = RegionTable(RegionPolicy(options.regions), self._driver, device_name.gpu, self._pinned)
         self._compiler = WorkThread("compiler", self._inbox)
         self._dispatcher = Dispatcher(
