@@ -22,6 +22,16 @@ X = np.array([[1.0, 2.0, 3.0, 4.0]], np.float32)
 Y = 3 * X + 1
 
 
+SCALE_BY_TWO = """
+inputs = {"x": "FP32[4]"}
+outputs = {"y": "FP32[4]"}
+max_batch_size = 8
+
+def create(path, config, device):
+    return (lambda params, inputs: {"y": 2 * inputs["x"]}), {}
+"""
+
+
 class Caller:
     """Both clients behind one way of calling them, which remembers what was called."""
 
@@ -99,6 +109,8 @@ def test_every_call(client: Caller) -> None:
     assert client.infer("other", [tensor("x", "FP32", X)]).as_numpy("y").tolist() == Y.tolist()
     client.load_model("other", config=json.dumps({"backend": "jax", "max_batch_size": 4}))
     assert client.get_model_config("other")["max_batch_size"] == 4
+    client.load_model("other", config=json.dumps({"backend": "jax"}), files={"file:1/model.py": SCALE_BY_TWO.encode()})
+    assert client.infer("other", [tensor("x", "FP32", X)]).as_numpy("y").tolist() == (2 * X).tolist()
     client.unload_model("other")
     assert client.is_model_ready("other") is False
     client.unload_model("other", unload_dependents=True)
@@ -119,10 +131,13 @@ def test_every_call(client: Caller) -> None:
     client.unregister_cuda_shared_memory()
     assert client.get_cuda_shared_memory_status() == []
 
+    level = client.get_log_settings()["log_verbose_level"]
+    assert client.update_log_settings({"log_verbose_level": level})["log_verbose_level"] == level
+
     # What is left happens in the client alone, or is another way of calling infer, below.
     local = {"close", "generate_request_body", "parse_response_body", "plugin", "register_plugin", "unregister_plugin"}
-    settings = {"get_log_settings", "update_log_settings", "get_trace_settings", "update_trace_settings"}
-    assert client.calls - client.called - local - settings <= {"async_infer"}
+    later = {"get_trace_settings", "update_trace_settings"}
+    assert client.calls - client.called - local - later <= {"async_infer"}
 
 
 @pytest.mark.parametrize(
