@@ -41,6 +41,8 @@ def rule(name: str) -> Rule | None:
         return Rule(name, f'status: got {tensord} want {triton}; body {{"error":"{text}*')
     if body := _BODY_RULE.fullmatch(name):
         return Rule(name, f": got {body[1]} want null")
+    if name.startswith("added /"):
+        return Rule(name, f"{name.removeprefix('added ')}: unexpected *")
     return None
 
 

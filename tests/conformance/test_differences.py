@@ -67,3 +67,17 @@ def test_a_rule_excuses_its_body_only(line: str, excused: bool) -> None:
     rule = differences.rule('empty body → {"live": true}')
     assert rule is not None
     assert rule.excuses(line) is excused
+
+
+@pytest.mark.parametrize(
+    ("line", "excused"),
+    [
+        ("/model_stats/0/copied: unexpected 32", True),
+        ("/model_stats/0/name: unexpected 32", False),
+        ("/model_stats/0/copied: got 1 want 2", False),
+    ],
+)
+def test_a_rule_excuses_its_key_only(line: str, excused: bool) -> None:
+    rule = differences.rule("added /model_stats/*/copied")
+    assert rule is not None
+    assert rule.excuses(line) is excused

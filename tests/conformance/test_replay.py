@@ -1,7 +1,6 @@
 """Recorded requests against real daemons: every answer is the recorded one, or a difference that docs/protocol.md lists.
 
-One daemon for each profile, with the flags and the models of the recordings' profiles.json. A case of pending.txt is not answered
-as it should be yet; it has to leave that file as soon as it is.
+One daemon for each profile, with the flags and the models of the recordings' profiles.json.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ from tests.daemon_process import PATIENCE, DaemonProcess
 pytestmark = pytest.mark.skipif(
     corpus.FOLDER is None, reason="no recordings: ../shared/conformance is absent and TENSORD_CONFORMANCE is not set"
 )
-
-PENDING = set((Path(__file__).parent / "pending.txt").read_text().split())
 
 
 class Replay:
@@ -101,10 +98,6 @@ def test_recorded_case(case: corpus.Case, replay: Replay) -> None:
         pytest.skip(later)
     found = replay.differences(case)
     listed = differences.read().of_case(name)
-    if name in PENDING:
-        assert found, f"{name} passes now: delete its line in tests/conformance/pending.txt"
-        assert not listed, f"{name} stands in docs/protocol.md: delete its line in tests/conformance/pending.txt"
-        return
     if listed:
         assert found or name not in listed, f"{name} is answered as Triton does: delete it from docs/protocol.md"
         return
@@ -124,11 +117,7 @@ def test_every_listed_difference_is_one(replay: Replay) -> None:
     # Entries about recordings that are not here cannot be judged.
     judged = {entry for name in replayable for entry in table.of_case(name)}
     assert judged - excused == set(), "docs/protocol.md lists differences that are none"
-    # A pending case may be the one a rule is for.
-    if not PENDING:
-        assert {rule.name for rule in table.rules} - replay.rules_used == set(), (
-            "docs/protocol.md has rules without use"
-        )
+    assert {rule.name for rule in table.rules} - replay.rules_used == set(), "docs/protocol.md has rules without use"
 
 
 def test_accepted_requests_and_their_answers_fit_the_published_schemas(replay: Replay) -> None:
@@ -142,8 +131,3 @@ def test_accepted_requests_and_their_answers_fit_the_published_schemas(replay: R
         request = corpus.json_part(step)
         for schema in (published.TRITON_REQUEST, published.KSERVE_REQUEST):
             assert request is None or published.violations(schema, request) == set(), request
-
-
-def test_pending_cases_exist() -> None:
-    known = {case["id"] for case in corpus.cases()}
-    assert known >= PENDING

@@ -76,10 +76,8 @@ def test_stop_answers_what_was_accepted(start_daemon: Callable[..., DaemonProces
         )
 
         def running() -> bool:
-            return any(
-                connection.status == "ESTABLISHED"
-                for connection in psutil.Process(daemon.fronts[0].pid).net_connections()
-            )
+            front = daemon.fronts[0].pid
+            return any(c.pid == front and c.status == "ESTABLISHED" for c in psutil.net_connections("tcp"))
 
         wait_until(running, "the request to arrive", daemon)
         status = daemon.stop()

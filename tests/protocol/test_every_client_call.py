@@ -133,11 +133,13 @@ def test_every_call(client: Caller) -> None:
 
     level = client.get_log_settings()["log_verbose_level"]
     assert client.update_log_settings({"log_verbose_level": level})["log_verbose_level"] == level
+    assert client.get_trace_settings()["trace_level"] == ["OFF"]
+    assert client.update_trace_settings("scale", {"trace_rate": "500"})["trace_rate"] == "500"
+    assert client.update_trace_settings("scale", {"trace_rate": None})["trace_rate"] == "1000"
 
     # What is left happens in the client alone, or is another way of calling infer, below.
     local = {"close", "generate_request_body", "parse_response_body", "plugin", "register_plugin", "unregister_plugin"}
-    later = {"get_trace_settings", "update_trace_settings"}
-    assert client.calls - client.called - local - later <= {"async_infer"}
+    assert client.calls - client.called - local <= {"async_infer"}
 
 
 @pytest.mark.parametrize(
