@@ -12,8 +12,9 @@ import pytest
 from bench.closed_loop import Row
 from bench.open_loop import Load, arrivals, measure
 
-ANSWER = np.arange(4, dtype=np.float32).tobytes()
-ROW = Row("row", 1, b"x" * 64, ANSWER)
+VALUES = np.arange(4, dtype=np.float32)
+ANSWER = VALUES.tobytes()
+ROW = Row("row", 1, b"x" * 64, VALUES)
 
 
 def test_arrivals_are_the_same_for_every_server_and_have_the_stated_rate() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from config.options import Options
 from daemon.child import Worker
-from shm.errors import InvalidArgument, Unavailable
+from shm.errors import Internal, Unavailable
 from shm.messages import ChildReady, Load, Loaded, ModelStatistics, RegisterSystemRegion
 
 OPTIONS = msgspec.msgpack.encode(Options())
@@ -74,7 +74,7 @@ async def test_life(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (await records.wait_for(Loaded)).name == "m"
     result, fds = await worker.call(ModelStatistics())
     assert (b"model_stats" in result, fds) == (True, [])
-    with pytest.raises(InvalidArgument, match="cannot register"):
+    with pytest.raises(Internal, match="Unable to open shared memory region"):
         await worker.call(RegisterSystemRegion("r", "/../x", 0, 1))
     worker.stop(10**9)
     await records.ended.wait()
