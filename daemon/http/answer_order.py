@@ -20,8 +20,9 @@ from uvicorn.server import ServerState
 
 from daemon.http.deadlines import Deadlines, Late
 from daemon.http.direct_body import DirectBody
-from daemon.http.exchange import Exchange, Serving
+from daemon.http.exchange import Exchange
 from daemon.http.response_codec import CLOSE, Buffer, error_response
+from daemon.http.serving import Serving
 
 
 class AnswerOrder(HttpToolsProtocol):

@@ -1,6 +1,6 @@
 """One inference request and its answer, on the short way past ASGI: no task, no queue, no event.
 
-    head complete ─▶ body arrives (body.py) ─▶ decode (request_codec) ─▶ submit ─▶ completion ─▶ encode (response_codec) ─▶ socket
+    head ─▶ body (reception) ─▶ decode (request_codec) ─▶ submit ─▶ completion ─▶ encode (response_codec) ─▶ socket
 
 Each arrow is a call from the connection's or the lane's callback. The connection (protocol.py) keeps exchanges in the order in
 which their requests came, so an answer is written only by the exchange whose turn it is.
@@ -13,33 +13,24 @@ import enum
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from config.options import Options
-from daemon.access import Rule
-from daemon.forwarding import Forwarding
 from daemon.http import placement, response_codec
-from daemon.http.body import Body, CollectedBody, PlacedBody, TextBody
-from daemon.http.compression import BodyTooLarge, Deflation, Inflation
-from daemon.http.conversions import Conversions, Job
+from daemon.http.body import PlacedBody
+from daemon.http.compression import BodyTooLarge, Deflation
+from daemon.http.conversions import Job
 from daemon.http.decoded_request import DecodedRequest
+from daemon.http.message_head import InferHead
 from daemon.http.raw_request import decode_raw
-from daemon.http.request_codec import Recognised
-from daemon.model_table import ModelTable
+from daemon.http.reception import Reception
+from daemon.http.serving import Serving
 from daemon.status import http_status
-from daemon.submit import Submitter
-from daemon.tracer import Trace, Tracer
+from daemon.tracer import Trace
 from shm.arena import Lease
-from shm.errors import InvalidArgument, ServingError, Unavailable, Unsupported
+from shm.errors import InvalidArgument, ServingError, Unsupported
 from shm.lane import SubmitterLane
 from shm.messages import Completion, Submit, Tensor
 
 _log = logging.getLogger(__name__)
-
-#: Bodies up to this size are collected; larger binary ones of known length go straight into the arena.
-COLLECT_BYTE_SIZE = 4096
-#: Larger JSON of known length goes straight into memory of its own.
-COLLECT_JSON_BYTE_SIZE = 64 << 10
 
 
 class Phase(enum.Enum):
@@ -53,48 +44,6 @@ class Phase(enum.Enum):
     SUBMITTED = "submitted"
     #: The answer is written; a part of it may still be in the transport's buffer.
     ANSWERED = "answered"
-
-
-@dataclass(slots=True)
-class InferHead:
-    """What the request line and headers said."""
-
-    model: str
-    version: int
-    #: None: chunked.
-    content_length: int | None
-    #: Value of Inference-Header-Content-Length; None: the body is JSON alone.
-    json_size: int | None
-    keep_alive: bool
-    #: What is wrong with it already.
-    error: ServingError | None = None
-    #: The header line of the answer that says that the connection stays, where that is not understood.
-    keep_alive_line: bytes = b""
-    #: How the body is compressed, "" if it is not, and how the answer shall be.
-    coding: str = ""
-    accepts: str = ""
-    #: Headers that are parameters of the request, and beat those of the body.
-    forwarded: dict[str, str] | None = None
-
-
-@dataclass(slots=True)
-class Serving:
-    """What every exchange of a front needs."""
-
-    options: Options
-    table: ModelTable
-    submitter: Submitter
-    recognised: Recognised = field(default_factory=Recognised)
-    #: What an inference request needs to be let in; None: nothing.
-    infer_rule: Rule | None = None
-    #: Headers that become parameters; None: none.
-    forwarding: Forwarding | None = None
-    tracer: Tracer | None = None
-    conversions: Conversions = field(default_factory=Conversions)
-    #: Bytes of all bodies that are collected in ordinary memory.
-    collected_byte_size: int = 0
-    #: Every answer is the last of its connection.
-    stopping: bool = False
 
 
 class Exchange:
@@ -118,28 +67,19 @@ class Exchange:
         self._head = head
         self._write = write
         self._done = done
-        self._pause = pause
+        self.reception = Reception(serving, head, pause, self._go_on)
         self.keep_alive = head.keep_alive
         self.phase = Phase.RECEIVING
         self._my_turn = False
         self._gone = False
-        self._whole = False
-        self.body: Body = CollectedBody()
+        #: Where tensors lie that did not come in the body's own lease.
         self._leases: list[Lease] = []
-        #: The body will be placed, and there is no room for it yet.
-        self._waits_for_room = False
-        #: What of ``Serving.collected_byte_size`` is this body's.
-        self._collected_byte_size = 0
         self._job: Job | None = None
         self._request_id = 0
         self._decoded: DecodedRequest | None = None
         #: The response lease whose bytes the transport still holds.
         self._unwritten: tuple[SubmitterLane, tuple[int, int, int]] | None = None
-        #: Answered with this as soon as it is our turn and the body is consumed.
-        self._error: ServingError | None = None
-        #: Of a compressed body, and whether its next step is due; of an answer that is being compressed.
-        self._inflation: Inflation | None = None
-        self._inflating = False
+        #: Of an answer that is being compressed.
         self._deflation: Deflation | None = None
         #: Where the request is a sampled one.
         self._trace: Trace | None = None
@@ -148,7 +88,6 @@ class Exchange:
 
     def begin(self) -> None:
         """The head is complete: prepare a place for the body."""
-        length, json_size = self._head.content_length, self._head.json_size
         try:
             if self._head.error is not None:
                 raise self._head.error
@@ -159,129 +98,22 @@ class Exchange:
                 self._trace = tracer.sample(self._head.model)
                 if self._trace is not None:
                     self._trace.stamp("HTTP_RECV_START")
-            if self._head.coding:
-                assert isinstance(self.body, CollectedBody)
-                limit = self._serving.options.http.max_body_byte_size
-                self._inflation = Inflation(self._head.coding, self.body, limit)
-                return
-            if json_size is not None and length is not None and not 0 <= json_size <= length:
-                raise InvalidArgument(f"inference header size should be in range (0, {length}), got: {json_size}")
-            if length is not None and json_size is not None and length > COLLECT_BYTE_SIZE:
-                self._borrow(length, json_size)
-            elif length is not None and json_size is None and length > COLLECT_JSON_BYTE_SIZE:
-                self._collect(length)
-                self.body = TextBody(length)
+            self.reception.begin()
         except ServingError as error:
-            self._error = error
-
-    def _borrow(self, length: int, json_size: int) -> None:
-        submitter = self._serving.submitter
-        size = PlacedBody.lease_size(length)
-        lease = submitter.loan(size)
-        if lease is not None:
-            self._leases.append(lease)
-            self.body = PlacedBody(lease, length, json_size)
-            return
-        self._waits_for_room = True
-        self._pause(True)
-
-        def granted(lease: Lease | ServingError) -> None:
-            self._waits_for_room = False
-            if isinstance(lease, ServingError):
-                self._error = lease
-            elif self._gone:
-                submitter.give_back(lease)
-                return
-            else:
-                self._leases.append(lease)
-                placed = PlacedBody(lease, length, json_size)
-                placed.write(self.body.whole() if isinstance(self.body, CollectedBody) else b"")
-                self._drop_collected()
-                self.body = placed
-            self._pause(False)
-            self._go_on()
-
-        submitter.wait_for_room(size, granted)
+            self.reception.error = error
 
     @property
     def refused(self) -> bool:
         """Whether the answer is an error already, so that the rest of the body need not come."""
-        return self._error is not None
-
-    @property
-    def received(self) -> int:
-        """Bytes of the body that came, as they came."""
-        return self.body.received if self._inflation is None else self._inflation.received
-
-    def receive(self, chunk: bytes) -> None:
-        """A piece of the body; of a refused request it is only counted."""
-        if self._inflation is not None:
-            self._inflation.feed(chunk) if self._error is None else self._inflation.skip(chunk)
-            if not self._inflating:
-                self._inflate()
-            return
-        body, byte_size = self.body, len(chunk)
-        if type(body) is CollectedBody and body.received + byte_size > COLLECT_BYTE_SIZE and self._error is None:
-            try:
-                self._collect(body.received + byte_size - self._collected_byte_size)
-            except ServingError as error:
-                self._error = error
-                self._drop_body()
-                self.body.received = body.received
-        if self._error is None:
-            self.body.write(chunk)
-        else:
-            self.body.received += byte_size
-
-    def _collect(self, byte_size: int) -> None:
-        """Counts so many bytes more. Raises Unavailable: all connections together would collect too many."""
-        serving, limit = self._serving, self._serving.options.http.max_collected_byte_size
-        if serving.collected_byte_size + byte_size > limit:
-            raise Unavailable(
-                f"{serving.collected_byte_size} bytes of request bodies are being collected and {byte_size} more came, "
-                f"at most {limit} are allowed"
-            )
-        serving.collected_byte_size += byte_size
-        self._collected_byte_size += byte_size
-
-    def _drop_collected(self) -> None:
-        self._serving.collected_byte_size -= self._collected_byte_size
-        self._collected_byte_size = 0
-
-    def _inflate(self) -> None:
-        """A step of it. The next one comes after whatever else waits for the loop, and no more is read meanwhile."""
-        was_inflating, self._inflating = self._inflating, False
-        if self._gone or self._inflation is None:
-            return
-        try:
-            more = self._error is None and self._inflation.step()
-            if self._error is None and self.body.received > COLLECT_BYTE_SIZE:
-                self._collect(self.body.received - self._collected_byte_size)
-            if more:
-                self._inflating = True
-                if not was_inflating:
-                    self._pause(True)
-                asyncio.get_running_loop().call_soon(self._inflate)
-                return
-            if self._error is None and self._whole:
-                self._inflation.finish()
-        except ServingError as error:
-            self._inflation.drop()
-            self._error = error
-        if was_inflating:
-            self._pause(False)
-        self._go_on()
+        return self.reception.error is not None
 
     def complete(self) -> None:
         """The body is whole."""
         if self._trace is not None:
             self._trace.stamp("HTTP_RECV_END")
-        self._whole = True
         self.phase = Phase.RECEIVED
-        if self._inflation is None:
-            self._go_on()
-        elif not self._inflating:
-            self._inflate()
+        self.reception.complete()
+        self._go_on()
 
     def take_turn(self) -> None:
         """Every earlier exchange of this connection is answered."""
@@ -292,13 +124,11 @@ class Exchange:
 
     def _go_on(self) -> None:
         """Submits once the body is whole and placed and it is our turn."""
-        if self._gone or self._inflating or not (self._my_turn and self.phase is Phase.RECEIVED):
-            return
-        if self._waits_for_room:
+        if self._gone or not (self._my_turn and self.phase is Phase.RECEIVED and self.reception.ready):
             return
         try:
-            if self._error is not None:
-                raise self._error
+            if self.reception.error is not None:
+                raise self.reception.error
             self._submit(self._decode())
         except BodyTooLarge as error:
             self._answer_error(413, error.message)
@@ -308,29 +138,27 @@ class Exchange:
             self._answer_defect()
 
     def _decode(self) -> DecodedRequest:
-        json_size = self._head.json_size
-        if isinstance(self.body, PlacedBody):
+        json_size, body = self._head.json_size, self.reception.body
+        if isinstance(body, PlacedBody):
             assert json_size is not None
             if json_size == 0:
-                return self._raw(self.body.head(self.body.received))
-            return self._serving.recognised.decode(
-                self.body.head(json_size), self.body.received - json_size, self._head.model
-            )
-        body = self.body.whole()
+                return self._raw(body.head(body.received))
+            return self._serving.recognised.decode(body.head(json_size), body.received - json_size, self._head.model)
+        whole = body.whole()
         if json_size is None:
-            return self._serving.recognised.decode(body, 0, self._head.model)
-        if json_size > len(body):
-            raise InvalidArgument(f"inference header size should be in range (0, {len(body)}), got: {json_size}")
+            return self._serving.recognised.decode(whole, 0, self._head.model)
+        if json_size > len(whole):
+            raise InvalidArgument(f"inference header size should be in range (0, {len(whole)}), got: {json_size}")
         if json_size == 0:
-            return self._raw(body)
-        return self._serving.recognised.decode(body[:json_size], len(body) - json_size, self._head.model)
+            return self._raw(whole)
+        return self._serving.recognised.decode(whole[:json_size], len(whole) - json_size, self._head.model)
 
     def _raw(self, body: bytes | memoryview) -> DecodedRequest:
         return decode_raw(self._serving.table.find(self._head.model, self._head.version), body)
 
     def _submit(self, decoded: DecodedRequest) -> None:
         self._decoded = decoded
-        size = placement.room(decoded, self.body, self._serving.submitter.inline_byte_size)
+        size = placement.room(decoded, self.reception.body, self._serving.submitter.inline_byte_size)
         if size == 0:
             self._place(decoded, None)
             return
@@ -356,7 +184,7 @@ class Exchange:
         if lease is not None:
             self._leases.append(lease)
         inline, json_size = self._serving.submitter.inline_byte_size, self._head.json_size or 0
-        tensors = placement.place(decoded, self.body, json_size, lease, inline)
+        tensors = placement.place(decoded, self.reception.body, json_size, lease, inline)
         if lease is None or placement.is_filled(decoded):
             self._send(decoded, tensors)
             return
@@ -366,11 +194,6 @@ class Exchange:
             self._answer_if_refused(self._send, decoded, tensors)
 
         self._job = self._serving.conversions.run(placement.fill(decoded, tensors, lease), filled, self._not_converted)
-
-    def _drop_body(self) -> None:
-        """The tensors are elsewhere: what was collected makes way for others, long before the model has answered."""
-        self.body, self._inflation = CollectedBody(), None
-        self._drop_collected()
 
     def _not_converted(self, error: Exception) -> None:
         self._job = None
@@ -386,8 +209,8 @@ class Exchange:
             self._answer_defect()
 
     def _send(self, decoded: DecodedRequest, inputs: tuple[Tensor, ...]) -> None:
-        if self._collected_byte_size:
-            self._drop_body()
+        self.reception.drop_body()
+        leases = [*self.reception.take_leases(), *self._leases]
         submitter = self._serving.submitter
         self._request_id = submitter.next_id()
         record = Submit(
@@ -409,7 +232,8 @@ class Exchange:
         if self._trace is not None:
             self._trace.client_id = decoded.id
             self._trace.stamp("REQUEST_START")
-        submitter.submit(record, self._leases, self._completed)
+        self._leases = leases
+        submitter.submit(record, leases, self._completed)
         self._leases = []
         self.phase = Phase.SUBMITTED
 
@@ -522,13 +346,12 @@ class Exchange:
         if self._request_id:
             self._serving.submitter.cancel(self._request_id)
         self._give_back()
-        for transformation in (self._inflation, self._deflation):
-            if transformation is not None:
-                transformation.drop()
+        if self._deflation is not None:
+            self._deflation.drop()
         self.written()
 
     def _give_back(self) -> None:
-        self._drop_collected()
+        self.reception.drop()
         leases, self._leases = self._leases, []
         for lease in leases:
             self._serving.submitter.give_back(lease)

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from daemon import inference
 from daemon.http import generate_codec
 from daemon.http.event_stream import EventStream, while_connected
-from daemon.http.exchange import Serving
+from daemon.http.serving import Serving
 from daemon.http.whole_body import read_body
 from daemon.inference import Answer, InferenceRequest
 from shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported

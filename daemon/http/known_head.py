@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from daemon.http.exchange import InferHead
+from daemon.http.message_head import InferHead
 
 #: Longer heads are not worth remembering with every connection.
 _MAX_HEAD = 2048

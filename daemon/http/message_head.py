@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 import urllib.parse
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from daemon.http.compression import answer_coding, request_coding
-from daemon.http.exchange import InferHead
 from daemon.http.infer_route import InferRoute
 from shm.errors import InvalidArgument, ServingError, Unsupported
 
@@ -19,6 +19,28 @@ Fields = Sequence[tuple[bytes, bytes]]
 
 #: A request target: its path, absolute or not, and its query. Anything else ("*") is a path that nobody serves.
 _TARGET = re.compile(rb"(?:https?://[^/?]*)?(/[^?#]*)(?:\?([^#]*))?.*", re.IGNORECASE | re.DOTALL)
+
+
+@dataclass(slots=True)
+class InferHead:
+    """What the request line and headers said."""
+
+    model: str
+    version: int
+    #: None: chunked.
+    content_length: int | None
+    #: Value of Inference-Header-Content-Length; None: the body is JSON alone.
+    json_size: int | None
+    keep_alive: bool
+    #: What is wrong with it already.
+    error: ServingError | None = None
+    #: The header line of the answer that says that the connection stays, where that is not understood.
+    keep_alive_line: bytes = b""
+    #: How the body is compressed, "" if it is not, and how the answer shall be.
+    coding: str = ""
+    accepts: str = ""
+    #: Headers that are parameters of the request, and beat those of the body.
+    forwarded: dict[str, str] | None = None
 
 
 def refusal(version: str, fields: Fields) -> tuple[int, str] | None:

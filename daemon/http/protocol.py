@@ -26,9 +26,11 @@ from daemon.http import message_head
 from daemon.http.answer_order import AnswerOrder
 from daemon.http.body import PlacedBody, TextBody
 from daemon.http.direct_body import DirectBody
-from daemon.http.exchange import Exchange, InferHead, Phase, Serving
+from daemon.http.exchange import Exchange, Phase
 from daemon.http.infer_route import InferRoute, InferRoutes
 from daemon.http.known_head import KnownHead, learn
+from daemon.http.message_head import InferHead
+from daemon.http.serving import Serving
 from shm.errors import ServingError
 
 _log = logging.getLogger(__name__)
@@ -97,8 +99,11 @@ class InferProtocol(AnswerOrder):
             return
         receiving = self._receiving
         if isinstance(receiving, Exchange):
-            if isinstance(receiving.body, PlacedBody | TextBody) and len(receiving.body.rest()) >= DIRECT_BYTE_SIZE:
-                self._direct = DirectBody(self, self.transport, receiving.body)
+            if (
+                isinstance(body := receiving.reception.body, PlacedBody | TextBody)
+                and len(body.rest()) >= DIRECT_BYTE_SIZE
+            ):
+                self._direct = DirectBody(self, self.transport, body)
                 self._direct.start()
         elif (
             between
@@ -116,7 +121,7 @@ class InferProtocol(AnswerOrder):
         exchange = Exchange(self.serving, known.meaning, self._write_answer, self._answered, self._pause_reading)
         self._order.append(exchange)
         exchange.begin()
-        exchange.receive(data[len(known.head) :])
+        exchange.reception.receive(data[len(known.head) :])
         exchange.complete()
         exchange.take_turn()
 
@@ -288,10 +293,10 @@ class InferProtocol(AnswerOrder):
         self._barren_size = 0
         if isinstance(receiving, Exchange):
             limit = self.serving.options.http.max_body_byte_size
-            if receiving.received + len(body) > limit:
+            if receiving.reception.received + len(body) > limit:
                 self._refuse(413, f"the request body has more than {limit} bytes, at most {limit} are allowed")
             else:
-                receiving.receive(body)
+                receiving.reception.receive(body)
         elif receiving is not None and not receiving.response_complete:
             super().on_body(body)
 

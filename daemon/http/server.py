@@ -16,10 +16,10 @@ from daemon.access import http_access
 from daemon.endpoints import Endpoints
 from daemon.forwarding import Forwarding
 from daemon.front import Front
-from daemon.http.exchange import Serving
 from daemon.http.generate import Generation
 from daemon.http.protocol import InferProtocol, protocol_for
 from daemon.http.routes import Routes
+from daemon.http.serving import Serving
 
 _log = logging.getLogger(__name__)
 _CHECK_SECONDS = 1.0

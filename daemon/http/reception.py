@@ -1,0 +1,214 @@
+"""The body of one inference request while it arrives: where it goes, what it may take, and when it is there.
+
+begin ─▶ receive, receive, ... ─▶ complete ─▶ ready: whole, inflated and placed
+           │ compressed: inflated in steps, in turns of the loop            │ or refused, with ``error``
+           ╰ waits for room in the arena: the socket is not read meanwhile ─╯
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from daemon.http.body import Body, CollectedBody, PlacedBody, TextBody
+from daemon.http.compression import Inflation
+from daemon.http.message_head import InferHead
+from daemon.http.serving import Serving
+from shm.arena import Lease
+from shm.errors import InvalidArgument, ServingError, Unavailable
+
+#: Bodies up to this size are collected; larger binary ones of known length go straight into the arena.
+COLLECT_BYTE_SIZE = 4096
+#: Larger JSON of known length goes straight into memory of its own.
+COLLECT_JSON_BYTE_SIZE = 64 << 10
+
+
+class Reception:
+    """Owns the body and what it lies in until ``take_leases`` or ``drop``.
+
+    Args:
+      pause: stop (True) and go on (False) reading from the socket.
+      progressed: it may have become ``ready`` outside of a call of its owner's.
+    """
+
+    __slots__ = (
+        "_collected_byte_size",
+        "_dropped",
+        "_head",
+        "_inflating",
+        "_inflation",
+        "_leases",
+        "_pause",
+        "_progressed",
+        "_serving",
+        "_waits_for_room",
+        "_whole",
+        "body",
+        "error",
+    )
+
+    def __init__(
+        self, serving: Serving, head: InferHead, pause: Callable[[bool], None], progressed: Callable[[], None]
+    ) -> None:
+        self._serving = serving
+        self._head = head
+        self._pause = pause
+        self._progressed = progressed
+        self.body: Body = CollectedBody()
+        #: What is wrong with the request; the rest of its body is only counted.
+        self.error: ServingError | None = None
+        self._leases: list[Lease] = []
+        #: The body will be placed, and there is no room for it yet.
+        self._waits_for_room = False
+        #: What of ``Serving.collected_byte_size`` is this body's.
+        self._collected_byte_size = 0
+        #: Of a compressed body, and whether its next step is due.
+        self._inflation: Inflation | None = None
+        self._inflating = False
+        self._whole = False
+        self._dropped = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether everything came and lies where it is decoded."""
+        return self._whole and not self._inflating and not self._waits_for_room
+
+    @property
+    def received(self) -> int:
+        """Bytes of the body that came, as they came."""
+        return self.body.received if self._inflation is None else self._inflation.received
+
+    # ---------------------------------------------------------------------------------------------------------- place
+
+    def begin(self) -> None:
+        """Prepares a place. Raises InvalidArgument, Unavailable: the head promises what cannot be."""
+        length, json_size = self._head.content_length, self._head.json_size
+        if self._head.coding:
+            assert isinstance(self.body, CollectedBody)
+            self._inflation = Inflation(self._head.coding, self.body, self._serving.options.http.max_body_byte_size)
+            return
+        if json_size is not None and length is not None and not 0 <= json_size <= length:
+            raise InvalidArgument(f"inference header size should be in range (0, {length}), got: {json_size}")
+        if length is not None and json_size is not None and length > COLLECT_BYTE_SIZE:
+            self._borrow(length, json_size)
+        elif length is not None and json_size is None and length > COLLECT_JSON_BYTE_SIZE:
+            self._collect(length)
+            self.body = TextBody(length)
+
+    def _borrow(self, length: int, json_size: int) -> None:
+        submitter = self._serving.submitter
+        size = PlacedBody.lease_size(length)
+        lease = submitter.loan(size)
+        if lease is not None:
+            self._leases.append(lease)
+            self.body = PlacedBody(lease, length, json_size)
+            return
+        self._waits_for_room = True
+        self._pause(True)
+
+        def granted(lease: Lease | ServingError) -> None:
+            self._waits_for_room = False
+            if isinstance(lease, ServingError):
+                self.error = lease
+            elif self._dropped:
+                submitter.give_back(lease)
+                return
+            else:
+                self._leases.append(lease)
+                placed = PlacedBody(lease, length, json_size)
+                placed.write(self.body.whole() if isinstance(self.body, CollectedBody) else b"")
+                self._drop_collected()
+                self.body = placed
+            self._pause(False)
+            self._progressed()
+
+        submitter.wait_for_room(size, granted)
+
+    def _collect(self, byte_size: int) -> None:
+        """Counts so many bytes more. Raises Unavailable: all connections together would collect too many."""
+        serving, limit = self._serving, self._serving.options.http.max_collected_byte_size
+        if serving.collected_byte_size + byte_size > limit:
+            raise Unavailable(
+                f"{serving.collected_byte_size} bytes of request bodies are being collected and {byte_size} more came, "
+                f"at most {limit} are allowed"
+            )
+        serving.collected_byte_size += byte_size
+        self._collected_byte_size += byte_size
+
+    # -------------------------------------------------------------------------------------------------------- receive
+
+    def receive(self, chunk: bytes) -> None:
+        """A piece of the body; of a refused request it is only counted."""
+        if self._inflation is not None:
+            self._inflation.feed(chunk) if self.error is None else self._inflation.skip(chunk)
+            if not self._inflating:
+                self._inflate()
+            return
+        body, byte_size = self.body, len(chunk)
+        if type(body) is CollectedBody and body.received + byte_size > COLLECT_BYTE_SIZE and self.error is None:
+            try:
+                self._collect(body.received + byte_size - self._collected_byte_size)
+            except ServingError as error:
+                self.error = error
+                self.drop_body()
+                self.body.received = body.received
+        if self.error is None:
+            self.body.write(chunk)
+        else:
+            self.body.received += byte_size
+
+    def complete(self) -> None:
+        """The body is whole."""
+        self._whole = True
+        if self._inflation is not None and not self._inflating:
+            self._inflate()
+
+    def _inflate(self) -> None:
+        """A step of it. The next one comes after whatever else waits for the loop, and no more is read meanwhile."""
+        was_inflating, self._inflating = self._inflating, False
+        if self._dropped or self._inflation is None:
+            return
+        try:
+            more = self.error is None and self._inflation.step()
+            if self.error is None and self.body.received > COLLECT_BYTE_SIZE:
+                self._collect(self.body.received - self._collected_byte_size)
+            if more:
+                self._inflating = True
+                if not was_inflating:
+                    self._pause(True)
+                asyncio.get_running_loop().call_soon(self._inflate)
+                return
+            if self.error is None and self._whole:
+                self._inflation.finish()
+        except ServingError as error:
+            self._inflation.drop()
+            self.error = error
+        if was_inflating:
+            self._pause(False)
+        self._progressed()
+
+    # ----------------------------------------------------------------------------------------------------------- leave
+
+    def take_leases(self) -> list[Lease]:
+        """Where the body lies in the arena; from now on its taker gives that back."""
+        leases, self._leases = self._leases, []
+        return leases
+
+    def drop_body(self) -> None:
+        """The tensors are elsewhere: what was collected makes way for others, long before the model has answered."""
+        if self._collected_byte_size:
+            self.body, self._inflation = CollectedBody(), None
+            self._drop_collected()
+
+    def drop(self) -> None:
+        """Nobody decodes it any more: whatever it takes is given back."""
+        self._dropped = True
+        self._drop_collected()
+        if self._inflation is not None:
+            self._inflation.drop()
+        for lease in self.take_leases():
+            self._serving.submitter.give_back(lease)
+
+    def _drop_collected(self) -> None:
+        self._serving.collected_byte_size -= self._collected_byte_size
+        self._collected_byte_size = 0
