@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from bench import closed_loop, cuda_regions, memory, plot, processor
+from bench import closed_loop, cuda_regions, memory, plot, processor, regions
 from bench.server import serving
 
 OURS = "127.0.0.1:18100"
 OURS_GRPC = "127.0.0.1:18101"
 PEER = "127.0.0.1:18000"
 #: The rows issue by issue; compare.py knows what each one is.
-ROWS = "small-http-c1,small-http-c4,small-http-c16,small-http-shm-c16,1MiB-http-c1,16MiB-http-c1,16MiB-http-shm-c1,mlp-http-c32"
+ROWS = "small-http-c1,small-http-c4,small-http-c16,small-http-shm-c16,1MiB-http-c1,16MiB-http-c1,16MiB-http-shm-c1"
+ROWS += ",16MiB-http-shm-c4,mlp-http-c32"
 
 
 def main() -> int:
@@ -38,14 +40,19 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where compare.py writes every figure")
     parser.add_argument("--plot", type=Path, help="draws the ratios of a run with --peer: FILE.svg or FILE.png")
     parser.add_argument("--logs", type=Path, default=Path("/tmp"), help="where the servers' logs go")
+    parser.add_argument(
+        "--access", choices=("guarded", "snapshot"), default="guarded", help="how tensord uses the clients' regions"
+    )
     arguments = parser.parse_args()
 
+    os.environ["TENSORD_REGIONS_ACCESS"] = arguments.access
     tensord = [sys.executable, "-m", "daemon", "serve", "--config", "bench/serve.toml"]
     with contextlib.ExitStack() as stack:
         pid = stack.enter_context(serving(tensord, OURS, arguments.logs / "bench-tensord.log"))
         memory.report(pid)
         if arguments.peer is None:
             closed_loop.report(OURS, arguments.seconds, arguments.rounds)
+            regions.report(OURS, arguments.seconds, arguments.rounds)
             cuda_regions.report(OURS, arguments.seconds)
             return processor.report(pid, OURS, arguments.seconds)
         peer = arguments.peer.resolve()

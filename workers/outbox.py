@@ -79,7 +79,8 @@ class Outbox:
         try:
             completion = complete(request, result, version.signature, version.version, self._options.inline_byte_size)
         except ServingError as error:
-            return error
+            # Its frames would be a cycle with the result they become, and keep a client's mapping until the collector comes by.
+            return error.with_traceback(None)
         except Exception as error:  # an array no one expected: this request's answer, nobody else's
             _log.exception("placing the outputs of model '%s' failed", version.name)
             return Internal(f"the outputs of model '{version.name}' could not be placed: {type(error).__name__}")

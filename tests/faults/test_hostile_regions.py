@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -16,7 +19,7 @@ from tritonclient.utils import InferenceServerException
 
 from shm import guard
 from tests import repositories
-from tests.daemon_process import DaemonProcess
+from tests.daemon_process import ROOT, DaemonProcess, wait_until
 from tests.faults.load import CheckedLoad
 
 pytestmark = pytest.mark.skipif(not guard.available, reason="the C extension was not built")
@@ -131,3 +134,200 @@ def test_truncated_and_grown_all_the_time(daemon: DaemonProcess) -> None:
     assert {worker.pid for worker in daemon.workers} == workers
     assert load.errors == []
     assert load.wrong == 0
+
+
+@pytest.mark.parametrize("access", ["guarded", "snapshot"])
+def test_an_attacker_with_every_trick(start_daemon: Callable[..., DaemonProcess], tmp_path: Path, access: str) -> None:
+    """
+    1. An attacker truncates, punches, rewrites, unlinks and re-creates its objects while it uses them; registers names that are
+       not its own, wrong offsets, and regions beyond its quota. Four other clients work meanwhile, one with a region of its own.
+    Result: the others get right answers only; no worker dies; the attacker's errors are clear and tell nothing; what it was not
+    given is not there; afterwards nothing is left.
+    """
+    repository = repositories.echo_models(tmp_path / "repository")
+    repositories.scale_model(repository)
+    daemon = start_daemon(repository, regions={"access": access, "max_owner_count": 64})
+    daemon.wait_ready()
+    (worker,) = daemon.workers
+    messages: list[str] = []
+    with (
+        httpclient.InferenceServerClient(daemon.url) as client,
+        CheckedLoad(daemon, 4) as load,
+        hostile_object(client) as (honest, _),
+    ):
+        mappings, fds = len(worker.memory_maps(grouped=False)), worker.num_fds()
+        with hostile_object(client) as (region, path):
+            stop = threading.Event()
+            attacker = threading.Thread(target=_torment, args=(path, stop))
+            attacker.start()
+            for _ in range(100):
+                try:
+                    client.infer("echo_fp32", [whole(region)])
+                except InferenceServerException as error:
+                    messages.append(error.message())
+                    client.unregister_system_shared_memory(region)
+                    with contextlib.suppress(InferenceServerException):
+                        client.register_system_shared_memory(region, "/" + region, SIZE)
+                own = client.infer("echo_fp32", [whole(honest)]).as_numpy("y")
+                assert own.tolist() == list(range(SIZE // 4))
+            stop.set()
+            attacker.join()
+            for key, offset, size in [
+                ("/../etc/passwd", 0, 64),
+                ("/sem.victim", 0, 64),
+                ("/proc/self/mem", 0, 64),
+                ("/memfd:tensord", 0, 64),
+                ("/tensord-test-nobody-has-this", 0, 64),
+                ("/" + honest, 2**62, 4096),
+                ("/" + honest, 4096, SIZE),
+            ]:
+                with pytest.raises(InferenceServerException) as refused:
+                    client.register_system_shared_memory("bad", key, size, offset)
+                messages.append(refused.value.message())
+        refusals = []
+        for number in range(3000):
+            try:
+                client.register_system_shared_memory(f"many-{number}", "/" + honest, 4096)
+            except InferenceServerException as error:
+                refusals.append(error.message())
+        assert len(refusals) == 3000 - 63
+        assert all("64 regions are registered by this client's user or host, at most 64" in text for text in refusals)
+        assert len(client.get_system_shared_memory_status()) == 64
+        for number in range(63):
+            client.unregister_system_shared_memory(f"many-{number}")
+        assert client.infer("echo_fp32", [whole(honest)]).as_numpy("y").tolist() == list(range(SIZE // 4))
+        assert [entry["name"] for entry in client.get_system_shared_memory_status()] == [honest]
+        # A batch of the load may be under way: its lane's segments come and go, clients' objects do not.
+        # The last one goes with the last result that used it.
+        wait_until(
+            lambda: not any(region in entry.path for entry in worker.memory_maps(grouped=False)),
+            "the attacker's mappings to be gone",
+            daemon,
+        )
+        assert abs(len(worker.memory_maps(grouped=False)) - mappings) <= 16
+        assert abs(worker.num_fds() - fds) <= 4
+    assert [found.pid for found in daemon.workers] == [worker.pid]
+    assert messages
+    for message in messages:
+        assert "Traceback" not in message
+        assert "/dev/shm" not in message
+        assert "/proc/" not in message or "/proc/self/mem" in message
+    assert load.errors == []
+    assert load.wrong == 0
+    assert load.answers
+
+
+def _torment(path: Path, stop: threading.Event) -> None:
+    """Does to an object of ours what an owner may do."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    punch = 0x03  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, linux/falloc.h
+    while not stop.is_set():
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        os.ftruncate(fd, SIZE)
+        os.pwrite(fd, os.urandom(4096), 0)
+        libc.fallocate(fd, punch, ctypes.c_long(0), ctypes.c_long(SIZE // 2))
+        os.ftruncate(fd, 100)
+        os.close(fd)
+        path.unlink(missing_ok=True)
+
+
+#: Runs in a mount namespace of its own, in which /dev/shm holds 4 MiB.
+FULL = """
+import sys
+from pathlib import Path
+import numpy as np, tritonclient.http as httpclient
+from tritonclient.utils import InferenceServerException
+from tests import repositories
+from tests.daemon_process import ROOT, DaemonProcess, wait_until
+
+folder, access = Path(sys.argv[1]), sys.argv[2]
+sparse = Path("/dev/shm/tensord-test-sparse")
+sparse.touch()
+import os
+os.truncate(sparse, 16 << 20)
+Path("/dev/shm/tensord-test-filler").write_bytes(bytes((4 << 20) - 65536))
+with DaemonProcess(folder, [repositories.echo_models(folder / "r")], {"regions": {"access": access}}) as daemon:
+    daemon.wait_ready()
+    workers = [worker.pid for worker in daemon.workers]
+    with httpclient.InferenceServerClient(daemon.url) as client:
+        client.register_system_shared_memory("sparse", "/tensord-test-sparse", 16 << 20)
+        given = httpclient.InferInput("x", [1 << 20], "FP32")
+        given.set_data_from_numpy(np.ones(1 << 20, np.float32))
+        wanted = httpclient.InferRequestedOutput("y")
+        wanted.set_shared_memory("sparse", 4 << 20)
+        try:
+            client.infer("echo_fp32", [given], outputs=[wanted])
+        except InferenceServerException as error:
+            print("refused:", error.message())
+        assert client.infer("echo_fp32", [given]).as_numpy("y").all()
+        client.unregister_system_shared_memory("sparse")
+        Path("/dev/shm/tensord-test-filler").unlink()
+        client.register_system_shared_memory("sparse", "/tensord-test-sparse", 4 << 20)
+        try:
+            client.infer("echo_fp32", [given], outputs=[wanted])
+        except InferenceServerException as error:
+            print("refused again:", error.message())
+        client.unregister_system_shared_memory("sparse")
+    assert [worker.pid for worker in daemon.workers] == workers
+    print("alive")
+"""
+
+
+@pytest.mark.parametrize("access", ["guarded", "snapshot"])
+def test_a_full_dev_shm(tmp_path: Path, access: str) -> None:
+    """
+    1. /dev/shm is full; a sparse region is named for an output. 2. There is room again, and the region is registered again.
+    Result: an error that says that memory was missing, then a good answer; the worker is the same all the time.
+    """
+    (tmp_path / "daemon").mkdir()
+    mount = 'mount -t tmpfs -o size=4m tmpfs /dev/shm || exit 77; exec "$@"'
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", mount, "sh", sys.executable, "-c", FULL, str(tmp_path / "daemon"), access],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    if done.returncode == 77 or "unshare failed" in done.stderr or "Operation not permitted" in done.stderr:
+        pytest.skip("a mount namespace of our own is not allowed here")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "alive"
+    assert lines[0].startswith("refused:")
+    assert "memory" in lines[0]
+    assert len(lines) == 2
+
+
+def test_a_thousand_rounds_leave_nothing(daemon: DaemonProcess) -> None:
+    """
+    1. A region is registered, used both ways, unregistered, a thousand times after a hundred to warm up.
+    Result: as many descriptors and mappings as before; resident memory within what the allocators keep.
+    """
+    (worker,) = daemon.workers
+    with httpclient.InferenceServerClient(daemon.url) as client:
+
+        def rounds(count: int) -> None:
+            for _ in range(count):
+                with hostile_object(client) as (region, path):
+                    wanted = httpclient.InferRequestedOutput("y")
+                    wanted.set_shared_memory(region, SIZE // 2, offset=SIZE // 2)
+                    half = httpclient.InferInput("x", [SIZE // 8], "FP32")
+                    half.set_shared_memory(region, SIZE // 2)
+                    client.infer("echo_fp32", [half], outputs=[wanted])
+                    content = path.read_bytes()
+                    assert content[: SIZE // 2] == content[SIZE // 2 :]
+
+        def held() -> tuple[list[int], list[int], int]:
+            family = daemon.family()
+            maps = [len(process.memory_maps(grouped=False)) for process in family]
+            return [process.num_fds() for process in family], maps, worker.memory_info().rss
+
+        rounds(100)
+        fds, maps, resident = held()
+        rounds(1000)
+        fds_after, maps_after, resident_after = held()
+    assert fds_after == fds
+    # An arena of an allocator is a mapping or two; a thousand regions would be a thousand.
+    assert all(after - before <= 16 for before, after in zip(maps, maps_after, strict=True)), (maps, maps_after)
+    assert resident_after - resident < 8 << 20

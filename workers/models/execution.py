@@ -91,7 +91,8 @@ def run(model: Model, execution: Execution) -> None:
 
 def _own(model: Model, error: BaseException) -> ServingError:
     if isinstance(error, ServingError):
-        return error
+        # Without the frames: they hold the requests, and the result they become holds them.
+        return error.with_traceback(None)
     _log.error("%s", model.describe(error), exc_info=error)
     return Internal(model.describe(error))
 
