@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from dataclasses import dataclass, field
 
 from daemon.submit import OnCompletion, Submitter
+from daemon.tracer import Trace
 from shm.arena import Lease
 from shm.errors import ServingError, from_code
 from shm.lane import SubmitterLane
@@ -47,6 +48,8 @@ class InferenceRequest:
     sequence_end: bool = False
     #: CLOCK_MONOTONIC; a request that still queues then is not run. 0: none.
     deadline_ns: int = 0
+    #: Where it is a sampled one. Whoever answers ends it.
+    trace: Trace | None = None
 
 
 class Inference:
@@ -83,7 +86,7 @@ class Inference:
 
     def send(self, lease: Lease | None) -> None:
         """Puts the tensors into their places and submits. Raises Unavailable: too many are in flight; the lease is given back."""
-        request, submitter = self._request, self._submitter
+        request, submitter, trace = self._request, self._submitter, self._request.trace
         request_id = submitter.next_id()
         record = Submit(
             request_id,
@@ -100,7 +103,12 @@ class Inference:
             sequence_id=request.sequence_id,
             sequence_start=request.sequence_start,
             sequence_end=request.sequence_end,
+            trace=0 if trace is None else trace.level,
         )
+        if trace is not None:
+            trace.client_id = request.id
+            trace.stamp("REQUEST_START")
+            self._on_completion = _traced(trace, self._on_completion)
         try:
             submitter.submit(record, () if lease is None else (lease,), self._on_completion)
         except ServingError:
@@ -130,6 +138,17 @@ def begin(submitter: Submitter, request: InferenceRequest, on_completion: OnComp
     else:
         submitter.wait_for_room(size, inference.granted)
     return inference
+
+
+def _traced(trace: Trace, on_completion: OnCompletion) -> OnCompletion:
+    """The same, after the trace has learned of the last answer."""
+
+    def completed(completion: Completion, lane: SubmitterLane | None) -> None:
+        if completion.final:
+            trace.completed(completion)
+        on_completion(completion, lane)
+
+    return completed
 
 
 def _placed(request: InferenceRequest, lease: Lease | None, inline: int) -> Iterator[Tensor]:

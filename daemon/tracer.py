@@ -132,9 +132,9 @@ class Trace:
         """For ``Submit.trace``."""
         return self._sampler.level
 
-    def stamp(self, name: str) -> None:
-        """Something happened now."""
-        self._stamps.append((time.monotonic_ns(), name))
+    def stamp(self, name: str, ns: int = 0) -> None:
+        """Something happened, then or now."""
+        self._stamps.append((ns or time.monotonic_ns(), name))
 
     def completed(self, completion: Completion) -> None:
         """The worker's part of it, and the end of the request itself."""

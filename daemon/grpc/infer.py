@@ -8,7 +8,9 @@ answer like others there (``error_message``) and the stream goes on, unless its 
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
+from collections.abc import Callable
 
 from daemon.forwarding import Forwarding
 from daemon.grpc import response_codec
@@ -17,6 +19,7 @@ from daemon.grpc.request_codec import DecodedHead, Recognised, RefusedRequest
 from daemon.grpc.stream import Buffer, Call, Stream
 from daemon.inference import Inference, InferenceRequest, begin
 from daemon.submit import Submitter
+from daemon.tracer import Trace, Tracer
 from shm.errors import ServingError, Unsupported
 from shm.lane import SubmitterLane
 from shm.messages import Completion
@@ -31,10 +34,16 @@ class Inferring:
     """What both kinds of call need."""
 
     def __init__(
-        self, submitter: Submitter, recognised: Recognised, max_stream_requests: int, forwarding: Forwarding | None
+        self,
+        submitter: Submitter,
+        recognised: Recognised,
+        max_stream_requests: int,
+        forwarding: Forwarding | None,
+        tracer: Tracer,
     ) -> None:
         self.submitter = submitter
         self._forwarding = forwarding
+        self.tracer = tracer
         self.recognised = recognised
         self.max_stream_requests = max_stream_requests
 
@@ -45,6 +54,19 @@ class Inferring:
             # The request's own may be shared with others of the same form.
             request.parameters = {**request.parameters, **self._forwarding.parameters(headers)}
 
+    def sample(self, request: InferenceRequest, waited_ns: int, read_ns: int) -> None:
+        """Traces the request if it is one of those.
+
+        Args:
+          waited_ns: since when its call waited for it, CLOCK_MONOTONIC.
+          read_ns: when it was whole.
+        """
+        trace = request.trace = self.tracer.sample(request.model)
+        if trace is not None:
+            trace.client_id = request.id
+            trace.stamp("GRPC_WAITREAD_START", waited_ns)
+            trace.stamp("GRPC_WAITREAD_END", read_ns)
+
     def unary(self, stream: Stream) -> Call:
         """A ModelInfer."""
         return _UnaryInfer(self, stream)
@@ -53,9 +75,14 @@ class Inferring:
         """A ModelStreamInfer."""
         return _StreamInfer(self, stream)
 
-    def releaser(self, completion: Completion, lane: SubmitterLane) -> _Release | None:
-        """What gives an answer's lease back; None: it has none."""
-        return None if completion.lease is None else _Release(self.submitter, lane, completion.lease)
+    def releaser(
+        self, completion: Completion, lane: SubmitterLane | None, trace: Trace | None
+    ) -> Callable[[], None] | None:
+        """What is due when an answer has left: its lease is given back and, with the last, the trace ends. None: nothing."""
+        release = None
+        if completion.lease is not None and lane is not None:
+            release = _Release(self.submitter, lane, completion.lease)
+        return release if trace is None or not completion.final else _Sent(trace, release)
 
 
 class _Release:
@@ -70,10 +97,26 @@ class _Release:
         self._submitter.release(self._lane, self._key)
 
 
+class _Sent:
+    """Ends a trace."""
+
+    __slots__ = ("_release", "_trace")
+
+    def __init__(self, trace: Trace, release: _Release | None) -> None:
+        self._trace, self._release = trace, release
+        trace.stamp("GRPC_SEND_START")
+
+    def __call__(self) -> None:
+        if self._release is not None:
+            self._release()
+        self._trace.stamp("GRPC_SEND_END")
+        self._trace.end()
+
+
 class _UnaryInfer(Call):
     """One request, one answer."""
 
-    __slots__ = ("_inference", "_inferring", "_message", "_request", "_stream")
+    __slots__ = ("_inference", "_inferring", "_message", "_request", "_stream", "_waits_since")
 
     def __init__(self, inferring: Inferring, stream: Stream) -> None:
         self._inferring = inferring
@@ -81,6 +124,8 @@ class _UnaryInfer(Call):
         self._message: Buffer | None = None
         self._request: InferenceRequest | None = None
         self._inference: Inference | None = None
+        #: CLOCK_MONOTONIC ns, if it may be traced.
+        self._waits_since = time.monotonic_ns() if inferring.tracer.on else 0
 
     def message(self, content: Buffer) -> None:
         if self._message is not None:
@@ -94,18 +139,21 @@ class _UnaryInfer(Call):
         if message is None:
             stream.finish(INTERNAL, "a unary call has one request message")
             return
+        read_ns = time.monotonic_ns() if self._waits_since else 0
         try:
             _, request, decoupled = inferring.recognised.decode(message)
             inferring.forward(stream, request)
             if decoupled:
                 raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
-            request.deadline_ns = stream.deadline_ns
             self._request = request
+            if read_ns:
+                inferring.sample(request, self._waits_since, read_ns)
+            request.deadline_ns = stream.deadline_ns
             self._inference = begin(inferring.submitter, request, self._completed)
         except RefusedRequest as refused:
             stream.finish(number(refused.error), refused.error.message)
         except ServingError as error:
-            stream.finish(number(error), error.message)
+            self._refuse(number(error), error.message)
 
     def abandoned(self) -> None:
         if self._inference is not None:
@@ -113,11 +161,11 @@ class _UnaryInfer(Call):
 
     def _completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
         if completion.code:
-            self._stream.finish(number(completion.code), completion.message)
+            self._refuse(number(completion.code), completion.message)
             return
         assert lane is not None
         assert self._request is not None
-        release = self._inferring.releaser(completion, lane)
+        release = self._inferring.releaser(completion, lane, self._request.trace)
         try:
             parts = response_codec.encode(completion, self._request.model, self._request.id, lane.view)
         except Exception:
@@ -127,6 +175,11 @@ class _UnaryInfer(Call):
             self._stream.finish(INTERNAL, _DEFECT)
             return
         self._stream.answer(parts, release)
+
+    def _refuse(self, code: int, message: str) -> None:
+        if self._request is not None and self._request.trace is not None:
+            self._stream.send_later(_Sent(self._request.trace, None))
+        self._stream.finish(code, message)
 
 
 class _Asked:
@@ -155,6 +208,8 @@ class _StreamInfer(Call):
         #: Messages that came before there was room for them; bounded by the stream's window.
         self._waiting: deque[Buffer] = deque()
         self._half_closed = False
+        #: For its next message, CLOCK_MONOTONIC ns; 0: none was traced so far.
+        self._waits_since = time.monotonic_ns() if inferring.tracer.on else 0
         self._grpc_errors = ("triton_grpc_error", "true") in stream.head.metadata
 
     def message(self, content: Buffer) -> None:
@@ -180,6 +235,7 @@ class _StreamInfer(Call):
         if completion.final:
             self._in_flight.discard(asked)
         request = asked.request
+        sent = self._inferring.releaser(completion, lane, request.trace)
         if completion.code:
             self._refused(
                 number(completion.code),
@@ -188,10 +244,11 @@ class _StreamInfer(Call):
                 # Only what a version has answered is an error of the model.
                 request.model if completion.version else "",
                 (not asked.decoupled or completion.final) if completion.version else None,
+                sent,
             )
         else:
             assert lane is not None
-            self._answered(asked, completion, lane)
+            self._answered(asked, completion, lane, sent)
         self._go_on()
 
     # ------------------------------------------------------------------------------------------------- requests
@@ -200,6 +257,9 @@ class _StreamInfer(Call):
         return len(self._in_flight) < self._inferring.max_stream_requests and self._stream.unsent_size < _MAX_UNSENT
 
     def _ask(self, content: Buffer) -> None:
+        waited_ns, read_ns = self._waits_since, 0
+        if self._inferring.tracer.on:
+            read_ns = self._waits_since = time.monotonic_ns()
         try:
             decoded, request, decoupled = self._inferring.recognised.decode(content)
         except RefusedRequest as refused:
@@ -209,10 +269,13 @@ class _StreamInfer(Call):
         asked = _Asked(self, decoded, request, decoupled)
         try:
             self._inferring.forward(self._stream, request)
+            if read_ns:
+                self._inferring.sample(request, waited_ns or read_ns, read_ns)
             asked.inference = begin(self._inferring.submitter, request, asked.completed)
             self._in_flight.add(asked)
         except ServingError as error:
-            self._refused(number(error), error.message, request.id)
+            sent = None if request.trace is None else _Sent(request.trace, None)
+            self._refused(number(error), error.message, request.id, sent=sent)
 
     def _go_on(self) -> None:
         """Takes what waited, now that there may be room, and lets the client send more."""
@@ -229,34 +292,42 @@ class _StreamInfer(Call):
 
     # -------------------------------------------------------------------------------------------------- answers
 
-    def _answered(self, asked: _Asked, completion: Completion, lane: SubmitterLane) -> None:
+    def _answered(
+        self, asked: _Asked, completion: Completion, lane: SubmitterLane, sent: Callable[[], None] | None
+    ) -> None:
         request = asked.request
-        release = self._inferring.releaser(completion, lane)
         if asked.decoupled and completion.final and not completion.outputs:
             if asked.decoded.empty_final:
-                self._send([response_codec.empty_final(request.model, completion.version, request.id)])
-            if release is not None:
-                release()
+                self._send([response_codec.empty_final(request.model, completion.version, request.id)], sent)
+            elif sent is not None:
+                sent()
             return
         try:
             parts = response_codec.encode(completion, request.model, request.id, lane.view, completion.final)
         except Exception:
             _log.exception("an answer of model '%s' could not be written", request.model)
-            if release is not None:
-                release()
-            self._refused(INTERNAL, _DEFECT, request.id)
+            self._refused(INTERNAL, _DEFECT, request.id, sent=sent)
             return
-        self._stream.send(response_codec.streamed(parts), release)
-        self._notice_backlog()
+        self._send(response_codec.streamed(parts), sent)
 
-    def _refused(self, code: int, message: str, client_id: str, model: str = "", final: bool | None = None) -> None:
+    def _refused(
+        self,
+        code: int,
+        message: str,
+        client_id: str,
+        model: str = "",
+        final: bool | None = None,
+        sent: Callable[[], None] | None = None,
+    ) -> None:
         if self._grpc_errors:
+            if sent is not None:
+                self._stream.send_later(sent)
             self._stream.refuse(code, message)
             return
-        self._send([response_codec.streamed_error(message, client_id, model, final)])
+        self._send([response_codec.streamed_error(message, client_id, model, final)], sent)
 
-    def _send(self, parts: list[Buffer]) -> None:
-        self._stream.send(parts)
+    def _send(self, parts: list[Buffer], sent: Callable[[], None] | None = None) -> None:
+        self._stream.send(parts, sent)
         self._notice_backlog()
 
     def _notice_backlog(self) -> None:

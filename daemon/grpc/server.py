@@ -43,6 +43,7 @@ class GrpcFront(Front):
             Recognised(self.table),
             options.grpc.max_stream_requests,
             Forwarding(pattern) if pattern else None,
+            self.tracer,
         )
         methods = {
             **dict(Management(endpoints).methods()),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import json
+import queue
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tritonclient.grpc as grpcclient
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
@@ -29,6 +31,7 @@ STAMPS = [
     "HTTP_SEND_START",
     "HTTP_SEND_END",
 ]
+GRPC_STAMPS = [name.replace("HTTP_RECV", "GRPC_WAITREAD").replace("HTTP_SEND", "GRPC_SEND") for name in STAMPS]
 OFF = {"trace_level": ["OFF"], "trace_rate": None, "trace_count": None, "log_frequency": None}
 
 
@@ -138,3 +141,73 @@ def test_no_path_from_a_client(daemon: DaemonProcess, client: triton.InferenceSe
     with pytest.raises(InferenceServerException, match="can not be updated through network protocol"):
         client.update_trace_settings(settings={"trace_file": str(daemon.folder / "mine")})
     assert not (daemon.folder / "mine").exists()
+
+
+def grpc_input(name: str = "x") -> list[grpcclient.InferInput]:
+    tensor = grpcclient.InferInput(name, [1, 4], "FP32")
+    tensor.set_data_from_numpy(np.array([[1, 2, 3, 0.5]], np.float32))
+    return [tensor]
+
+
+def traces_since(daemon: DaemonProcess, before: set[int], count: int) -> list[list[dict[str, Any]]]:
+    """The entries of each new trace, once there are so many, in the order of their requests."""
+    path = daemon.folder / "trace.json"
+    wait_until(lambda: len(written(path).keys() - before) >= count, f"{count} traces", daemon)
+    found = written(path)
+    return [found[number] for number in sorted(found.keys() - before)]
+
+
+def names(entries: list[dict[str, Any]]) -> list[str]:
+    return [stamp["name"] for entry in entries for stamp in entry.get("timestamps", ())]
+
+
+def test_grpc_calls(daemon: DaemonProcess, client: triton.InferenceServerClient) -> None:
+    before = set(written(daemon.folder / "trace.json"))
+    with grpcclient.InferenceServerClient(daemon.grpc_url) as grpc:
+        grpc.infer("scale", grpc_input(), request_id="before")
+        # Through the front that is to heed it: it has it before it answers.
+        grpc.update_trace_settings(settings={"trace_level": ["TIMESTAMPS", "TENSORS"], "trace_rate": "2"})
+        for number in range(4):
+            grpc.infer("scale", grpc_input(), request_id=f"g{number}")
+    traces = traces_since(daemon, before, 2)
+    assert [entries[0]["request_id"] for entries in traces] == ["g1", "g3"]
+    for entries in traces:
+        assert (entries[0]["model_name"], entries[0]["model_version"]) == ("scale", 1)
+        assert names(entries) == GRPC_STAMPS
+        tensors = {entry["activity"]: entry["tensor"]["data"] for entry in entries if "tensor" in entry}
+        assert tensors["TENSOR_QUEUE_INPUT"] == "1.0,2.0,3.0,0.5"
+
+
+def test_a_grpc_error_is_traced_as_far_as_it_came(daemon: DaemonProcess, client: triton.InferenceServerClient) -> None:
+    before = set(written(daemon.folder / "trace.json"))
+    with grpcclient.InferenceServerClient(daemon.grpc_url) as grpc:
+        grpc.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"], "trace_rate": "1"})
+        with pytest.raises(InferenceServerException, match="no_such_input"):
+            grpc.infer("scale", grpc_input("no_such_input"))
+    (entries,) = traces_since(daemon, before, 1)
+    assert names(entries)[:3] == ["GRPC_WAITREAD_START", "GRPC_WAITREAD_END", "REQUEST_START"]
+    assert names(entries)[-3:] == ["REQUEST_END", "GRPC_SEND_START", "GRPC_SEND_END"]
+    assert "COMPUTE_START" not in names(entries)
+
+
+def test_requests_of_a_stream(daemon: DaemonProcess, client: triton.InferenceServerClient) -> None:
+    """Each is traced for itself; the second waited from the first one on."""
+    before = set(written(daemon.folder / "trace.json"))
+    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    with grpcclient.InferenceServerClient(daemon.grpc_url) as grpc:
+        grpc.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"], "trace_rate": "1"})
+        grpc.start_stream(lambda result, error: answers.put((result, error)))
+        for request_id, name in (("s0", "x"), ("s1", "no_such_input"), ("s2", "x")):
+            grpc.async_stream_infer("scale", grpc_input(name), request_id=request_id)
+            _, error = answers.get()
+            assert (error is None) == (name == "x")
+        grpc.stop_stream()
+    first, wrong, last = traces_since(daemon, before, 3)
+    assert [entries[0]["request_id"] for entries in (first, wrong, last)] == ["s0", "s1", "s2"]
+    assert names(first) == names(last) == GRPC_STAMPS
+    assert names(wrong)[-3:] == ["REQUEST_END", "GRPC_SEND_START", "GRPC_SEND_END"]
+    moments = [
+        {stamp["name"]: stamp["ns"] for entry in entries for stamp in entry.get("timestamps", ())}
+        for entries in (first, wrong)
+    ]
+    assert moments[1]["GRPC_WAITREAD_START"] == moments[0]["GRPC_WAITREAD_END"]
