@@ -8,9 +8,11 @@ A client that leaves cancels its request. Source: Triton docs/protocol/extension
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Iterator
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -21,6 +23,7 @@ from daemon.http.event_stream import EventStream, while_connected
 from daemon.http.serving import Serving
 from daemon.http.whole_body import read_body
 from daemon.inference import Answer, InferenceRequest
+from daemon.tracer import Trace
 from shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
 
 _NOT_ONE = (
@@ -37,20 +40,42 @@ class Generation:
 
     async def generate(self, request: Request, model: str, version: int) -> Response:
         """One JSON object. Whatever the model says is wrong is the request's fault: 400."""
-        asked = await self._read(request, model, version)
-        body = await while_connected(request.receive, self._one(asked))
-        return Response(body, media_type="application/json")
+        trace = self._sampled(model, version)
+        with _ended_if_refused(trace):
+            asked = await self._read(request, model, version, trace)
+            body = await while_connected(request.receive, self._one(asked))
+        return _Object(body, None if body is None else trace)
 
     async def generate_stream(self, request: Request, model: str, version: int) -> Response:
         """Events. An error is an event as well, once something was sent."""
-        return _Stream(self._serving, await self._read(request, model, version))
+        trace = self._sampled(model, version)
+        with _ended_if_refused(trace):
+            return _Stream(self._serving, await self._read(request, model, version, trace))
 
-    async def _read(self, request: Request, model: str, version: int) -> InferenceRequest:
+    def _sampled(self, model: str, version: int) -> Trace | None:
+        tracer = self._serving.tracer
+        if tracer is None or not tracer.on:
+            return None
+        self._serving.table.find(model, version)
+        trace = tracer.sample(model)
+        if trace is not None:
+            trace.stamp("HTTP_RECV_START")
+        return trace
+
+    async def _read(self, request: Request, model: str, version: int, trace: Trace | None) -> InferenceRequest:
+        forwarded: dict[str, str] = {}
+        if self._serving.forwarding is not None:
+            forwarded = self._serving.forwarding.parameters(request.scope["tensord.forwarded"])
         state = self._serving.table.find(model, version)
         if request.headers.get("content-encoding", "identity") != "identity":
             raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
         body = await read_body(request, self._serving.options.http.max_body_byte_size)
-        return generate_codec.decode(body, model, version, state.metadata)
+        if trace is not None:
+            trace.stamp("HTTP_RECV_END")
+        asked = generate_codec.decode(body, model, version, state.metadata)
+        asked.parameters.update(forwarded)
+        asked.trace = trace
+        return asked
 
     async def _one(self, asked: InferenceRequest) -> bytes:
         found: list[bytes] = []
@@ -69,6 +94,18 @@ class Generation:
         return found[0]
 
 
+class _Object(Response):
+    """A whole answer."""
+
+    def __init__(self, body: bytes | None, trace: Trace | None) -> None:
+        super().__init__(body, media_type="application/json")
+        self._trace = trace
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with _sending(self._trace):
+            await super().__call__(scope, receive, send)
+
+
 class _Stream(Response):
     """Runs the inference while its answers are sent."""
 
@@ -78,7 +115,8 @@ class _Stream(Response):
         self._asked = asked
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await while_connected(receive, self._run(scope, receive, send))
+        with _ended_if_refused(self._asked.trace):
+            await while_connected(receive, self._run(scope, receive, send))
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with inference.answers(self._serving.submitter, self._asked) as each:
@@ -89,7 +127,8 @@ class _Stream(Response):
             except Internal as error:
                 # The model's own; what was wrong with the request before it ran is no event.
                 status, first = 400, _error(error)
-            await EventStream(self._events(first, each), status)(scope, receive, send)
+            with _sending(self._asked.trace):
+                await EventStream(self._events(first, each), status)(scope, receive, send)
 
     async def _events(self, first: bytes | None, each: AsyncIterator[Answer]) -> AsyncIterator[bytes]:
         if first is not None:
@@ -102,6 +141,28 @@ class _Stream(Response):
 
     def _event(self, answer: Answer) -> bytes:
         return generate_codec.encode(answer, self._asked.model, self._asked.id)
+
+
+@contextlib.contextmanager
+def _ended_if_refused(trace: Trace | None) -> Iterator[None]:
+    """A refusal is written by whoever catches it: the trace ends where it is raised."""
+    try:
+        yield
+    except (ServingError, HTTPException):
+        if trace is not None:
+            trace.end()
+        raise
+
+
+@contextlib.contextmanager
+def _sending(trace: Trace | None) -> Iterator[None]:
+    """While the answer is written; a client that leaves meanwhile leaves no trace."""
+    if trace is not None:
+        trace.stamp("HTTP_SEND_START")
+    yield
+    if trace is not None:
+        trace.stamp("HTTP_SEND_END")
+        trace.end()
 
 
 def _error(error: ServingError) -> bytes:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import queue
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -211,3 +213,25 @@ def test_requests_of_a_stream(daemon: DaemonProcess, client: triton.InferenceSer
         for entries in (first, wrong)
     ]
     assert moments[1]["GRPC_WAITREAD_START"] == moments[0]["GRPC_WAITREAD_END"]
+
+
+def generate(daemon: DaemonProcess, endpoint: str, body: bytes) -> bytes:
+    request = urllib.request.Request(f"http://{daemon.url}/v2/models/scale/{endpoint}", body)
+    with urllib.request.urlopen(request) as answer:
+        content: bytes = answer.read()
+        return content
+
+
+@pytest.mark.parametrize("endpoint", ["generate", "generate_stream"])
+def test_generate(daemon: DaemonProcess, client: triton.InferenceServerClient, endpoint: str) -> None:
+    before = set(written(daemon.folder / "trace.json"))
+    client.update_trace_settings("scale", {"trace_level": ["TIMESTAMPS"], "trace_rate": "1"})
+    assert b'"y":[4.0,7.0,10.0,2.5]' in generate(daemon, endpoint, b'{"id":"g","x":[1,2,3,0.5]}')
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        generate(daemon, endpoint, b'{"x":"no number"}')
+    good, bad = traces_since(daemon, before, 2)
+    assert good[0] == {"id": good[0]["id"], "model_name": "scale", "model_version": 1, "request_id": "g"}
+    assert sorted(names(good)) == sorted(STAMPS)
+    assert names(good)[:3] == STAMPS[:3]
+    assert names(good)[-1] == "HTTP_SEND_END"
+    assert names(bad) == ["HTTP_RECV_START", "HTTP_RECV_END"]

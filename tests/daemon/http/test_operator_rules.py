@@ -104,3 +104,24 @@ def test_a_reserved_name(forwarding: FrontProcess) -> None:
             "Header 'timeout' is reserved for Triton usage and cannot be forwarded.",
         )
         assert parameters(forwarding, client, json_request(b"abc")) == {}
+
+
+@pytest.mark.parametrize("endpoint", [b"generate", b"generate_stream"])
+def test_generate_takes_headers_too(forwarding: FrontProcess, endpoint: bytes) -> None:
+    body = b'{"x":[1,2,3],"x-fwd-a":"p","b":1}'
+    request = post(body).replace(b"/infer ", b"/%b " % endpoint)
+    both = with_header(with_header(request, b"x-fwd-a: h"), b"X-Fwd-B: 2")
+    for asked, expected in (
+        (request, {"x-fwd-a": "p", "b": 1}),
+        (both, {"x-fwd-a": "h", "X-Fwd-B": "2", "b": 1}),
+    ):
+        # Events have no length: each on a connection of its own.
+        with forwarding.client() as client:
+            assert parameters(forwarding, client, asked) == expected
+    with forwarding.client() as client:
+        client.send(with_header(request, b"timeout: 5"))
+        answer = client.answer()
+        assert (answer.status, answer.error) == (
+            400,
+            "Header 'timeout' is reserved for Triton usage and cannot be forwarded.",
+        )
