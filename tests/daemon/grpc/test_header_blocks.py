@@ -1,0 +1,167 @@
+"""Header blocks against the hpack library's encoder: what they mean, when they are known again, and what is refused."""
+
+from __future__ import annotations
+
+import urllib.parse
+
+import hpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daemon.grpc import header_blocks
+from daemon.grpc.frames import COMPRESSION_ERROR, Violation
+from daemon.grpc.header_blocks import CallHead, HeaderBlocks
+
+NAMES = st.text("abc-", min_size=1, max_size=8).map("x".__add__)
+CALLS = st.tuples(
+    st.sampled_from(["/A", "/B", "/C/D"]), st.lists(st.tuples(NAMES, st.text("01 ~", max_size=30)), max_size=4)
+)
+
+
+def fields(path: str = "/A", *more: tuple[str, str]) -> list[tuple[str, str]]:
+    return [(":method", "POST"), (":path", path), ("te", "trailers"), ("content-type", "application/grpc"), *more]
+
+
+def decoded(*more: tuple[str, str]) -> CallHead:
+    return HeaderBlocks(65536).decode(hpack.Encoder().encode(fields("/A", *more)))
+
+
+def test_a_block_is_known_once_the_table_holds_it() -> None:
+    encoder, blocks = hpack.Encoder(), HeaderBlocks(65536)
+    sent = [encoder.encode(fields("/A", ("x-key", "1"))) for _ in range(5)]
+    heads = [blocks.decode(block) for block in sent]
+    assert sent[0] != sent[1] == sent[4]
+    assert heads == [CallHead("/A", accepts=("",), metadata=(("x-key", "1"),))] * 5
+    assert all(head is heads[1] for head in heads[2:])
+    # Another field moves what the table holds: the same bytes would mean something else now.
+    assert blocks.decode(encoder.encode(fields("/B", ("x-key", "2")))).path == "/B"
+    again = encoder.encode(fields("/A", ("x-key", "1")))
+    assert blocks.decode(again) == heads[1]
+    assert blocks.decode(again) is not heads[1]
+
+
+@given(st.lists(st.tuples(CALLS, st.sampled_from([None, None, None, 0, 100, 4096])), max_size=40))
+def test_every_block_means_what_was_encoded(calls: list[tuple[tuple[str, list[tuple[str, str]]], int | None]]) -> None:
+    """Whatever comes in between, also where the client's table shrinks and grows."""
+    encoder, blocks = hpack.Encoder(), HeaderBlocks(65536)
+    for (path, metadata), table_size in calls:
+        if table_size is not None:
+            encoder.header_table_size = table_size
+        for _ in range(2):
+            head = blocks.decode(encoder.encode(fields(path, *metadata)))
+            assert (head.path, list(head.metadata), head.http_status) == (path, metadata, 200)
+
+
+def test_more_blocks_than_are_remembered() -> None:
+    blocks = HeaderBlocks(65536)
+    sent = [
+        b"".join(
+            header_blocks._literal(name.encode(), value.encode()) for name, value in fields(f"/{number}", ("x", "y"))
+        )
+        for number in range(1000)
+    ]
+    for _ in range(2):
+        assert [blocks.decode(block).path for block in sent] == [f"/{number}" for number in range(1000)]
+    assert len(blocks._known) <= 256
+
+
+@pytest.mark.parametrize("size", [2000, 200_000])
+def test_headers_larger_than_allowed(size: int) -> None:
+    with pytest.raises(Violation, match="larger than allowed") as caught:
+        HeaderBlocks(1024).decode(hpack.Encoder().encode(fields("/A", ("x", "a" * size))))
+    assert caught.value.code == COMPRESSION_ERROR
+
+
+def test_a_bomb_of_references() -> None:
+    """A byte each in the block, a kilobyte each when decoded."""
+    encoder = hpack.Encoder()
+    blocks = HeaderBlocks(65536)
+    blocks.decode(encoder.encode(fields("/A", ("x", "a" * 1000))))
+    with pytest.raises(Violation, match="larger than allowed"):
+        blocks.decode(encoder.encode(fields("/A", *[("x", "a" * 1000)] * 100)))
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_head_or_a_violation(block: bytes) -> None:
+    blocks = HeaderBlocks(65536)
+    try:
+        assert isinstance(blocks.decode(block), CallHead)
+    except Violation as violation:
+        assert violation.code == COMPRESSION_ERROR
+
+
+@pytest.mark.parametrize(
+    ("text", "ns"),
+    [
+        ("1H", 3600 * 10**9),
+        ("2M", 120 * 10**9),
+        ("10S", 10**10),
+        ("99999999m", 99999999 * 10**6),
+        ("5u", 5000),
+        ("7n", 7),
+        ("0S", 1),
+        ("123456789S", 0),
+        ("S", 0),
+        ("5", 0),
+        ("-5S", 0),
+        ("1.5S", 0),
+        ("5s", 0),
+        ("", 0),
+    ],
+)
+def test_timeouts(text: str, ns: int) -> None:
+    assert decoded(("grpc-timeout", text)).timeout_ns == ns
+
+
+def test_compression_and_metadata() -> None:
+    head = decoded(
+        ("grpc-encoding", "gzip"), ("grpc-accept-encoding", "identity, gzip"), ("user-agent", "x"), ("a-bin", "AA==")
+    )
+    assert (head.encoding, head.accepts, head.metadata) == ("gzip", ("identity", "gzip"), (("a-bin", "AA=="),))
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({":method": "GET"}, 405),
+        ({"content-type": "application/json"}, 415),
+        ({"content-type": "application/grpcx"}, 415),
+        ({"content-type": "application/grpc+proto"}, 200),
+        ({"content-type": "application/grpc;x"}, 200),
+    ],
+)
+def test_what_is_no_call(changes: dict[str, str], status: int) -> None:
+    block = hpack.Encoder().encode((dict(fields()) | changes).items())
+    assert HeaderBlocks(65536).decode(block).http_status == status
+
+
+@given(st.integers(0, 16), st.text(max_size=2000))
+def test_trailers(status: int, message: str) -> None:
+    """A client reads back what was said; a text too long is cut, never in the middle of an escape."""
+    decoder = hpack.Decoder()
+    found = dict(decoder.decode(header_blocks.trailers(status, message)))
+    text = found.get("grpc-message", "")
+    assert found["grpc-status"] == str(status)
+    assert len(text) <= 4096
+    whole = urllib.parse.quote(message)
+    said = urllib.parse.unquote_to_bytes(text)
+    assert message.encode("utf-8", "surrogatepass").startswith(said)
+    assert len(text) >= min(len(whole), 4094) or said == message.encode()
+
+
+def test_a_client_reads_the_blocks_of_an_answer() -> None:
+    decoder = hpack.Decoder()
+    assert dict(decoder.decode(header_blocks.RESPONSE_GZIP)) == {
+        ":status": "200",
+        "content-type": "application/grpc",
+        "grpc-encoding": "gzip",
+    }
+    assert dict(decoder.decode(header_blocks.trailers_only(5, "no ☃"))) == {
+        ":status": "200",
+        "content-type": "application/grpc",
+        "grpc-accept-encoding": "identity,deflate,gzip",
+        "grpc-status": "5",
+        "grpc-message": "no %E2%98%83",
+    }
+    assert dict(decoder.decode(header_blocks.http_error(415))) == {":status": "415"}

@@ -1,0 +1,308 @@
+"""ModelInferRequests, as protobuf writes them, into requests: tensors of every datatype either way, and what is refused."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tritonclient.grpc import service_pb2
+from tritonclient.utils import serialize_byte_tensor
+
+from daemon.grpc.request_codec import Recognised, RefusedRequest, split
+from daemon.inference import InferenceRequest
+from daemon.model_table import ModelTable
+from shm.arrays import DTYPES
+from shm.datatypes import ELEMENT_SIZES
+from shm.errors import InvalidArgument, NotFound, ServingError
+from shm.messages import ModelState, RegionSlice
+
+Infer = service_pb2.ModelInferRequest
+Parameter = service_pb2.InferParameter
+TYPED = {
+    "BOOL": ("bool_contents", [True, False]),
+    "INT8": ("int_contents", [-128, 127]),
+    "INT16": ("int_contents", [-(1 << 15), 5]),
+    "INT32": ("int_contents", [-(1 << 31), 5]),
+    "INT64": ("int64_contents", [-(1 << 63), 5]),
+    "UINT8": ("uint_contents", [0, 255]),
+    "UINT16": ("uint_contents", [0, 65535]),
+    "UINT32": ("uint_contents", [0, (1 << 32) - 1]),
+    "UINT64": ("uint64_contents", [0, (1 << 64) - 1]),
+    "FP32": ("fp32_contents", [0.5, -1e30]),
+    "FP64": ("fp64_contents", [0.1, 1e300]),
+    "BYTES": ("bytes_contents", [b"", b"\xffab"]),
+}
+
+
+def table() -> ModelTable:
+    models = ModelTable()
+    models.update(ModelState("m", 1, "READY", workers=(1,)))
+    return models
+
+
+def tensor(datatype: str = "UINT8", shape: tuple[int, ...] = (2,), name: str = "x", **columns: Any) -> Any:
+    entry = Infer.InferInputTensor(name=name, datatype=datatype, shape=shape)
+    for column, values in columns.items():
+        getattr(entry.contents, column).extend(values)
+    return entry
+
+
+def located(name: str = "x", **parameters: Any) -> Any:
+    entry = tensor(name=name)
+    for key, value in parameters.items():
+        kind = "string_param" if isinstance(value, str) else "int64_param"
+        entry.parameters[f"shared_memory_{key}"].CopyFrom(Parameter(**{kind: value}))
+    return entry
+
+
+def message(*inputs: Any, raw: tuple[bytes, ...] = (), **fields: Any) -> bytes:
+    content: bytes = Infer(model_name="m", inputs=inputs, raw_input_contents=raw, **fields).SerializeToString()
+    return content
+
+
+def decoded(content: bytes) -> InferenceRequest:
+    return Recognised(table()).decode(content)[1]
+
+
+def refusal(content: bytes) -> ServingError:
+    with pytest.raises(RefusedRequest) as caught:
+        decoded(content)
+    return caught.value.error
+
+
+# ------------------------------------------------------------------------------------------------------------- tensors
+
+
+@pytest.mark.parametrize("datatype", sorted(TYPED))
+def test_typed_contents(datatype: str) -> None:
+    column, values = TYPED[datatype]
+    ((name, kind, shape, content),) = decoded(message(tensor(datatype, **{column: values}))).inputs
+    assert (name, kind, shape) == ("x", datatype, (2,))
+    if datatype == "BYTES":
+        assert content == b"".join(struct.pack("<I", len(value)) + value for value in values)
+    else:
+        assert content == np.array(values, DTYPES[datatype]).tobytes()
+
+
+@pytest.mark.parametrize("datatype", sorted(ELEMENT_SIZES))
+def test_raw_contents_stay_where_they_are(datatype: str) -> None:
+    size = ELEMENT_SIZES[datatype]
+    raw = serialize_byte_tensor(np.array([b"a", b""], np.object_)).item() if size is None else bytes(range(2 * size))
+    whole = memoryview(message(tensor(datatype), raw=(raw,)))
+    ((_, kind, _, content),) = decoded(whole).inputs  # type: ignore[arg-type]
+    assert kind == datatype
+    assert isinstance(content, memoryview)
+    assert (content, content.obj) == (raw, whole.obj)
+
+
+@pytest.mark.parametrize("datatype", sorted(ELEMENT_SIZES))
+@pytest.mark.parametrize("column", sorted({column for column, _ in TYPED.values()}))
+def test_a_column_takes_its_datatypes_alone(datatype: str, column: str) -> None:
+    values = next(values for name, values in TYPED.values() if name == column)
+    if datatype in TYPED and TYPED[datatype][0] == column:
+        return
+    error = refusal(message(tensor(datatype, **{column: values})))
+    assert isinstance(error, InvalidArgument)
+    assert f"expected datatype '{datatype}'" in error.message
+
+
+@pytest.mark.parametrize(
+    ("datatype", "column", "value"),
+    [
+        ("INT8", "int_contents", 128),
+        ("INT8", "int_contents", -129),
+        ("INT16", "int_contents", 1 << 15),
+        ("UINT8", "uint_contents", 256),
+        ("UINT16", "uint_contents", 1 << 16),
+    ],
+)
+def test_a_value_its_datatype_cannot_hold(datatype: str, column: str, value: int) -> None:
+    error = refusal(message(tensor(datatype, **{column: [0, value]})))
+    assert error.message == f"a value of input 'x' is out of the range of {datatype}"
+
+
+def test_a_region() -> None:
+    ((_, _, _, content),) = decoded(message(located(region="r", offset=8, byte_size=2))).inputs
+    assert content == RegionSlice("r", 8, 2)
+
+
+def both(entry: Any) -> Any:
+    entry.contents.uint_contents.extend([1, 2])
+    return entry
+
+
+REFUSED: list[tuple[bytes, str]] = [
+    (message(tensor(uint_contents=[1, 2]), raw=(b"ab",)), "contents field must not be specified when using raw_input"),
+    (message(tensor(), tensor(uint_contents=[1], name="z"), raw=(b"ab",)), "contents field must not be specified"),
+    (message(tensor(uint_contents=[1, 2], int_contents=[1])), "binary data was already supplied"),
+    (message(both(located(region="r", byte_size=2))), "unexpected 'content' provided when using shared memory"),
+    (message(tensor(), raw=(b"ab", b"c")), "2 raw_input_contents are given for model 'm', its inputs take 1"),
+    (message(located(region="r", byte_size=2), raw=(b"ab",)), "1 raw_input_contents are given for model 'm'"),
+    (message(tensor(), tensor(name="z"), raw=(b"ab",)), "unable to find data for input tensor 'z'"),
+    (message(tensor()), "unable to find data for input tensor 'x'"),
+    (message(tensor("FP8"), raw=(b"ab",)), "invalid datatype for input x"),
+    (message(tensor(shape=(2, -1)), raw=(b"ab",)), "All input dimensions should be specified for input 'x'"),
+    (message(tensor(shape=(1 << 62, 1 << 62)), raw=(b"ab",)), "input 'x' shape"),
+    (message(located(region=5, byte_size=2)), "'shared_memory_region' parameter for tensor 'x', expected string_param"),
+    (message(located(region="r", byte_size="2")), "'shared_memory_byte_size' parameter for tensor 'x', expected int64"),
+    (message(located(region="r")), "'shared_memory_byte_size' must be specified"),
+    (message(located(region="r", byte_size=2, offset=-1)), "Invalid offset for shared memory region: 'r'"),
+    (message(located(region="r", byte_size=-2)), "Invalid offset [+] byte size for shared memory region: 'r'"),
+    (message(tensor(), raw=(b"ab",))[:-1], "it is cut short"),
+    (b"\x0a\xff", "it is cut short"),
+    (b"\x0a\x02\xff\xff", "failed to parse the request message"),
+]
+
+
+@pytest.mark.parametrize(("content", "text"), REFUSED, ids=[text[:40] for _, text in REFUSED])
+def test_what_is_refused(content: bytes, text: str) -> None:
+    error = refusal(content)
+    assert isinstance(error, InvalidArgument)
+    assert text.replace("[+]", "+") in error.message
+
+
+# --------------------------------------------------------------------------------------------------------------- heads
+
+
+def test_a_head_is_known_whatever_its_id_and_tensors() -> None:
+    recognised = Recognised(table())
+    given_ = [recognised.decode(message(tensor(), raw=(bytes([n, n]),), id=f"id{n}")) for n in range(3)]
+    assert all(head is given_[0][0] for head, _, _ in given_)
+    assert [(r.id, bytes(r.inputs[0][3])) for _, r, _ in given_] == [  # type: ignore[arg-type]
+        (f"id{n}", bytes([n, n])) for n in range(3)
+    ]
+    # The same head without tensors is another request.
+    with pytest.raises(RefusedRequest, match="unable to find data") as caught:
+        recognised.decode(message(tensor(), id="late"))
+    assert caught.value.client_id == "late"
+
+
+def test_a_known_head_of_a_model_that_went_away() -> None:
+    models = table()
+    recognised = Recognised(models)
+    content = message(tensor(), raw=(b"ab",))
+    recognised.decode(content)
+    models.update(ModelState("m", 1, "UNLOADING"))
+    with pytest.raises(RefusedRequest) as caught:
+        recognised.decode(content)
+    assert isinstance(caught.value.error, NotFound)
+
+
+def test_remembered_heads_are_bounded() -> None:
+    recognised = Recognised(table())
+    for number in range(Recognised.MAX_COUNT + 10):
+        recognised.decode(message(tensor(name=f"x{number}"), raw=(b"ab",)))
+    recognised.decode(message(tensor(name="x" * Recognised.MAX_HEAD), raw=(b"ab",)))
+    assert 0 < len(recognised._decoded) <= Recognised.MAX_COUNT
+    assert all(len(head) <= Recognised.MAX_HEAD for head, _ in recognised._decoded)
+
+
+# ---------------------------------------------------------------------------------------------------------- properties
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+INT64 = st.one_of(st.integers(-2, 4), st.integers(-(1 << 63), (1 << 63) - 1))
+UINT32 = st.integers(0, (1 << 32) - 1)
+KEYS = st.one_of(
+    TEXT,
+    st.sampled_from(
+        [
+            *("sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "classification", "triton_x"),
+            *("triton_enable_empty_final_response", "binary_data_output"),
+            *("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size"),
+        ]
+    ),
+)
+PARAMETERS = st.dictionaries(
+    KEYS,
+    st.one_of(
+        st.just(Parameter()),
+        st.booleans().map(lambda value: Parameter(bool_param=value)),
+        INT64.map(lambda value: Parameter(int64_param=value)),
+        st.floats().map(lambda value: Parameter(double_param=value)),
+        st.integers(0, (1 << 64) - 1).map(lambda value: Parameter(uint64_param=value)),
+        st.one_of(TEXT, st.just("x" * 129)).map(lambda value: Parameter(string_param=value)),
+    ),
+    max_size=4,
+)
+CONTENTS = st.builds(
+    service_pb2.InferTensorContents,
+    bool_contents=st.lists(st.booleans(), max_size=1),
+    int_contents=st.lists(st.integers(-(1 << 31), (1 << 31) - 1), max_size=2),
+    int64_contents=st.lists(INT64, max_size=1),
+    uint_contents=st.lists(UINT32, max_size=2),
+    uint64_contents=st.lists(st.integers(0, (1 << 64) - 1), max_size=1),
+    fp32_contents=st.lists(st.floats(width=32), max_size=1),
+    fp64_contents=st.lists(st.floats(), max_size=1),
+    bytes_contents=st.lists(st.binary(max_size=3), max_size=1),
+)
+ONE_COLUMN = st.sampled_from(sorted(TYPED.values(), key=lambda typed: typed[0])).map(
+    lambda typed: service_pb2.InferTensorContents(**{typed[0]: typed[1]})
+)
+INPUTS = st.builds(
+    Infer.InferInputTensor,
+    name=TEXT,
+    datatype=st.one_of(st.sampled_from(sorted(ELEMENT_SIZES)), TEXT),
+    shape=st.lists(INT64, max_size=3),
+    parameters=st.one_of(st.just({}), PARAMETERS),
+    contents=st.one_of(st.none(), ONE_COLUMN, CONTENTS),
+)
+REQUESTS = st.builds(
+    Infer,
+    model_name=st.sampled_from(["m", "m", "m", "m", "nope", ""]),
+    model_version=st.one_of(st.just(""), st.just("1"), st.integers().map(str), TEXT),
+    id=TEXT,
+    parameters=st.one_of(st.just({}), PARAMETERS),
+    inputs=st.lists(INPUTS, max_size=3),
+    outputs=st.lists(st.builds(Infer.InferRequestedOutputTensor, name=TEXT, parameters=PARAMETERS), max_size=2),
+    raw_input_contents=st.lists(st.binary(max_size=300), max_size=3),
+)
+
+
+@given(REQUESTS)
+def test_any_request_is_a_request_or_refused(request_: Any) -> None:
+    """Never another exception; and what is taken is what protobuf says it is."""
+    content = request_.SerializeToString()
+    try:
+        _, request, _ = Recognised(table()).decode(content)
+    except RefusedRequest as refused:
+        assert isinstance(refused.error, ServingError)
+        assert refused.error.message
+        assert refused.client_id == request_.id
+        return
+    assert (request.model, request.id) == (request_.model_name, request_.id)
+    assert [(name, datatype, list(shape)) for name, datatype, shape, _ in request.inputs] == [
+        (entry.name, entry.datatype, list(entry.shape)) for entry in request_.inputs
+    ]
+    raws = [bytes(content) for _, _, _, content in request.inputs if not isinstance(content, RegionSlice)]
+    if request_.raw_input_contents:
+        assert raws == list(request_.raw_input_contents)
+
+
+@given(REQUESTS)
+def test_a_message_is_split_as_protobuf_reads_it(request_: Any) -> None:
+    content = request_.SerializeToString()
+    head, client_id, raws = split(content)
+    assert client_id.decode() == request_.id
+    assert [content[begin:end] for begin, end in raws] == list(request_.raw_input_contents)
+    request_.ClearField("id")
+    request_.ClearField("raw_input_contents")
+    assert Infer.FromString(head) == request_ or request_ != request_  # a NaN equals nothing
+
+
+@given(st.one_of(st.binary(max_size=200), st.tuples(REQUESTS, st.integers(0, 300), st.binary(max_size=4))))
+def test_any_bytes_are_a_request_or_refused(given_: Any) -> None:
+    """Garbage, and requests that were bent somewhere."""
+    if isinstance(given_, bytes):
+        content = given_
+    else:
+        request_, at, piece = given_
+        whole = request_.SerializeToString()
+        content = whole[:at] + piece + whole[at + len(piece) :]
+    try:
+        assert isinstance(decoded(content), InferenceRequest)
+    except RefusedRequest as refused:
+        assert isinstance(refused.error, ServingError)
