@@ -53,6 +53,35 @@ def test_every_block_means_what_was_encoded(calls: list[tuple[tuple[str, list[tu
             assert (head.path, list(head.metadata), head.http_status) == (path, metadata, 200)
 
 
+def test_the_same_bytes_mean_something_else_after_the_table_changed() -> None:
+    encoder, blocks = hpack.Encoder(), HeaderBlocks(65536)
+    calls = [
+        [(":method", "POST"), (":path", path), ("content-type", kind)]
+        for path, kind in (("/A", "application/grpc"), ("/B", "application/grpc+proto"))
+    ]
+    steady = []
+    for call in calls:
+        for _ in range(3):
+            block = encoder.encode(call)
+            assert blocks.decode(block).path == call[1][1]
+        steady.append(block)
+    assert steady[0] == steady[1]
+
+
+def test_a_block_that_resizes_the_table_does_so_every_time() -> None:
+    blocks = HeaderBlocks(65536)
+    plain = [
+        b"".join(header_blocks._literal(name.encode(), value.encode()) for name, value in fields(path))
+        for path in ("/A", "/B")
+    ]
+    nothing, whole = b"\x20", b"\x3f\xe1\x1f"
+    for block in (nothing + plain[0], whole + plain[0], nothing + plain[1], whole + plain[0]):
+        blocks.decode(block)
+    # The table has its size again: what is put into it can be referred to.
+    put = b"\x40\x01x\x01y"
+    assert blocks.decode(plain[0] + put + b"\xbe").metadata == (("x", "y"), ("x", "y"))
+
+
 def test_more_blocks_than_are_remembered() -> None:
     blocks = HeaderBlocks(65536)
     sent = [
