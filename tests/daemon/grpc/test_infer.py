@@ -1,0 +1,100 @@
+"""Inference calls that are traced, through a real front whose worker answers as it is told: any number of answers, and errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemon.grpc import frames
+from daemon.grpc.codes import INTERNAL, OK
+from shm.messages import Inline, Tensor, TraceChanged
+from tests.daemon.grpc.frame_client import STREAM, FrameClient, GrpcFrontProcess, prefixed, request, serving
+from tests.fakes import EchoWorker, until
+
+BEGIN = ["GRPC_WAITREAD_START", "GRPC_WAITREAD_END", "REQUEST_START"]
+END = ["REQUEST_END", "GRPC_SEND_START", "GRPC_SEND_END"]
+MANY = {
+    "stateless": False,
+    "config": json.dumps({"name": "many", "model_transaction_policy": {"decoupled": True}}).encode(),
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "trace.json"
+
+
+@pytest.fixture
+def served(file: Path) -> Iterator[tuple[GrpcFrontProcess, EchoWorker, FrameClient]]:
+    with serving() as (front, (worker,)), front.frames() as client:
+        front.send(TraceChanged("", 1, 1, 0, str(file)))
+        front.model(worker, name="many", **MANY)
+        yield front, worker, client
+
+
+def traces(file: Path) -> dict[str, list[str]]:
+    """The stamps of each trace by the request's id, in the order in which they were written."""
+    found: dict[str, list[str]] = {}
+    numbers: dict[int, str] = {}
+    text = file.read_text() if file.exists() else ""
+    entries: list[dict[str, Any]] = json.loads(text) if text.endswith("]") else []
+    for entry in entries:
+        if "model_name" in entry:
+            numbers[entry["id"]] = entry["request_id"]
+            found[entry["request_id"]] = []
+        found[numbers[entry["id"]]] += [stamp["name"] for stamp in entry.get("timestamps", ())]
+    return found
+
+
+def answer(worker: EchoWorker, request_id: int, content: bytes, final: bool) -> None:
+    outputs = (Tensor("y", "UINT8", (len(content),), Inline(content)),) if content else ()
+    worker.complete(request_id, outputs=outputs, final=final)
+
+
+@pytest.mark.parametrize("last", [b"", b"c"])
+def test_a_trace_ends_with_the_last_of_many_answers(
+    served: tuple[GrpcFrontProcess, EchoWorker, FrameClient], file: Path, last: bytes
+) -> None:
+    _, worker, client = served
+    stream = client.open(STREAM)
+    client.data(stream, prefixed(request(model="many", id="a")), end=True)
+    submitted = worker.next()
+    assert submitted.trace == 1
+    for content in (b"a", b"b"):
+        answer(worker, submitted.request_id, content, False)
+    while len(client.answers[stream].messages if stream in client.answers else ()) < 2:
+        client.step()
+    assert traces(file) == {}
+    answer(worker, submitted.request_id, last, True)
+    got = client.answer(stream)
+    assert (got.status, len(got.messages)) == (OK, 3 if last else 2)
+    until(lambda: traces(file) == {"a": BEGIN + END})
+
+
+def test_an_error_that_ends_the_stream(served: tuple[GrpcFrontProcess, EchoWorker, FrameClient], file: Path) -> None:
+    _, worker, client = served
+    block = client.block(STREAM) + b"\0\x11triton_grpc_error\4true"
+    client.send(frames.frame(frames.HEADERS, frames.END_HEADERS, 1, block))
+    client.data(1, prefixed(request(id="a")))
+    worker.complete(worker.next().request_id, code="INTERNAL", message="no")
+    assert (client.answer(1).status, client.answer(1).text) == (INTERNAL, "no")
+    until(lambda: traces(file) == {"a": BEGIN + END})
+
+
+def test_a_request_nobody_waits_for_leaves_no_trace(
+    served: tuple[GrpcFrontProcess, EchoWorker, FrameClient], file: Path
+) -> None:
+    front, worker, client = served
+    with front.frames() as other:
+        other.call(request(id="gone"))
+        gone = worker.next()
+    until(lambda: worker.poll() or worker.cancelled == [gone.request_id])
+    worker.echo(gone)
+    stream = client.call(request(id="stays"))
+    worker.echo(worker.next())
+    assert client.answer(stream).status == OK
+    until(lambda: traces(file) == {"stays": BEGIN + END})
