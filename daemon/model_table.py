@@ -16,13 +16,15 @@ class ModelTable:
 
     def __init__(self) -> None:
         self._models: dict[str, dict[int, ModelState]] = {}
+        #: The newest version that serves, of models that have one: what most requests ask for.
+        self._newest: dict[str, ModelState] = {}
         #: Grows with every change, so that caches notice by one comparison.
         self.edition = 0
 
     def update(self, state: ModelState) -> None:
         """The last one sent holds."""
         self._models.setdefault(state.name, {})[state.version] = state
-        self.edition += 1
+        self._changed(state.name)
 
     def remove(self, gone: ModelGone) -> None:
         """Forgets a version; unknown ones are ignored."""
@@ -30,7 +32,15 @@ class ModelTable:
         versions.pop(gone.version, None)
         if not versions:
             self._models.pop(gone.name, None)
+        self._changed(gone.name)
+
+    def _changed(self, name: str) -> None:
         self.edition += 1
+        ready = self.ready_versions(name)
+        if ready:
+            self._newest[name] = self._models[name][ready[-1]]
+        else:
+            self._newest.pop(name, None)
 
     def find(self, name: str, version: int = 0) -> ModelState:
         """The state of a version that serves requests; 0 is the newest.
@@ -38,6 +48,8 @@ class ModelTable:
         A version whose workers are being replaced still serves: its requests wait.
         Raises: NotFound: unknown, or known and not ready.
         """
+        if not version and name in self._newest:
+            return self._newest[name]
         versions = self._models.get(name)
         if versions is None:
             raise NotFound(f"Request for unknown model: '{name}' is not found")
@@ -46,10 +58,7 @@ class ModelTable:
             if state is None or state.state != "READY":
                 raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
             return state
-        ready = [number for number, state in versions.items() if state.state == "READY"]
-        if not ready:
-            raise NotFound(f"Request for unknown model: '{name}' has no available versions")
-        return versions[max(ready)]
+        raise NotFound(f"Request for unknown model: '{name}' has no available versions")
 
     def is_ready(self, name: str, version: int = 0) -> bool:
         """Whether requests for it are answered now."""

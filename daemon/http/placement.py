@@ -19,14 +19,16 @@ from shm.messages import Inline, Place, RegionSlice, Slice, Tensor
 def room(decoded: DecodedRequest, body: Body, inline_byte_size: int) -> int:
     """Bytes of the lease that the request needs besides its body's: for tensors that came as JSON, or in a collected body, and
     are too large to travel in the record."""
-    size = 0
+    size, collected = 0, type(body) is CollectedBody
     for _, _, _, source in decoded.inputs:
-        if isinstance(source, JsonArray | JsonStrings):
+        if isinstance(source, Part):
+            if collected and source.byte_size > inline_byte_size:
+                size += _aligned(source.byte_size)
+        elif isinstance(source, bytes):
+            if len(source) > inline_byte_size:
+                size += _aligned(len(source))
+        elif not isinstance(source, RegionSlice):
             size += _aligned(source.byte_size)
-            continue
-        content_size = len(source) if type(source) is bytes else source.byte_size if type(source) is Part else 0
-        if content_size > inline_byte_size and (type(source) is bytes or isinstance(body, CollectedBody)):
-            size += _aligned(content_size)
     return size
 
 
@@ -38,7 +40,7 @@ def place(
     inline_byte_size: int,
 ) -> tuple[Tensor, ...]:
     """The inputs with their places; writes into ``lease``, which has the ``room`` they need, or is None where that is 0."""
-    tail = memoryview(body.whole())[json_size:] if isinstance(body, CollectedBody) else memoryview(b"")
+    whole = body.whole() if type(body) is CollectedBody else b""
     used = 0
     tensors: list[Tensor] = []
     for name, datatype, shape, source in decoded.inputs:
@@ -47,19 +49,22 @@ def place(
             where = source
         elif isinstance(source, Part) and isinstance(body, PlacedBody):
             where = body.place(json_size, source, inline_byte_size)
-        elif isinstance(source, JsonArray | JsonStrings):
+        elif isinstance(source, Part | bytes):
+            start, size = (
+                (0, len(source)) if isinstance(source, bytes) else (json_size + source.offset, source.byte_size)
+            )
+            content = source if isinstance(source, bytes) else whole
+            if size <= inline_byte_size:
+                where = Inline(content[start : start + size])
+            else:
+                assert lease is not None
+                lease.view[used : used + size] = memoryview(content)[start : start + size]
+                where = Slice(lease.place.segment, lease.place.offset + used, size)
+                used += _aligned(size)
+        else:
             assert lease is not None
             where = Slice(lease.place.segment, lease.place.offset + used, source.byte_size)
             used += _aligned(source.byte_size)
-        else:
-            content = source if isinstance(source, bytes) else tail[source.offset : source.offset + source.byte_size]
-            if len(content) <= inline_byte_size:
-                where = Inline(bytes(content))
-            else:
-                assert lease is not None
-                lease.view[used : used + len(content)] = content
-                where = Slice(lease.place.segment, lease.place.offset + used, len(content))
-                used += _aligned(len(content))
         tensors.append(Tensor(name, datatype, shape, where))
     return tuple(tensors)
 
