@@ -100,7 +100,7 @@ def good_requests() -> list[bytes]:
     region = json.dumps(
         {"inputs": [{**described, "parameters": {"shared_memory_region": "r", "shared_memory_byte_size": 16}}]}
     )
-    packed = gzip.compress(plain)
+    packed = gzip.compress(plain, mtime=0)
     return [
         _post("/v2/models/scale/infer", plain),
         _post("/v2/models/echo_bytes/versions/1/infer", json.dumps({"inputs": [texts]}).encode()),
