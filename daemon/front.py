@@ -7,14 +7,18 @@ A protocol's server is a child class: it opens on the listening socket it was gi
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import gc
 import os
+import signal
 import socket
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import uvloop
 
 from config import log
 from config.options import Log, Options
@@ -41,6 +45,7 @@ from shm.messages import (
     WorkerFenced,
     decoder,
 )
+from shm.parent import die_with_parent
 
 
 class Front(ABC):
@@ -121,3 +126,21 @@ class Front(ABC):
     def _orphaned(self) -> None:
         """The supervisor is gone: nobody would ever stop us."""
         os._exit(1)
+
+
+def main(program: str, description: str, make: Callable[[socket.socket, socket.socket], Front]) -> None:
+    """A front's process, from its command line to its end; ``make`` takes the control channel and the listening socket."""
+    die_with_parent()
+    parser = argparse.ArgumentParser(prog=program, description=description)
+    parser.add_argument("--control-fd", type=int, required=True)
+    parser.add_argument("--listen-fd", type=int, required=True)
+    arguments = parser.parse_args()
+    # The supervisor decides; a terminal's Ctrl-C or a service manager's signal reaches it as well.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    async def run() -> None:
+        control, listener = socket.socket(fileno=arguments.control_fd), socket.socket(fileno=arguments.listen_fd)
+        await make(control, listener).run()
+
+    uvloop.run(run())
