@@ -100,7 +100,11 @@ class Channel:
         Raises: ChannelClosed: end of file.  InvalidArgument: malformed; its descriptors are closed.
         """
         try:
-            content, ancillary, flags, _ = self._sock.recvmsg(MAX_DATAGRAM + 1, _ANCILLARY, _CLOEXEC)
+            try:
+                content, ancillary, flags, _ = self._sock.recvmsg(MAX_DATAGRAM + 1, _ANCILLARY, _CLOEXEC)
+            except ConnectionResetError:
+                # Said once, and before anything else, of a peer that ended with records unread. What it sent is still there.
+                content, ancillary, flags, _ = self._sock.recvmsg(MAX_DATAGRAM + 1, _ANCILLARY, _CLOEXEC)
         except BlockingIOError:
             return None
         except OSError as error:

@@ -183,3 +183,18 @@ def test_a_dead_peer_swallows_what_is_sent_and_is_noticed() -> None:
     with pytest.raises(ChannelClosed):
         submitter.receive()
     submitter.close()
+
+
+def test_what_a_peer_sent_before_it_died_is_received_though_it_left_records_unread() -> None:
+    submitter, worker = channels()
+    submitter.put(Cancel(1))
+    assert submitter.flush()
+    for number in range(3):
+        worker.put(Completion(number))
+        assert worker.flush()
+    worker.close()
+    received = [submitter.receive() for _ in range(3)]
+    assert [got[0] for got in received if got is not None] == [[Completion(number)] for number in range(3)]
+    with pytest.raises(ChannelClosed):
+        submitter.receive()
+    submitter.close()
