@@ -47,7 +47,10 @@ from shm.status_page import StatusPage
 MIB = 1 << 20
 INCARNATION = 77
 #: How long anything that must happen may take before a test says it does not.
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 120.0
+#: Both ends of a connection with buffers of this size hold a fraction of an answer of some MiB, on whatever machine; those the
+#: kernel chooses itself may take all of it before the client has read a byte.
+SMALL_BUFFER = 64 << 10
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -118,10 +121,24 @@ class EchoWorker:
         lease.view[:] = content
         self.complete(request.request_id, outputs=(Tensor("y", "UINT8", shape, lease.place),), lease=lease.key)
 
+    def echo_until(self, client: Client) -> None:
+        """Echoes whatever comes until that client has something to read: those who left may have left requests behind."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(client.sock, selectors.EVENT_READ, client)
+            selector.register(self.lane.fileno(), selectors.EVENT_READ)
+            while True:
+                self.poll()
+                while self._requests:
+                    self.echo(self._requests.popleft())
+                ready = selector.select(PATIENCE_SECONDS)
+                assert ready, "neither a request nor an answer came"
+                if any(key.data is client for key, _ in ready):
+                    return
+
     def complete(self, request_id: int, **fields: Any) -> None:
         """Sends any Completion; a lane whose other end is gone swallows it."""
         self.lane.complete(Completion(request_id, version=1, **fields))
-        assert self.lane.flush()
+        until(self.lane.flush)
 
     @property
     def leases(self) -> int:
@@ -143,10 +160,13 @@ class FrontProcess:
 
     program = "daemon.http"
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, send_buffer: int = 0) -> None:
+        """``send_buffer``: bytes the front's side of a connection holds at most; 0: as many as the kernel gives it."""
         self.workers: list[EchoWorker] = []
         self._next_worker = 1000
         listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        if send_buffer:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # what is accepted inherits it
         ours, theirs = pair()
         with listener, theirs:
             self.port: int = listener.getsockname()[1]
@@ -162,7 +182,7 @@ class FrontProcess:
 
     def send(self, record: Record, *fds: int) -> None:
         self._control.put(record, *fds)
-        assert self._control.flush()
+        until(self._control.flush)
 
     def receive(self) -> Any:
         """The next record from the front; waits for it."""
@@ -221,8 +241,9 @@ class FrontProcess:
     def stop(self, grace_seconds: float) -> None:
         self.send(Stop(int(grace_seconds * 1e9)))
 
-    def client(self) -> Client:
-        return Client(self.port)
+    def client(self, receive_buffer: int = 0) -> Client:
+        """A new connection; ``receive_buffer``: bytes that the kernel holds for it at most, 0: as many as it likes."""
+        return Client(self.port, receive_buffer)
 
     def close(self) -> None:
         """Ends the process if it has not ended."""
@@ -240,9 +261,13 @@ Front = TypeVar("Front", bound=FrontProcess)
 
 
 @contextlib.contextmanager
-def front_process(kind: type[Front] = FrontProcess, **options: Any) -> Iterator[Front]:  # type: ignore[assignment]
+def front_process(
+    kind: type[Front] = FrontProcess,  # type: ignore[assignment]
+    send_buffer: int = 0,
+    **options: Any,
+) -> Iterator[Front]:
     """A front with these options, section by section."""
-    front = kind(msgspec.convert(options, Options))
+    front = kind(msgspec.convert(options, Options), send_buffer)
     try:
         yield front
     finally:
@@ -277,8 +302,17 @@ class Answer:
 class Client:
     """A TCP connection that sends exactly what it is told."""
 
-    def __init__(self, port: int) -> None:
-        self.sock = socket.create_connection(("127.0.0.1", port), PATIENCE_SECONDS)
+    def __init__(self, port: int, receive_buffer: int = 0) -> None:
+        self.sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self.sock.settimeout(PATIENCE_SECONDS)
+        if receive_buffer:
+            # Before the handshake: afterwards the other side has been offered a larger window, and may have filled it.
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        try:
+            self.sock.connect(("127.0.0.1", port))
+        except OSError:
+            self.sock.close()
+            raise
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._buffer = b""
 
@@ -380,9 +414,10 @@ def chunked(body: bytes, size: int, *headers: str) -> bytes:
 
 
 @contextlib.contextmanager
-def serving(workers: int = 1, **options: Any) -> Iterator[tuple[FrontProcess, list[EchoWorker]]]:
+def serving(workers: int = 1, send_buffer: int = 0, **options: Any) -> Iterator[tuple[FrontProcess, list[EchoWorker]]]:
     """A front with workers that have the model ``echo``."""
-    with front_process(**{"http": {"port": 0}, "arenas": {"byte_size": MIB}, **options}) as front:
+    options = {"http": {"port": 0}, "arenas": {"byte_size": MIB}, **options}
+    with front_process(send_buffer=send_buffer, **options) as front:
         made = [front.worker() for _ in range(workers)]
         front.model(*made)
         yield front, made
@@ -391,5 +426,5 @@ def serving(workers: int = 1, **options: Any) -> Iterator[tuple[FrontProcess, li
 def in_service(front: FrontProcess, worker: EchoWorker, client: Client) -> None:
     """One request goes the whole way."""
     client.send(json_request(b"\1"))
-    worker.echo(worker.next())
+    worker.echo_until(client)
     assert client.answer().values == b"\1"

@@ -12,6 +12,7 @@ import pytest
 from shm.messages import Slice
 from tests.fakes import (
     MIB,
+    SMALL_BUFFER,
     Client,
     EchoWorker,
     FrontProcess,
@@ -37,6 +38,13 @@ def front() -> Iterator[FrontProcess]:
         arenas={"byte_size": MIB, "max_byte_size": 256 * MIB, "keep_byte_size": 0},
     ) as front:
         front.model(front.worker())
+        yield front
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[FrontProcess]:
+    """A front whose answers of some MiB do not fit into the sockets, so that a part of them waits for the client."""
+    with serving(send_buffer=SMALL_BUFFER) as (front, _):
         yield front
 
 
@@ -555,24 +563,27 @@ def test_a_client_that_is_gone_when_its_answer_comes(front: FrontProcess, worker
         in_service(front, worker, client)
 
 
-def test_a_client_that_leaves_with_half_of_its_answer(front: FrontProcess, worker: EchoWorker) -> None:
-    with front.client() as client:
-        client.send(json_request(b"\1"))
+def test_a_client_that_leaves_with_half_of_its_answer(slow: FrontProcess) -> None:
+    """A binary answer: it leaves from where the worker put it. One in JSON is text of the front's own before a byte leaves."""
+    (worker,) = slow.workers
+    with slow.client(SMALL_BUFFER) as client:
+        client.send(binary_request(b"\1"))
         worker.answer(worker.next(), bytes(16 * MIB))
-        client.sock.recv(1000)
+        assert client.sock.recv(1000)
+        slow.sync()
         assert worker.leases == 1
     until(lambda: worker.leases == 0)
 
 
-def test_a_slow_reader_keeps_its_lease_until_it_has_read(front: FrontProcess, worker: EchoWorker) -> None:
-    with front.client() as client:
-        client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+def test_a_slow_reader_keeps_its_lease_until_it_has_read(slow: FrontProcess) -> None:
+    (worker,) = slow.workers
+    with slow.client(SMALL_BUFFER) as client:
         content = bytes(range(256)) * (16 * MIB // 256)
         client.send(binary_request(b"\1") + binary_request(b"\2"))
         worker.answer(worker.next(), content)
+        # The second one's turn comes when the first answer was handed over, as far as it goes.
         worker.answer(worker.next(), b"\2")
-        client.sock.recv(1, socket.MSG_PEEK)
-        front.sync()
+        slow.sync()
         assert worker.leases == 1
         # No more of its requests are read meanwhile.
         client.send(binary_request(b"\3"))
@@ -584,14 +595,14 @@ def test_a_slow_reader_keeps_its_lease_until_it_has_read(front: FrontProcess, wo
         assert client.answer().parts == b"\3"
 
 
-def test_a_slow_reader_with_half_a_request_behind(front: FrontProcess, worker: EchoWorker) -> None:
-    with front.client() as client:
-        client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+def test_a_slow_reader_with_half_a_request_behind(slow: FrontProcess) -> None:
+    (worker,) = slow.workers
+    with slow.client(SMALL_BUFFER) as client:
         second = json_request(b"\2")
         client.send(binary_request(b"\1") + second[:-5])
         worker.answer(worker.next(), bytes(16 * MIB))
         client.sock.recv(1, socket.MSG_PEEK)
-        front.sync()
+        slow.sync()
         assert len(client.answer().parts) == 16 * MIB
         client.send(second[-5:])
         worker.echo(worker.next())
