@@ -196,8 +196,8 @@ class Regions(Section, frozen=True):
     #: The same for one owner: a user on unix sockets, a host on TCP.
     max_owner_count: Count = 2048
     max_owner_byte_size: ByteSize = 1 << 43
-    #: "owner": a region goes when the process that registered it over a unix socket has ended.
-    reclaim: Literal["never", "owner"] = "never"
+    #: When a region that was registered over a unix socket goes by itself: with the process that did it, or with its connection.
+    reclaim: Literal["never", "owner", "connection"] = "never"
     #: Unix socket on which clients hand over sealed memory; "": $RUNTIME_DIRECTORY/regions.sock under systemd, else none.
     socket: str = ""
 

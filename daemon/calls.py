@@ -20,12 +20,12 @@ class Calls:
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._last = 0
 
-    async def ask(self, operation: Operation, peer: Peer = ANONYMOUS, process: int = -1) -> bytes:
+    async def ask(self, operation: Operation, peer: Peer = ANONYMOUS, end: int = -1) -> bytes:
         """The result, JSON or empty.
 
         Args:
           peer: for whom, where that matters.
-          process: a pidfd of that client, which stays the caller's; -1: none.
+          end: a descriptor that goes along, becomes readable when a region is to go, and stays the caller's; -1: none.
         Raises: the ServingError the supervisor answered with, or Unavailable: too many questions.
         """
         if len(self._waiting) >= _LIMIT:
@@ -34,7 +34,7 @@ class Calls:
         number = self._last
         waiter: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting[number] = waiter
-        self._connection.send(Call(number, operation, peer), *([process] if process >= 0 else []))
+        self._connection.send(Call(number, operation, peer), *([end] if end >= 0 else []))
         try:
             reply = await waiter
         finally:

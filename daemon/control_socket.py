@@ -123,5 +123,5 @@ def _operation(question: Question) -> Operation:
         case "regions":
             return RegionRecords(question.name)
         case "unregister":
-            return UnregisterRegion("system", question.name)
+            return UnregisterRegion("", question.name)
     raise InvalidArgument(f"unknown command '{question.command}'")

@@ -142,7 +142,7 @@ def regions_list(printer: _Printer) -> None:
 @click.argument("name")
 @click.pass_obj
 def regions_unregister(printer: _Printer, name: str) -> None:
-    """Forget a region once no request uses it."""
+    """Forget a region, of whatever kind, once no request uses it; "" is all of them."""
     printer.run((), command="unregister", name=name)
 
 

@@ -63,6 +63,8 @@ class Endpoints:
         self._name = options.server_name
         self._version = importlib.metadata.version("tensord")
         self._strict = options.repository.strict_readiness
+        #: When regions go by themselves (``regions.reclaim``).
+        self.reclaim = options.regions.reclaim
         #: Of a request that carries files.
         self.max_body_byte_size = options.http.max_body_byte_size
         #: Told to stop: not ready any more.
@@ -156,13 +158,13 @@ class Endpoints:
     # ----------------------------------------------------------------------------------------------- regions
 
     async def register_system(
-        self, name: str, key: str, offset: int, byte_size: int, peer: Peer = ANONYMOUS, process: int = -1
+        self, name: str, key: str, offset: int, byte_size: int, peer: Peer = ANONYMOUS, end: int = -1
     ) -> None:
         """Registers part of a POSIX object; the numbers are unsigned.
 
         Args:
           peer: the client.
-          process: a pidfd of it, which stays the caller's; -1: none.
+          end: becomes readable when the region is to go, and stays the caller's; -1: never.
         Raises: ServingError.
         """
         if offset > _INT64 or byte_size > _INT64:
@@ -170,7 +172,7 @@ class Endpoints:
                 f"failed to register shared memory region '{name}': offset {offset} and byte_size {byte_size} "
                 f"are beyond {_INT64}"
             )
-        await self._calls.ask(RegisterSystemRegion(name, key, offset, byte_size), peer, process)
+        await self._calls.ask(RegisterSystemRegion(name, key, offset, byte_size), peer, end)
 
     async def register_cuda(
         self,
@@ -179,10 +181,10 @@ class Endpoints:
         device_id: int,
         byte_size: int,
         peer: Peer = ANONYMOUS,
-        process: int = -1,
+        end: int = -1,
     ) -> None:
         """Registers an allocation of a client's GPU memory by its 64-byte handle. The rest is as for system regions."""
-        await self._calls.ask(RegisterCudaRegion(name, raw_handle, device_id, byte_size), peer, process)
+        await self._calls.ask(RegisterCudaRegion(name, raw_handle, device_id, byte_size), peer, end)
 
     async def unregister(self, kind: str, name: str, peer: Peer = ANONYMOUS) -> None:
         """Forgets a region, or all of that kind ("") that are the client's. Raises ServingError."""

@@ -56,24 +56,24 @@ class Operations:
         self._traces = traces
         self._workers = workers
 
-    async def reply(self, call: Call, process: int = -1) -> Reply:
-        """The answer as a record; every failure becomes a code and a sentence. ``process``: as in ``answer``."""
+    async def reply(self, call: Call, end: int = -1) -> Reply:
+        """The answer as a record; every failure becomes a code and a sentence. ``end``: as in ``answer``."""
         call_id, operation = call.call_id, call.operation
         _log.debug("operation %s %s", type(operation).__name__, getattr(operation, "name", ""))
         try:
-            return Reply(call_id, result=await self.answer(operation, call.peer, process))
+            return Reply(call_id, result=await self.answer(operation, call.peer, end))
         except ServingError as error:
             return Reply(call_id, error.code, error.message)
         except Exception:
             _log.exception("%s failed", type(operation).__name__)
             return Reply(call_id, Internal.code, "the server failed to carry out the operation")
 
-    async def answer(self, operation: Operation, peer: Peer, process: int = -1) -> bytes:
+    async def answer(self, operation: Operation, peer: Peer, end: int = -1) -> bytes:
         """The result, JSON or empty.
 
         Args:
           peer: who asks.
-          process: a pidfd of whoever asks, owned by the caller; -1: none.
+          end: as ``RegionRegistry.register`` takes it, owned by the caller; -1: none.
         Raises: ServingError.
         """
         match operation:
@@ -86,7 +86,7 @@ class Operations:
             case ModelStatistics():
                 return await self._statistics(operation)
             case RegisterSystemRegion() | RegisterCudaRegion():
-                await self._regions.register(operation, peer, process)
+                await self._regions.register(operation, peer, end)
             case UnregisterRegion():
                 await self._regions.unregister(operation, peer)
             case RegionStatus():

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import struct
 from collections.abc import Iterator
 
+from daemon.connection_end import ConnectionEnd
 from shm.messages import ANONYMOUS, Peer
 
 _CREDENTIALS = struct.Struct("iII")
@@ -51,11 +53,30 @@ def _groups(sock: socket.socket) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def process_of(fd: int) -> Iterator[int]:
-    """A pidfd of the process that connected, open inside the block; -1: not a unix socket, or the kernel does not say.
+def end_of(fd: int, connection: ConnectionEnd, reclaim: str) -> Iterator[int]:
+    """What tells when a client's regions are to go (``regions.reclaim``), open inside the block; -1: they stay.
 
-    By its number alone a process cannot be held on to: another one may have it by now.
+    Where the kernel does not tell the process, its connection stands for it. Raises Unavailable: no descriptors are left.
     """
+    if reclaim == "never" or not _is_unix(fd):
+        yield -1
+        return
+    with contextlib.ExitStack() as stack:
+        end = stack.enter_context(process_of(fd)) if reclaim == "owner" else -1
+        yield end if end >= 0 else stack.enter_context(connection.descriptor())
+
+
+def _is_unix(fd: int) -> bool:
+    try:
+        with _opened(fd) as sock:
+            return sock.family == socket.AF_UNIX
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def process_of(fd: int) -> Iterator[int]:
+    """A pidfd of the process that connected, open inside the block; -1: not a unix socket, or the kernel does not say."""
     process = _pidfd(fd)
     try:
         yield process
@@ -69,8 +90,26 @@ def _pidfd(fd: int) -> int:
         with _opened(fd) as sock:
             if sock.family != socket.AF_UNIX:
                 return -1
-            (process,) = struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4))
+            try:
+                (process,) = struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4))
+            except OSError:
+                return _pidfd_by_number(sock)
     except OSError:
         return -1
     os.set_inheritable(process, False)
     return int(process)
+
+
+def _pidfd_by_number(sock: socket.socket) -> int:
+    """For older kernels: the process of that number is the client if its connection is still open afterwards.
+
+    Raises: OSError: there is no such process, or the client has hung up, so that its number may be another one's by now.
+    """
+    (number, _, _) = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    process = os.pidfd_open(number)
+    poll = select.poll()
+    poll.register(sock, select.POLLHUP)
+    if poll.poll(0):
+        os.close(process)
+        raise ConnectionResetError
+    return process

@@ -8,7 +8,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
-from daemon.process_watch import ProcessWatch
+from daemon.end_watch import EndWatch
 from shm.messages import Peer, RegisterCudaRegion, RegisterSystemRegion
 
 Registration = RegisterSystemRegion | RegisterCudaRegion
@@ -42,8 +42,8 @@ class Region:
     fd: int = -1
     #: Incarnations of the workers that have it.
     holders: set[int] = field(default_factory=set)
-    #: Tells when the process that registered it has ended; None: nobody asks.
-    watch: ProcessWatch | None = None
+    #: Tells when it is to go by itself; None: never.
+    watch: EndWatch | None = None
     #: Set at the end of each change of state.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -7,7 +7,8 @@
 A region is registered on all workers that can use it or on none. One namespace for every kind of region, as in Triton.
 
 Whose a region is: what a user registered over a unix socket is that user's, and only the user and the operator can unregister it.
-What came over TCP is everybody's, as in Triton. Where ``regions.reclaim`` says so, a region goes with the process behind it.
+What came over TCP is everybody's, as in Triton. Where ``regions.reclaim`` says so, a user's region goes with the process or the
+connection behind it, as soon as no request uses it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import msgspec
 
 from config.options import Regions
 from daemon import region_quota
-from daemon.process_watch import ProcessWatch
+from daemon.end_watch import EndWatch
 from daemon.region_record import Region, RegionState, Registration, is_owner
 from shm.errors import AlreadyExists, Internal, InvalidArgument, NotFound, ServingError, Unavailable, Unsupported
 from shm.messages import (
@@ -84,12 +85,12 @@ class RegionRegistry:
 
     # ------------------------------------------------------------------------------------------------------- register
 
-    async def register(self, request: Registration, peer: Peer, process: int = -1, sealed: int = -1) -> None:
+    async def register(self, request: Registration, peer: Peer, end: int = -1, sealed: int = -1) -> None:
         """Registers on every worker that can use the region.
 
         Args:
           peer: who asks.
-          process: a pidfd of it; -1: none.
+          end: becomes readable when the region is to go by itself (``daemon.peer.end_of``); -1: never.
           sealed: a memfd whose seals were checked, to be used instead of the object of that key; -1: none.
         The descriptors stay the caller's.
         Raises: InvalidArgument, AlreadyExists, Unsupported, Unavailable, or what a worker answered; nothing stays registered.
@@ -113,13 +114,14 @@ class RegionRegistry:
         if self._placed(region):
             self._publish(RegionPlace(request.name, region.device))
         region.changed.set()
-        if process >= 0 and self._options.reclaim == "owner":
-            region.watch = ProcessWatch(process, lambda: self._reclaim(region))
+        if end >= 0:
+            region.watch = EndWatch(end, lambda: self._reclaim(region))
 
     def _reclaim(self, region: Region) -> None:
-        """Its owner's process has ended."""
+        """Its owner is gone, by ``regions.reclaim``."""
         if region.state is RegionState.REGISTERED:
-            _log.info("region '%s': process %d, which registered it, has ended", region.request.name, region.peer.pid)
+            what = "process" if self._options.reclaim == "owner" else "connection of process"
+            _log.info("region '%s' goes: the %s %d has ended", region.request.name, what, region.peer.pid)
             task = asyncio.get_running_loop().create_task(self._unregister_one(region.kind, region.request.name))
             self._reclaims.add(task)
             task.add_done_callback(self._reclaims.discard)
@@ -239,7 +241,7 @@ class RegionRegistry:
     # ----------------------------------------------------------------------------------------------------- unregister
 
     async def unregister(self, request: UnregisterRegion, peer: Peer) -> None:
-        """Returns once no request uses the region any more; a name that is not registered as that kind is no error.
+        """Returns once no request uses the region any more; a name that is not registered as that kind ("": any) is no error.
 
         "" is all that are the peer's: a user's own, the operator's all, and for TCP all that came that way.
         Raises: InvalidArgument: the named one is another user's.
@@ -255,7 +257,7 @@ class RegionRegistry:
 
     async def _unregister_one(self, kind: str, name: str) -> None:
         region = self._regions.get(name)
-        if region is None or region.kind != kind:
+        if region is None or kind not in ("", region.kind):
             return
         if region.state is RegionState.REGISTERED:
             region.state = RegionState.UNREGISTERING

@@ -21,7 +21,8 @@ import msgspec
 
 from config.options import Regions
 from daemon import unix_socket
-from daemon.peer import peer_of, process_of
+from daemon.connection_end import ConnectionEnd
+from daemon.peer import end_of, peer_of
 from daemon.region_registry import RegionRegistry
 from shm.errors import InvalidArgument, ServingError
 from shm.messages import Peer, RegisterSystemRegion, UnregisterRegion
@@ -63,6 +64,7 @@ class RegionSocket:
     def __init__(self, options: Regions, environment: Mapping[str, str], registry: RegionRegistry) -> None:
         self.path = unix_socket.path(options.socket, "regions.sock", environment) if options.enabled else None
         self._registry = registry
+        self._reclaim = options.reclaim
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -116,21 +118,24 @@ class RegionSocket:
     async def _serve(self, client: socket.socket) -> None:
         """One request after the other, until the client is gone."""
         loop = asyncio.get_running_loop()
-        with client, process_of(client.fileno()) as process, contextlib.suppress(OSError):  # it went away
+        with client, contextlib.closing(ConnectionEnd()) as connection, contextlib.suppress(OSError):  # it went away
             peer = peer_of(client.fileno())
             while (message := await _receive(client)) is not None:
                 content, fds = message
                 try:
-                    answer = await self._answer(content, fds, peer, process)
+                    answer = await self._answer(content, fds, peer, client.fileno(), connection)
                 finally:
                     _close(fds)
                 await loop.sock_sendall(client, msgspec.json.encode(answer))
 
-    async def _answer(self, content: bytes, fds: list[int], peer: Peer, process: int) -> dict[str, str]:
+    async def _answer(
+        self, content: bytes, fds: list[int], peer: Peer, client: int, connection: ConnectionEnd
+    ) -> dict[str, str]:
         try:
             question = msgspec.json.decode(content, type=Question)
             if question.register is not None:
-                await self._register(question.register, fds, peer, process)
+                with end_of(client, connection, self._reclaim) as end:
+                    await self._register(question.register, fds, peer, end)
             elif question.unregister is not None:
                 await self._registry.unregister(UnregisterRegion("system", question.unregister.name), peer)
             else:
@@ -144,7 +149,7 @@ class RegionSocket:
             return {"error": "the server failed to carry out the operation"}
         return {}
 
-    async def _register(self, wanted: Register, fds: list[int], peer: Peer, process: int) -> None:
+    async def _register(self, wanted: Register, fds: list[int], peer: Peer, end: int) -> None:
         if len(fds) != 1:
             raise InvalidArgument(
                 f"failed to register shared memory region '{wanted.name[:255]}': "
@@ -152,7 +157,7 @@ class RegionSocket:
             )
         check_sealed(wanted.name, fds[0])
         request = RegisterSystemRegion(wanted.name, "", wanted.offset, wanted.byte_size)
-        await self._registry.register(request, peer, process, sealed=fds[0])
+        await self._registry.register(request, peer, end, sealed=fds[0])
 
 
 async def _receive(client: socket.socket) -> tuple[bytes, list[int]] | None:

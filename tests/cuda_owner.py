@@ -63,6 +63,10 @@ class CudaOwner:
         """Frees it."""
         self._ask("destroy", name)
 
+    def register(self, url: str, name: str, byte_size: int) -> None:
+        """Registers it over gRPC from within that process, on a connection that lives as long."""
+        self._ask("register", url, name, byte_size)
+
     def kill(self) -> None:
         """SIGKILL; returns when it is dead."""
         self._process.kill()
@@ -73,6 +77,7 @@ def main() -> None:
     import tritonclient.utils.cuda_shared_memory as cuda
 
     regions: dict[str, Any] = {}
+    clients: dict[str, Any] = {}
 
     def create(name: str, byte_size: int, device: int) -> bytes:
         regions[name] = cuda.create_shared_memory_region(name, byte_size, device)
@@ -89,7 +94,14 @@ def main() -> None:
     def destroy(name: str) -> None:
         cuda.destroy_shared_memory_region(regions.pop(name))
 
-    verbs = {"create": create, "put": put, "get": get, "destroy": destroy}
+    def register(url: str, name: str, byte_size: int) -> None:
+        import tritonclient.grpc as grpcclient
+
+        if url not in clients:
+            clients[url] = grpcclient.InferenceServerClient(url)
+        clients[url].register_cuda_shared_memory(name, cuda.get_raw_handle(regions[name]), 0, byte_size)
+
+    verbs = {"create": create, "put": put, "get": get, "destroy": destroy, "register": register}
     while True:
         try:
             verb, *arguments = pickle.load(sys.stdin.buffer)

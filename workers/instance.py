@@ -97,6 +97,8 @@ class Instance:
             finally:
                 self._page.end(self.desk)
             self._inbox.post(functools.partial(done, execution))
+            # An idle thread keeps nothing of its last requests: a client's region stays mapped as long as an array of it lives.
+            del job, execution, done
 
     def __repr__(self) -> str:
         return f"<Instance {self._thread.name} {'busy' if self.busy else 'free'}>"

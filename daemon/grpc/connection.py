@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import cast
 
 from daemon.access import Restricted
+from daemon.connection_end import ConnectionEnd
 from daemon.grpc import frames
 from daemon.grpc.codes import UNAVAILABLE, UNIMPLEMENTED
 from daemon.grpc.frames import Violation
@@ -60,6 +61,8 @@ class Connection(asyncio.Protocol):
         self.loop = asyncio.get_running_loop()
         self.phase = Phase.OPENING
         self.streams: dict[int, Stream] = {}
+        #: For who waits for the end of this connection.
+        self.end = ConnectionEnd()
         #: Streams that wait for a window or for the socket, in turn.
         self.blocked: dict[int, Stream] = {}
         self.send_window = frames.DEFAULT_WINDOW
@@ -129,6 +132,7 @@ class Connection(asyncio.Protocol):
         )
 
     def connection_lost(self, error: Exception | None) -> None:
+        self.end.close()
         self.phase = Phase.CLOSED
         self.serving.connections.discard(self)
         self._out.clear()

@@ -16,10 +16,11 @@ from tritonclient.grpc import service_pb2
 
 from daemon import log_settings, trace_settings
 from daemon.endpoints import Endpoints
+from daemon.grpc.connection import Connection
 from daemon.grpc.request_codec import read_version
 from daemon.grpc.stream import Call, Stream
 from daemon.grpc.unary import Unary
-from daemon.peer import peer_of, process_of
+from daemon.peer import end_of, peer_of
 from shm.errors import InvalidArgument, NotFound, Unsupported
 from shm.messages import ChangeLog
 
@@ -106,29 +107,31 @@ class Management:
     async def SystemSharedMemoryStatus(self, request: Any) -> Any:
         return await self._status("system", request.name, service_pb2.SystemSharedMemoryStatusResponse())
 
-    async def SystemSharedMemoryRegister(self, fd: int, request: Any) -> Any:
-        with process_of(fd) as process:
+    async def SystemSharedMemoryRegister(self, client: Connection, request: Any) -> Any:
+        fd = client.fileno()
+        with end_of(fd, client.end, self._endpoints.reclaim) as end:
             await self._endpoints.register_system(
-                request.name, request.key, request.offset, request.byte_size, peer_of(fd), process
+                request.name, request.key, request.offset, request.byte_size, peer_of(fd), end
             )
         return service_pb2.SystemSharedMemoryRegisterResponse()
 
-    async def SystemSharedMemoryUnregister(self, fd: int, request: Any) -> Any:
-        await self._endpoints.unregister("system", request.name, peer_of(fd))
+    async def SystemSharedMemoryUnregister(self, client: Connection, request: Any) -> Any:
+        await self._endpoints.unregister("system", request.name, peer_of(client.fileno()))
         return service_pb2.SystemSharedMemoryUnregisterResponse()
 
     async def CudaSharedMemoryStatus(self, request: Any) -> Any:
         return await self._status("cuda", request.name, service_pb2.CudaSharedMemoryStatusResponse())
 
-    async def CudaSharedMemoryRegister(self, fd: int, request: Any) -> Any:
-        with process_of(fd) as process:
+    async def CudaSharedMemoryRegister(self, client: Connection, request: Any) -> Any:
+        fd = client.fileno()
+        with end_of(fd, client.end, self._endpoints.reclaim) as end:
             await self._endpoints.register_cuda(
-                request.name, request.raw_handle, request.device_id, request.byte_size, peer_of(fd), process
+                request.name, request.raw_handle, request.device_id, request.byte_size, peer_of(fd), end
             )
         return service_pb2.CudaSharedMemoryRegisterResponse()
 
-    async def CudaSharedMemoryUnregister(self, fd: int, request: Any) -> Any:
-        await self._endpoints.unregister("cuda", request.name, peer_of(fd))
+    async def CudaSharedMemoryUnregister(self, client: Connection, request: Any) -> Any:
+        await self._endpoints.unregister("cuda", request.name, peer_of(client.fileno()))
         return service_pb2.CudaSharedMemoryUnregisterResponse()
 
     # ---------------------------------------------------------------------------------------------- settings
@@ -170,7 +173,7 @@ def _maker(request: type[Message], answer: Any) -> Callable[[Stream], Call]:
 
 
 def _maker_for_peer(request: type[Message], answer: Any) -> Callable[[Stream], Call]:
-    return lambda stream: Unary(stream, request, functools.partial(answer, stream.connection.fileno()))
+    return lambda stream: Unary(stream, request, functools.partial(answer, stream.connection))
 
 
 def _filled(message: Message, fields: dict[str, Any]) -> Any:

@@ -18,6 +18,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from daemon.connection_end import ConnectionEnd
 from daemon.http.deadlines import Deadlines, Late
 from daemon.http.direct_body import DirectBody
 from daemon.http.exchange import Exchange
@@ -55,8 +56,10 @@ class AnswerOrder(HttpToolsProtocol):
         #: Reads the body that is arriving past this object.
         self._direct: DirectBody | None = None
         self._times = Deadlines(time.monotonic())
+        self._end = ConnectionEnd()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._end.close()
         for exchange in {*self._order, *self._unwritten}:
             if isinstance(exchange, Exchange):
                 exchange.abandon()

@@ -261,6 +261,7 @@ class InferProtocol(AnswerOrder):
         self.scope["http_version"] = version
         # Who asks: read from it only where that matters (daemon.peer).
         self.scope["tensord.socket"] = self.transport.get_extra_info("socket")  # type: ignore[typeddict-unknown-key]
+        self.scope["tensord.end"] = self._end  # type: ignore[typeddict-unknown-key]
         self.scope["tensord.forwarded"] = self._forwarded  # type: ignore[typeddict-unknown-key]
         self.scope["path"], self.scope["raw_path"], self.scope["query_string"] = message_head.path_and_query(url)
         cycle = RequestResponseCycle(

@@ -24,7 +24,7 @@ from daemon.http.generate import Generation
 from daemon.http.settings_routes import SettingsRoutes
 from daemon.http.whole_body import read_body
 from daemon.model_table import parse_version
-from daemon.peer import peer_of, process_of
+from daemon.peer import end_of, peer_of
 from daemon.status import http_status
 from shm.errors import InvalidArgument, NotFound, ServingError, Unsupported
 
@@ -188,8 +188,8 @@ class Routes:
             raise InvalidArgument("Shared memory register request has no 'byte_size' field")
         byte_size = control_fields.unsigned(fields["byte_size"])
         name, fd = request.path_params["region"], _fd(request)
-        with process_of(fd) as process:
-            await self._endpoints.register_system(name, key, offset, byte_size, peer_of(fd), process)
+        with end_of(fd, request.scope["tensord.end"], self._endpoints.reclaim) as end:
+            await self._endpoints.register_system(name, key, offset, byte_size, peer_of(fd), end)
         return Response()
 
     async def register_nameless(self, request: Request) -> Response:
@@ -198,8 +198,8 @@ class Routes:
     async def register_cuda(self, request: Request) -> Response:
         registration = cuda_registration(await json_body.fields(request))
         name, fd = request.path_params["region"], _fd(request)
-        with process_of(fd) as process:
-            await self._endpoints.register_cuda(name, *registration, peer_of(fd), process)
+        with end_of(fd, request.scope["tensord.end"], self._endpoints.reclaim) as end:
+            await self._endpoints.register_cuda(name, *registration, peer_of(fd), end)
         return Response()
 
     async def unregister(self, request: Request) -> Response:

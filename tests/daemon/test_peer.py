@@ -7,11 +7,14 @@ import select
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from daemon.peer import peer_of, process_of
+from daemon import peer as peer_module
+from daemon.connection_end import ConnectionEnd
+from daemon.peer import end_of, peer_of, process_of
 from shm.messages import ANONYMOUS
 
 CLIENT = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); s.send(b'x'); sys.stdin.read()"
@@ -53,3 +56,71 @@ def test_tcp_and_nobody() -> None:
     assert peer_of(-1) == ANONYMOUS
     with process_of(-1) as process:
         assert process == -1
+
+
+@pytest.fixture
+def unix_client(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
+    """A process that has connected, and our end of its connection."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        client = subprocess.Popen([sys.executable, "-c", CLIENT, str(tmp_path / "s")], stdin=subprocess.PIPE)
+        with listener.accept()[0] as connection:
+            assert connection.recv(1) == b"x"
+            yield client, connection
+        client.communicate()
+
+
+def test_when_regions_are_to_go(unix_client: tuple[subprocess.Popen[bytes], socket.socket]) -> None:
+    client, connection = unix_client
+    end = ConnectionEnd()
+    with end_of(connection.fileno(), end, "never") as found:
+        assert found == -1
+    with (
+        end_of(connection.fileno(), end, "owner") as process,
+        end_of(connection.fileno(), end, "connection") as closed,
+        end_of(connection.fileno(), end, "connection") as again,
+    ):
+        assert select.select([process, closed, again], [], [], 0)[0] == []
+        end.close()
+        assert select.select([process, closed, again], [], [], 60)[0] == [closed, again]
+        client.communicate()
+        assert select.select([process], [], [], 60)[0] == [process]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(closed)
+
+
+def test_tcp_clients_regions_stay() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as connection,
+    ):
+        end = ConnectionEnd()
+        for reclaim in ("never", "owner", "connection"):
+            with end_of(connection.fileno(), end, reclaim) as found:
+                assert found == -1
+            with end_of(-1, end, reclaim) as found:
+                assert found == -1
+
+
+def test_a_kernel_that_does_not_tell_the_process(
+    unix_client: tuple[subprocess.Popen[bytes], socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """
+    1. The process is found by its number as long as its connection is open. 2. It is gone: its number may be another's.
+    Result: 2. leaves the end of the connection to go by.
+    """
+    client, connection = unix_client
+    monkeypatch.setattr(peer_module, "_SO_PEERPIDFD", 0x7FFF)
+    end = ConnectionEnd()
+    with end_of(connection.fileno(), end, "owner") as process:
+        assert select.select([process], [], [], 0)[0] == []
+        client.communicate()
+        assert select.select([process], [], [], 60)[0] == [process]
+    with process_of(connection.fileno()) as process:
+        assert process == -1
+    with end_of(connection.fileno(), end, "owner") as found:
+        assert select.select([found], [], [], 0)[0] == []
+        end.close()
+        assert select.select([found], [], [], 60)[0] == [found]

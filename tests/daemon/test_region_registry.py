@@ -291,27 +291,35 @@ async def test_records_say_everything(memory: int) -> None:
     registry.close()
 
 
-@pytest.mark.parametrize("reclaim", ["owner", "never"])
-async def test_a_region_goes_with_its_owner(memory: int, reclaim: str) -> None:
+@pytest.mark.parametrize("kind", ["system", "cuda"])
+async def test_a_region_goes_with_its_end(memory: int, kind: str) -> None:
     """
     1. A process registers a, another client b over TCP. 2. The process ends.
-    Result: a is gone where the configuration says so, also when the end comes before the registration is through; b stays.
+    Result: a is gone, also when the end comes before the registration is through, or while requests use it; b stays.
     """
     holder = FakeHolder(0, memory)
-    registry = made(lambda: [holder], Regions(reclaim=reclaim))  # type: ignore[arg-type]
+    registry = made(lambda: [holder], Regions(reclaim="owner"))
+    ask = request if kind == "system" else cuda
     owner = await asyncio.create_subprocess_exec("sleep", "1000")
     process = os.pidfd_open(owner.pid)
-    await registry.register(request("a"), ALICE, process)
-    await registry.register(request("gone"), ALICE, process)
-    await registry.unregister(UnregisterRegion("system", "gone"), ALICE)
+    await registry.register(ask("a"), ALICE, process)
+    await registry.register(ask("gone"), ALICE, process)
+    await registry.unregister(UnregisterRegion(kind, "gone"), ALICE)
     await registry.register(request("b"), TCP)
+    holder.idle.clear()
     owner.kill()
     await owner.wait()
-    while reclaim == "owner" and "a" in names(registry):
+    while "a" in [entry["name"] for entry in json.loads(registry.status(RegionStatus(kind, "")))]:
         await asyncio.sleep(0.001)
-    assert names(registry) == (["b"] if reclaim == "owner" else ["a", "b"])
-    await registry.register(request("late"), ALICE, process)
-    while reclaim == "owner" and "late" in names(registry):
+    # Requests use it: it is found no more, and the worker still has it.
+    assert "a" in holder.regions
+    assert json.loads(await registry.records("a"))[0]["state"] == "unregistering"
+    holder.idle.set()
+    while registry.statistics().get("uid 1001"):
+        await asyncio.sleep(0.001)
+    assert names(registry) == ["b"]
+    await registry.register(ask("late"), ALICE, process)
+    while registry.statistics().get("uid 1001"):
         await asyncio.sleep(0.001)
     os.close(process)
     registry.close()

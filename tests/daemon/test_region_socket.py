@@ -121,3 +121,34 @@ async def test_what_is_refused(registry: RegionRegistry, tmp_path: Path, questio
     (answer,) = await ask(tmp_path / "s", (question, make()))
     assert any(word in answer["error"] for word in words.split("|")), answer
     assert registry.status(RegionStatus("system", "")) == b"[]"
+
+
+async def test_memory_goes_with_the_connection_that_handed_it_over(tmp_path: Path) -> None:
+    """Two clients; each region goes when its own connection is closed, where ``regions.reclaim`` says so."""
+    options = Regions(socket=str(tmp_path / "s"), reclaim="connection")
+    holder = Holder(1, -1)
+    registry = RegionRegistry(options, lambda: [holder], lambda: ["cpu:0"], lambda place: None)
+    served = RegionSocket(options, {}, registry)
+    served.open()
+
+    def hand_over(name: str) -> socket.socket:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.connect(str(tmp_path / "s"))
+        fd = memory(4096)
+        socket.send_fds(sock, [json.dumps(register(name, 4096)).encode()], [fd])
+        os.close(fd)
+        assert sock.recv(4096) == b"{}"
+        return sock
+
+    first, second = await asyncio.to_thread(hand_over, "a"), await asyncio.to_thread(hand_over, "b")
+    assert set(holder.regions) == {"a", "b"}
+    first.close()
+    while "a" in holder.regions:
+        await asyncio.sleep(0.001)
+    assert set(holder.regions) == {"b"}
+    second.close()
+    while holder.regions or registry.statistics():
+        await asyncio.sleep(0.001)
+    served.close()
+    await asyncio.sleep(0)
+    registry.close()

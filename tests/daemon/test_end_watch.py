@@ -1,11 +1,12 @@
-"""The end of a process that is no child: told once, and not after the watch is over."""
+"""The end of a process that is no child, or of a connection: told once, and not after the watch is over."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 
-from daemon.process_watch import ProcessWatch
+from daemon.connection_end import ConnectionEnd
+from daemon.end_watch import EndWatch
 
 
 async def test_told_once_also_late_and_not_after_close() -> None:
@@ -13,8 +14,8 @@ async def test_told_once_also_late_and_not_after_close() -> None:
     process = await asyncio.create_subprocess_exec("sleep", "1000")
     fd = os.pidfd_open(process.pid)
     told: list[str] = []
-    watch = ProcessWatch(fd, lambda: told.append("first"))
-    closed = ProcessWatch(fd, lambda: told.append("closed"))
+    watch = EndWatch(fd, lambda: told.append("first"))
+    closed = EndWatch(fd, lambda: told.append("closed"))
     closed.close()
     closed.close()
     process.kill()
@@ -22,7 +23,7 @@ async def test_told_once_also_late_and_not_after_close() -> None:
     while not told:
         await asyncio.sleep(0.001)
     late = asyncio.Event()
-    ProcessWatch(fd, late.set)
+    EndWatch(fd, late.set)
     await late.wait()
     watch.close()
     assert told == ["first"]
@@ -30,3 +31,14 @@ async def test_told_once_also_late_and_not_after_close() -> None:
     del process
     await asyncio.sleep(0)
     assert len(os.listdir("/proc/self/fd")) <= before + 3  # the loop's own watch of children
+
+
+async def test_a_connection() -> None:
+    connection, told = ConnectionEnd(), asyncio.Event()
+    with connection.descriptor() as end:
+        watch = EndWatch(end, told.set)
+    await asyncio.sleep(0)
+    assert not told.is_set()
+    connection.close()
+    await told.wait()
+    watch.close()

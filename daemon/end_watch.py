@@ -1,4 +1,4 @@
-"""When a process that is no child of ours ends: its pidfd becomes readable."""
+"""When what is not ours ends: a process by its pidfd, a connection by its ``ConnectionEnd``; either becomes readable."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 from collections.abc import Callable
 
 
-class ProcessWatch:
-    """Calls back once, on the running loop, also for a process that has ended already. Duplicates the descriptor."""
+class EndWatch:
+    """Calls back once, on the running loop, also for what has ended already. Duplicates the descriptor."""
 
-    def __init__(self, process: int, ended: Callable[[], None]) -> None:
-        self._fd = os.dup(process)
+    def __init__(self, end: int, ended: Callable[[], None]) -> None:
+        self._fd = os.dup(end)
         self._ended = ended
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._fd, self._readable)
