@@ -62,7 +62,7 @@ class Connection(asyncio.Protocol):
         self.phase = Phase.OPENING
         self.streams: dict[int, Stream] = {}
         #: For who waits for the end of this connection.
-        self.end = ConnectionEnd()
+        self.connection_end = ConnectionEnd()
         #: Streams that wait for a window or for the socket, in turn.
         self.blocked: dict[int, Stream] = {}
         self.send_window = frames.DEFAULT_WINDOW
@@ -132,7 +132,7 @@ class Connection(asyncio.Protocol):
         )
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.end.close()
+        self.connection_end.close()
         self.phase = Phase.CLOSED
         self.serving.connections.discard(self)
         self._out.clear()

@@ -109,7 +109,7 @@ class Management:
 
     async def SystemSharedMemoryRegister(self, client: Connection, request: Any) -> Any:
         fd = client.fileno()
-        with end_of(fd, client.end, self._endpoints.reclaim) as end:
+        with end_of(fd, client.connection_end, self._endpoints.reclaim) as end:
             await self._endpoints.register_system(
                 request.name, request.key, request.offset, request.byte_size, peer_of(fd), end
             )
@@ -124,7 +124,7 @@ class Management:
 
     async def CudaSharedMemoryRegister(self, client: Connection, request: Any) -> Any:
         fd = client.fileno()
-        with end_of(fd, client.end, self._endpoints.reclaim) as end:
+        with end_of(fd, client.connection_end, self._endpoints.reclaim) as end:
             await self._endpoints.register_cuda(
                 request.name, request.raw_handle, request.device_id, request.byte_size, peer_of(fd), end
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -105,3 +106,23 @@ def test_a_model_that_does_not_start(inbox: Inbox, page: StatusPage, trouble: Ba
     instance = Instance("m_0", lambda: AModel(trouble), inbox, page)
     with pytest.raises(type(trouble)):
         instance.start()
+
+
+def test_an_idle_instance_keeps_nothing_of_its_last_requests(inbox: Inbox, page: StatusPage) -> None:
+    """An array of a client's region keeps the region mapped."""
+    model = AModel()
+    model.may_run.set()
+    instance = Instance("m_0", lambda: model, inbox, page)
+    instance.start()
+    execution = execution_of(1)
+    ended = threading.Event()
+    weakref.finalize(execution.requests[0].arrays["x"], ended.set)
+    done = threading.Event()
+    instance.run(execution, lambda execution: done.set())
+    del execution
+    until(inbox, done.is_set)
+    # The thread may still be on its way to its next job.
+    assert ended.wait(60)
+    closed = threading.Event()
+    instance.close(closed.set)
+    until(inbox, closed.is_set)
