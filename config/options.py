@@ -18,6 +18,9 @@ Count = Annotated[int, Meta(ge=1)]
 CountOrNone = Annotated[int, Meta(ge=0)]
 ByteSize = Annotated[int, Meta(ge=0)]
 ArenaSize = Annotated[int, Meta(ge=1 << 20, le=1 << 40)]
+#: Of one protocol: each has a row of the page they share (``daemon.tally``).
+MAX_PROCESSES = 64
+Processes = Annotated[int, Meta(ge=1, le=MAX_PROCESSES)]
 #: Bounded, so that every time is also a number of nanoseconds.
 Seconds = Annotated[float, Meta(ge=0, le=1e8)]
 
@@ -39,9 +42,11 @@ class Repository(Section, frozen=True):
 
 
 class Http(Section, frozen=True):
-    """The HTTP front and what it accepts from a connection."""
+    """The HTTP fronts and what they accept from a connection."""
 
     enabled: bool = True
+    #: Fronts that share the address.
+    processes: Processes = 1
     address: str = "127.0.0.1"
     port: Port = 8000
     socket_mode: SocketMode = "0660"
@@ -66,9 +71,11 @@ class Http(Section, frozen=True):
 
 
 class Grpc(Section, frozen=True):
-    """The gRPC front and what it accepts from a connection."""
+    """The gRPC fronts and what they accept from a connection."""
 
     enabled: bool = True
+    #: As for http.
+    processes: Processes = 1
     address: str = "127.0.0.1"
     port: Port = 8001
     socket_mode: SocketMode = "0660"

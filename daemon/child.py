@@ -25,7 +25,20 @@ import msgspec
 from daemon.connection import Connection
 from shm.channel import Channel, pair
 from shm.errors import Unavailable, from_code
-from shm.messages import Call, ChildReady, FromFront, FromWorker, Load, Operation, Record, Reply, Start, Stop, decoder
+from shm.messages import (
+    Call,
+    ChildReady,
+    FromFront,
+    FromWorker,
+    Load,
+    Operation,
+    Record,
+    Reply,
+    Start,
+    Stop,
+    Told,
+    decoder,
+)
 from shm.status_page import StatusPage
 
 _log = logging.getLogger(__name__)
@@ -160,17 +173,61 @@ class Child:
 
 
 class Front(Child):
-    """A process that speaks a protocol to clients."""
+    """A process that speaks a protocol to clients; it says how much of what it was told it acts upon."""
 
     def __init__(
         self,
         module: str,
-        name: str,
+        protocol: str,
+        row: int,
         incarnation: int,
         on_record: Callable[[Front, Any, list[int]], None],
         on_exit: Callable[[Front], None],
     ) -> None:
-        super().__init__(module, name, incarnation, FromFront, on_record, on_exit)
+        """``row``: its place among the fronts of that protocol, "http" or "grpc"."""
+        super().__init__(module, f"{protocol}-{row}", incarnation, FromFront, on_record, on_exit)
+        self.protocol = protocol
+        self.row = row
+        #: It was told to take clients.
+        self.serves = False
+        #: The edition it acts upon, and the one it was last asked about.
+        self.seen = 0
+        self._asked = -1
+        #: When it was asked last, and since when it owes an answer; 0: it owes none (ns).
+        self.asked_ns = 0
+        self.owes_since_ns = 0
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+
+    def ask(self, edition: int) -> None:
+        """Asks it to say when it has seen everything sent before, which is that edition."""
+        self.asked_ns = time.monotonic_ns()
+        self.owes_since_ns = self.owes_since_ns or self.asked_ns
+        self._asked = edition
+        self.send(Told(edition))
+
+    def saw(self, edition: int) -> None:
+        """Its answer."""
+        self.seen = max(self.seen, edition)
+        if edition >= self._asked:
+            self.owes_since_ns = 0
+        for waited in [waited for waited in self._waiting if waited <= edition]:
+            self._waiting.pop(waited).set_result(None)
+
+    async def has_seen(self, edition: int) -> None:
+        """Returns when it acts upon that edition, which was sent to it, or when it is dead."""
+        if self.seen >= edition or not self.alive:
+            return
+        waiting = self._waiting.get(edition)
+        if waiting is None:
+            waiting = self._waiting[edition] = asyncio.get_running_loop().create_future()
+            self.ask(edition)
+        # Shared by all who wait: none of them may cancel it.
+        await asyncio.shield(waiting)
+
+    def release(self) -> None:
+        for waiting in self._waiting.values():
+            waiting.set_result(None)
+        self._waiting.clear()
 
 
 class Worker(Child):

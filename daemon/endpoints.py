@@ -1,6 +1,7 @@
 """What both protocols answer besides infer: from the front's own table of models, or by asking the supervisor.
 
 A protocol reads a request into the arguments of one of these and writes the result in its own form. Errors are ServingErrors.
+What a front says of a model holds for every front: its client may send the next request to another one.
 Source: KServe V2 and Triton's extensions; texts as recorded against a real Triton.
 """
 
@@ -28,6 +29,7 @@ from shm.messages import (
     RegisterCudaRegion,
     RegisterSystemRegion,
     RepositoryIndex,
+    Settle,
     UnloadModel,
     UnregisterRegion,
 )
@@ -65,6 +67,8 @@ class Endpoints:
         self._strict = options.repository.strict_readiness
         #: When regions go by themselves (``regions.reclaim``).
         self.reclaim = options.regions.reclaim
+        #: The table's edition that every front is known to act upon.
+        self._settled = -1
         #: Of a request that carries files.
         self.max_body_byte_size = options.http.max_body_byte_size
         #: Told to stop: not ready any more.
@@ -72,11 +76,19 @@ class Endpoints:
 
     # ------------------------------------------------------------------------------------------------ health
 
-    def is_ready(self) -> bool:
+    async def is_ready(self) -> bool:
         """Whether every model that is wanted is served now; see ``repository.strict_readiness``."""
-        if self.stopping:
+        if self.stopping or not all(self._holds_nothing_up(state) for state in self._table.states()):
             return False
-        return all(self._holds_nothing_up(state) for state in self._table.states())
+        await self._everywhere()
+        return True
+
+    async def _everywhere(self) -> None:
+        """Returns when every front acts upon what this one knows of the models now."""
+        edition = self._table.edition
+        if self._settled < edition:
+            await self._calls.ask(Settle())
+            self._settled = edition
 
     def _holds_nothing_up(self, state: ModelState) -> bool:
         match state.state:
@@ -96,22 +108,28 @@ class Endpoints:
         """``name``, ``version``, ``extensions``."""
         return {"name": self._name, "version": self._version, "extensions": EXTENSIONS}
 
-    def model_is_ready(self, model: str, version: int) -> bool:
+    async def model_is_ready(self, model: str, version: int) -> bool:
         """Whether requests for it are answered now; 0 is the newest version, an unknown model is not ready."""
-        return self._table.is_ready(model, version)
+        if not self._table.is_ready(model, version):
+            return False
+        await self._everywhere()
+        return True
 
-    def model_metadata(self, model: str, version: int) -> dict[str, Any]:
+    async def model_metadata(self, model: str, version: int) -> dict[str, Any]:
         """``name``, ``versions`` (as text, ascending), ``platform``, ``inputs``, ``outputs``. Raises NotFound.
 
         ``versions`` are all that are served, or the one that is asked for.
         """
         metadata = msgspec.json.decode(self._table.find(model, version).metadata)
+        await self._everywhere()
         versions = [str(number) for number in ((version,) if version else self._table.ready_versions(model))]
         return {"name": metadata.pop("name"), "versions": versions, **metadata}
 
-    def model_config(self, model: str, version: int) -> bytes:
+    async def model_config(self, model: str, version: int) -> bytes:
         """The full ModelConfig as JSON. Raises NotFound."""
-        return self._table.find(model, version).config
+        config = self._table.find(model, version).config
+        await self._everywhere()
+        return config
 
     async def statistics(self, model: str, version: int) -> bytes:
         """JSON {"model_stats": [...]}; "" is all models, 0 all versions."""

@@ -56,6 +56,7 @@ FLAGS = (
     Flag("allow-http", "http.enabled", "Serve HTTP.", switch=True),
     Flag("http-address", "http.address", "Address to listen on, or unix:PATH.", metavar="ADDRESS"),
     Flag("http-port", "http.port", "Port to listen on; 0 picks a free one.", metavar="PORT"),
+    Flag("http-processes", "http.processes", "HTTP fronts that share the port.", metavar="COUNT"),
     Flag("http-max-input-size", "http.max_body_byte_size", "Largest request body in bytes.", metavar="BYTES"),
     Flag("http-header-timeout", "http.head_timeout", "Seconds for a connection to send a head.", metavar="SECONDS"),
     Flag(
@@ -75,6 +76,7 @@ FLAGS = (
     Flag("allow-grpc", "grpc.enabled", "Serve gRPC.", switch=True),
     Flag("grpc-address", "grpc.address", "Address to listen on, or unix:PATH.", metavar="ADDRESS"),
     Flag("grpc-port", "grpc.port", "Port to listen on; 0 picks a free one.", metavar="PORT"),
+    Flag("grpc-processes", "grpc.processes", "gRPC fronts that share the port.", metavar="COUNT"),
     Flag("grpc-socket-mode", "grpc.socket_mode", "Mode of a unix: address's socket.", metavar="MODE"),
     Flag("grpc-max-input-size", "grpc.max_message_byte_size", "Largest message in bytes.", metavar="BYTES"),
     Flag(

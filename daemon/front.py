@@ -1,8 +1,8 @@
 """The life of a front process, whatever protocol it speaks: its control connection, its table of models and its submitter.
 
-Start ─▶ open ─▶ ChildReady ─▶ lanes and models come and go ─▶ Stop: drain, close, exit 0
+Start ─▶ what the other fronts know ─▶ Serve ─▶ open ─▶ ChildReady ─▶ lanes and models come and go ─▶ Stop: drain, close, exit 0
 
-A protocol's server is a child class: it opens on the listening socket it was given, and drains.
+A protocol's server is a child class: it opens on the listening socket it was given, which other fronts have as well, and drains.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import signal
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -27,6 +28,7 @@ from daemon.connection import Connection
 from daemon.endpoints import Endpoints
 from daemon.model_table import ModelTable
 from daemon.submit import Submitter
+from daemon.tally import Tally
 from daemon.tracer import Tracer
 from shm.channel import Channel
 from shm.messages import (
@@ -37,9 +39,12 @@ from shm.messages import (
     ModelState,
     RegionPlace,
     Reply,
+    Seen,
+    Serve,
     Start,
     Stop,
     ToFront,
+    Told,
     TraceChanged,
     TraceCleared,
     WorkerFenced,
@@ -48,15 +53,26 @@ from shm.messages import (
 from shm.parent import die_with_parent
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a front was given to take connections from, and its place among those that share it."""
+
+    listener: socket.socket
+    tally: Tally
+    row: int
+
+
 class Front(ABC):
     """One front. ``run`` is its whole life."""
 
     #: There from Start on.
     tracer: Tracer
 
-    def __init__(self, control: socket.socket) -> None:
+    def __init__(self, control: socket.socket, place: Place) -> None:
+        self.place = place
         self._connection = Connection(Channel(control, decoder(ToFront)), self._record, self._orphaned)
         self._started: asyncio.Future[Start] = asyncio.get_running_loop().create_future()
+        self._serve: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
         self._submitter: Submitter | None = None
         self.calls = Calls(self._connection)
@@ -66,6 +82,15 @@ class Front(ABC):
         """Returns when it was told to stop and has finished."""
         self._connection.start()
         start = await self._started
+        # Before it knows what the others know, it would refuse what another front has just answered for.
+        await asyncio.wait((self._serve, self._stop), return_when=asyncio.FIRST_COMPLETED)
+        if self._serve.done():
+            await self._serve_until_stopped(start)
+        self.tracer.close()
+        self.submitter.close()
+        self._connection.close()
+
+    async def _serve_until_stopped(self, start: Start) -> None:
         options = msgspec.msgpack.decode(start.options, type=Options)
         endpoints = Endpoints(self.table, self.calls, options)
         await self.open(options, endpoints)
@@ -76,9 +101,6 @@ class Front(ABC):
         stop = await self._stop
         endpoints.stopping = True
         await self.drain(stop.grace_ns)
-        self.tracer.close()
-        self.submitter.close()
-        self._connection.close()
 
     @abstractmethod
     async def open(self, options: Options, endpoints: Endpoints) -> None:
@@ -101,8 +123,12 @@ class Front(ABC):
                 options = msgspec.msgpack.decode(record.options, type=Options)
                 log.configure(options.log, record.name)
                 self.tracer = Tracer(record.incarnation, options.trace.max_byte_size)
-                self._submitter = Submitter(record.incarnation, options, self.table)
+                self._submitter = Submitter(record.incarnation, options, self.table, self.place.row)
                 self._started.set_result(record)
+            case Serve():
+                self._serve.set_result(None)
+            case Told(edition):
+                self._connection.send(Seen(edition))
             case Stop():
                 if not self._stop.done():
                     self._stop.set_result(record)
@@ -128,19 +154,21 @@ class Front(ABC):
         os._exit(1)
 
 
-def main(program: str, description: str, make: Callable[[socket.socket, socket.socket], Front]) -> None:
-    """A front's process, from its command line to its end; ``make`` takes the control channel and the listening socket."""
+def main(program: str, description: str, make: Callable[[socket.socket, Place], Front]) -> None:
+    """A front's process, from its command line to its end; ``make`` takes the control channel and the front's place."""
     die_with_parent()
     parser = argparse.ArgumentParser(prog=program, description=description)
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--listen-fd", type=int, required=True)
+    parser.add_argument("--tally-fd", type=int, required=True)
+    parser.add_argument("--row", type=int, required=True)
     arguments = parser.parse_args()
     # The supervisor decides; a terminal's Ctrl-C or a service manager's signal reaches it as well.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     async def run() -> None:
-        control, listener = socket.socket(fileno=arguments.control_fd), socket.socket(fileno=arguments.listen_fd)
-        await make(control, listener).run()
+        listener, tally = socket.socket(fileno=arguments.listen_fd), Tally(arguments.tally_fd)
+        await make(socket.socket(fileno=arguments.control_fd), Place(listener, tally, arguments.row)).run()
 
     uvloop.run(run())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
@@ -30,6 +30,7 @@ from shm.messages import (
     RegisterSystemRegion,
     Reply,
     RepositoryIndex,
+    Settle,
     UnloadModel,
     UnregisterRegion,
 )
@@ -49,12 +50,15 @@ class Operations:
         logs: LogSettings,
         traces: TraceSettings,
         workers: Callable[[], Sequence[Worker]],
+        settled: Callable[[], Awaitable[None]],
     ) -> None:
+        """``settled`` returns when every front acts upon what was decided before (``daemon.fronts``)."""
         self._models = models
         self._regions = regions
         self._logs = logs
         self._traces = traces
         self._workers = workers
+        self._settled = settled
 
     async def reply(self, call: Call, end: int = -1) -> Reply:
         """The answer as a record; every failure becomes a code and a sentence. ``end``: as in ``answer``."""
@@ -69,13 +73,23 @@ class Operations:
             return Reply(call_id, Internal.code, "the server failed to carry out the operation")
 
     async def answer(self, operation: Operation, peer: Peer, end: int = -1) -> bytes:
-        """The result, JSON or empty.
+        """The result, JSON or empty. Every front acts upon whatever it tells of: the next request may come to any of them.
 
         Args:
           peer: who asks.
           end: as ``RegionRegistry.register`` takes it, owned by the caller; -1: none.
         Raises: ServingError.
         """
+        try:
+            result = await self._carry_out(operation, peer, end)
+        except ServingError:
+            # A load that failed has changed something too.
+            await self._settled()
+            raise
+        await self._settled()
+        return result
+
+    async def _carry_out(self, operation: Operation, peer: Peer, end: int) -> bytes:
         match operation:
             case LoadModel():
                 await self._models.load(operation)
@@ -97,6 +111,8 @@ class Operations:
                 return self._traces.change(operation)
             case RegionRecords(name):
                 return await self._regions.records(name)
+            case Settle():
+                pass  # what every answer waits for
         return b""
 
     async def _statistics(self, operation: ModelStatistics) -> bytes:

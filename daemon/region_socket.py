@@ -15,7 +15,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
@@ -61,10 +61,18 @@ class Question(msgspec.Struct, forbid_unknown_fields=True):
 class RegionSocket:
     """Owns the listening socket and its name; does nothing where no path is configured."""
 
-    def __init__(self, options: Regions, environment: Mapping[str, str], registry: RegionRegistry) -> None:
+    def __init__(
+        self,
+        options: Regions,
+        environment: Mapping[str, str],
+        registry: RegionRegistry,
+        settled: Callable[[], Awaitable[None]],
+    ) -> None:
+        """``settled`` returns when every front acts upon what was decided before (``daemon.fronts``)."""
         self.path = unix_socket.path(options.socket, "regions.sock", environment) if options.enabled else None
         self._registry = registry
         self._reclaim = options.reclaim
+        self._settled = settled
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -140,6 +148,7 @@ class RegionSocket:
                 await self._registry.unregister(UnregisterRegion("system", question.unregister.name), peer)
             else:
                 raise InvalidArgument("a request is an object with 'register' or 'unregister'")
+            await self._settled()
         except msgspec.MsgspecError as error:
             return {"error": f"malformed request: {error}"}
         except ServingError as error:

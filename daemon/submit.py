@@ -81,8 +81,10 @@ class Worker:
 class Submitter:
     """All requests of one front. Owns the request arena."""
 
-    def __init__(self, incarnation: int, options: Options, table: ModelTable) -> None:
+    def __init__(self, incarnation: int, options: Options, table: ModelTable, row: int = 0) -> None:
+        """``row``: this front's place among those of its protocol."""
         self._incarnation = incarnation
+        self._row = row
         self._options = options
         self._table = table
         arenas = options.arenas
@@ -190,7 +192,11 @@ class Submitter:
     def model_changed(self, state: ModelState | ModelGone) -> None:
         """The table changed: who waits may have a worker now, or a reason to give up."""
         if isinstance(state, ModelState):
-            self._table.update(state)
+            # Where all workers are idle the first is chosen: another one by each front.
+            turn = self._row % max(1, len(state.workers))
+            self._table.update(
+                msgspec.structs.replace(state, workers=state.workers[turn:] + state.workers[:turn]) if turn else state
+            )
         else:
             self._table.remove(state)
         self._retry_waiting()

@@ -1,7 +1,7 @@
 """The supervisor: starts fronts and workers, connects them, replaces what dies, stops in order. Never touches a tensor.
 
-    1. bind the socket, start the workers (their imports take longest), read the repositories meanwhile
-    2. start the front with the models as LOADING; each worker that reports gets its regions, its lanes, then its models
+    1. bind the sockets, start the workers (their imports take longest), read the repositories meanwhile
+    2. start the fronts with the models as LOADING; each worker that reports gets its regions, its lanes, then its models
     3. when the first loads are settled: READY=1, and every look at the status pages feeds the watchdog
     4. a process that dies is fenced by its pidfd: fronts learn of it, a replacement starts after a delay that grows
     5. SIGTERM: fronts finish what they accepted, then workers stop, then whatever is left is killed
@@ -15,7 +15,6 @@ import asyncio
 import enum
 import logging
 import os
-import random
 import signal
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -27,16 +26,16 @@ import msgspec
 from config import layers, log
 from config.layers import ConfigurationError
 from config.options import Log, Options
-from daemon import listening, watch
-from daemon.backoff import Backoff
+from daemon import watch
 from daemon.child import Child, Front, Worker
 from daemon.control_socket import ControlSocket
 from daemon.devices import Device, find_devices
-from daemon.listening import Listener, ListenError
+from daemon.fronts import Fronts
 from daemon.log_settings import LogSettings
 from daemon.models import Models
 from daemon.notify import Notifier
 from daemon.operations import Operations
+from daemon.posts import Posts
 from daemon.region_registry import RegionRegistry
 from daemon.region_socket import RegionSocket
 from daemon.trace_settings import TraceSettings
@@ -48,7 +47,6 @@ from shm.messages import (
     LaneOpened,
     Loaded,
     LogChanged,
-    Record,
     Reply,
     Unloaded,
     WorkerFenced,
@@ -60,8 +58,6 @@ _log = logging.getLogger(__name__)
 _WATCH_INTERVAL = 0.5
 #: Workers get at least this to exit once the fronts are done.
 _WORKER_GRACE = 2.0
-#: Before the first readiness, this many deaths of one post mean that it will never come up.
-_MAX_START_DEATHS = 5
 #: Changed by SIGHUP; everything else needs a restart.
 _RELOADABLE = ("repository.paths", "repository.load", "log.")
 
@@ -102,24 +98,34 @@ class Supervisor:
         self.options = options
         self.phase = Phase.STARTING
         self.workers: dict[int, Worker] = {}
-        self.fronts: dict[int, Front] = {}
         self._programs = programs
         self._reread = reread
         self._environment = environment
-        self._chance = random.Random()
         self._next_incarnation = 1
-        self._backoffs: dict[str, Backoff] = {}
+        self._posts = Posts(options.supervisor, self._is_needed, self._give_up)
         self._notifier = Notifier(environment)
-        #: What the fronts listen on, by the front's name.
-        self._listeners: dict[str, Listener] = {}
-        self._models = Models(options.repository, self.workers, self._publish)
+        self._fronts = Fronts(
+            {"http": programs.http, "grpc": programs.grpc},
+            lambda: self.options,
+            self._incarnation,
+            self._tell,
+            lambda front, call, fds: self._spawn_task(self._answer(front, call, fds)),
+            self._front_died,
+        )
+        publish = self._fronts.publish
+        self._models = Models(options.repository, self.workers, publish)
         #: Of every worker's post, whether it is filled now or not.
         self._devices: list[str] = []
-        self._regions = RegionRegistry(options.regions, self._ready_workers, lambda: self._devices, self._publish)
+        self._regions = RegionRegistry(options.regions, self._ready_workers, lambda: self._devices, publish)
         self._log_settings = LogSettings(options.log, self._log_changed)
-        self._trace_settings = TraceSettings(options.trace, self._models.lifecycle.is_ready, self._publish)
+        self._trace_settings = TraceSettings(options.trace, self._models.lifecycle.is_ready, publish)
         self._operations = Operations(
-            self._models, self._regions, self._log_settings, self._trace_settings, self._ready_workers
+            self._models,
+            self._regions,
+            self._log_settings,
+            self._trace_settings,
+            self._ready_workers,
+            self._fronts.settled,
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
@@ -134,20 +140,19 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         devices = find_devices(self.options.workers, self._environment)
         self._devices = [device.name for device in devices]
-        self._listen()
+        self._fronts.listen(self._environment)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._signalled)
         loop.add_signal_handler(signal.SIGHUP, lambda: self._spawn_task(self._reload()))
         control = ControlSocket(self.options.supervisor, self._environment, self._operations, self.describe)
-        regions = RegionSocket(self.options.regions, self._environment, self._regions)
+        regions = RegionSocket(self.options.regions, self._environment, self._regions, self._fronts.settled)
         try:
             await control.open()
             regions.open()
             for index, device in enumerate(devices):
                 self._start_worker(f"worker-{index}", device)
             outcomes = self._models.begin(await self._models.scan(self.options.repository), self.options.repository)
-            for name in self._listeners:
-                self._start_front(name)
+            self._fronts.start_all()
             self._spawn_task(self._watch())
             self._spawn_task(self._become_ready(outcomes))
             await self._stop.wait()
@@ -161,29 +166,10 @@ class Supervisor:
             self._regions.close()
             self._trace_settings.close()
             self._notifier.close()
-            for listener in self._listeners.values():
-                listener.close()
+            self._fronts.close()
         return self._exit_status
 
     # --------------------------------------------------------------------------------------------------------- starting
-
-    def _listen(self) -> None:
-        """Binds, or takes over from the service manager, a socket for each front. Raises ListenError."""
-        http, grpc = self.options.http, self.options.grpc
-        if http.enabled:
-            inherited = listening.inherited(self._environment)
-            self._listeners["http-0"] = (
-                Listener(inherited, "http")
-                if inherited is not None
-                else listening.listen(http.address, http.port, "http", http.socket_mode)
-            )
-        if grpc.enabled:
-            try:
-                self._listeners["grpc-0"] = listening.listen(grpc.address, grpc.port, "grpc", grpc.socket_mode)
-            except ListenError:
-                for listener in self._listeners.values():
-                    listener.close()
-                raise
 
     def _start_worker(self, name: str, device: Device) -> None:
         def died(worker: Worker) -> None:
@@ -193,14 +179,8 @@ class Supervisor:
         worker.spawn(self._packed_options(), ["--device", device.name], device.environment)
         self.workers[worker.incarnation] = worker
 
-    def _start_front(self, name: str) -> None:
-        listener = self._listeners[name]
-        program = self._programs.http if listener.protocol == "http" else self._programs.grpc
-        front = Front(program, name, self._incarnation(), self._from_front, self._front_died)
-        fd = listener.socket.fileno()
-        front.spawn(self._packed_options(), ["--listen-fd", str(fd)], {}, [fd])
-        self.fronts[front.incarnation] = front
-        # Lanes before the states that name their workers.
+    def _tell(self, front: Front) -> None:
+        """Everything a new front has to know; lanes before the states that name their workers."""
         for worker in self._ready_workers():
             self._open_lane(front, worker)
         for place in self._regions.places():
@@ -222,7 +202,7 @@ class Supervisor:
         await self._regions.restore(worker)
         if not worker.alive:
             return
-        for front in self.fronts.values():
+        for front in self._fronts:
             if front.alive:
                 self._open_lane(front, worker)
         self._models.worker_joined(worker.incarnation)
@@ -247,13 +227,13 @@ class Supervisor:
         self._notifier.ready(self._summary())
         _log.info("ready: %s", self._summary())
         served = self._models.lifecycle.ready_models()
-        http = self._listeners.get("http-0")
-        if http is not None and http.is_tcp and served:
-            _log.info("try: curl %s/v2/models/%s", http.url, next(iter(served)))
+        url = self._fronts.url("http") or ""
+        if url.startswith("http:") and served:
+            _log.info("try: curl %s/v2/models/%s", url, next(iter(served)))
 
     def _all_up(self) -> bool:
         """Whether every post is filled, and every worker has what it should have."""
-        return all(front.ready for front in self.fronts.values()) and all(
+        return all(front.ready for front in self._fronts) and all(
             worker.ready and not worker.loads_owed for worker in self.workers.values()
         )
 
@@ -289,32 +269,23 @@ class Supervisor:
         _close(fds if not isinstance(record, ChildReady) else [])
         return None
 
-    def _from_front(self, front: Front, record: Any, fds: list[int]) -> None:
-        if isinstance(record, Call):
-            self._spawn_task(self._answer(front, record, fds))
-            return
-        _close(fds)
-        match record:
-            case ChildReady():
-                listener = self._listeners[front.name]
-                _log.info("serving %s on %s", listener.protocol, listener.url)
-
     async def _answer(self, front: Front, call: Call, fds: list[int]) -> None:
         try:
             front.send(await self._operations.reply(call, fds[0] if fds else -1))
         finally:
             _close(fds)
 
-    def _publish(self, record: Record, *fds: int) -> None:
-        for front in self.fronts.values():
-            front.send(record, *fds)
-
     def _log_changed(self, options: Log) -> None:
         """Here, in every process, and in those that start later."""
         self.options = msgspec.structs.replace(self.options, log=options)
         log.configure(options, "supervisor", self._environment)
-        for child in (*self.fronts.values(), *self.workers.values()):
+
+        def tell(child: Child) -> None:
             child.send(LogChanged(child.name, msgspec.Raw(msgspec.msgpack.encode(options))))
+
+        self._fronts.publish_each(tell)
+        for worker in self.workers.values():
+            tell(worker)
 
     # ----------------------------------------------------------------------------------------------------------- deaths
 
@@ -322,45 +293,27 @@ class Supervisor:
         del self.workers[worker.incarnation]
         self._regions.worker_left(worker.incarnation)
         # First the fence: what was in flight there may run elsewhere from now on.
-        for front in self.fronts.values():
-            front.send(WorkerFenced(worker.incarnation))
+        self._fronts.publish(WorkerFenced(worker.incarnation))
         self._models.worker_left(worker.incarnation)
-        if self.phase is not Phase.STOPPING:
-            self._replace(worker, lambda: self._start_worker(worker.name, device))
+        self._posts.died(worker, lambda: self._start_worker(worker.name, device))
         self._death.set()
 
     def _front_died(self, front: Front) -> None:
-        del self.fronts[front.incarnation]
-        if self.phase in (Phase.STARTING, Phase.SERVING):
-            self._replace(front, lambda: self._start_front(front.name))
+        self._posts.died(front, lambda: self._fronts.start(front.protocol, front.row))
         self._death.set()
 
-    def _replace(self, dead: Child, start: Callable[[], None]) -> None:
-        options = self.options.supervisor
-        post = self._backoffs.setdefault(
-            dead.name, Backoff(options.restart_delay, options.max_restart_delay, self._chance)
-        )
-        delay = post.died(time.monotonic_ns() - dead.started_ns, dead.ready)
-        if self.phase is Phase.STARTING and not dead.ready and post.deaths >= _MAX_START_DEATHS:
-            _log.critical("stopping: %s died %d times before it was ready", dead.name, post.deaths)
-            self._exit_status = 1
-            self._stop.set()
-            return
-        _log.error(
-            "%s (process %d) %s; its replacement starts in %.1f s", dead.name, dead.pid, dead.describe_exit(), delay
-        )
-        asyncio.get_running_loop().call_later(delay, self._start_again, dead, start)
+    def _is_needed(self, child: Child) -> bool:
+        """Workers finish what the fronts have accepted; fronts accept nothing once the daemon stops."""
+        over = (Phase.STOPPING,) if isinstance(child, Worker) else (Phase.STOPPING, Phase.DRAINING)
+        return self.phase not in over
 
-    def _start_again(self, dead: Child, start: Callable[[], None]) -> None:
-        over = (Phase.STOPPING,) if isinstance(dead, Worker) else (Phase.STOPPING, Phase.DRAINING)
-        if self.phase in over:
-            return
-        try:
-            start()
-        except OSError as error:
-            # No memory, no process slots: the same post tries again, later.
-            _log.error("%s cannot be started: %s", dead.name, error.strerror)
-            self._replace(dead, start)
+    def _give_up(self, _: Child) -> bool:
+        """A post that was never filled: a daemon that starts stops, one that serves goes on."""
+        if self.phase is not Phase.STARTING:
+            return False
+        self._exit_status = 1
+        self._stop.set()
+        return True
 
     async def _watch(self) -> None:
         """Looks at every worker; kills those that overran their time; feeds the watchdog while none is overdue."""
@@ -368,7 +321,8 @@ class Supervisor:
         while True:
             now_ns = time.monotonic_ns()
             overdue = False
-            for child in [*self.workers.values(), *self.fronts.values()]:
+            self._fronts.ask_idle(now_ns, int(self.options.workers.idle_timeout * 1e9 / 3))
+            for child in [*self.workers.values(), *self._fronts]:
                 if reason := watch.overdue(watch.snapshot(child), self.options, now_ns):
                     overdue = True
                     child.kill(reason)
@@ -420,11 +374,10 @@ class Supervisor:
         self.phase = Phase.DRAINING
         self._notifier.stopping("finishing accepted requests")
         _log.info("stopping: finishing accepted requests, for at most %g s", self.options.supervisor.exit_timeout)
-        for listener in self._listeners.values():
-            listener.close()
-        for front in self.fronts.values():
+        self._fronts.stop_listening()
+        for front in self._fronts:
             front.stop(deadline_ns - time.monotonic_ns())
-        await self._until_gone(self.fronts, deadline_ns)
+        await self._until_gone(self._fronts.by_incarnation, deadline_ns)
         self.phase = Phase.STOPPING
         deadline_ns = max(deadline_ns, time.monotonic_ns() + int(_WORKER_GRACE * 1e9))
         for worker in self.workers.values():
@@ -451,7 +404,7 @@ class Supervisor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        while children := [child for child in (*self.fronts.values(), *self.workers.values()) if child.alive]:
+        while children := [child for child in (*self._fronts, *self.workers.values()) if child.alive]:
             self._death.clear()
             for child in children:
                 child.kill()
@@ -470,7 +423,7 @@ class Supervisor:
                 "pid": child.pid,
                 "ready": child.ready,
                 "uptime_s": round((now_ns - child.started_ns) / 1e9, 1),
-                "deaths": self._backoffs[child.name].deaths if child.name in self._backoffs else 0,
+                "deaths": self._posts.deaths(child.name),
             }
 
         workers = [
@@ -481,12 +434,10 @@ class Supervisor:
         return {
             "server_name": self.options.server_name,
             "phase": self.phase.value,
-            **{
-                protocol: next((each.url for each in self._listeners.values() if each.protocol == protocol), None)
-                for protocol in ("http", "grpc")
-            },
+            "http": self._fronts.url("http"),
+            "grpc": self._fronts.url("grpc"),
             "workers": workers,
-            "fronts": [entry(front) for front in self.fronts.values()],
+            "fronts": [entry(front) | {"connections": self._fronts.connections(front)} for front in self._fronts],
             "refused": self._models.refused,
             "regions": self._regions.statistics(),
         }

@@ -18,6 +18,7 @@ import msgspec
 
 from config.options import Trace
 from daemon.trace_budget import TraceBudget
+from daemon.trace_turn import TraceTurn
 from shm.errors import InvalidArgument, Unsupported
 from shm.messages import ChangeTrace, TraceChanged, TraceCleared
 
@@ -100,6 +101,8 @@ class _Scope:
         self._values = values
         #: Names of the values that are not taken over from the scope before.
         self.own = own
+        #: None: nothing is traced.
+        self.turn = TraceTurn.create(values.rate) if values.level else None
         #: None: no limit.
         self.budget = None if values.count < 0 else TraceBudget.create(values.count)
 
@@ -110,13 +113,21 @@ class _Scope:
             return self._values
         return dataclasses.replace(self._values, count=self.budget.remaining())
 
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """What travels with the record, as ``shm.messages.TraceChanged`` says."""
+        if self.turn is None:
+            return ()
+        return (self.turn.fd,) if self.budget is None else (self.turn.fd, self.budget.fd)
+
     def close(self) -> None:
-        if self.budget is not None:
-            self.budget.close()
+        for counter in (self.turn, self.budget):
+            if counter is not None:
+                counter.close()
 
 
 class TraceSettings:
-    """``known`` says whether a model is served; ``publish`` gets every change, with a descriptor where there is a limit."""
+    """``known`` says whether a model is served; ``publish`` gets every change, with the descriptors that belong to it."""
 
     def __init__(
         self,
@@ -171,14 +182,13 @@ class TraceSettings:
         ), own
 
     def _record(self, name: str) -> tuple[Any, ...]:
-        """The record for the fronts, and the descriptor it travels with."""
+        """The record for the fronts, and the descriptors it travels with."""
         scope = self._scopes[name]
         values = scope.values
-        record = TraceChanged(name, values.level, values.rate, values.log_frequency, self._file)
-        return (record,) if scope.budget is None else (record, scope.budget.fd)
+        return TraceChanged(name, values.level, values.rate, values.log_frequency, self._file), *scope.fds
 
     def records(self) -> list[tuple[Any, ...]]:
-        """What a new front has to know: records, each with its descriptor where it has one."""
+        """What a new front has to know: records, each with its descriptors where it has some."""
         return [self._record(name) for name in self._scopes]
 
     def _described(self, values: Values) -> dict[str, Any]:

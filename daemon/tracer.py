@@ -16,6 +16,7 @@ import msgspec
 from daemon.trace_budget import TraceBudget
 from daemon.trace_file import TraceFiles
 from daemon.trace_settings import LEVELS
+from daemon.trace_turn import TraceTurn
 from shm.messages import Completion, TraceChanged, TraceCleared
 
 _TIMESTAMPS = LEVELS["TIMESTAMPS"]
@@ -34,9 +35,9 @@ class Tracer:
         self._last_id = incarnation << _ID_BITS
 
     def changed(self, record: TraceChanged, fds: list[int]) -> None:
-        """Settings of a model, or of all ("") that have none of their own. Takes the descriptor."""
+        """Settings of a model, or of all ("") that have none of their own. Takes the descriptors."""
         self._forget(record.model)
-        self._samplers[record.model] = Sampler(record, TraceBudget(fds[0]) if fds else None, self._files)
+        self._samplers[record.model] = Sampler(record, fds, self._files)
         self._look()
 
     def cleared(self, record: TraceCleared) -> None:
@@ -71,24 +72,23 @@ class Tracer:
 class Sampler:
     """The settings of a scope, and where its traces go."""
 
-    def __init__(self, settings: TraceChanged, budget: TraceBudget | None, files: TraceFiles) -> None:
+    def __init__(self, settings: TraceChanged, fds: list[int], files: TraceFiles) -> None:
+        """``fds``: as they travel with the settings."""
         self.level = settings.level
-        self._rate = settings.rate
+        self._turn = TraceTurn(fds[0], settings.rate) if fds else None
+        self._budget = TraceBudget(fds[1]) if len(fds) > 1 else None
         self._log_frequency = settings.log_frequency
         self._path = settings.file
-        self._budget = budget
         self._files = files
-        self._seen = 0
         #: Traces that wait until there are ``log_frequency`` of them.
         self._collected: list[bytes] = []
         self._closed = False
 
     def hit(self) -> bool:
         """Counts a request. True: trace it."""
-        if not self.level:
+        if self._turn is None:
             return False
-        self._seen += 1
-        return self._seen % self._rate == 0 and (self._budget is None or self._budget.take())
+        return self._turn.take() and (self._budget is None or self._budget.take())
 
     def write(self, trace: bytes) -> None:
         """A finished trace."""
@@ -108,8 +108,9 @@ class Sampler:
         """Other settings took its place; traces under way are still written."""
         self._closed = True
         self._flush()
-        if self._budget is not None:
-            self._budget.close()
+        for counter in (self._turn, self._budget):
+            if counter is not None:
+                counter.close()
 
 
 class Trace:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from config.options import Options
-from daemon.child import Child, Worker
+from daemon.child import Child, Front, Worker
 from shm.status_page import WorkerState
 
 
@@ -22,10 +22,14 @@ class Snapshot:
     #: It owes an answer to a Load, and since when it has given none.
     loading: bool = False
     load_progress_ns: int = 0
+    #: A front: since when it owes a sign of life; 0: it owes none.
+    owes_since_ns: int = 0
 
 
 def snapshot(child: Child) -> Snapshot:
     """What is known of a child now."""
+    if isinstance(child, Front):
+        return Snapshot(child.ready, child.started_ns, owes_since_ns=child.owes_since_ns)
     if not isinstance(child, Worker) or child.page is None:
         return Snapshot(child.ready, child.started_ns)
     state, since_ns = child.page.state
@@ -45,6 +49,8 @@ def overdue(child: Snapshot, options: Options, now_ns: int) -> str:
         limit = options.supervisor.start_timeout
         return f"did not report within {limit:g} s" if past(child.started_ns, limit) else ""
     limits = options.workers
+    if child.owes_since_ns and past(child.owes_since_ns, limits.idle_timeout):
+        return f"has not turned its loop for {limits.idle_timeout:g} s"
     if child.loading and past(child.load_progress_ns, limits.load_timeout):
         return f"loads one model for more than {limits.load_timeout:g} s"
     match child.state:

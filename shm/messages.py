@@ -195,9 +195,28 @@ class Stop(Record, frozen=True, tag="stop"):
 
 
 class ChildReady(Record, frozen=True, tag="ready"):
-    """The child serves its control channel. A worker's carries one descriptor: its status page (``shm.status_page``)."""
+    """The child does its work: a front serves clients, a worker its control channel.
+
+    A worker's carries one descriptor: its status page (``shm.status_page``).
+    """
 
     incarnation: int
+
+
+class Told(Record, frozen=True, tag="told"):
+    """To a front: everything up to that edition of what fronts have to know was sent. Answered with Seen."""
+
+    edition: int
+
+
+class Seen(Record, frozen=True, tag="seen"):
+    """The front acts upon everything up to that edition."""
+
+    edition: int
+
+
+class Serve(Record, frozen=True, tag="serve"):
+    """The front knows all that the others know: from now on it may take clients."""
 
 
 class LaneOpened(Record, frozen=True, tag="lane"):
@@ -221,7 +240,8 @@ class LogChanged(Record, frozen=True, tag="log"):
 class TraceChanged(Record, frozen=True, tag="trace"):
     """Sample requests for a model, or ("") for all models without settings of their own, that way from now on.
 
-    A descriptor that travels along is the number of traces left (``daemon.trace_budget``); without one there is no limit.
+    Where anything is traced descriptors travel along: whose turn it is (``daemon.trace_turn``), and where there is a limit the
+    number of traces left (``daemon.trace_budget``).
     """
 
     model: str
@@ -444,8 +464,13 @@ class ChangeTrace(Record, frozen=True, tag="c.trace"):
     cleared: tuple[str, ...] = ()
 
 
+class Settle(Record, frozen=True, tag="c.settle"):
+    """Reply, empty, when every front acts upon all that was sent to this one before."""
+
+
 Operation = (
-    LoadModel
+    Settle
+    | LoadModel
     | UnloadModel
     | RepositoryIndex
     | ModelStatistics
@@ -482,6 +507,8 @@ class Reply(Record, frozen=True, tag="reply"):
 
 ToFront = (
     Start
+    | Serve
+    | Told
     | Stop
     | LogChanged
     | TraceChanged
@@ -493,7 +520,7 @@ ToFront = (
     | RegionPlace
     | Reply
 )
-FromFront = ChildReady | Call
+FromFront = ChildReady | Seen | Call
 ToWorkerControl = Start | Stop | LogChanged | LaneOpened | Load | Unload | Call
 FromWorker = ChildReady | Loaded | Unloaded | Reply
 

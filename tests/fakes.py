@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from config.options import Options
+from daemon.tally import Tally
 from shm.channel import Channel, pair
 from shm.lane import WorkerLane
 from shm.messages import (
@@ -35,6 +36,8 @@ from shm.messages import (
     Record,
     RegionSlice,
     Reply,
+    Serve,
+    Settle,
     Start,
     Stop,
     Submit,
@@ -164,20 +167,25 @@ class FrontProcess:
         """``send_buffer``: bytes the front's side of a connection holds at most; 0: as many as the kernel gives it."""
         self.workers: list[EchoWorker] = []
         self._next_worker = 1000
+        self.tally = Tally.create()
         listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         if send_buffer:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)  # what is accepted inherits it
         ours, theirs = pair()
         with listener, theirs:
             self.port: int = listener.getsockname()[1]
-            fds = (theirs.fileno(), listener.fileno())
+            fds = (theirs.fileno(), listener.fileno(), self.tally.fd)
             self.process = subprocess.Popen(
-                [sys.executable, "-m", self.program, f"--control-fd={fds[0]}", f"--listen-fd={fds[1]}"],
+                [
+                    *(sys.executable, "-m", self.program, "--row=0"),
+                    *(f"--control-fd={fds[0]}", f"--listen-fd={fds[1]}", f"--tally-fd={fds[2]}"),
+                ],
                 pass_fds=fds,
             )
         self._control = Channel(ours, decoder(FromFront))
         self._received: deque[Any] = deque()
         self.send(Start(INCARNATION, "http-0", msgspec.Raw(msgspec.msgpack.encode(options))))
+        self.send(Serve())
         assert self.receive() == ChildReady(INCARNATION)
 
     def send(self, record: Record, *fds: int) -> None:
@@ -233,6 +241,15 @@ class FrontProcess:
         }
         self.send(ModelState(name, version, workers=tuple(worker.incarnation for worker in workers), **fields))
         self.sync()
+        if fields["state"] == "READY":
+            self.settle(name, version)
+
+    def settle(self, name: str, version: int) -> None:
+        """The front asks once after a change whether all fronts know of it, before it tells of a model that serves: they do."""
+        with self.client() as client:
+            client.send(f"GET /v2/models/{name}/versions/{version}/config HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            assert self.answer_call().operation == Settle()
+            assert client.answer().status == 200
 
     def fence(self, worker: EchoWorker) -> None:
         """The worker's process is certainly gone."""
@@ -253,6 +270,7 @@ class FrontProcess:
         finally:
             self.process.kill()
             self.process.wait()
+            self.tally.close()
             for worker in self.workers:
                 worker.close()
 

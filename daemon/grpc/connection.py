@@ -114,11 +114,13 @@ class Connection(asyncio.Protocol):
         self.is_plain = transport.get_extra_info("sslcontext") is None
         transport.set_write_buffer_limits(high=0 if self.is_plain else _WRITE_BUFFER)
         options = self.serving.options
-        if len(self.serving.connections) >= options.max_connections or self.serving.stopping:
+        seat, connections = self.serving.seat, self.serving.connections
+        if seat.total() >= options.max_connections or self.serving.stopping:
             self.phase = Phase.CLOSED
             transport.close()
             return
-        self.serving.connections.add(self)
+        connections.add(self)
+        seat.count(len(connections))
         transport.write(
             frames.settings(
                 (
@@ -135,6 +137,7 @@ class Connection(asyncio.Protocol):
         self.connection_end.close()
         self.phase = Phase.CLOSED
         self.serving.connections.discard(self)
+        self.serving.seat.count(len(self.serving.connections))
         self._out.clear()
         for stream in list(self.streams.values()):
             stream.abandon()

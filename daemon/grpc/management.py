@@ -59,14 +59,14 @@ class Management:
         return service_pb2.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: Any) -> Any:
-        return service_pb2.ServerReadyResponse(ready=self._endpoints.is_ready())
+        return service_pb2.ServerReadyResponse(ready=await self._endpoints.is_ready())
 
     async def ModelReady(self, request: Any) -> Any:
         try:
             version = read_version(request.name, request.version)
         except NotFound:
             return service_pb2.ModelReadyResponse(ready=False)
-        return service_pb2.ModelReadyResponse(ready=self._endpoints.model_is_ready(request.name, version))
+        return service_pb2.ModelReadyResponse(ready=await self._endpoints.model_is_ready(request.name, version))
 
     # ------------------------------------------------------------------------------------------------ models
 
@@ -75,10 +75,10 @@ class Management:
 
     async def ModelMetadata(self, request: Any) -> Any:
         version = read_version(request.name, request.version)
-        return _filled(service_pb2.ModelMetadataResponse(), self._endpoints.model_metadata(request.name, version))
+        return _filled(service_pb2.ModelMetadataResponse(), await self._endpoints.model_metadata(request.name, version))
 
     async def ModelConfig(self, request: Any) -> Any:
-        config = self._endpoints.model_config(request.name, read_version(request.name, request.version))
+        config = await self._endpoints.model_config(request.name, read_version(request.name, request.version))
         return _filled(service_pb2.ModelConfigResponse(), {"config": msgspec.json.decode(config)})
 
     async def ModelStatistics(self, request: Any) -> Any:

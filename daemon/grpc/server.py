@@ -1,15 +1,15 @@
-"""The gRPC front: HTTP/2 connections on a given socket, and what answers each RPC."""
+"""The gRPC front: HTTP/2 connections from a given socket, and what answers each RPC."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import socket
 import time
 
 from config import restrictions
 from config.options import Options
+from daemon.acceptor import Acceptor
 from daemon.access import grpc_access
 from daemon.endpoints import Endpoints
 from daemon.forwarding import Forwarding
@@ -32,10 +32,6 @@ _LAST_CALL_NS = 250_000_000
 class GrpcFront(Front):
     """A front that speaks gRPC."""
 
-    def __init__(self, control: socket.socket, listener: socket.socket) -> None:
-        super().__init__(control)
-        self._listener = listener
-
     async def open(self, options: Options, endpoints: Endpoints) -> None:
         pattern = options.grpc.header_forward_pattern
         inferring = Inferring(
@@ -53,18 +49,19 @@ class GrpcFront(Front):
         }
         access = grpc_access(restrictions.parse(options.grpc.restricted_protocol))
         rules = {path: rule for path in methods if (rule := access.rule(path.rpartition("/")[2])) is not None}
-        self._serving = Serving(options.grpc, methods, rules)
-        self._server = await asyncio.get_running_loop().create_server(
-            lambda: Connection(self._serving), sock=self._listener, ssl=tls.context(options.grpc)
+        serving = self._serving = Serving(options.grpc, methods, self.place.tally.seat(self.place.row), rules)
+        self._acceptor = Acceptor(
+            self.place.listener, serving.seat, lambda: Connection(serving), tls.context(options.grpc)
         )
+        self._acceptor.start()
         self._check = asyncio.create_task(self._check_connections())
 
     async def drain(self, grace_ns: int) -> None:
         """No new connections; the open ones take no new calls and end after their last answer."""
         now = time.monotonic_ns()
         deadline, last_call = now + grace_ns, now + min(_LAST_CALL_NS, grace_ns)
+        await self._acceptor.close(min(_LAST_CALL_NS, grace_ns) / 1e9)
         self._serving.stopping = True
-        self._server.close()
         connections = self._serving.connections
         for connection in list(connections):
             connection.announce_end()

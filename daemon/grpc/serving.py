@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from config.options import Grpc
 from daemon.access import Rule
 from daemon.grpc.stream import Call, Stream
+from daemon.tally import Seat
 
 if TYPE_CHECKING:
     from daemon.grpc.connection import Connection
@@ -21,6 +22,8 @@ class Serving:
     options: Grpc
     #: What answers a path.
     methods: dict[str, Callable[[Stream], Call]]
+    #: Where this front's connections are counted, and the others' stand.
+    seat: Seat
     #: What a path needs to be let in; those that are not here need nothing.
     rules: dict[str, Rule] = field(default_factory=dict)
     connections: set[Connection] = field(default_factory=set)

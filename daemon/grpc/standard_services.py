@@ -46,19 +46,19 @@ class StandardServices:
 
     async def _check(self, request: Any) -> Any:
         """Of any service: Triton answers so whatever the name is."""
-        return self._status()
+        return await self._status()
 
-    def _status(self) -> Any:
+    async def _status(self) -> Any:
         serving = health_pb2.HealthCheckResponse.SERVING
         return health_pb2.HealthCheckResponse(
-            status=serving if self._endpoints.is_ready() else health_pb2.HealthCheckResponse.NOT_SERVING
+            status=serving if await self._endpoints.is_ready() else health_pb2.HealthCheckResponse.NOT_SERVING
         )
 
     async def _watch(self, requests: AsyncIterator[Any]) -> AsyncIterator[Message]:
         async for _ in requests:
             last: Message | None = None
             while True:
-                now = self._status()
+                now = await self._status()
                 if now != last:
                     yield now
                     last = now

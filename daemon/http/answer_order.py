@@ -70,6 +70,7 @@ class AnswerOrder(HttpToolsProtocol):
         self._receiving = None
         self.cycle = None  # type: ignore[assignment]
         super().connection_lost(exc)
+        self.serving.seat.count(len(self.connections))
 
     # ------------------------------------------------------------------------------------------------ answers
 

@@ -71,9 +71,10 @@ class InferProtocol(AnswerOrder):
         super().connection_made(transport)
         # With no room to buffer, a write goes to the socket at once and says whether all of it went.
         transport.set_write_buffer_limits(high=0)
-        limit = self.serving.options.http.max_connections
-        if len(self.connections) > limit:
-            self._refuse(503, f"{len(self.connections)} connections are open, at most {limit} are allowed")
+        seat, limit = self.serving.seat, self.serving.options.http.max_connections
+        seat.count(len(self.connections))
+        if (total := seat.total()) > limit:
+            self._refuse(503, f"{total} connections are open, at most {limit} are allowed")
 
     def data_received(self, data: bytes) -> None:
         if self._closing:

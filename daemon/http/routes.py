@@ -117,7 +117,7 @@ class Routes:
         return json_body.answer({"live": True})
 
     async def ready(self, request: Request) -> Response:
-        return json_body.answer({"ready": True}) if self._endpoints.is_ready() else Response(status_code=400)
+        return json_body.answer({"ready": True}) if await self._endpoints.is_ready() else Response(status_code=400)
 
     # ------------------------------------------------------------------------------------------------ models
 
@@ -127,7 +127,7 @@ class Routes:
     async def model_ready(self, request: Request) -> Response:
         _check_version_text(request)
         try:
-            ready = self._endpoints.model_is_ready(*_target(request))
+            ready = await self._endpoints.model_is_ready(*_target(request))
         except NotFound:
             ready = False
         if ready:
@@ -135,10 +135,10 @@ class Routes:
         return json_body.answer({"error": "Model version not ready"}, 400)
 
     async def metadata(self, request: Request) -> Response:
-        return json_body.answer(self._endpoints.model_metadata(*_target(request)))
+        return json_body.answer(await self._endpoints.model_metadata(*_target(request)))
 
     async def config(self, request: Request) -> Response:
-        return json_body.answer(self._endpoints.model_config(*_target(request)))
+        return json_body.answer(await self._endpoints.model_config(*_target(request)))
 
     async def infer(self, request: Request) -> Response:
         """Only for its place in the table: a connection takes every infer request the short way."""

@@ -1,17 +1,17 @@
-"""The HTTP front: a uvicorn server on a given socket."""
+"""The HTTP front: a uvicorn server for the connections of a given socket."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import socket
 import time
 
 import uvicorn
 
 from config import restrictions
 from config.options import Options
+from daemon.acceptor import Acceptor
 from daemon.access import http_access
 from daemon.endpoints import Endpoints
 from daemon.forwarding import Forwarding
@@ -31,10 +31,6 @@ _LAST_CALL_NS = 250_000_000
 class HttpFront(Front):
     """A front that speaks HTTP."""
 
-    def __init__(self, control: socket.socket, listener: socket.socket) -> None:
-        super().__init__(control)
-        self._listener = listener
-
     async def open(self, options: Options, endpoints: Endpoints) -> None:
         access = http_access(restrictions.parse(options.http.restricted_api))
         pattern = options.http.header_forward_pattern
@@ -42,6 +38,7 @@ class HttpFront(Front):
             options,
             self.table,
             self.submitter,
+            self.place.tally.seat(self.place.row),
             infer_rule=access.rule("ModelInfer"),
             forwarding=Forwarding(pattern) if pattern else None,
             tracer=self.tracer,
@@ -60,9 +57,12 @@ class HttpFront(Front):
                 date_header=False,
             )
         )
-        self._serve = asyncio.create_task(self._server.serve([self._listener]))
+        # uvicorn listens nowhere: its connections come from the acceptor.
+        self._running = asyncio.create_task(self._server.serve([]))
         while not self._server.started:
             await asyncio.sleep(0.001)
+        self._acceptor = Acceptor(self.place.listener, self._serving.seat, self._server.make_protocol)
+        self._acceptor.start()
         self._check = asyncio.create_task(_check(self._server))
 
     async def drain(self, grace_ns: int) -> None:
@@ -71,13 +71,13 @@ class HttpFront(Front):
         await self._end_connections(grace_ns)
         self._check.cancel()
         self._server.should_exit = True
-        await self._serve
+        await self._running
 
     async def _end_connections(self, grace_ns: int) -> None:
         server = self._server
         now = time.monotonic_ns()
         deadline, last_call = now + grace_ns, now + min(_LAST_CALL_NS, grace_ns)
-        server.stop_accepting()
+        await self._acceptor.close(min(_LAST_CALL_NS, grace_ns) / 1e9)
         while server.server_state.connections and (now := time.monotonic_ns()) < deadline:
             for connection in list(server.server_state.connections):
                 assert isinstance(connection, InferProtocol)
@@ -102,10 +102,12 @@ class _Server(uvicorn.Server):
     def capture_signals(self):  # type: ignore[no-untyped-def]
         yield
 
-    def stop_accepting(self) -> None:
-        """Closes the listening sockets of this process."""
-        for server in self.servers:
-            server.close()
+    def make_protocol(self) -> asyncio.Protocol:
+        """For a new connection, as uvicorn's ``startup`` has it for the sockets that it listens on."""
+        made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return made
 
 
 async def _check(server: _Server) -> None:

@@ -11,6 +11,7 @@ from daemon.http.conversions import Conversions
 from daemon.http.request_codec import Recognised
 from daemon.model_table import ModelTable
 from daemon.submit import Submitter
+from daemon.tally import Seat
 from daemon.tracer import Tracer
 
 
@@ -21,6 +22,8 @@ class Serving:
     options: Options
     table: ModelTable
     submitter: Submitter
+    #: Where this front's connections are counted, and the others' stand.
+    seat: Seat
     recognised: Recognised = field(default_factory=Recognised)
     #: What an inference request needs to be let in; None: nothing.
     infer_rule: Rule | None = None

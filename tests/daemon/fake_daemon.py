@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -32,6 +33,35 @@ def write_model(repository: Path, name: str, *versions: int, config: str = "") -
     if config:
         (repository / name / "config.pbtxt").write_text(config)
     return repository / name
+
+
+class FakeFrontClient:
+    """One connection to a fake front."""
+
+    def __init__(self, port: int) -> None:
+        self._sock = socket.create_connection(("127.0.0.1", port), PATIENCE)
+        self._lines = self._sock.makefile("rb")
+
+    def send(self, operation: str, **fields: Any) -> None:
+        """Begins an operation."""
+        self._sock.sendall(json.dumps({"operation": operation, "fields": fields}).encode() + b"\n")
+
+    def answer(self) -> Any:
+        """Waits for the answer to the first question that has none."""
+        return json.loads(self._lines.readline())
+
+    def has_answer(self) -> bool:
+        """Whether one has come that was not taken."""
+        return bool(select.select([self._sock], [], [], 0)[0])
+
+    def ask(self) -> Any:
+        """What this front knows."""
+        self._sock.sendall(b"{}\n")
+        return self.answer()
+
+    def close(self) -> None:
+        self._lines.close()
+        self._sock.close()
 
 
 class FakeDaemon:
@@ -105,6 +135,14 @@ class FakeDaemon:
             connection.sendall(json.dumps(question or {}).encode() + b"\n")
             return json.loads(lines.readline())
 
+    def front(self, pid: int) -> FakeFrontClient:
+        """A connection that this front has taken. The other fronts take some as well, and those are given up."""
+        while True:
+            client = FakeFrontClient(self.port)
+            if client.ask()["pid"] == pid:
+                return client
+            client.close()
+
     def call(self, operation: str, **fields: Any) -> tuple[str, str]:
         """(code, message or result) of an operation."""
         answer = self.ask({"operation": operation, "fields": fields})
@@ -113,6 +151,13 @@ class FakeDaemon:
     def state(self, name: str, version: int = 1) -> dict[str, Any]:
         """What the front was told of a version."""
         return dict(self.ask()["models"].get(f"{name}/{version}", {"state": "", "workers": []}))
+
+    def status(self) -> Any:
+        """What tensorctl is told."""
+        with socket.socket(socket.AF_UNIX) as sock, sock.makefile("rb") as lines:
+            sock.connect(str(self.control))
+            sock.sendall(b'{"command": "status"}\n')
+            return json.loads(lines.readline())["result"]
 
     def children(self, module: str) -> list[psutil.Process]:
         found = []
@@ -129,6 +174,11 @@ class FakeDaemon:
     @property
     def fronts(self) -> list[psutil.Process]:
         return self.children("tests.daemon.fake_front")
+
+    def other_front(self, *pids: int) -> int:
+        """The process of a front that is none of these; waits for one."""
+        self.wait(lambda: {front.pid for front in self.fronts} - {*pids}, "front")
+        return ({front.pid for front in self.fronts} - {*pids}).pop()
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Ends it; returns the exit status."""

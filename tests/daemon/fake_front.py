@@ -11,7 +11,9 @@ from typing import Any
 
 import msgspec
 
+from daemon.acceptor import Acceptor
 from daemon.connection import Connection
+from daemon.tally import Seat, Tally
 from shm.channel import Channel
 from shm.messages import (
     Call,
@@ -25,9 +27,12 @@ from shm.messages import (
     RegisterSystemRegion,
     Reply,
     RepositoryIndex,
+    Seen,
+    Serve,
     Start,
     Stop,
     ToFront,
+    Told,
     UnloadModel,
     UnregisterRegion,
     WorkerFenced,
@@ -52,9 +57,13 @@ OPERATIONS = {
 class FakeFront:
     """One process."""
 
-    def __init__(self, control_fd: int, listen_fd: int) -> None:
-        self.listener = socket.socket(fileno=listen_fd)
+    def __init__(self, control_fd: int, listener: socket.socket, seat: Seat) -> None:
+        self.listener = listener
+        self.seat = seat
+        self.connections = 0
+        self.serving = asyncio.Event()
         self.done = asyncio.Event()
+        self.incarnation = 0
         self.server_name = ""
         self.models: dict[str, dict[str, Any]] = {}
         self.lanes: dict[int, list[int]] = {}
@@ -67,10 +76,15 @@ class FakeFront:
 
     async def run(self) -> None:
         self.connection.start()
-        self.listener.setblocking(False)
-        server = await asyncio.start_server(self.serve, sock=self.listener)
-        await self.done.wait()
-        server.close()
+        done = asyncio.create_task(self.done.wait())
+        serving = asyncio.create_task(self.serving.wait())
+        await asyncio.wait((done, serving), return_when=asyncio.FIRST_COMPLETED)
+        serving.cancel()
+        acceptor = Acceptor(self.listener, self.seat, self.connected)
+        if self.serving.is_set():
+            acceptor.start()
+        await done
+        await acceptor.close(1)
         # What was asked is answered.
         while self.waiting:
             await asyncio.sleep(0.01)
@@ -79,7 +93,12 @@ class FakeFront:
         match record:
             case Start(incarnation, _, options):
                 self.server_name = msgspec.msgpack.decode(options)["server_name"]
-                self.connection.send(ChildReady(incarnation))
+                self.incarnation = incarnation
+            case Told(edition):
+                self.connection.send(Seen(edition))
+            case Serve():
+                self.serving.set()
+                self.connection.send(ChildReady(self.incarnation))
             case LaneOpened(peer):
                 self.lanes[peer] = fds
                 assert len(fds) == 2, "a lane and its worker's status page"
@@ -98,7 +117,21 @@ class FakeFront:
             case Stop():
                 self.done.set()
 
+    def connected(self) -> asyncio.Protocol:
+        return asyncio.StreamReaderProtocol(asyncio.StreamReader(), self.serve)
+
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.count(1)
+        try:
+            await self.answer(reader, writer)
+        finally:
+            self.count(-1)
+
+    def count(self, change: int) -> None:
+        self.connections += change
+        self.seat.count(self.connections)
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while line := await reader.readline():
             question = msgspec.json.decode(line)
             if "operation" in question:
@@ -132,10 +165,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--listen-fd", type=int, required=True)
+    parser.add_argument("--tally-fd", type=int, required=True)
+    parser.add_argument("--row", type=int, required=True)
     arguments = parser.parse_args()
 
     async def run() -> None:
-        await FakeFront(arguments.control_fd, arguments.listen_fd).run()
+        seat = Tally(arguments.tally_fd).seat(arguments.row)
+        await FakeFront(arguments.control_fd, socket.socket(fileno=arguments.listen_fd), seat).run()
 
     asyncio.run(run())
 

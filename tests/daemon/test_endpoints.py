@@ -12,8 +12,8 @@ from daemon.connection import Connection
 from daemon.endpoints import MAX_FILES, MAX_FILES_BYTE_SIZE, Endpoints
 from daemon.model_table import ModelTable
 from shm.channel import Channel, pair
-from shm.errors import InvalidArgument
-from shm.messages import ModelState, ToFront, decoder
+from shm.errors import InvalidArgument, NotFound
+from shm.messages import ANONYMOUS, ModelState, Operation, Peer, Settle, ToFront, decoder
 
 
 @pytest.fixture
@@ -26,11 +26,25 @@ def connection() -> Iterator[Connection]:
     theirs.close()
 
 
+class Settled(Calls):
+    """The supervisor, once all fronts act upon what it sent."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self.asked = 0
+
+    async def ask(self, operation: Operation, peer: Peer = ANONYMOUS, process: int = -1) -> bytes:
+        if operation != Settle():
+            return await super().ask(operation, peer, process)
+        self.asked += 1
+        return b""
+
+
 def endpoints(connection: Connection, *states: ModelState, strict: bool = True) -> Endpoints:
     table = ModelTable()
     for state in states:
         table.update(state)
-    return Endpoints(table, Calls(connection), Options(repository=Repository(strict_readiness=strict)))
+    return Endpoints(table, Settled(connection), Options(repository=Repository(strict_readiness=strict)))
 
 
 @pytest.mark.parametrize(
@@ -46,23 +60,41 @@ def endpoints(connection: Connection, *states: ModelState, strict: bool = True) 
         ((ModelState("m", 1, "UNLOADING"),), False, True),
     ],
 )
-def test_readiness(connection: Connection, states: tuple[ModelState, ...], strict: bool, lenient: bool) -> None:
-    assert endpoints(connection, *states).is_ready() is strict
-    assert endpoints(connection, *states, strict=False).is_ready() is lenient
+async def test_readiness(connection: Connection, states: tuple[ModelState, ...], strict: bool, lenient: bool) -> None:
+    assert await endpoints(connection, *states).is_ready() is strict
+    assert await endpoints(connection, *states, strict=False).is_ready() is lenient
 
 
-def test_not_ready_once_stopping(connection: Connection) -> None:
+async def test_not_ready_once_stopping(connection: Connection) -> None:
     ending = endpoints(connection)
     ending.stopping = True
-    assert not ending.is_ready()
+    assert not await ending.is_ready()
+
+
+async def test_what_is_said_of_a_model_holds_for_every_front(connection: Connection) -> None:
+    """The others are asked once after each change, and never where there is nothing to tell."""
+    table, supervisor = ModelTable(), Settled(connection)
+    asked = Endpoints(table, supervisor, Options())
+    assert not await asked.model_is_ready("m", 0)
+    with pytest.raises(NotFound):
+        await asked.model_config("m", 0)
+    assert supervisor.asked == 0
+    for change in (1, 2):
+        table.update(ModelState("m", 1, "READY", workers=(change,), metadata=b'{"name":"m"}', config=b"{}"))
+        assert await asked.is_ready()
+        assert supervisor.asked == change
+        assert await asked.model_is_ready("m", 1)
+        assert await asked.model_metadata("m", 0) == {"name": "m", "versions": ["1"]}
+        assert await asked.model_config("m", 0) == b"{}"
+        assert supervisor.asked == change
 
 
 @pytest.mark.parametrize(("version", "versions"), [(0, ["1", "3"]), (1, ["1"]), (3, ["3"])])
-def test_metadata_lists_every_version_that_serves_or_the_one_asked_for(
+async def test_metadata_lists_every_version_that_serves_or_the_one_asked_for(
     connection: Connection, version: int, versions: list[str]
 ) -> None:
     states = [ModelState("m", n, "READY", workers=(1,), metadata=b'{"name":"m","platform":"p"}') for n in (1, 3)]
-    assert endpoints(connection, *states).model_metadata("m", version) == {
+    assert await endpoints(connection, *states).model_metadata("m", version) == {
         "name": "m",
         "versions": versions,
         "platform": "p",

@@ -37,11 +37,15 @@ def no_descriptor_left() -> Iterator[None]:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+async def settled() -> None:
+    """There are no fronts."""
+
+
 @pytest.fixture
 async def registry(tmp_path: Path) -> AsyncIterator[RegionRegistry]:
     holder = Holder(1, -1)
     registry = RegionRegistry(Regions(max_owner_count=2), lambda: [holder], lambda: ["cpu:0"], lambda place: None)
-    served = RegionSocket(Regions(socket=str(tmp_path / "s")), {}, registry)
+    served = RegionSocket(Regions(socket=str(tmp_path / "s")), {}, registry, settled)
     served.open()
     assert (tmp_path / "s").stat().st_mode & 0o777 == 0o660
     yield registry
@@ -128,7 +132,7 @@ async def test_memory_goes_with_the_connection_that_handed_it_over(tmp_path: Pat
     options = Regions(socket=str(tmp_path / "s"), reclaim="connection")
     holder = Holder(1, -1)
     registry = RegionRegistry(options, lambda: [holder], lambda: ["cpu:0"], lambda place: None)
-    served = RegionSocket(options, {}, registry)
+    served = RegionSocket(options, {}, registry, settled)
     served.open()
 
     def hand_over(name: str) -> socket.socket:

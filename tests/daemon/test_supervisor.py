@@ -121,6 +121,98 @@ def test_killed_front(start: Start, repository: Path) -> None:
     assert {process.pid for process in daemon.workers} == workers
 
 
+@pytest.fixture
+def two_fronts(start: Start, repository: Path) -> Iterator[tuple[FakeDaemon, list[Any]]]:
+    """Two HTTP fronts in explicit mode, with nothing loaded, and a connection to each."""
+    write_model(repository, "good")
+    daemon = start(
+        http={"port": 0, "processes": 2},
+        repository={"control_mode": "explicit"},
+        workers={"cpu": 1},
+    )
+    daemon.wait_ready()
+    clients = [daemon.front(front.pid) for front in daemon.fronts]
+    assert len(clients) == 2
+    yield daemon, clients
+    for client in clients:
+        client.close()
+
+
+def test_two_fronts_know_the_same(two_fronts: tuple[FakeDaemon, list[Any]]) -> None:
+    """
+    1. A load is answered through one front; the next question goes to the other. 2. The same for the unload, the other way round.
+    Result: each answer is given when both know.
+    """
+    daemon, (first, second) = two_fronts
+    for _ in range(10):
+        first.send("LoadModel", name="good")
+        assert first.answer()["code"] == ""
+        assert second.ask()["models"]["good/1"]["state"] == "READY"
+        second.send("UnloadModel", name="good")
+        assert second.answer()["code"] == ""
+        assert first.ask()["models"]["good/1"]["state"] in ("UNLOADING", "UNAVAILABLE")
+    assert [entry["name"] for entry in daemon.status()["fronts"]] == ["http-0", "http-1"]
+
+
+def test_a_hung_front_is_waited_for(two_fronts: tuple[FakeDaemon, list[Any]]) -> None:
+    """
+    1. One front is stopped (SIGSTOP); a load is asked for through the other. 2. It goes on. 3. Again, and now it is killed.
+    Result: the answer comes when the hung one knows, or is dead; its replacement knows as well.
+    """
+    daemon, (first, second) = two_fronts
+    survivor, hung = first.ask()["pid"], second.ask()["pid"]
+    beside = daemon.front(survivor)
+    for end in (signal.SIGCONT, signal.SIGKILL):
+        os.kill(hung, signal.SIGSTOP)
+        first.send("LoadModel", name="good")
+        daemon.wait(lambda: beside.ask()["models"].get("good/1", {}).get("state") == "READY", "load")
+        assert not first.has_answer()
+        os.kill(hung, end)
+        assert first.answer()["code"] == ""
+        if end == signal.SIGCONT:
+            assert second.ask()["models"]["good/1"]["state"] == "READY"
+            first.send("UnloadModel", name="good")
+            assert first.answer()["code"] == ""
+    replacement = daemon.front(daemon.other_front(survivor, hung))
+    assert replacement.ask()["models"]["good/1"]["state"] == "READY"
+    assert replacement.ask()["early"] == []
+    for client in (beside, replacement):
+        client.close()
+
+
+def test_a_front_that_hangs_is_replaced(start: Start) -> None:
+    """
+    1. A front that nobody asks anything is stopped (SIGSTOP).
+    Result: it is killed for it, and another one takes its place.
+    """
+    daemon = start(http={"port": 0, "processes": 2}, workers={"cpu": 1, "idle_timeout": 1.5})
+    daemon.wait_ready()
+    os.kill(daemon.fronts[0].pid, signal.SIGSTOP)
+    daemon.wait_log(r"http-\d \(process \d+\) has not turned its loop for 1.5 s: killing it")
+    daemon.wait_log(r"http-\d \(process \d+\) is up", 3)
+
+
+def test_a_front_that_starts_keeps_nobody_waiting(two_fronts: tuple[FakeDaemon, list[Any]]) -> None:
+    """
+    1. One front is killed; while its replacement starts, the other one is asked for loads and unloads.
+    Result: all are answered, and the replacement serves with what is true then.
+    """
+    daemon, (first, second) = two_fronts
+    os.kill(second.ask()["pid"], signal.SIGKILL)
+    survivor, rounds = first.ask()["pid"], 0
+    while len({front.pid for front in daemon.fronts} - {survivor}) == 0 or rounds < 20:
+        first.send("LoadModel", name="good")
+        assert first.answer()["code"] == ""
+        first.send("UnloadModel", name="good")
+        assert first.answer()["code"] == ""
+        rounds += 1
+    first.send("LoadModel", name="good")
+    assert first.answer()["code"] == ""
+    replacement = daemon.front(daemon.other_front(survivor))
+    assert replacement.ask()["models"]["good/1"]["state"] == "READY"
+    replacement.close()
+
+
 def test_a_model_that_kills_its_worker(start: Start, repository: Path) -> None:
     """
     1. Loading one model kills the process, always; another does so once; a third is innocent.

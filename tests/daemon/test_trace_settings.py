@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,11 +125,15 @@ def test_nothing_is_traced_without_a_file(published: list[Any]) -> None:
 
 def test_what_fronts_are_told(settings: TraceSettings, published: list[Any]) -> None:
     change(settings, "a", trace_level=["TENSORS"], trace_rate=["1"])
-    assert published.pop() == (TraceChanged("a", 2, 1, 0, "/t"),)
+    record, turn = published.pop()
+    assert (record, os.readlink(f"/proc/self/fd/{turn}")) == (
+        TraceChanged("a", 2, 1, 0, "/t"),
+        "anon_inode:[eventfd]",
+    )
     change(settings, trace_count=["3"])
-    # Both follow: the model has no count of its own.
-    assert {record.model for record, _ in published} == {"", "a"}
+    # Both follow: the model has no count of its own. Where nothing is traced there is nothing to count.
+    assert {record.model: len(counters) for record, *counters in published} == {"": 0, "a": 2}
     published.clear()
-    assert {record.model for record, _ in settings.records()} == {"", "a"}
+    assert {record.model: len(counters) for record, *counters in settings.records()} == {"": 0, "a": 2}
     change(settings, "a", trace_level=[], trace_rate=[])
     assert published == [(TraceCleared("a"),)]

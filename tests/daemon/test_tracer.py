@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from daemon.trace_budget import TraceBudget
+from daemon.trace_turn import TraceTurn
 from daemon.tracer import Tracer
 from shm.messages import Completion, Timeline, TraceChanged, TraceCleared
 
@@ -14,8 +15,8 @@ from shm.messages import Completion, Timeline, TraceChanged, TraceCleared
 def test_rate_count_and_inheritance(tmp_path: Path) -> None:
     tracer = Tracer(7, 1 << 20)
     assert not tracer.on
-    budget = TraceBudget.create(2)
-    tracer.changed(TraceChanged("", 1, 3, 0, str(tmp_path / "t")), [os.dup(budget.fd)])
+    turn, budget = TraceTurn.create(3), TraceBudget.create(2)
+    tracer.changed(TraceChanged("", 1, 3, 0, str(tmp_path / "t")), [os.dup(turn.fd), os.dup(budget.fd)])
     tracer.changed(TraceChanged("off", 0, 1, 0, str(tmp_path / "t")), [])
     assert tracer.on
     hits = [number for number in range(1, 13) if tracer.sample("m") is not None]
@@ -23,19 +24,20 @@ def test_rate_count_and_inheritance(tmp_path: Path) -> None:
     assert all(tracer.sample("off") is None for _ in range(5))
     tracer.changed(TraceChanged("", 0, 3, 0, ""), [])
     assert not tracer.on
-    tracer.changed(TraceChanged("off", 1, 1, 0, str(tmp_path / "t")), [])
+    tracer.changed(TraceChanged("off", 1, 1, 0, str(tmp_path / "t")), [TraceTurn.create(1).fd])
     assert tracer.on
     assert tracer.sample("off") is not None
     tracer.cleared(TraceCleared("off"))
     assert (tracer.on, tracer.sample("off")) == (False, None)
     tracer.close()
+    turn.close()
     budget.close()
 
 
 def test_a_trace_that_ends_after_its_settings_is_written(tmp_path: Path) -> None:
     path = tmp_path / "t"
     tracer = Tracer(7, 1 << 20)
-    tracer.changed(TraceChanged("", 1, 1, 2, str(path)), [])
+    tracer.changed(TraceChanged("", 1, 1, 2, str(path)), [TraceTurn.create(1).fd])
     first, second = tracer.sample("m"), tracer.sample("m")
     assert first is not None
     assert second is not None

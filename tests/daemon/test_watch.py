@@ -24,6 +24,8 @@ IDLE = Snapshot(True, 0, WorkerState.IDLE, 99 * S, 100 * S)
         (Snapshot(False, 91 * S), ""),
         (Snapshot(False, 89 * S), "did not report within 10 s"),
         (Snapshot(True, 0), ""),
+        (Snapshot(True, 0, owes_since_ns=96 * S), ""),
+        (Snapshot(True, 0, owes_since_ns=94 * S), "has not turned its loop for 5 s"),
         (IDLE, ""),
         (replace(IDLE, last_beat_ns=94 * S), "has not turned its loop for 5 s"),
         (replace(IDLE, state=WorkerState.STARTING, last_beat_ns=94 * S), "has not turned its loop for 5 s"),
@@ -42,4 +44,4 @@ def test_overdue(moment: Snapshot, words: str) -> None:
 def test_zero_is_never() -> None:
     never = Options(workers=Workers(execute_timeout=0, load_timeout=0, idle_timeout=0))
     for state in WorkerState:
-        assert overdue(Snapshot(True, 0, state, loading=True), never, 10**6 * S) == ""
+        assert overdue(Snapshot(True, 0, state, loading=True, owes_since_ns=1), never, 10**6 * S) == ""

@@ -13,6 +13,7 @@ import hpack
 from tritonclient.grpc import service_pb2
 
 from daemon.grpc import frames
+from shm.messages import Settle
 from tests.fakes import MIB, PATIENCE_SECONDS, EchoWorker, FrontProcess, front_process
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
@@ -186,6 +187,14 @@ class GrpcFrontProcess(FrontProcess):
         with self.frames() as client:
             stream = client.call(b"", STATISTICS)
             self.answer_call(result=b'{"model_stats":[]}')
+            assert client.answer(stream).status == 0
+
+    def settle(self, name: str, version: int) -> None:
+        with self.frames() as client:
+            # message ModelConfigRequest { string name = 1; string version = 2; }
+            asked = b"\n" + bytes((len(name),)) + name.encode() + b"\x12\x01" + str(version).encode()
+            stream = client.call(asked, STATISTICS.replace("ModelStatistics", "ModelConfig"))
+            assert self.answer_call().operation == Settle()
             assert client.answer(stream).status == 0
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from daemon.grpc import frames
 from daemon.grpc.codes import INTERNAL, OK
+from daemon.trace_turn import TraceTurn
 from shm.messages import Inline, Tensor, TraceChanged
 from tests.daemon.grpc.frame_client import STREAM, FrameClient, GrpcFrontProcess, prefixed, request, serving
 from tests.fakes import EchoWorker, until
@@ -31,7 +32,9 @@ def file(tmp_path: Path) -> Path:
 @pytest.fixture
 def served(file: Path) -> Iterator[tuple[GrpcFrontProcess, EchoWorker, FrameClient]]:
     with serving() as (front, (worker,)), front.frames() as client:
-        front.send(TraceChanged("", 1, 1, 0, str(file)))
+        turn = TraceTurn.create(1)
+        front.send(TraceChanged("", 1, 1, 0, str(file)), turn.fd)
+        turn.close()
         front.model(worker, name="many", **MANY)
         yield front, worker, client
 

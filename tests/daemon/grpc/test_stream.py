@@ -21,6 +21,7 @@ from daemon.grpc.codes import INTERNAL, OK, RESOURCE_EXHAUSTED, UNIMPLEMENTED
 from daemon.grpc.header_blocks import CallHead
 from daemon.grpc.serving import Serving
 from daemon.grpc.stream import Buffer, Call, Stream
+from daemon.tally import Seat
 
 LIMIT = 1024
 
@@ -31,7 +32,7 @@ class Wire:
     is_plain = True
 
     def __init__(self, window: int, room: int, frame_size: int, options: Grpc) -> None:
-        self.serving = Serving(options, {})
+        self.serving = Serving(options, {}, Seat(memoryview(bytearray(4096)).cast("Q"), 0))
         self.loop = asyncio.new_event_loop()
         self.max_frame_size = frame_size
         self.send_window = window

@@ -1,0 +1,178 @@
+"""The front processes: so many for each protocol on one listening socket, and what all of them have to know.
+
+    a change ─▶ publish to every front ─▶ Told(edition) ─▶ Seen(edition) of all that serve ─▶ the client who asked is answered
+
+A client may ask one front for a change and send its next request to another. So whoever answers for a change waits in ``settled``
+until every front acts upon it. A front that starts is sent what the others know and serves only once it has seen all of it: from
+then on it is waited for. One that does not answer is killed in the end (``daemon.watch``), and waited for no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from config.options import Options
+from daemon import listening, shares
+from daemon.child import Front
+from daemon.listening import Listener, ListenError
+from daemon.tally import Tally
+from shm.messages import Call, ChildReady, Record, Seen, Serve
+
+_log = logging.getLogger(__name__)
+
+
+class Fronts:
+    """Owns the listening sockets and the processes; ``tell`` sends a new front what it has to know."""
+
+    def __init__(
+        self,
+        programs: Mapping[str, str],
+        options: Callable[[], Options],
+        incarnation: Callable[[], int],
+        tell: Callable[[Front], None],
+        reply: Callable[[Front, Call, list[int]], None],
+        died: Callable[[Front], None],
+    ) -> None:
+        """``programs``: protocol -> module. ``options()`` are those in force. ``reply`` answers and owns the descriptors."""
+        self.by_incarnation: dict[int, Front] = {}
+        self._programs = programs
+        self._options = options
+        self._incarnation = incarnation
+        self._tell = tell
+        self._reply = reply
+        self._died = died
+        #: By protocol.
+        self._listeners: dict[str, Listener] = {}
+        self._tallies: dict[str, Tally] = {}
+        #: Grows with everything that is sent to all.
+        self._edition = 0
+
+    # --------------------------------------------------------------------------------------------------------- starting
+
+    def listen(self, environment: Mapping[str, str]) -> None:
+        """Binds, or takes over from the service manager, a socket for each protocol. Raises ListenError, OSError."""
+        options = self._options()
+        http, grpc = options.http, options.grpc
+        try:
+            if http.enabled:
+                inherited = listening.inherited(environment)
+                self._listeners["http"] = (
+                    Listener(inherited, "http")
+                    if inherited is not None
+                    else listening.listen(http.address, http.port, "http", http.socket_mode)
+                )
+            if grpc.enabled:
+                self._listeners["grpc"] = listening.listen(grpc.address, grpc.port, "grpc", grpc.socket_mode)
+            for protocol in self._listeners:
+                self._tallies[protocol] = Tally.create()
+        except (ListenError, OSError):
+            self.close()
+            raise
+
+    def start_all(self) -> None:
+        """Every front of every protocol. Raises OSError: there is no room for a process."""
+        options = self._options()
+        for protocol in self._listeners:
+            for row in range(options.http.processes if protocol == "http" else options.grpc.processes):
+                self.start(protocol, row)
+
+    def start(self, protocol: str, row: int) -> None:
+        """The front of that row. Raises OSError: there is no room for a process."""
+        front = Front(self._programs[protocol], protocol, row, self._incarnation(), self._received, self._exited)
+        listener, tally = self._listeners[protocol].socket.fileno(), self._tallies[protocol].fd
+        front.spawn(
+            msgspec.msgpack.encode(shares.of_one(self._options(), protocol)),
+            ["--listen-fd", str(listener), "--tally-fd", str(tally), "--row", str(row)],
+            {},
+            [listener, tally],
+        )
+        self.by_incarnation[front.incarnation] = front
+        self._tell(front)
+        front.ask(self._edition)
+
+    # ---------------------------------------------------------------------------------------------------------- telling
+
+    def publish(self, record: Record, *fds: int) -> None:
+        """To every front."""
+        self.publish_each(lambda front: front.send(record, *fds))
+
+    def publish_each(self, send: Callable[[Front], None]) -> None:
+        """To every front what ``send`` sends it."""
+        self._edition += 1
+        for front in self.by_incarnation.values():
+            send(front)
+
+    async def settled(self) -> None:
+        """Returns when every front that serves acts upon all that was published before."""
+        edition = self._edition
+        behind = [front for front in self.by_incarnation.values() if front.serves and front.seen < edition]
+        await asyncio.gather(*(front.has_seen(edition) for front in behind))
+
+    def ask_idle(self, now_ns: int, interval_ns: int) -> None:
+        """Asks those that were not asked for so long, so that one whose loop hangs is noticed; 0: nobody."""
+        for front in self.by_incarnation.values():
+            if interval_ns and front.serves and not front.owes_since_ns and now_ns - front.asked_ns > interval_ns:
+                front.ask(front.seen)
+
+    def _received(self, front: Front, record: Any, fds: list[int]) -> None:
+        if isinstance(record, Call):
+            self._reply(front, record, fds)
+            return
+        _close(fds)
+        match record:
+            case Seen(edition):
+                front.saw(edition)
+                if front.serves:
+                    return
+                if edition < self._edition:
+                    front.ask(self._edition)
+                else:
+                    front.serves = True
+                    front.send(Serve())
+            case ChildReady():
+                url = self._listeners[front.protocol].url
+                _log.info("%s (process %d) is up, serving %s on %s", front.name, front.pid, front.protocol, url)
+
+    # ----------------------------------------------------------------------------------------------------------- ending
+
+    def _exited(self, front: Front) -> None:
+        del self.by_incarnation[front.incarnation]
+        self._tallies[front.protocol].clear(front.row)
+        self._died(front)
+
+    def stop_listening(self) -> None:
+        """No new connections but those the fronts' own descriptors of the sockets bring until they stop."""
+        for listener in self._listeners.values():
+            listener.close()
+
+    def close(self) -> None:
+        """To be called when no front runs. Idempotent."""
+        self.stop_listening()
+        for tally in self._tallies.values():
+            tally.close()
+        self._tallies.clear()
+
+    # ------------------------------------------------------------------------------------------------------------ others
+
+    def __iter__(self) -> Iterator[Front]:
+        return iter(self.by_incarnation.values())
+
+    def url(self, protocol: str) -> str | None:
+        """As clients are told; None: it is not served."""
+        listener = self._listeners.get(protocol)
+        return None if listener is None else listener.url
+
+    def connections(self, front: Front) -> int:
+        """Clients that it has now."""
+        return self._tallies[front.protocol].connections(front.row)
+
+
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
