@@ -42,8 +42,6 @@ OnCompletion = Callable[[Completion, SubmitterLane | None], None]
 OnLease = Callable[[Lease | ServingError], None]
 
 _STRIKES = 2
-#: Datagrams taken from a lane per wake-up, so that one worker cannot starve the loop.
-_BATCH = 32
 _SWEEP_SECONDS = 0.1
 
 
@@ -297,22 +295,13 @@ class Submitter:
         pending.worker = chosen
         chosen.in_flight[record.request_id] = pending
         chosen.lane.submit(record)
-        if len(chosen.in_flight) == 1 and not chosen.writing:
-            # The worker has nothing to do: what else this turn of the loop may bring is not worth its waiting.
+        if pending.leases and len(chosen.in_flight) == 1 and not chosen.writing:
+            # The worker has nothing to do, and this is worth waking it: other connections may have large bodies to be read first.
             self._flush_worker(chosen)
-            if len(self._pending) == 1 and self._spin.begin(time.monotonic_ns()):
-                self._loop.call_soon(self._look, chosen)
-        else:
-            self._flush_later(chosen)
-
-    def _look(self, worker: Worker) -> None:
-        """Looks for the answer to the only request in flight, for a moment in which this front does nothing else."""
-        until_ns = time.monotonic_ns() + self._options.lanes.spin_us * 1000
-        while worker.in_flight and not worker.closed and len(self._pending) == 1 and time.monotonic_ns() < until_ns:
-            self._readable(worker)
-            os.sched_yield()
+        self._flush_later(chosen)
 
     def _flush_later(self, worker: Worker) -> None:
+        """At the end of this turn: small requests that came in it share a datagram, a wake-up and most often a batch."""
         if not self._dirty:
             self._loop.call_soon(self._flush)
         self._dirty.add(worker)
@@ -322,6 +311,15 @@ class Submitter:
         for worker in dirty:
             if not worker.closed:
                 self._flush_worker(worker)
+        if len(self._pending) == 1 and len(dirty) == 1:
+            self._look(dirty.pop())
+
+    def _look(self, worker: Worker) -> None:
+        """Looks for the answer to the only request in flight, for a moment in which this front does nothing else."""
+        until_ns = self._spin.begin(time.monotonic_ns())
+        while worker.in_flight and not worker.closed and len(self._pending) == 1 and time.monotonic_ns() < until_ns:
+            self._readable(worker)
+            os.sched_yield()
 
     def _flush_worker(self, worker: Worker) -> None:
         done = worker.lane.flush()
@@ -335,16 +333,13 @@ class Submitter:
     # ---------------------------------------------------------------------------------------------- receiving
 
     def _readable(self, worker: Worker) -> bool:
-        """Takes a batch of datagrams; whether more may be waiting."""
+        """Takes a datagram; whether there was one. Were there more, or an end of file, the loop would say so again."""
         try:
-            for _ in range(_BATCH):
-                completions = worker.lane.receive()
-                if completions is None:
-                    return False
-                for completion in completions:
-                    self._complete(worker, completion)
-                if not worker.in_flight:
-                    break  # nothing is waited for; were there more, or an end of file, the loop would say so again
+            completions = worker.lane.receive()
+            if completions is None:
+                return False
+            for completion in completions:
+                self._complete(worker, completion)
             return True
         except ChannelClosed:
             self._close(worker)

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from daemon.http.decoded_request import DecodedRequest
+from daemon.http.known_request import KnownRequest, recognise
 from daemon.http.message_head import InferHead
+from daemon.http.reception import COLLECT_BYTE_SIZE
 
 #: Longer heads are not worth remembering with every connection.
 _MAX_HEAD = 2048
@@ -24,17 +27,30 @@ class KnownHead:
     head: bytes
     meaning: InferHead
     request_size: int
+    #: What followed it; mostly the same JSON comes again.
+    request: KnownRequest | None
 
     def is_head_of(self, chunk: bytes) -> bool:
         """Whether the chunk is exactly one more request with this head."""
         return len(chunk) == self.request_size and chunk.startswith(self.head)
 
 
-def learn(chunk: bytes, meaning: InferHead) -> KnownHead | None:
-    """From a chunk that was exactly one request, parsed as ``meaning``; None: not to be remembered."""
-    if meaning.content_length is None or meaning.error is not None or not meaning.keep_alive:
+def learn(chunk: bytes, meaning: InferHead, decoded: DecodedRequest | None, inline_byte_size: int) -> KnownHead | None:
+    """From a chunk that was exactly one request, parsed as ``meaning``; None: not to be remembered.
+
+    ``decoded``: what its JSON said, where it came so far.
+    """
+    length = meaning.content_length
+    if length is None or meaning.error is not None or not meaning.keep_alive:
         return None
-    head = chunk[: len(chunk) - meaning.content_length]
+    head = chunk[: len(chunk) - length]
     if len(head) > _MAX_HEAD or head.find(_END) != len(head) - len(_END):
         return None
-    return KnownHead(head, meaning, len(chunk))
+    request: KnownRequest | None = None
+    text_size = length if meaning.json_size is None else meaning.json_size
+    # Raw requests have no JSON: what they mean is the model's affair, and changes with it.
+    plain = not (meaning.coding or meaning.accepts or meaning.keep_alive_line)
+    if decoded is not None and plain and text_size > 0 and length <= COLLECT_BYTE_SIZE:
+        start = len(head) + text_size
+        request = recognise(chunk[len(head) : start], start, meaning.model, decoded, inline_byte_size)
+    return KnownHead(head, meaning, len(chunk), request)

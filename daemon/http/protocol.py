@@ -24,9 +24,10 @@ from uvicorn.server import ServerState
 from daemon.access import Restricted
 from daemon.http import message_head
 from daemon.http.answer_order import AnswerOrder
+from daemon.http.answering import Phase
 from daemon.http.body import PlacedBody, TextBody
 from daemon.http.direct_body import DirectBody
-from daemon.http.exchange import Exchange, Phase
+from daemon.http.exchange import Exchange
 from daemon.http.infer_route import InferRoute, InferRoutes
 from daemon.http.known_head import KnownHead, learn
 from daemon.http.message_head import InferHead
@@ -114,13 +115,18 @@ class InferProtocol(AnswerOrder):
             and not self._times.head_since
         ):
             # The chunk was exactly one request.
-            self._known = learn(data, self._meaning)
+            last = self._order[-1] if self._order else None
+            decoded = last.decoded if isinstance(last, Exchange) else None
+            self._known = learn(data, self._meaning, decoded, self.serving.submitter.inline_byte_size)
 
     def _repeat(self, known: KnownHead, data: bytes) -> None:
         """A whole request whose head needs no parsing."""
         self._times.idle_since = 0.0
         exchange = Exchange(self.serving, known.meaning, self._write_answer, self._answered, self._pause_reading)
         self._order.append(exchange)
+        if known.request is not None and data.startswith(known.request.text, len(known.head)):
+            exchange.repeat(known.request, data)
+            return
         exchange.begin()
         exchange.reception.receive(data[len(known.head) :])
         exchange.complete()

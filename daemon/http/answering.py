@@ -1,0 +1,224 @@
+"""The outgoing half of an exchange: from a worker's answer, or what went wrong, to the connection's pieces.
+
+    Completion ─▶ known: the head is remembered                   ─▶ one piece
+               ├▶ encoded (response_codec), in steps where large  ─▶ pieces; slices of the arena as they lie
+               ╰▶ compressed, in steps                            ─▶ one piece
+
+``exchange`` is the incoming half.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from daemon.http import response_codec
+from daemon.http.compression import Deflation
+from daemon.http.conversions import Job
+from daemon.http.decoded_request import DecodedRequest
+from daemon.http.known_request import KnownRequest
+from daemon.http.message_head import InferHead
+from daemon.http.serving import Serving
+from daemon.status import http_status
+from daemon.tracer import Trace
+from shm.errors import ServingError
+from shm.lane import SubmitterLane
+from shm.messages import Completion
+
+_log = logging.getLogger(__name__)
+
+
+class Phase(enum.Enum):
+    """Where an exchange stands."""
+
+    #: The body is arriving.
+    RECEIVING = "receiving"
+    #: The body is whole, and it is not this exchange's turn, or its tensors wait for room.
+    RECEIVED = "received"
+    #: A worker has it.
+    SUBMITTED = "submitted"
+    #: The answer is written; a part of it may still be in the transport's buffer.
+    ANSWERED = "answered"
+
+
+class Answering(ABC):
+    """Base of an exchange: what its answer needs.
+
+    Args:
+      write: takes the pieces of an answer; returns whether they are all out (else ``written`` is called later).
+      done: the answer was handed over: the connection's next exchange may answer.
+    """
+
+    __slots__ = (
+        "_deflation",
+        "_done",
+        "_gone",
+        "_head",
+        "_job",
+        "_known",
+        "_request_id",
+        "_serving",
+        "_trace",
+        "_unwritten",
+        "_write",
+        "decoded",
+        "keep_alive",
+        "phase",
+    )
+
+    def __init__(
+        self,
+        serving: Serving,
+        head: InferHead,
+        write: Callable[[list[response_codec.Buffer]], bool],
+        done: Callable[[], None],
+    ) -> None:
+        self._serving = serving
+        self._head = head
+        self._write = write
+        self._done = done
+        self.keep_alive = head.keep_alive
+        self.phase = Phase.RECEIVING
+        #: The client is.
+        self._gone = False
+        #: What the JSON said, once it is read.
+        self.decoded: DecodedRequest | None = None
+        #: Where the connection repeats its last request.
+        self._known: KnownRequest | None = None
+        self._job: Job | None = None
+        #: 0: no worker has it.
+        self._request_id = 0
+        #: The response lease whose bytes the transport still holds.
+        self._unwritten: tuple[SubmitterLane, tuple[int, int, int]] | None = None
+        #: Of an answer that is being compressed.
+        self._deflation: Deflation | None = None
+        #: Where the request is a sampled one.
+        self._trace: Trace | None = None
+
+    @abstractmethod
+    def _give_back(self) -> None:
+        """Whatever the request takes in memory."""
+
+    def _completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
+        self._request_id = 0
+        if self._trace is not None:
+            self._trace.completed(completion)
+        if completion.code:
+            self._answer_error(http_status(completion.code), completion.message)
+            return
+        assert lane is not None
+        assert self.decoded is not None
+        decoded = self.decoded
+        if self._known is not None and self.keep_alive:
+            whole = self._known.answer(completion)
+            if whole is not None:
+                self.phase = Phase.ANSWERED
+                self._hand_over([whole])
+                return
+        if completion.lease is not None:
+            self._unwritten = (lane, completion.lease)
+            if response_codec.is_large(completion, decoded.binary, decoded.all_binary):
+                steps = response_codec.encode_in_steps(
+                    completion, self._head.model, decoded.id, decoded.binary, decoded.all_binary, lane.view
+                )
+                self._job = self._serving.conversions.run(steps, self._answer_converted, self._not_converted)
+                return
+        try:
+            head, parts = response_codec.encode(
+                completion, self._head.model, decoded.id, decoded.binary, decoded.all_binary, lane.view
+            )
+        except ServingError as error:
+            self._answer_error(http_status(error), error.message)
+            return
+        except Exception:
+            self._answer_defect()
+            return
+        self._answer([head], parts)
+
+    def _answer_converted(self, answer: tuple[list[response_codec.Buffer], list[response_codec.Buffer]]) -> None:
+        self._job = None
+        head, parts = answer
+        if not parts:
+            self.written()  # the tensors are text now, and the transport holds that
+        self._answer(head, parts)
+
+    def _answer(self, head: list[response_codec.Buffer], parts: list[response_codec.Buffer]) -> None:
+        json_size = len(head[0]) if len(head) == 1 else sum(map(len, head))
+        if self._head.accepts:
+            self._deflation = Deflation(self._head.accepts, (*head, *parts))
+            self._deflate(self._deflation, json_size, bool(sum(map(len, parts))))
+            return
+        line = response_codec.response_head(json_size, parts, self._connection_line())
+        self.phase = Phase.ANSWERED
+        # Small pieces are cheaper joined; slices of the arena go to the socket as they lie.
+        pieces: list[response_codec.Buffer] = [line, *head, *parts]
+        if self._unwritten is None:
+            pieces = [b"".join(pieces)]
+        self._hand_over(pieces)
+
+    def _hand_over(self, pieces: list[response_codec.Buffer]) -> None:
+        """The answer goes to the connection, whole."""
+        if self._trace is not None:
+            self._trace.stamp("HTTP_SEND_START")
+        if self._write(pieces):
+            self.written()
+        self._done()
+
+    def _deflate(self, deflation: Deflation, json_size: int, binary: bool) -> None:
+        """A step of it, and in the end the answer. The lease is given back then: the compressed bytes are our own."""
+        if self._gone:
+            return
+        if deflation.step():
+            asyncio.get_running_loop().call_soon(self._deflate, deflation, json_size, binary)
+            return
+        self.written()
+        self.phase = Phase.ANSWERED
+        body = b"".join(deflation.compressed)
+        line = response_codec.compressed_head(
+            json_size if binary else None, deflation.coding, len(body), self._connection_line()
+        )
+        self._hand_over([line + body])
+
+    def _answer_error(self, status: int, message: str) -> None:
+        self._give_back()
+        self.written()
+        self.phase = Phase.ANSWERED
+        self._hand_over([response_codec.error_response(status, message, self._connection_line())])
+
+    def _connection_line(self) -> bytes:
+        return self._head.keep_alive_line if self.keep_alive else response_codec.CLOSE
+
+    def _answer_defect(self) -> None:
+        """Ours or a worker's, and no reason to leave a client without its answer."""
+        _log.exception("a request for model '%s' met a defect of the server", self._head.model)
+        self._answer_error(500, "internal error; the server's log has the details")
+
+    def written(self) -> None:
+        """The transport holds nothing of the answer any more."""
+        unwritten, self._unwritten = self._unwritten, None
+        if unwritten is not None:
+            self._serving.submitter.release(*unwritten)
+        if self._trace is not None and self.phase is Phase.ANSWERED:
+            self._trace.stamp("HTTP_SEND_END")
+            self._trace.end()
+            self._trace = None
+
+    def _not_converted(self, error: Exception) -> None:
+        self._job = None
+        self._answer_if_refused(_raise, error)
+
+    def _answer_if_refused(self, step: Callable[..., None], *arguments: object) -> None:
+        """Does the next step for a request whose caller is the loop and not the connection."""
+        try:
+            step(*arguments)
+        except ServingError as error:
+            self._answer_error(http_status(error), error.message)
+        except Exception:
+            self._answer_defect()
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -1,0 +1,238 @@
+"""What is remembered of a request gives what reading it again would give; and nothing is remembered that could change."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daemon.http.decoded_request import DecodedRequest, Part
+from daemon.http.known_head import learn
+from daemon.http.known_request import KnownRequest, recognise
+from daemon.http.message_head import InferHead
+from daemon.http.request_codec import decode
+from daemon.http.response_codec import encode, response_head
+from shm.errors import InvalidArgument
+from shm.messages import Completion, Inline, ModelGone, RegionSlice, Slice, Tensor
+from tests.fakes import Client, FrontProcess, serving
+
+PLAIN: dict[str, Any] = {"name": "x", "datatype": "UINT8", "shape": [4], "parameters": {"binary_data_size": 4}}
+REGION: dict[str, Any] = {
+    "name": "r",
+    "datatype": "UINT8",
+    "shape": [4],
+    "parameters": {"shared_memory_region": "region", "shared_memory_byte_size": 4},
+}
+OUTPUTS = [{"name": name, "parameters": {"binary_data": True}} for name in ("y", "z")]
+
+
+def text(inputs: list[dict[str, Any]], **fields: Any) -> bytes:
+    return json.dumps({"inputs": inputs, "outputs": OUTPUTS, **fields}).encode()
+
+
+def known(inputs: list[dict[str, Any]], start: int = 0, **fields: Any) -> KnownRequest | None:
+    said = text(inputs, **fields)
+    sizes = [entry["parameters"].get("binary_data_size", 0) for entry in inputs if "parameters" in entry]
+    return recognise(said, start, "echo", decode(said, sum(sizes), "echo"), 8)
+
+
+# --------------------------------------------------------------------------------------------------------------- inputs
+
+
+def test_inputs_lie_where_they_lay_in_the_chunk() -> None:
+    request = known([PLAIN, REGION, {**PLAIN, "name": "x2"}], start=3)
+    assert request is not None
+    assert request.inputs(b"abc" + b"1234" + b"5678") == (
+        Tensor("x", "UINT8", (4,), Inline(b"1234")),
+        Tensor("r", "UINT8", (4,), RegionSlice("region", 0, 4)),
+        Tensor("x2", "UINT8", (4,), Inline(b"5678")),
+    )
+
+
+def test_requests_without_bytes_of_their_own_share_their_inputs() -> None:
+    request = known([REGION])
+    assert request is not None
+    assert request.inputs(b"one") is request.inputs(b"two")
+    assert request.inputs(b"") == (Tensor("r", "UINT8", (4,), RegionSlice("region", 0, 4)),)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"name": "x", "datatype": "UINT8", "shape": [2], "data": [1, 2]},
+        {"name": "x", "datatype": "UINT8", "shape": [9], "parameters": {"binary_data_size": 9}},
+    ],
+    ids=["values in the JSON", "larger than what travels in the record"],
+)
+def test_what_is_not_remembered(entry: dict[str, Any]) -> None:
+    assert known([PLAIN]) is not None
+    assert known([PLAIN, entry]) is None
+    assert known([PLAIN], id="i" * 2048) is None
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"json_size": 0},
+        {"json_size": None},
+        {"coding": "gzip"},
+        {"accepts": "gzip"},
+        {"keep_alive_line": b"Connection: keep-alive\r\n"},
+    ],
+)
+def test_only_plain_requests_with_json_are_known_to_their_tensors(changed: dict[str, Any]) -> None:
+    head, json_size = b"POST / HTTP/1.1\r\n\r\n", 10
+    decoded = DecodedRequest("", [("x", "UINT8", (4,), Part(0, 4))], (), {}, True, {})
+    meaning: dict[str, Any] = {
+        "model": "echo",
+        "version": 0,
+        "content_length": 14,
+        "json_size": json_size,
+        "keep_alive": True,
+    }
+    plain = learn(head + b"{........}1234", InferHead(**meaning), decoded, 8)
+    assert plain is not None
+    assert plain.request is not None
+    assert plain.request.text == b"{........}"
+    learned = learn(head + b"{........}1234", InferHead(**{**meaning, **changed}), decoded, 8)
+    assert learned is not None
+    if changed == {"json_size": None}:
+        # All of it is JSON, which happens to name no tensor in it.
+        assert learned.request is not None
+        assert learned.request.text == b"{........}1234"
+    else:
+        assert learned.request is None
+    undecoded = learn(head + b"{........}1234", InferHead(**meaning), None, 8)
+    assert undecoded is not None
+    assert undecoded.request is None
+
+
+# -------------------------------------------------------------------------------------------------------------- answers
+
+TENSORS = st.builds(
+    Tensor,
+    st.sampled_from(["y", "z", "other"]),
+    st.sampled_from(["UINT8", "INT8"]),
+    st.sampled_from([(4,), (2, 2), (1,)]),
+    st.binary(max_size=4).map(Inline) | st.just(RegionSlice("region", 0, 4)),
+)
+COMPLETIONS = st.builds(
+    Completion,
+    st.just(1),
+    version=st.sampled_from([1, 2]),
+    outputs=st.lists(TENSORS, max_size=2).map(tuple),
+    parameters=st.sampled_from([{}, {}, {}, {"key": "value"}]),
+    lease=st.sampled_from([None, None, None, (0, 0, 1)]),
+)
+
+
+@given(st.lists(st.tuples(COMPLETIONS, st.integers(1, 3)), max_size=8), st.sampled_from(["", "id-7"]))
+def test_every_answer_is_what_encoding_it_gives(completions: list[tuple[Completion, int]], client_id: str) -> None:
+    """Whatever answers follow each other, some of them several times."""
+    request = known([PLAIN], id=client_id)
+    assert request is not None
+    decoded = request.decoded
+    for completion, times in completions:
+        for _ in range(times):
+            whole = request.answer(completion)
+            named = all(
+                tensor.name in decoded.binary or type(tensor.place) is RegionSlice for tensor in completion.outputs
+            )
+            if completion.lease is not None or completion.parameters or not named:
+                assert whole is None
+                continue
+            said, parts = encode(completion, "echo", client_id, decoded.binary, decoded.all_binary, _no_lease)
+            assert whole == b"".join((response_head(len(said), parts), said, *parts))
+
+
+def _no_lease(place: Slice) -> memoryview:
+    raise AssertionError(place)
+
+
+# --------------------------------------------------------------------------------------------------- on a connection
+
+
+def request_bytes(said: bytes, body: bytes) -> bytes:
+    return (
+        (
+            b"POST /v2/models/echo/infer HTTP/1.1\r\nHost: x\r\nInference-Header-Content-Length: %d\r\nContent-Length: %d\r\n\r\n"
+            % (len(said), len(said) + len(body))
+        )
+        + said
+        + body
+    )
+
+
+def exchange(client: Client, worker: Any, said: bytes, body: bytes, **completion: Any) -> tuple[Any, Any]:
+    """The record the worker gets and the answer the client gets."""
+    client.send(request_bytes(said, body))
+    record = worker.next()
+    worker.complete(record.request_id, **completion)
+    return record, client.answer()
+
+
+def test_a_connection_that_repeats_itself_gets_what_a_new_one_gets() -> None:
+    """The third request of a kind is known; what follows differs from it in one thing each, and must not be taken for it."""
+    outputs = (Tensor("y", "UINT8", (2,), Inline(b"ab")), Tensor("z", "UINT8", (1,), Inline(b"c")))
+    other = (Tensor("y", "UINT8", (3,), Inline(b"abc")), Tensor("z", "INT8", (1,), Inline(b"d")))
+    steps: list[tuple[bytes, bytes, dict[str, Any]]] = [
+        *[(text([PLAIN]), b"123%d" % number, {"outputs": outputs}) for number in range(4)],
+        (text([PLAIN]), b"12\r\n", {"outputs": other}),
+        (text([PLAIN]), b"\r\n\r\n", {"outputs": outputs, "parameters": {"key": 1}}),
+        (text([PLAIN]), b"4321", {"code": InvalidArgument.code, "message": "not that"}),
+        (text([{**PLAIN, "name": "X"}]), b"1234", {"outputs": outputs}),
+        (text([PLAIN], id="i"), b"1234", {"outputs": outputs}),
+        (text([PLAIN]), b"1234", {"outputs": outputs[:1]}),
+        (text([PLAIN]), b"1234", {"outputs": outputs}),
+        (text([REGION]), b"", {"outputs": (Tensor("y", "UINT8", (4,), RegionSlice("region", 0, 4)),)}),
+        (text([REGION]), b"", {"outputs": (Tensor("y", "UINT8", (4,), RegionSlice("region", 0, 4)),)}),
+        (text([REGION]), b"", {"outputs": outputs}),
+    ]
+    with serving() as (front, (worker,)), front.client() as same:
+        for said, body, completion in steps:
+            with front.client() as fresh:
+                expected = exchange(fresh, worker, said, body, **completion)
+            record, answer = exchange(same, worker, said, body, **completion)
+            assert answer == expected[1]
+            assert record.inputs == expected[0].inputs
+            assert (record.model, record.outputs, record.client_id) == (
+                expected[0].model,
+                expected[0].outputs,
+                expected[0].client_id,
+            )
+
+
+def test_what_is_known_of_a_request_is_nothing_of_its_model() -> None:
+    """It may be gone, or no longer answer over HTTP; and the front may be full."""
+    said = text([PLAIN])
+    with serving(requests={"max_in_flight": 1}) as (front, (worker,)), front.client() as client:
+        for number in range(3):
+            outputs = (Tensor("y", "UINT8", (1,), Inline(b"%d" % number)),)
+            assert exchange(client, worker, said, b"1234", outputs=outputs)[1].parts == b"%d" % number
+        with busy(front, worker):
+            client.send(request_bytes(said, b"1234"))
+            assert client.answer().status == 503
+        front.model(worker, decoupled=True)
+        client.send(request_bytes(said, b"1234"))
+        assert "decoupled" in client.answer().error
+        front.send(ModelGone("echo", 1))
+        front.sync()
+        client.send(request_bytes(said, b"1234"))
+        assert client.answer().status == 404
+        front.model(worker)
+        assert exchange(client, worker, said, b"5678", outputs=())[0].inputs[0].place == Inline(b"5678")
+
+
+@contextlib.contextmanager
+def busy(front: FrontProcess, worker: Any) -> Any:
+    """One request is in flight meanwhile."""
+    with front.client() as other:
+        other.send(request_bytes(text([PLAIN]), b"1234"))
+        record = worker.next()
+        yield
+        worker.complete(record.request_id, outputs=())
+        assert other.answer().status == 200
