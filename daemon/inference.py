@@ -3,8 +3,9 @@
     InferenceRequest ─▶ begin ─▶ tensors into records or the request arena ─▶ Submitter ─▶ on_completion (once with ``final``)
                           ╰─ waits for room where the arena is full
 
-``begin`` calls back; ``answers`` is the same for those who await. A binary HTTP body does not come this way: it is read straight
-into the arena before anybody knows what it holds (``daemon.http.exchange``).
+``begin`` calls back; ``answers`` is the same for those who await. What arrived large may lie in the request arena before
+(``daemon.grpc.reception``). A binary HTTP body does not come this way: it is read straight into the arena before anybody knows
+what it holds (``daemon.http.exchange``).
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from shm.messages import Completion, Inline, Parameter, Place, RegionSlice, Requ
 
 _ALIGNMENT = 64
 
-#: What an input's bytes are: themselves (BYTES length-prefixed), or where they lie in a client's region.
-Content = bytes | memoryview | RegionSlice
+#: What an input's bytes are: themselves (BYTES length-prefixed), or where they lie: in a client's region, in the request's lease.
+Content = bytes | memoryview | RegionSlice | Slice
 
 
 @dataclass(slots=True)
@@ -50,6 +51,8 @@ class InferenceRequest:
     deadline_ns: int = 0
     #: Where it is a sampled one. Whoever answers ends it.
     trace: Trace | None = None
+    #: Where the Slices among its inputs lie. ``begin`` takes it over, also where it raises.
+    lease: Lease | None = None
 
 
 class Inference:
@@ -74,10 +77,12 @@ class Inference:
     def granted(self, lease: Lease | ServingError) -> None:
         """Room came free, or did not in time."""
         if isinstance(lease, ServingError):
+            _give_back(self._submitter, self._request)
             if not self._cancelled:
                 self._on_completion(Completion(0, lease.code, lease.message), None)
         elif self._cancelled:
             self._submitter.give_back(lease)
+            _give_back(self._submitter, self._request)
         else:
             try:
                 self.send(lease)
@@ -85,7 +90,7 @@ class Inference:
                 self._on_completion(Completion(0, error.code, error.message), None)
 
     def send(self, lease: Lease | None) -> None:
-        """Puts the tensors into their places and submits. Raises Unavailable: too many are in flight; the lease is given back."""
+        """Puts the tensors into their places and submits. Raises Unavailable: too many are in flight; leases are given back."""
         request, submitter, trace = self._request, self._submitter, self._request.trace
         request_id = submitter.next_id()
         record = Submit(
@@ -109,11 +114,14 @@ class Inference:
             trace.client_id = request.id
             trace.stamp("REQUEST_START")
             self._on_completion = _traced(trace, self._on_completion)
+        leases = () if lease is None else (lease,)
+        if request.lease is not None:
+            leases = (request.lease, *leases)
         try:
-            submitter.submit(record, () if lease is None else (lease,), self._on_completion)
+            submitter.submit(record, leases, self._on_completion)
         except ServingError:
-            if lease is not None:
-                submitter.give_back(lease)
+            for each in leases:
+                submitter.give_back(each)
             raise
         self._request_id = request_id
 
@@ -126,18 +134,28 @@ def begin(submitter: Submitter, request: InferenceRequest, on_completion: OnComp
     """
     inline, size = submitter.inline_byte_size, 0
     for _, _, _, content in request.inputs:
-        if not isinstance(content, RegionSlice) and len(content) > inline:
+        if not isinstance(content, RegionSlice | Slice) and len(content) > inline:
             size += -(-len(content) // _ALIGNMENT) * _ALIGNMENT
     inference = Inference(submitter, request, on_completion)
     if not size:
         inference.send(None)
         return inference
-    lease = submitter.loan(size)
+    try:
+        lease = submitter.loan(size)
+    except ServingError:
+        _give_back(submitter, request)
+        raise
     if lease is not None:
         inference.send(lease)
     else:
         submitter.wait_for_room(size, inference.granted)
     return inference
+
+
+def _give_back(submitter: Submitter, request: InferenceRequest) -> None:
+    """Of a request that is not sent."""
+    if request.lease is not None:
+        submitter.give_back(request.lease)
 
 
 def _traced(trace: Trace, on_completion: OnCompletion) -> OnCompletion:
@@ -155,7 +173,7 @@ def _placed(request: InferenceRequest, lease: Lease | None, inline: int) -> Iter
     used = 0
     for name, datatype, shape, content in request.inputs:
         place: Place
-        if isinstance(content, RegionSlice):
+        if isinstance(content, RegionSlice | Slice):
             place = content
         elif len(content) <= inline:
             place = Inline(bytes(content))

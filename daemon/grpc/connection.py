@@ -10,63 +10,43 @@ Source: RFC 9113.
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
-from collections.abc import Callable
 from typing import cast
 
 from daemon.access import Restricted
 from daemon.connection_end import ConnectionEnd
+from daemon.direct_body import DirectBody
 from daemon.grpc import frames
 from daemon.grpc.codes import UNAVAILABLE, UNIMPLEMENTED
+from daemon.grpc.frame_payload import FramePayload
 from daemon.grpc.frames import Violation
 from daemon.grpc.header_blocks import CallHead, HeaderBlocks
+from daemon.grpc.outgoing import WRITE_BUFFER, Outgoing, Phase
+from daemon.grpc.pings import Pings, Sign
 from daemon.grpc.serving import Serving
-from daemon.grpc.stream import Buffer, Stream
+from daemon.grpc.stream import Stream
 
 _log = logging.getLogger(__name__)
 #: Frames we take; larger than the default, so that large tensors come in fewer pieces.
-_FRAME_SIZE = 1 << 20
+_FRAME_SIZE = 4 << 20
 _STREAM_WINDOW = 4 << 20
 _CONNECTION_WINDOW = 64 << 20
-#: Unsent bytes of a connection in our process beyond the kernel's buffer.
-_WRITE_BUFFER = 1 << 20
+#: A frame with more to come than this is read from the socket straight to where its tensor lies, if it belongs to one.
+_DIRECT_BYTE_SIZE = 64 << 10
 #: Streams a client may reset without having let them end, per second, before it is taken for an attack.
 _MAX_RESETS = 20_000
-#: Small pieces are cheaper joined; large ones go to the socket as they lie.
-_JOINED = 64 << 10
+#: A window is below 2^31; what of a message is beyond this is granted as it comes.
+_MAX_AHEAD = 1 << 30
 _PING = b"tensord\0"
 
 
-class Phase(enum.Enum):
-    """Where a connection is in its life."""
-
-    #: The client's preface is not whole.
-    OPENING = "opening"
-    #: Streams come and go.
-    OPEN = "open"
-    #: GOAWAY was sent; what the client sent before it knew of that is still served.
-    ANNOUNCED = "announced"
-    #: No new streams; the open ones end, then the connection does.
-    ENDING = "ending"
-    #: Nothing is read or written any more.
-    CLOSED = "closed"
-
-
-class Connection(asyncio.Protocol):
-    """Owns the transport and the streams."""
+class Connection(Outgoing):
+    """The incoming half; owns the streams."""
 
     def __init__(self, serving: Serving) -> None:
-        self.serving = serving
-        self.loop = asyncio.get_running_loop()
-        self.phase = Phase.OPENING
-        self.streams: dict[int, Stream] = {}
+        super().__init__(serving)
         #: For who waits for the end of this connection.
         self.connection_end = ConnectionEnd()
-        #: Streams that wait for a window or for the socket, in turn.
-        self.blocked: dict[int, Stream] = {}
-        self.send_window = frames.DEFAULT_WINDOW
-        self.max_frame_size = frames.DEFAULT_FRAME_SIZE
         self._blocks = HeaderBlocks(serving.options.max_head_byte_size)
         self._peer_window = frames.DEFAULT_WINDOW
         self._receive_window = _CONNECTION_WINDOW
@@ -79,32 +59,17 @@ class Connection(asyncio.Protocol):
         self._data_stream: Stream | None = None
         #: A header block in several frames: its stream, flags and pieces.
         self._continued: tuple[int, int, list[bytes]] | None = None
-        #: Whether what is written may lie in memory that is given back once it has left.
-        self.is_plain = True
-        self._lost = False
-        self._out: list[Buffer] = []
-        self._out_size = 0
-        #: To be called when everything written so far has left.
-        self._on_written: list[Callable[[], None]] = []
-        self._flushing = False
-        self._receiving = False
-        self._paused_since = 0.0
-        self._transport: asyncio.Transport | None = None
+        #: Reads the payload of a DATA frame in our place.
+        self._direct: DirectBody | None = None
+        #: The client sends nothing any more.
+        self._ended = False
         now = self.loop.time()
         self._opened_at = self._heard_at = now
-        #: When our unanswered PING left; 0: none did.
-        self._pinged_at = 0.0
-        self._resets = 0
+        self._pings = Pings(serving.options)
         #: Something of a call was sent since the client's last ping.
         self.answered = False
-        self._ping_strikes = 0
-        self._client_pinged_at = 0.0
+        self._resets = 0
         self._ending_at = 0.0
-
-    def fileno(self) -> int:
-        """The client's connection; -1: it is gone already."""
-        sock = None if self._transport is None else self._transport.get_extra_info("socket")
-        return -1 if sock is None else int(sock.fileno())
 
     # ------------------------------------------------------------------------------------------------ transport
 
@@ -112,7 +77,7 @@ class Connection(asyncio.Protocol):
         self._transport = transport = cast(asyncio.Transport, transport)
         # With no room to buffer, a write goes to the socket at once and says whether all of it went. TLS has a buffer of its own.
         self.is_plain = transport.get_extra_info("sslcontext") is None
-        transport.set_write_buffer_limits(high=0 if self.is_plain else _WRITE_BUFFER)
+        transport.set_write_buffer_limits(high=0 if self.is_plain else WRITE_BUFFER)
         options = self.serving.options
         seat, connections = self.serving.seat, self.serving.connections
         if seat.total() >= options.max_connections or self.serving.stopping:
@@ -146,6 +111,7 @@ class Connection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """The client closed its sending side; answers it still waits for are sent."""
+        self._ended = True
         if not self.streams:
             return False
         self.phase = Phase.ENDING
@@ -153,85 +119,6 @@ class Connection(asyncio.Protocol):
             if not stream.half_closed:
                 stream.abandon()
         return bool(self.streams)
-
-    def pause_writing(self) -> None:
-        """The client takes its answers too slowly: it may not ask for more meanwhile."""
-        assert self._transport is not None
-        self._paused_since = self.loop.time()
-        if not self._transport.is_closing():
-            self._transport.pause_reading()
-
-    def resume_writing(self) -> None:
-        assert self._transport is not None
-        self._paused_since = 0.0
-        if not self._transport.is_closing():
-            self._transport.resume_reading()
-        if not self._out:
-            self._written()
-        self._pump()
-
-    def buffer_room(self) -> int:
-        """How much a stream may put into our buffer now."""
-        return 0 if self._paused_since else _WRITE_BUFFER - self._out_size
-
-    def when_written(self, on_written: Callable[[], None]) -> None:
-        """Called when nothing that was written so far is looked at any more."""
-        if self._lost or not (self._out or self._paused_since):
-            on_written()
-        else:
-            self._on_written.append(on_written)
-
-    def _written(self) -> None:
-        if self._on_written:
-            waiting, self._on_written = self._on_written, []
-            for on_written in waiting:
-                on_written()
-
-    def write(self, piece: Buffer) -> None:
-        """Queues; everything of one turn of the loop leaves together."""
-        self._out.append(piece)
-        self._out_size += len(piece)
-        if not self._flushing and not self._receiving:
-            self._flushing = True
-            self.loop.call_soon(self._flush)
-
-    def _flush(self) -> None:
-        self._flushing = False
-        if self._out and self.phase is not Phase.CLOSED:
-            assert self._transport is not None
-            out, self._out = self._out, []
-            size, self._out_size = self._out_size, 0
-            if size > _JOINED:
-                self._transport.writelines(out)
-            else:
-                self._transport.write(out[0] if len(out) == 1 else b"".join(out))
-            if self._on_written and not self._paused_since:
-                self._written()
-            if self.blocked:
-                self._pump()
-        if self.phase is Phase.ENDING and not self.streams and not self._out:
-            self._close()
-
-    def _pump(self) -> None:
-        for stream in list(self.blocked.values()):
-            if self.send_window <= 0 or self.buffer_room() <= 0:
-                return
-            # Whoever was served goes behind the others.
-            if self.blocked.pop(stream.id, None) is not None:
-                self.blocked[stream.id] = stream
-                stream.pump()
-
-    def _close(self) -> None:
-        if self.phase is not Phase.CLOSED:
-            self.phase = Phase.CLOSED
-            assert self._transport is not None
-            self._transport.close()
-
-    def abort(self) -> None:
-        """Cuts the connection."""
-        self.phase = Phase.CLOSED
-        if self._transport is not None:
-            self._transport.abort()
 
     # ---------------------------------------------------------------------------------------------------- frames
 
@@ -248,6 +135,8 @@ class Connection(asyncio.Protocol):
             self._receiving = False
         if self._out or self.phase is Phase.ENDING:
             self._flush()
+        if self._data_left >= _DIRECT_BYTE_SIZE and self.is_plain:
+            self._read_directly()
 
     def _read(self, data: bytes) -> None:
         at, end = 0, len(data)
@@ -425,18 +314,60 @@ class Connection(asyncio.Protocol):
         end = min(len(data), at + self._data_left)
         self._data_left -= end - at
         stream = self._data_stream
-        if stream is not None and not stream.ended:
-            if end > at:
-                stream.receive(memoryview(data)[at:end])
-            if not self._data_left:
-                if self._data_flags & frames.END_STREAM:
-                    stream.end_receiving()
-                else:
-                    self.grant(stream)
+        if stream is not None and not stream.ended and end > at:
+            stream.receive(memoryview(data)[at:end])
         if not self._data_left:
-            self._data_stream = None
+            self._data_ends()
         self._buffer = b""
         return end
+
+    def _data_ends(self) -> None:
+        """The payload is whole."""
+        stream, self._data_stream = self._data_stream, None
+        if stream is not None and not stream.ended:
+            if self._data_flags & frames.END_STREAM:
+                stream.end_receiving()
+            elif stream.ungranted > _STREAM_WINDOW // 4:
+                self.grant(stream)
+
+    def _read_directly(self) -> None:
+        """Has the rest of the payload read to where it belongs, if that is known."""
+        stream = self._data_stream
+        if stream is None or stream.ended or self.phase is Phase.CLOSED or self._ended or self._paused_since:
+            return
+        size = min(self._data_left, len(stream.room()))
+        if size >= _DIRECT_BYTE_SIZE:
+            assert self._transport is not None
+            self._direct = DirectBody(self, self._transport, FramePayload(stream, size, self._directly_read))
+            self._direct.start()
+
+    def _directly_read(self, byte_size: int) -> None:
+        self._data_left -= byte_size
+        self._heard_at = self.loop.time()
+
+    def direct_body_complete(self) -> None:
+        """What belonged to the tensor was read past us: what comes next comes here again."""
+        self._direct = None
+        assert self._transport is not None
+        if self._paused_since and not self._transport.is_closing():
+            self._transport.pause_reading()  # giving the transport back has resumed it
+        self._receiving = True
+        if self._data_stream is not None:
+            self._data_stream.advanced()
+        if not self._data_left:
+            self._data_ends()
+        self._receiving = False
+        if self._out:
+            self._flush()
+
+    def stop_direct(self, stream: Stream) -> None:
+        """What is under way of that stream is not wanted any more."""
+        if self._direct is not None and self._data_stream is stream:
+            direct, self._direct = self._direct, None
+            assert self._transport is not None
+            direct.stop(ended=self._ended or self._transport.is_closing())
+            if self._paused_since and not self._transport.is_closing():
+                self._transport.pause_reading()
 
     def _data_target(self, number: int, size: int) -> Stream | None:
         """The stream a DATA frame is for, its windows reduced; None: one that ended meanwhile."""
@@ -463,10 +394,19 @@ class Connection(asyncio.Protocol):
 
     def grant(self, stream: Stream) -> None:
         """Lets the client send again what it sent, unless its call has enough to do."""
-        if stream.ungranted and not stream.held and not stream.half_closed and not stream.ended:
+        if stream.ungranted > 0 and not (stream.held or stream.half_closed or stream.ended or stream.waits_for_room):
             self.write(frames.window_update(stream.id, stream.ungranted))
             stream.receive_window += stream.ungranted
             stream.ungranted = 0
+
+    def grant_ahead(self, stream: Stream, byte_size: int) -> None:
+        """Lets the client send all that is left of a message, which has its place already, and then as much as it always may."""
+        ahead = min(byte_size, _MAX_AHEAD)
+        if byte_size > stream.receive_window and not stream.half_closed and not stream.ended:
+            self.write(frames.window_update(stream.id, stream.ungranted + ahead))
+            stream.receive_window += stream.ungranted + ahead
+            # Once all of it has come, what is granted is as much as before.
+            stream.ungranted = -ahead
 
     # --------------------------------------------------------------------------------------------------- connection
 
@@ -517,24 +457,13 @@ class Connection(asyncio.Protocol):
         if number or len(payload) != 8:
             raise Violation(frames.PROTOCOL_ERROR, "a bad PING")
         if flags & frames.ACK:
-            self._pinged_at = 0.0
+            self._pings.answered()
             if payload == _LAST_CALL:
                 self.end()
             return
         self.write(frames.frame(frames.PING, frames.ACK, 0, payload))
-        keepalive = self.serving.options
-        now = self.loop.time()
-        if self.answered:
-            # A client measures the connection with a ping when an answer comes.
-            self.answered = False
-            self._ping_strikes = 0
-        elif not self.streams and now - self._client_pinged_at < keepalive.min_ping_interval:
-            self._ping_strikes += 1
-            if keepalive.max_ping_strikes and self._ping_strikes > keepalive.max_ping_strikes:
-                raise Violation(frames.ENHANCE_YOUR_CALM, "too_many_pings")
-        else:
-            self._ping_strikes = 0
-        self._client_pinged_at = now
+        answered, self.answered = self.answered, False
+        self._pings.pinged(self.loop.time(), bool(self.streams), answered)
 
     def _fail(self, violation: Violation) -> None:
         _log.debug("closing a connection: %s", violation.reason)
@@ -572,23 +501,16 @@ class Connection(asyncio.Protocol):
         for stream in list(self.streams.values()):
             if stream.partial_since and now - stream.partial_since > options.body_timeout:
                 stream.refuse(UNAVAILABLE, f"a message did not arrive within {options.body_timeout:g} s")
-        self._keep_alive(now)
+        sign = self._pings.look(now, self._heard_at, bool(self.streams))
+        if sign is Sign.DEAD:
+            return self.abort()
+        if sign is Sign.ASK:
+            self.write(frames.frame(frames.PING, 0, 0, _PING))
         if options.max_connection_age and now - self._opened_at > options.max_connection_age:
             self.announce_end()
             if options.max_connection_age_grace and now - self._ending_at > options.max_connection_age_grace:
                 self.abort()
         return None
-
-    def _keep_alive(self, now: float) -> None:
-        options = self.serving.options
-        if self._pinged_at:
-            if self._heard_at > self._pinged_at:
-                self._pinged_at = 0.0
-            elif now - self._pinged_at > options.keepalive_timeout:
-                self.abort()
-        elif now - self._heard_at > options.keepalive_time and (self.streams or options.keepalive_permit_without_calls):
-            self._pinged_at = now
-            self.write(frames.frame(frames.PING, 0, 0, _PING))
 
     def __repr__(self) -> str:
         return f"<Connection {self.phase.value} streams={len(self.streams)} blocked={len(self.blocked)}>"

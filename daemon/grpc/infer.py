@@ -14,15 +14,19 @@ from collections.abc import Callable
 
 from daemon.forwarding import Forwarding
 from daemon.grpc import response_codec
+from daemon.grpc.call import Buffer, Call
 from daemon.grpc.codes import INTERNAL, OK, number
-from daemon.grpc.request_codec import DecodedHead, Recognised, RefusedRequest
-from daemon.grpc.stream import Buffer, Call, Stream
+from daemon.grpc.reception import Reception
+from daemon.grpc.recognised import Recognised
+from daemon.grpc.request_codec import DecodedHead
+from daemon.grpc.request_fields import RefusedRequest
+from daemon.grpc.stream import Stream
 from daemon.inference import Inference, InferenceRequest, begin
 from daemon.submit import Submitter
 from daemon.tracer import Trace, Tracer
 from shm.errors import ServingError, Unsupported
 from shm.lane import SubmitterLane
-from shm.messages import Completion
+from shm.messages import Completion, ModelState
 
 _log = logging.getLogger(__name__)
 _DEFECT = "internal error; the server's log has the details"
@@ -44,15 +48,30 @@ class Inferring:
         self.submitter = submitter
         self._forwarding = forwarding
         self.tracer = tracer
-        self.recognised = recognised
+        self._recognised = recognised
         self.max_stream_requests = max_stream_requests
 
-    def forward(self, stream: Stream, request: InferenceRequest) -> None:
-        """Adds the caller's headers that are parameters. Raises InvalidArgument: one has a reserved name."""
+    def decode(self, stream: Stream, message: Buffer | Reception) -> tuple[DecodedHead, InferenceRequest, ModelState]:
+        """A message as a request, with the caller's headers that are parameters. Raises RefusedRequest: nothing stays on loan."""
+        if isinstance(message, Reception):
+            understood = self._recognised.decode_received(message)
+        else:
+            understood = self._recognised.decode(message)
         if self._forwarding is not None:
+            request = understood[1]
             headers = [(name.encode(), value.encode("latin-1")) for name, value in stream.head.metadata]
-            # The request's own may be shared with others of the same form.
-            request.parameters = {**request.parameters, **self._forwarding.parameters(headers)}
+            try:
+                # The request's own may be shared with others of the same form.
+                request.parameters = {**request.parameters, **self._forwarding.parameters(headers)}
+            except ServingError as error:
+                self.drop(request)
+                raise RefusedRequest(error, request.id) from None
+        return understood
+
+    def drop(self, request: InferenceRequest) -> None:
+        """It will not be begun."""
+        if request.lease is not None:
+            self.submitter.give_back(request.lease)
 
     def sample(self, request: InferenceRequest, waited_ns: int, read_ns: int) -> None:
         """Traces the request if it is one of those.
@@ -121,17 +140,25 @@ class _UnaryInfer(Call):
     def __init__(self, inferring: Inferring, stream: Stream) -> None:
         self._inferring = inferring
         self._stream = stream
-        self._message: Buffer | None = None
+        self._message: Buffer | Reception | None = None
         self._request: InferenceRequest | None = None
         self._inference: Inference | None = None
         #: CLOCK_MONOTONIC ns, if it may be traced.
         self._waits_since = time.monotonic_ns() if inferring.tracer.on else 0
 
-    def message(self, content: Buffer) -> None:
+    def reception(self, byte_size: int) -> Reception | None:
+        return Reception(self._inferring.submitter, byte_size)
+
+    def message(self, content: Buffer | Reception) -> None:
         if self._message is not None:
+            if isinstance(content, Reception):
+                content.drop()
             self._stream.refuse(INTERNAL, "a unary call has one request message")
             return
         self._message = content
+
+    def received(self, message: Reception) -> None:
+        self.message(message)
 
     def half_closed(self) -> None:
         stream, inferring = self._stream, self._inferring
@@ -141,9 +168,9 @@ class _UnaryInfer(Call):
             return
         read_ns = time.monotonic_ns() if self._waits_since else 0
         try:
-            _, request, decoupled = inferring.recognised.decode(message)
-            inferring.forward(stream, request)
-            if decoupled:
+            _, request, state = inferring.decode(stream, message)
+            if state.decoupled:
+                inferring.drop(request)
                 raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
             self._request = request
             if read_ns:
@@ -156,6 +183,8 @@ class _UnaryInfer(Call):
             self._refuse(number(error), error.message)
 
     def abandoned(self) -> None:
+        if isinstance(self._message, Reception):
+            self._message.drop()
         if self._inference is not None:
             self._inference.cancel()
 
@@ -206,24 +235,33 @@ class _StreamInfer(Call):
         self._stream = stream
         self._in_flight: set[_Asked] = set()
         #: Messages that came before there was room for them; bounded by the stream's window.
-        self._waiting: deque[Buffer] = deque()
+        self._waiting: deque[Buffer | Reception] = deque()
         self._half_closed = False
         #: For its next message, CLOCK_MONOTONIC ns; 0: none was traced so far.
         self._waits_since = time.monotonic_ns() if inferring.tracer.on else 0
         self._grpc_errors = ("triton_grpc_error", "true") in stream.head.metadata
 
-    def message(self, content: Buffer) -> None:
+    def reception(self, byte_size: int) -> Reception | None:
+        return Reception(self._inferring.submitter, byte_size)
+
+    def message(self, content: Buffer | Reception) -> None:
         if self._stream.held or not self._has_room():
             self._stream.held = True
             self._waiting.append(content)
         else:
             self._ask(content)
 
+    def received(self, message: Reception) -> None:
+        self.message(message)
+
     def half_closed(self) -> None:
         self._half_closed = True
         self._end_if_done()
 
     def abandoned(self) -> None:
+        for message in self._waiting:
+            if isinstance(message, Reception):
+                message.drop()
         self._waiting.clear()
         for asked in self._in_flight:
             if asked.inference is not None:
@@ -256,19 +294,18 @@ class _StreamInfer(Call):
     def _has_room(self) -> bool:
         return len(self._in_flight) < self._inferring.max_stream_requests and self._stream.unsent_size < _MAX_UNSENT
 
-    def _ask(self, content: Buffer) -> None:
+    def _ask(self, message: Buffer | Reception) -> None:
         waited_ns, read_ns = self._waits_since, 0
         if self._inferring.tracer.on:
             read_ns = self._waits_since = time.monotonic_ns()
         try:
-            decoded, request, decoupled = self._inferring.recognised.decode(content)
+            decoded, request, state = self._inferring.decode(self._stream, message)
         except RefusedRequest as refused:
             self._refused(number(refused.error), refused.error.message, refused.client_id)
             return
         request.deadline_ns = self._stream.deadline_ns
-        asked = _Asked(self, decoded, request, decoupled)
+        asked = _Asked(self, decoded, request, state.decoupled)
         try:
-            self._inferring.forward(self._stream, request)
             if read_ns:
                 self._inferring.sample(request, waited_ns or read_ns, read_ns)
             asked.inference = begin(self._inferring.submitter, request, asked.completed)

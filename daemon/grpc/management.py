@@ -16,9 +16,10 @@ from tritonclient.grpc import service_pb2
 
 from daemon import log_settings, trace_settings
 from daemon.endpoints import Endpoints
+from daemon.grpc.call import Call
 from daemon.grpc.connection import Connection
 from daemon.grpc.request_codec import read_version
-from daemon.grpc.stream import Call, Stream
+from daemon.grpc.stream import Stream
 from daemon.grpc.unary import Unary
 from daemon.peer import end_of, peer_of
 from shm.errors import InvalidArgument, NotFound, Unsupported

@@ -18,7 +18,7 @@ from daemon.grpc import tls
 from daemon.grpc.connection import Connection
 from daemon.grpc.infer import Inferring
 from daemon.grpc.management import SERVICE, Management
-from daemon.grpc.request_codec import Recognised
+from daemon.grpc.recognised import Recognised
 from daemon.grpc.serving import Serving
 from daemon.grpc.standard_services import StandardServices
 

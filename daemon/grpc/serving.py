@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from config.options import Grpc
 from daemon.access import Rule
-from daemon.grpc.stream import Call, Stream
+from daemon.grpc.call import Call
+from daemon.grpc.stream import Stream
 from daemon.tally import Seat
 
 if TYPE_CHECKING:

@@ -14,9 +14,10 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from daemon.endpoints import Endpoints
+from daemon.grpc.call import Buffer, Call
 from daemon.grpc.codes import INVALID_ARGUMENT, OK
 from daemon.grpc.management import SERVICE
-from daemon.grpc.stream import Buffer, Call, Stream
+from daemon.grpc.stream import Stream
 from daemon.grpc.unary import Unary
 
 _HEALTH = "grpc.health.v1.Health"

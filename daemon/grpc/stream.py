@@ -14,54 +14,41 @@ import logging
 import struct
 import time
 import zlib
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from daemon.grpc import frames, header_blocks
-from daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, OK, RESOURCE_EXHAUSTED, UNIMPLEMENTED
+from daemon.grpc.arriving_message import ArrivingMessage
+from daemon.grpc.call import Buffer, Call
+from daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, OK, RESOURCE_EXHAUSTED
 from daemon.grpc.header_blocks import CallHead
+from daemon.grpc.inflation import Refused, inflated
 
 if TYPE_CHECKING:
     from daemon.grpc.connection import Connection
 
 _log = logging.getLogger(__name__)
-Buffer = bytes | memoryview
 _prefix = struct.Struct(">BI")
 _PREFIX_SIZE = 5
 #: Answers up to this size leave in one piece.
 _SMALL = 16384
 #: Less is not worth compressing.
 _MIN_COMPRESSED = 512
-
-
-class Call(ABC):
-    """What a method does with one stream. Nothing is called any more after ``abandoned``."""
-
-    @abstractmethod
-    def message(self, content: Buffer) -> None:
-        """A whole message from the client."""
-
-    @abstractmethod
-    def half_closed(self) -> None:
-        """The client sends no more messages."""
-
-    @abstractmethod
-    def abandoned(self) -> None:
-        """Nobody waits for an answer: the client went away, or the deadline passed."""
+#: Larger messages that do not come in one piece may go to where a worker reads them while they arrive.
+_RECEIVED_BYTE_SIZE = 64 << 10
 
 
 class Stream:
     """Owned by its connection until ``ended``."""
 
     __slots__ = (
+        "_arriving",
+        "_begun",
         "_blocked",
-        "_content",
-        "_content_size",
-        "_expected",
         "_finished",
         "_head_sent",
+        "_kept",
         "_on_sent",
         "_timer",
         "_trailers",
@@ -101,10 +88,11 @@ class Stream:
         self.ended = False
         #: Since when a message is incomplete, loop time; 0: none is.
         self.partial_since = 0.0
-        self._content: list[Buffer] = []
-        self._content_size = 0
-        #: Size of the message being collected with its prefix; 0: not known yet.
-        self._expected = 0
+        #: The first bytes of a message whose prefix is not whole, or the message of which a part is here.
+        self._begun = b""
+        self._arriving: ArrivingMessage | None = None
+        #: What of ``Serving.collected`` is this stream's.
+        self._kept = 0
         self._head_sent = False
         self._finished = False
         self._unsent: deque[Buffer] = deque()
@@ -128,93 +116,138 @@ class Stream:
         if self._finished:
             return
         size = len(piece)
-        if not self._content_size and size >= _PREFIX_SIZE:
+        if self._arriving is None and not self._begun and size >= _PREFIX_SIZE:
             flag, length = _prefix.unpack_from(piece)
             if length == size - _PREFIX_SIZE and length <= self.connection.serving.max_message:
                 self._deliver(flag, piece[_PREFIX_SIZE:])
                 return
-        self._collect(piece)
+        self._take(memoryview(piece))
+        self._note()
 
-    def _collect(self, piece: Buffer) -> None:
-        """A message in several pieces, or several messages in one."""
-        self._content.append(piece)
-        self._content_size += len(piece)
-        self.connection.serving.collected += len(piece)
-        while not self._finished and self._content_size >= _PREFIX_SIZE:
-            if not self._expected:
-                first = self._content[0] if len(self._content[0]) >= _PREFIX_SIZE else b"".join(self._content)
-                limit, (_, length) = self.connection.serving.max_message, _prefix.unpack_from(first)
+    def _take(self, piece: memoryview) -> None:
+        """Messages in several pieces, or several in one."""
+        at, end = 0, len(piece)
+        while at < end and not self._finished:
+            arriving = self._arriving
+            if arriving is None:
+                known = len(self._begun)
+                self._begun += piece[at : at + _PREFIX_SIZE - known]
+                at += len(self._begun) - known
+                if len(self._begun) < _PREFIX_SIZE:
+                    return
+                (flag, length), self._begun = _prefix.unpack(self._begun), b""
+                limit = self.connection.serving.max_message
                 if length > limit:
-                    self._drop()
                     self.refuse(RESOURCE_EXHAUSTED, f"Received message larger than max ({length} vs. {limit})")
                     return
-                self._expected = _PREFIX_SIZE + length
-            if self._content_size < self._expected:
-                break
-            whole = memoryview(b"".join(self._content) if len(self._content) > 1 else self._content[0])
-            message, rest = whole[: self._expected], whole[self._expected :]
-            self.connection.serving.collected -= self._expected
-            self._content = [rest] if rest else []
-            self._content_size = len(rest)
-            self._expected = 0
-            self._deliver(message[0], bytes(message[_PREFIX_SIZE:]) if rest else message[_PREFIX_SIZE:])
+                self.partial_since = 0.0
+                if length <= end - at:
+                    content = piece[at : at + length]
+                    at += length
+                    # What is kept of a piece keeps all of it.
+                    self._deliver(flag, bytes(content) if at < end else content)
+                    continue
+                assert self.call is not None
+                reception = self.call.reception(length) if not flag and length > _RECEIVED_BYTE_SIZE else None
+                arriving = self._arriving = ArrivingMessage(flag, length, reception, self._room_came)
+            size = min(arriving.left, end - at)
+            arriving.feed(piece[at : at + size])
+            at += size
+            if not arriving.left:
+                self._arrived(arriving)
+
+    def room(self) -> memoryview:
+        """Where the next bytes of its DATA may be written; empty: ``receive`` takes them."""
+        return memoryview(b"") if self._arriving is None else self._arriving.rest()
+
+    def advance(self, byte_size: int) -> None:
+        """That many bytes were written into ``room``. ``advanced`` is due when enough of them were."""
+        assert self._arriving is not None
+        self._arriving.advance(byte_size)
+
+    def advanced(self) -> None:
+        """Nothing more is written into ``room`` for now."""
+        if self._arriving is not None and not self._arriving.left:
+            self._arrived(self._arriving)
+            self._note()
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether a message under way has no place to go yet."""
+        return self._arriving is not None and self._arriving.waits
+
+    def _room_came(self) -> None:
+        """A message that waited for room is placed, or refused."""
+        self._note()
+        self.connection.grant(self)
+
+    def _note(self) -> None:
+        """After every change: what is kept here of messages under way, since when, and how much more of one is welcome."""
         if self._finished:
             return
-        if not self._content_size:
+        arriving, serving = self._arriving, self.connection.serving
+        kept = len(self._begun)
+        if arriving is not None:
+            kept += arriving.kept_byte_size
+            if arriving.is_placed and not arriving.is_granted and not self.held:
+                arriving.is_granted = True
+                self.connection.grant_ahead(self, arriving.left)
+        elif not kept:
             self.partial_since = 0.0
-        elif not self.partial_since:
+        if not self.partial_since and (kept or arriving is not None):
             self.partial_since = self.connection.loop.time()
-        if self.connection.serving.collected > self.connection.serving.max_collected:
-            limit = self.connection.serving.max_collected
+        serving.collected += kept - self._kept
+        self._kept = kept
+        if serving.collected > serving.max_collected:
+            limit = serving.max_collected
             self.refuse(RESOURCE_EXHAUSTED, f"more than {limit} bytes of request messages are being received at once")
 
     def _drop(self) -> None:
-        self.connection.serving.collected -= self._content_size
-        self._content.clear()
-        self._content_size = 0
+        self._begun = b""
+        if self._arriving is not None:
+            self.connection.stop_direct(self)
+            self._arriving.drop()
+            self._arriving = None
+        self.connection.serving.collected -= self._kept
+        self._kept = 0
         self.partial_since = 0.0
+
+    def _arrived(self, arriving: ArrivingMessage) -> None:
+        """The message under way is whole."""
+        self._arriving = None
+        self.partial_since = 0.0
+        if not arriving.is_placed:
+            content = arriving.content()
+            arriving.drop()
+            self._deliver(arriving.flag, content)
+            return
+        assert self.call is not None
+        assert arriving.reception is not None
+        try:
+            self.call.received(arriving.reception)
+        except Exception:
+            arriving.drop()
+            self._defect()
 
     def _deliver(self, flag: int, content: Buffer) -> None:
         assert self.call is not None
-        if flag:
-            inflated = self._inflated(content) if flag == 1 else None
-            if inflated is None:
-                return
-            content = inflated
         try:
+            if flag:
+                content = inflated(
+                    content, self.head.encoding if flag == 1 else "", self.connection.serving.max_message
+                )
             self.call.message(content)
+        except Refused as refused:
+            self.refuse(refused.code, refused.message)
         except Exception:
             self._defect()
-
-    def _inflated(self, content: Buffer) -> bytes | None:
-        """The message behind gzip or deflate; None: refused."""
-        encoding, limit = self.head.encoding, self.connection.serving.max_message
-        if encoding not in ("gzip", "deflate"):
-            self.refuse(
-                UNIMPLEMENTED, f"message encoding '{encoding[:32]}' is not supported; identity, deflate and gzip are"
-            )
-            return None
-        inflate = zlib.decompressobj(31 if encoding == "gzip" else 15)
-        try:
-            whole = inflate.decompress(content, limit + 1)
-        except zlib.error:
-            whole = b""
-        if len(whole) > limit:
-            self.refuse(
-                RESOURCE_EXHAUSTED, f"Received message larger than max ({len(whole)} vs. {limit}) after decompression"
-            )
-        elif not inflate.eof or inflate.unused_data:
-            self.refuse(INTERNAL, f"a message is not valid {encoding} data")
-        else:
-            return whole
-        return None
 
     def end_receiving(self) -> None:
         """The client half-closed."""
         self.half_closed = True
         if self._finished:
             return
-        if self._content_size:
+        if self._arriving is not None or self._begun:
             self.refuse(INTERNAL, "the stream ended in the middle of a message")
             return
         assert self.call is not None

@@ -9,8 +9,9 @@ from typing import Any
 
 from google.protobuf.message import DecodeError, Message
 
+from daemon.grpc.call import Buffer, Call
 from daemon.grpc.codes import INTERNAL, INVALID_ARGUMENT, number
-from daemon.grpc.stream import Buffer, Call, Stream
+from daemon.grpc.stream import Stream
 from shm.errors import ServingError
 
 _log = logging.getLogger(__name__)

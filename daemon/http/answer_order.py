@@ -19,8 +19,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from daemon.connection_end import ConnectionEnd
+from daemon.direct_body import DirectBody
 from daemon.http.deadlines import Deadlines, Late
-from daemon.http.direct_body import DirectBody
 from daemon.http.exchange import Exchange
 from daemon.http.response_codec import CLOSE, Buffer, error_response
 from daemon.http.serving import Serving

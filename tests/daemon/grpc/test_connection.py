@@ -138,7 +138,7 @@ def test_a_bad_opening(content: bytes, code: int) -> None:
         (frames.settings(((frames.MAX_FRAME_SIZE, 5),)), frames.PROTOCOL_ERROR),
         (frames.rst_stream(7, 0), frames.PROTOCOL_ERROR),
         (frames.frame(frames.PING, 0, 0, b"short"), frames.PROTOCOL_ERROR),
-        (frames.head(frames.PING, 0, 0, (1 << 20) + 1), frames.FRAME_SIZE_ERROR),
+        (frames.head(frames.PING, 0, 0, (4 << 20) + 1), frames.FRAME_SIZE_ERROR),
         (frames.head(frames.HEADERS, END, 1, 1 << 19), frames.ENHANCE_YOUR_CALM),
         (frames.frame(frames.PING, 0, 0, bytes(8)) * 9, frames.ENHANCE_YOUR_CALM),
     ],

@@ -20,6 +20,7 @@ BEGIN = ["GRPC_WAITREAD_START", "GRPC_WAITREAD_END", "REQUEST_START"]
 END = ["REQUEST_END", "GRPC_SEND_START", "GRPC_SEND_END"]
 MANY = {
     "stateless": False,
+    "decoupled": True,
     "config": json.dumps({"name": "many", "model_transaction_policy": {"decoupled": True}}).encode(),
 }
 

@@ -1,15 +1,14 @@
-"""Reading a large body from the socket straight into the request arena, past the HTTP parser.
+"""Reading a large body from the socket straight into the request arena, past whatever parses the protocol.
 
-While a body of known length arrives there is nothing to parse: the transport's protocol is exchanged for this one, which offers
-the rest of the lease as the buffer to read into, and put back when the body is whole. It saves two copies of every byte.
+While a body of known length arrives (HTTP/1), or a frame's part of one tensor (HTTP/2), there is nothing to parse: the
+transport's protocol is exchanged for this one, which offers the rest of the lease as the buffer to read into, and put back when
+all of it is there. It saves two copies of every byte.
 """
 
 from __future__ import annotations
 
 import asyncio
 from typing import Protocol
-
-from daemon.http.body import PlacedBody, TextBody
 
 
 class Connection(Protocol):
@@ -22,10 +21,20 @@ class Connection(Protocol):
     def resume_writing(self) -> None: ...
 
 
+class Body(Protocol):
+    """Where the bytes go."""
+
+    def rest(self) -> memoryview:
+        """What is still to come; empty: all is there."""
+
+    def advance(self, byte_size: int) -> None:
+        """That many bytes were written into ``rest``."""
+
+
 class DirectBody(asyncio.BufferedProtocol):
     """Stands in for the connection until ``body`` is whole."""
 
-    def __init__(self, connection: Connection, transport: asyncio.Transport, body: PlacedBody | TextBody) -> None:
+    def __init__(self, connection: Connection, transport: asyncio.Transport, body: Body) -> None:
         self._connection = connection
         self._transport = transport
         self._body = body

@@ -7,8 +7,8 @@ from unittest.mock import Mock
 
 import pytest
 
+from daemon.direct_body import DirectBody
 from daemon.http.body import PlacedBody
-from daemon.http.direct_body import DirectBody
 from shm.arena import Arena
 
 

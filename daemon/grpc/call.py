@@ -1,0 +1,35 @@
+"""What a method does with one stream: the side of a call that knows no HTTP/2."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from daemon.grpc.reception import Reception
+
+Buffer = bytes | memoryview
+
+
+class Call(ABC):
+    """Nothing is called any more after ``abandoned``."""
+
+    __slots__ = ()
+
+    def reception(self, byte_size: int) -> Reception | None:
+        """A large message of that size begins. None: it is wanted in one piece."""
+        return None
+
+    @abstractmethod
+    def message(self, content: Buffer) -> None:
+        """A whole message from the client."""
+
+    def received(self, message: Reception) -> None:
+        """A whole message that a reception has taken; the call drops it, or takes its lease."""
+        raise NotImplementedError("a call that has receptions takes them")
+
+    @abstractmethod
+    def half_closed(self) -> None:
+        """The client sends no more messages."""
+
+    @abstractmethod
+    def abandoned(self) -> None:
+        """Nobody waits for an answer: the client went away, or the deadline passed."""

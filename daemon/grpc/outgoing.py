@@ -1,0 +1,149 @@
+"""The outgoing half of a connection: what is written, when it leaves, and who hears of it.
+
+Everything written in one turn of the loop leaves in one call of the kernel. While the client does not take it, nothing is read
+of it either, and streams with more to send wait in turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from daemon.grpc import frames
+from daemon.grpc.call import Buffer
+
+if TYPE_CHECKING:
+    from daemon.grpc.serving import Serving
+    from daemon.grpc.stream import Stream
+
+#: Unsent bytes of a connection in our process beyond the kernel's buffer.
+WRITE_BUFFER = 1 << 20
+#: Small pieces are cheaper joined; large ones go to the socket as they lie.
+_JOINED = 64 << 10
+
+
+class Phase(enum.Enum):
+    """Where a connection is in its life."""
+
+    #: The client's preface is not whole.
+    OPENING = "opening"
+    #: Streams come and go.
+    OPEN = "open"
+    #: GOAWAY was sent; what the client sent before it knew of that is still served.
+    ANNOUNCED = "announced"
+    #: No new streams; the open ones end, then the connection does.
+    ENDING = "ending"
+    #: Nothing is read or written any more.
+    CLOSED = "closed"
+
+
+class Outgoing(asyncio.Protocol):
+    """Owns the transport. ``Connection`` is the incoming half."""
+
+    def __init__(self, serving: Serving) -> None:
+        self.serving = serving
+        self.loop = asyncio.get_running_loop()
+        self.phase = Phase.OPENING
+        self.streams: dict[int, Stream] = {}
+        #: Streams that wait for a window or for the socket, in turn.
+        self.blocked: dict[int, Stream] = {}
+        self.send_window = frames.DEFAULT_WINDOW
+        self.max_frame_size = frames.DEFAULT_FRAME_SIZE
+        #: Whether what is written may lie in memory that is given back once it has left.
+        self.is_plain = True
+        self._transport: asyncio.Transport | None = None
+        self._lost = False
+        self._out: list[Buffer] = []
+        self._out_size = 0
+        #: To be called when everything written so far has left.
+        self._on_written: list[Callable[[], None]] = []
+        self._flushing = False
+        #: What is written now is flushed when everything that came was looked at.
+        self._receiving = False
+        self._paused_since = 0.0
+
+    def fileno(self) -> int:
+        """The client's connection; -1: it is gone already."""
+        sock = None if self._transport is None else self._transport.get_extra_info("socket")
+        return -1 if sock is None else int(sock.fileno())
+
+    def pause_writing(self) -> None:
+        """The client takes its answers too slowly: it may not ask for more meanwhile."""
+        assert self._transport is not None
+        self._paused_since = self.loop.time()
+        if not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        assert self._transport is not None
+        self._paused_since = 0.0
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
+        if not self._out:
+            self._written()
+        self._pump()
+
+    def buffer_room(self) -> int:
+        """How much a stream may put into our buffer now."""
+        return 0 if self._paused_since else WRITE_BUFFER - self._out_size
+
+    def when_written(self, on_written: Callable[[], None]) -> None:
+        """Called when nothing that was written so far is looked at any more."""
+        if self._lost or not (self._out or self._paused_since):
+            on_written()
+        else:
+            self._on_written.append(on_written)
+
+    def _written(self) -> None:
+        if self._on_written:
+            waiting, self._on_written = self._on_written, []
+            for on_written in waiting:
+                on_written()
+
+    def write(self, piece: Buffer) -> None:
+        """Queues; everything of one turn of the loop leaves together."""
+        self._out.append(piece)
+        self._out_size += len(piece)
+        if not self._flushing and not self._receiving:
+            self._flushing = True
+            self.loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        if self._out and self.phase is not Phase.CLOSED:
+            assert self._transport is not None
+            out, self._out = self._out, []
+            size, self._out_size = self._out_size, 0
+            if size > _JOINED:
+                self._transport.writelines(out)
+            else:
+                self._transport.write(out[0] if len(out) == 1 else b"".join(out))
+            if self._on_written and not self._paused_since:
+                self._written()
+            if self.blocked:
+                self._pump()
+        if self.phase is Phase.ENDING and not self.streams and not self._out:
+            self._close()
+
+    def _pump(self) -> None:
+        for stream in list(self.blocked.values()):
+            if self.send_window <= 0 or self.buffer_room() <= 0:
+                return
+            # Whoever was served goes behind the others.
+            if self.blocked.pop(stream.id, None) is not None:
+                self.blocked[stream.id] = stream
+                stream.pump()
+
+    def _close(self) -> None:
+        if self.phase is not Phase.CLOSED:
+            self.phase = Phase.CLOSED
+            assert self._transport is not None
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Cuts the connection."""
+        self.phase = Phase.CLOSED
+        if self._transport is not None:
+            self._transport.abort()

@@ -1,0 +1,229 @@
+"""One large ModelInferRequest while it arrives: its head is kept aside, its raw tensors go straight to where a worker reads them.
+
+    pieces ─▶ HEAD ─ a raw tensor begins ─▶ room? ─▶ PLACED ─ everything came ─▶ fields, take_lease
+               │                             ╰ none ─▶ WAITING ─ room came ──┘
+               ╰ none, or too much before it ─▶ DECLINED                                any time: drop
+
+lease    | tensor | pad | tensor | pad | ...      pad = up to the next 64 bytes, what an executable needs to use it in place
+
+Until it is PLACED, whoever feeds it keeps the pieces as well, and may go on without it. What it does is what
+``daemon.http.reception`` does for a body; only here each tensor says how long it is just before it comes, and the head may go on
+behind the tensors.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+
+from daemon.grpc.request_fields import ArrivingFields, RefusedRequest
+from daemon.submit import Submitter
+from shm.arena import Lease
+from shm.errors import ServingError
+from shm.messages import Slice
+
+_ALIGNMENT = 64
+#: For every so many bytes of a message with several tensors the lease has room for one pad; smaller tensors may go without.
+_PADDED_BYTE_SIZE = 64 << 10
+#: Longer heads hold data.
+_MAX_HEAD = 64 << 10
+
+
+class Phase(enum.Enum):
+    """Where a reception is in its life."""
+
+    #: No raw tensor has begun.
+    HEAD = "head"
+    #: One has, and there is no room for it yet.
+    WAITING = "waiting"
+    #: What comes goes into the lease.
+    PLACED = "placed"
+    #: It is no request, or there was no room in time: what comes is passed over.
+    REFUSED = "refused"
+    #: Nothing of it will be placed.
+    DECLINED = "declined"
+
+
+class Reception:
+    """Owns the lease until ``take_lease`` or ``drop``.
+
+    Args:
+      byte_size: the whole message's.
+    """
+
+    __slots__ = (
+        "_at",
+        "_dropped",
+        "_error",
+        "_fields",
+        "_lease",
+        "_on_room",
+        "_padding",
+        "_raws",
+        "_submitter",
+        "_taken",
+        "phase",
+    )
+
+    def __init__(self, submitter: Submitter, byte_size: int) -> None:
+        self._submitter = submitter
+        self._fields = ArrivingFields(byte_size)
+        self.phase = Phase.HEAD
+        self._on_room: Callable[[], None] | None = None
+        self._lease: Lease | None = None
+        #: Bytes of the message before the first raw tensor's.
+        self._taken = 0
+        #: Where in the lease the next byte goes, and how much of it may still be pads.
+        self._at = self._padding = 0
+        #: Begin and size of each raw tensor in the lease.
+        self._raws: list[tuple[int, int]] = []
+        self._error: RefusedRequest | None = None
+        self._dropped = False
+
+    @property
+    def kept_byte_size(self) -> int:
+        """What it has in ordinary memory."""
+        return len(self._fields.head) + len(self._fields.client_id)
+
+    # -------------------------------------------------------------------------------------------------------- receive
+
+    def feed(self, piece: memoryview, on_room: Callable[[], None]) -> None:
+        """The next piece of the message, nothing beyond it.
+
+        Args:
+          on_room: called once if it is WAITING after this, when it is PLACED or REFUSED: ``catch_up`` is due.
+        """
+        if self.phase is Phase.PLACED:
+            self._place(piece, 0)
+        elif self.phase is Phase.HEAD:
+            try:
+                at, begins = self._fields.take(piece, 0)
+            except RefusedRequest:
+                # Nothing is gained from refusing it early, and whoever reads it whole says why.
+                self.phase = Phase.DECLINED
+                return
+            self._taken += at
+            if begins:
+                self._ask_for_room(on_room)
+                if self._lease is not None:
+                    self._place(piece, at)
+            elif len(self._fields.head) > _MAX_HEAD or not self._fields.unread:
+                self.phase = Phase.DECLINED
+
+    def catch_up(self, received: memoryview) -> None:
+        """Takes what came while there was no room; ``received``: the message as far as it came."""
+        if self.phase is Phase.PLACED:
+            self._place(received, self._taken)
+
+    def rest(self) -> memoryview:
+        """Of the raw tensor under way: where the message's next bytes may be written. Empty: they have to be fed."""
+        if self._lease is None:
+            return memoryview(b"")
+        return self._lease.view[self._at : self._at + self._fields.raw_left]
+
+    def advance(self, byte_size: int) -> None:
+        """That many bytes were written into ``rest``."""
+        self._at += byte_size
+        self._fields.take_raw(byte_size)
+
+    def _ask_for_room(self, on_room: Callable[[], None]) -> None:
+        fields = self._fields
+        size = fields.unread
+        if fields.raw_left < size:
+            self._padding = _ALIGNMENT * (1 + size // _PADDED_BYTE_SIZE)
+            size += self._padding
+        try:
+            lease = self._submitter.loan(size)
+        except ServingError as error:
+            self._refuse(RefusedRequest(error, self._client_id()))
+            return
+        if lease is not None:
+            self._settle(lease)
+            return
+        self.phase = Phase.WAITING
+
+        def granted(lease: Lease | ServingError) -> None:
+            if isinstance(lease, ServingError):
+                self._refuse(RefusedRequest(lease, self._client_id()))
+            elif self._dropped:
+                self._submitter.give_back(lease)
+            else:
+                self._settle(lease)
+            if not self._dropped:
+                on_room()
+
+        self._submitter.wait_for_room(size, granted)
+
+    def _settle(self, lease: Lease) -> None:
+        self._lease = lease
+        self.phase = Phase.PLACED
+        self._begin_tensor()
+
+    def _begin_tensor(self) -> None:
+        pad = min(-self._at % _ALIGNMENT, self._padding)
+        self._padding -= pad
+        self._at += pad
+        self._raws.append((self._at, self._fields.raw_left))
+
+    def _place(self, piece: memoryview, at: int) -> None:
+        fields, lease, end = self._fields, self._lease, len(piece)
+        assert lease is not None
+        while at < end:
+            if fields.raw_left:
+                size = min(fields.raw_left, end - at)
+                lease.view[self._at : self._at + size] = piece[at : at + size]
+                self.advance(size)
+                at += size
+                continue
+            try:
+                at, begins = fields.take(piece, at)
+            except RefusedRequest as refused:
+                self._refuse(refused)
+                return
+            if begins:
+                self._begin_tensor()
+
+    def _refuse(self, refused: RefusedRequest) -> None:
+        self.phase = Phase.REFUSED
+        self._error = refused
+        self._give_back()
+
+    def _client_id(self) -> str:
+        return self._fields.client_id.decode("utf-8", "replace")
+
+    # ----------------------------------------------------------------------------------------------------------- leave
+
+    def fields(self) -> tuple[bytes, bytes, list[bytes | Slice]]:
+        """Once everything came: the head, the id, and the raw tensors; a tiny one as it travels in its record.
+
+        Raises RefusedRequest: it is no request, or there was no room for it.
+        """
+        if self._error is not None:
+            raise self._error
+        lease = self._lease
+        assert lease is not None
+        raws: list[bytes | Slice] = []
+        for begin, size in self._raws:
+            if size <= self._submitter.inline_byte_size:
+                raws.append(bytes(lease.view[begin : begin + size]))
+            else:
+                raws.append(Slice(lease.place.segment, lease.place.offset + begin, size))
+        return bytes(self._fields.head), bytes(self._fields.client_id), raws
+
+    def take_lease(self) -> Lease | None:
+        """Where the tensors lie; from now on its taker gives that back."""
+        lease, self._lease = self._lease, None
+        return lease
+
+    def drop(self) -> None:
+        """Nobody wants it any more: whatever it takes is given back. Idempotent."""
+        self._dropped = True
+        self._give_back()
+
+    def _give_back(self) -> None:
+        lease = self.take_lease()
+        if lease is not None:
+            self._submitter.give_back(lease)
+
+    def __repr__(self) -> str:
+        return f"<Reception {self.phase.value} unread={self._fields.unread} raws={len(self._raws)}>"

@@ -1,0 +1,151 @@
+"""Messages into requests, by what was learned from earlier ones.
+
+A client that asks again and again sends the same message but for its ``id`` and its raw tensors' bytes. Two things are kept:
+
+    head        what the bytes beside id and raw tensors mean, which costs protobuf and checks to find out
+    layout      of a whole message, by its size: which bytes these are, so that a few comparisons stand for reading its fields
+
+The same bytes mean the same. Whether the model is there is asked each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from daemon.grpc.reception import Reception
+from daemon.grpc.request_codec import DecodedHead, decode_head
+from daemon.grpc.request_fields import Buffer, RefusedRequest, split
+from daemon.inference import Content, InferenceRequest
+from daemon.model_table import ModelTable
+from shm.errors import InvalidArgument, ServingError
+from shm.messages import ModelState
+
+_Place = tuple[int, int]
+
+
+class _Layout:
+    """Messages of one size that differ in their id and in their raw tensors' bytes alone."""
+
+    __slots__ = ("_fixed", "_id", "_raws", "decoded")
+
+    def __init__(self, message: bytes, client_id: _Place, raws: list[_Place], decoded: DecodedHead) -> None:
+        self.decoded = decoded
+        self._id = slice(*client_id)
+        self._raws = [slice(*raw) for raw in raws]
+        #: What does not differ.
+        self._fixed: list[tuple[slice, bytes]] = []
+        at = 0
+        for begin, end in sorted((client_id, *raws)):
+            if at < begin:
+                self._fixed.append((slice(at, begin), message[at:begin]))
+            at = end
+        if at < len(message):
+            self._fixed.append((slice(at, len(message)), message[at:]))
+
+    def cut(self, message: Buffer) -> tuple[bytes, list[Buffer]] | None:
+        """The id and the raw tensors of a message of that size; None: it is another."""
+        for where, content in self._fixed:
+            if message[where] != content:
+                return None
+        return bytes(message[self._id]), [message[where] for where in self._raws]
+
+
+class Recognised:
+    """Owned by its front."""
+
+    #: Longer heads hold data, or are rare; of longer messages reading the fields costs nothing beside the rest.
+    MAX_HEAD = 2048
+    MAX_MESSAGE = 64 << 10
+    MAX_COUNT = 512
+
+    def __init__(self, table: ModelTable) -> None:
+        self._table = table
+        self._decoded: dict[tuple[bytes, bool], DecodedHead] = {}
+        self._layouts: dict[int, _Layout] = {}
+
+    def decode(self, message: Buffer) -> tuple[DecodedHead, InferenceRequest, ModelState]:
+        """A message as a request, and what its model is. Raises RefusedRequest."""
+        layout = self._layouts.get(len(message))
+        if layout is not None and (cut := layout.cut(message)) is not None:
+            return self._understood(layout.decoded, *cut)
+        head, client_id, id_at, raws = split(message)
+        decoded = self._head(head, client_id, bool(raws))
+        understood = self._understood(decoded, client_id, [message[begin:end] for begin, end in raws])
+        if len(head) <= self.MAX_HEAD and len(message) <= self.MAX_MESSAGE and raws:
+            if len(self._layouts) >= self.MAX_COUNT:
+                self._layouts.clear()
+            self._layouts[len(message)] = _Layout(bytes(message), id_at, raws, decoded)
+        return understood
+
+    def decode_received(self, message: Reception) -> tuple[DecodedHead, InferenceRequest, ModelState]:
+        """The same of one that was placed while it arrived. Its lease is the request's, or given back. Raises RefusedRequest."""
+        try:
+            head, client_id, raws = message.fields()
+            understood = self._understood(self._head(head, client_id, True), client_id, raws)
+        except RefusedRequest:
+            message.drop()
+            raise
+        understood[1].lease = message.take_lease()
+        return understood
+
+    def _head(self, head: bytes, client_id: bytes, has_raw: bool) -> DecodedHead:
+        key = (head, has_raw)
+        decoded = self._decoded.get(key)
+        if decoded is None:
+            try:
+                decoded = decode_head(head, has_raw, self._table)
+            except ServingError as error:
+                raise RefusedRequest(error, _text(client_id)) from None
+            if len(head) <= self.MAX_HEAD:
+                if len(self._decoded) >= self.MAX_COUNT:
+                    self._decoded.clear()
+                self._decoded[key] = decoded
+        return decoded
+
+    def _understood(
+        self, decoded: DecodedHead, client_id: bytes, raws: Sequence[Content]
+    ) -> tuple[DecodedHead, InferenceRequest, ModelState]:
+        text = _text(client_id)
+        try:
+            state = self._table.find(decoded.model, decoded.version)
+            return decoded, _request(decoded, text, raws), state
+        except ServingError as error:
+            raise RefusedRequest(error, text) from None
+
+
+def _text(client_id: bytes) -> str:
+    try:
+        return client_id.decode()
+    except UnicodeDecodeError:
+        raise RefusedRequest(InvalidArgument("the request id is not UTF-8 text")) from None
+
+
+def _request(decoded: DecodedHead, client_id: str, raws: Sequence[Content]) -> InferenceRequest:
+    if len(raws) > decoded.raw_count:
+        raise InvalidArgument(
+            f"{len(raws)} raw_input_contents are given for model '{decoded.model}', its inputs take {decoded.raw_count}"
+        )
+    inputs: list[tuple[str, str, tuple[int, ...], Content]] = []
+    number = 0
+    for name, datatype, shape, content in decoded.inputs:
+        if content is None:
+            if number == len(raws):
+                raise InvalidArgument(
+                    f"unable to find data for input tensor '{name}' for model '{decoded.model}' in request."
+                )
+            content = raws[number]
+            number += 1
+        inputs.append((name, datatype, shape, content))
+    return InferenceRequest(
+        decoded.model,
+        decoded.version,
+        inputs,
+        decoded.outputs,
+        decoded.parameters,
+        client_id,
+        decoded.priority,
+        decoded.timeout_us,
+        decoded.sequence_id,
+        decoded.sequence_start,
+        decoded.sequence_end,
+    )

@@ -1,0 +1,205 @@
+"""A ModelInferRequest's fields on the wire: the head without its id, the id, and the raw tensors. Sans-I/O.
+
+    | model_name, id, inputs, outputs, ... (fields 1 to 6) | raw_input_contents (field 7) | raw_input_contents | ...
+
+That is how clients write it; any other order means the same and is taken too. ``split`` cuts a whole message, ``ArrivingFields``
+one that comes in pieces, and both find the same. Nobody touches the tensors' bytes here.
+Source: grpc_service.proto; protobuf's encoding specification.
+"""
+
+from __future__ import annotations
+
+from shm.errors import InvalidArgument, ServingError
+
+Buffer = bytes | memoryview
+
+#: More raw tensors than any model takes; each costs two bytes on the wire and far more here.
+MAX_RAWS = 1 << 16
+#: Tag bytes of the fields 1 to 7, all length-delimited.
+_ID, _RAW = 0x1A, 0x3A
+_TAGS = frozenset((0x0A, 0x12, _ID, 0x22, 0x2A, 0x32, _RAW))
+#: A tag and a number, or a tag and a length: two varints.
+_MAX_START = 20
+_CUT_SHORT = "failed to parse the request message: it is cut short"
+
+
+class RefusedRequest(Exception):
+    """A request that cannot be decoded: the error, and the id where it could be read."""
+
+    def __init__(self, error: ServingError, client_id: str = "") -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.client_id = client_id
+
+
+def split(message: Buffer) -> tuple[bytes, bytes, tuple[int, int], list[tuple[int, int]]]:
+    """The head without the id, the id, where the id lies, and where the raw tensors do: (begin, end) each.
+
+    Raises RefusedRequest: malformed.
+    """
+    at, end = 0, len(message)
+    raws: list[tuple[int, int]] = []
+    pieces: list[bytes] = []
+    kept = 0
+    client_id, id_at = b"", (0, 0)
+    try:
+        while at < end:
+            start = at
+            tag = message[at]
+            size = message[at + 1]
+            at += 2
+            if tag not in _TAGS:
+                at = _skipped(message, start)
+                continue
+            if size > 127:
+                size, at = _varint(message, at - 1)
+            if at + size > end:
+                raise IndexError
+            if tag == _RAW:
+                if len(raws) == MAX_RAWS:
+                    raise _too_many_raws()
+                raws.append((at, at + size))
+            elif tag == _ID:
+                client_id, id_at = bytes(message[at : at + size]), (at, at + size)
+            if tag in (_RAW, _ID):
+                if kept < start:
+                    pieces.append(bytes(message[kept:start]))
+                kept = at + size
+            at += size
+    except IndexError:
+        raise _cut_short() from None
+    if at > end:
+        raise _cut_short()
+    if kept < end:
+        pieces.append(bytes(message[kept:]))
+    return (pieces[0] if len(pieces) == 1 else b"".join(pieces)), client_id, id_at, raws
+
+
+class ArrivingFields:
+    """The same of a message of known size that comes in pieces. Its owner takes the raw tensors' bytes itself.
+
+    Everything is there once ``unread`` is 0.
+    """
+
+    __slots__ = ("_field", "_left", "_start", "client_id", "head", "raw_count", "raw_left", "unread")
+
+    def __init__(self, byte_size: int) -> None:
+        #: Bytes of the message that were neither taken here nor by the owner.
+        self.unread = byte_size
+        self.head = bytearray()
+        self.client_id = bytearray()
+        #: Of a raw tensor that has begun: how much of it is to come. The owner counts it down, with ``take_raw``.
+        self.raw_left = 0
+        self.raw_count = 0
+        #: The first bytes of a field whose size is not known yet.
+        self._start = bytearray()
+        #: Where the rest of the field under way goes, and how much it is.
+        self._field = self.head
+        self._left = 0
+
+    def take(self, piece: memoryview, at: int) -> tuple[int, bool]:
+        """Takes what is no raw tensor. Returns how far, and whether a raw tensor of ``raw_left`` bytes begins there.
+
+        Raises RefusedRequest: malformed.
+        """
+        end = len(piece)
+        while at < end:
+            if self._left:
+                size = min(self._left, end - at)
+                self._field += piece[at : at + size]
+                self._left -= size
+                self.unread -= size
+                at += size
+                continue
+            known = len(self._start)
+            self._start += piece[at : min(end, at + _MAX_START - known)]
+            try:
+                tag, content, size = _field_start(self._start)
+            except IndexError:
+                if len(self._start) == _MAX_START or len(self._start) >= self.unread + known:
+                    raise _cut_short() from None
+                self.unread -= end - at
+                return end, False
+            at += content - known
+            self.unread -= content - known
+            if size > self.unread:
+                raise _cut_short()
+            start, self._start = self._start[:content], bytearray()
+            if tag == _RAW:
+                if self.raw_count == MAX_RAWS:
+                    raise _too_many_raws()
+                self.raw_count += 1
+                self.raw_left = size
+                return at, True
+            if tag == _ID:
+                self._field = self.client_id = bytearray()
+            else:
+                self.head += start
+                self._field = self.head
+            self._left = size
+        return at, False
+
+    def take_raw(self, byte_size: int) -> None:
+        """The owner has taken so many bytes of the raw tensor."""
+        self.raw_left -= byte_size
+        self.unread -= byte_size
+
+
+def _too_many_raws() -> RefusedRequest:
+    return RefusedRequest(InvalidArgument(f"more than {MAX_RAWS} raw_input_contents are given"))
+
+
+def _cut_short() -> RefusedRequest:
+    return RefusedRequest(InvalidArgument(_CUT_SHORT))
+
+
+def _field_start(start: bytearray) -> tuple[int, int, int]:
+    """A field's tag (0: none we know), how many bytes stand before its content, and the content's size.
+
+    Raises: IndexError: more bytes are needed, or it is malformed.
+    """
+    tag = start[0]
+    if tag in _TAGS:
+        size, at = _varint(start, 1)
+        return tag, at, size
+    tag, at = _varint(start, 0)
+    match tag & 7:
+        case 0:
+            return 0, _varint(start, at)[1], 0
+        case 1:
+            return 0, at, 8
+        case 2:
+            size, at = _varint(start, at)
+            return 0, at, size
+        case 5:
+            return 0, at, 4
+    raise RefusedRequest(InvalidArgument(_CUT_SHORT))
+
+
+def _varint(message: Buffer | bytearray, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = message[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise IndexError
+
+
+def _skipped(message: Buffer, at: int) -> int:
+    """Where the field after this one begins; protobuf ignores fields it does not know."""
+    tag, at = _varint(message, at)
+    match tag & 7:
+        case 0:
+            return _varint(message, at)[1]
+        case 1:
+            return at + 8
+        case 2:
+            size, at = _varint(message, at)
+            return at + size
+        case 5:
+            return at + 4
+    raise IndexError

@@ -1,0 +1,116 @@
+"""The inputs and requested outputs of a ModelInferRequest: typed contents, places in regions, what belongs together. Sans-I/O.
+
+Source: grpc_service.proto; texts as recorded against a real Triton.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from daemon.inference import Content
+from shm.arrays import DTYPES, byte_content
+from shm.datatypes import ELEMENT_SIZES, element_count
+from shm.errors import InvalidArgument
+from shm.messages import RegionSlice, RequestedOutput
+
+#: Datatype of a contents field, and the datatypes that may come in it.
+_CONTENTS = {
+    "bool_contents": ("BOOL", ("BOOL",)),
+    "int_contents": ("INT32", ("INT8", "INT16", "INT32")),
+    "int64_contents": ("INT64", ("INT64",)),
+    "uint_contents": ("UINT32", ("UINT8", "UINT16", "UINT32")),
+    "uint64_contents": ("UINT64", ("UINT64",)),
+    "fp32_contents": ("FP32", ("FP32",)),
+    "fp64_contents": ("FP64", ("FP64",)),
+    "bytes_contents": ("BYTES", ("BYTES",)),
+}
+
+
+def content(entry: Any, shape: tuple[int, ...], has_raw: bool, model: str) -> Content | None:
+    """The content of an input that is no raw tensor; None: it is one."""
+    name, datatype = entry.name, entry.datatype
+    if "shared_memory_region" in entry.parameters:
+        if entry.HasField("contents"):
+            raise InvalidArgument(
+                f"unexpected 'content' provided when using shared memory for input tensor '{name}' for model '{model}'"
+            )
+        return _region(name, entry.parameters)
+    if datatype not in ELEMENT_SIZES:
+        raise InvalidArgument(f"invalid datatype for input {name}")
+    count = element_count(shape, f"input '{name}' shape")
+    if not entry.HasField("contents"):
+        return None
+    if has_raw:
+        raise InvalidArgument(
+            f"contents field must not be specified when using raw_input_contents for '{name}' for model '{model}'"
+        )
+    filled = [column.name for column, _ in entry.contents.ListFields()]
+    if not filled:
+        return None
+    what = f"unexpected explicit tensor data for input tensor '{name}' for model '{model}'"
+    if len(filled) > 1:
+        raise InvalidArgument(f"{what}, binary data was already supplied.")
+    kind, takes = _CONTENTS[filled[0]]
+    if datatype not in takes:
+        raise InvalidArgument(f"{what} of type '{kind}', expected datatype '{datatype}'")
+    return _typed_bytes(name, datatype, getattr(entry.contents, filled[0]), count, model)
+
+
+def _typed_bytes(name: str, datatype: str, values: Any, count: int, model: str) -> bytes:
+    """Typed contents as wire bytes. Raises InvalidArgument: a value does not fit its datatype, or the count the shape."""
+    if datatype == "BYTES":
+        elements = np.empty(len(values), np.object_)
+        elements[:] = list(values)
+        return byte_content(elements)
+    try:
+        return np.array(values, DTYPES[datatype]).tobytes()
+    except OverflowError:
+        raise InvalidArgument(f"a value of input '{name}' is out of the range of {datatype}") from None
+
+
+def _region(name: str, parameters: Any) -> RegionSlice:
+    numbers = []
+    region = parameters["shared_memory_region"]
+    if region.WhichOneof("parameter_choice") != "string_param":
+        raise InvalidArgument(
+            f"invalid value type for 'shared_memory_region' parameter for tensor '{name}', expected string_param."
+        )
+    for key in ("shared_memory_offset", "shared_memory_byte_size"):
+        if key not in parameters:
+            numbers.append(0)
+            continue
+        value = parameters[key]
+        if value.WhichOneof("parameter_choice") != "int64_param":
+            raise InvalidArgument(
+                f"invalid value type for '{key}' parameter for tensor '{name}', expected int64_param."
+            )
+        numbers.append(value.int64_param)
+    if "shared_memory_byte_size" not in parameters:
+        raise InvalidArgument(
+            "'shared_memory_byte_size' must be specified along with 'shared_memory_region' parameter "
+            f"for tensor '{name}'"
+        )
+    if numbers[0] < 0:
+        raise InvalidArgument(f"Invalid offset for shared memory region: '{region.string_param}'")
+    if numbers[1] < 0:
+        raise InvalidArgument(f"Invalid offset + byte size for shared memory region: '{region.string_param}'")
+    return RegionSlice(region.string_param, *numbers)
+
+
+def requested(entry: Any) -> RequestedOutput:
+    parameters = entry.parameters
+    classification = 0
+    if "classification" in parameters:
+        value = parameters["classification"]
+        if value.WhichOneof("parameter_choice") != "int64_param":
+            raise InvalidArgument("invalid value type for 'classification' parameter, expected int64_param")
+        classification = value.int64_param
+        if classification <= 0:
+            raise InvalidArgument("invalid value for 'classification' parameter, expected >= 0")
+    if "shared_memory_region" not in parameters:
+        return RequestedOutput(entry.name, None, classification)
+    if classification:
+        raise InvalidArgument("output can't set both 'shared_memory_region' and 'classification'")
+    return RequestedOutput(entry.name, _region(entry.name, parameters))
