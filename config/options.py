@@ -14,9 +14,11 @@ from msgspec import Meta
 
 Port = Annotated[int, Meta(ge=0, le=65535, description="a TCP port; 0 picks a free one")]
 SocketMode = Annotated[str, Meta(pattern="^0[0-7]{3}$", description="octal permissions of a Unix socket")]
-Count = Annotated[int, Meta(ge=1)]
-CountOrNone = Annotated[int, Meta(ge=0)]
-ByteSize = Annotated[int, Meta(ge=0)]
+#: What a record to a child process can hold.
+_LARGEST = (1 << 63) - 1
+Count = Annotated[int, Meta(ge=1, le=_LARGEST)]
+CountOrNone = Annotated[int, Meta(ge=0, le=_LARGEST)]
+ByteSize = Annotated[int, Meta(ge=0, le=_LARGEST)]
 ArenaSize = Annotated[int, Meta(ge=1 << 20, le=1 << 40)]
 #: Of one protocol: each has a row of the page they share (``daemon.tally``).
 MAX_PROCESSES = 64
@@ -51,12 +53,12 @@ class Http(Section, frozen=True):
     port: Port = 8000
     socket_mode: SocketMode = "0660"
     #: Request line and headers together.
-    max_head_byte_size: Annotated[int, Meta(ge=1024)] = 64 << 10
+    max_head_byte_size: Annotated[int, Meta(ge=1024, le=_LARGEST)] = 64 << 10
     #: Header fields of one request.
     max_head_fields: Count = 1024
-    max_body_byte_size: Annotated[int, Meta(ge=1024)] = 64 << 20
+    max_body_byte_size: Annotated[int, Meta(ge=1024, le=_LARGEST)] = 64 << 20
     #: Bodies in ordinary memory, of all connections together: JSON, and what comes chunked or compressed.
-    max_collected_byte_size: Annotated[int, Meta(ge=1024)] = 256 << 20
+    max_collected_byte_size: Annotated[int, Meta(ge=1024, le=_LARGEST)] = 256 << 20
     max_connections: Count = 4096
     #: A request whose head / body is not whole by then is answered 408 and its connection closed.
     head_timeout: Seconds = 10.0

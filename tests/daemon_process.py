@@ -205,6 +205,12 @@ class DaemonProcess:
         wait_until(lambda: len(re.findall(pattern, self.log)) >= count, f"{pattern!r} in the log", self)
 
 
+def tensorctl_status(control: Path) -> dict[str, Any]:
+    """What ``tensorctl status`` says of the daemon with that control socket."""
+    command = [sys.executable, "-m", "daemon.ctl", "--socket", str(control), "--json", "status"]
+    return dict(json.loads(subprocess.check_output(command, cwd=ROOT)))
+
+
 def wait_until(condition: Any, what: str, daemon: DaemonProcess | None = None) -> None:
     """Polls; a condition that never comes fails the test with what was waited for and the daemon's log."""
     deadline = time.monotonic() + PATIENCE

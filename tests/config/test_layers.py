@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from config import layers
@@ -109,6 +109,7 @@ VALUES = st.one_of(
 
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(layers.known_keys())), VALUES, st.booleans()), max_size=4))
+@example([("regions.max_byte_size", 1 << 64, False)])
 def test_any_values_give_options_or_a_sentence(values: list[tuple[str, Any, bool]]) -> None:
     """Whatever is accepted survives the way to a child process unchanged."""
     try:

@@ -14,7 +14,7 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from tests import repositories
-from tests.daemon_process import DaemonProcess, wait_until
+from tests.daemon_process import DaemonProcess, tensorctl_status, wait_until
 from tests.faults.load import CheckedLoad
 
 ASK = [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]
@@ -33,11 +33,53 @@ def test_front_killed(start_daemon: Callable[..., DaemonProcess], tmp_path: Path
         (front,) = daemon.fronts
         front.kill()
         psutil.wait_procs([front], timeout=10)
-        # Connections made now wait in the socket's backlog for the next front.
+        # Connections made now wait in the socket's backlog for the next front, which knows everything once it takes them.
         status, answer = daemon.infer("scale", ASK)
-        while status == 404 or status == 503:  # the new front is still being told of the models
-            status, answer = daemon.infer("scale", ASK)
         assert (status, answer["outputs"][0]["data"]) == (200, [4, 7, 10, 13])
+    assert {worker.pid for worker in daemon.workers} == workers
+
+
+def test_one_of_three_fronts_killed_under_load(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
+    """
+    1. Six clients keep three fronts busy; one front is killed, three times, each time when its predecessor is replaced.
+    Result: a client whose connection it had gets an error for the one request that it carried, nobody else gets any; no answer is
+    wrong, the other fronts and the worker are the same processes, and there are three fronts in the end.
+    """
+    control = tmp_path / "control.sock"
+    daemon = start_daemon(
+        repositories.scale_model(tmp_path / "repository"),
+        http={"port": 0, "processes": 3},
+        supervisor={"control_socket": str(control)},
+    )
+    daemon.wait_ready()
+
+    def fronts() -> dict[int, int]:
+        """The connections of each front that serves."""
+        found = [front for front in tensorctl_status(control)["fronts"] if front["name"].startswith("http")]
+        return {front["pid"]: front["connections"] for front in found if front["ready"]}
+
+    workers = {worker.pid for worker in daemon.workers}
+    seen: dict[int, int] = {}
+
+    def connected(clients: int, without: int = 0) -> bool:
+        seen.clear()
+        seen.update(fronts())
+        return len(seen) == 3 and sum(seen.values()) == clients and without not in seen
+
+    wait_until(lambda: connected(0), "three fronts", daemon)
+
+    with CheckedLoad(daemon, clients=6) as load:
+        for _ in range(3):
+            answers = load.answers
+            wait_until(lambda answers=answers: load.answers > answers + 100, "answers", daemon)
+            wait_until(lambda: connected(6), "all clients", daemon)
+            before, errors = dict(seen), len(load.errors)
+            killed = max(before, key=before.__getitem__)
+            os.kill(killed, signal.SIGKILL)
+            wait_until(lambda killed=killed: connected(6, without=killed), "the replacement and all clients", daemon)
+            assert seen.keys() >= before.keys() - {killed}
+            assert len(load.errors) - errors <= before[killed]
+    assert load.wrong == 0
     assert {worker.pid for worker in daemon.workers} == workers
 
 

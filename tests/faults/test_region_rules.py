@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from hypothesis import settings
@@ -51,7 +52,9 @@ class RegionRules(RuleBasedStateMachine):
         (folder / "daemon").mkdir()
         self.sockets = folder
         options: dict[str, dict[str, Any]] = {
-            "grpc": {"address": f"unix:{folder}/grpc.sock"},
+            # A client's requests go to one front after the other.
+            "http": {"port": 0, "processes": 2},
+            "grpc": {"address": f"unix:{folder}/grpc.sock", "processes": 2},
             "workers": {"device": "cpu", "cpu": 2, "pin": False},
             "regions": {"reclaim": "owner", "socket": str(folder / "regions.sock")},
             "supervisor": {"control_socket": str(folder / "control.sock")},
@@ -59,8 +62,8 @@ class RegionRules(RuleBasedStateMachine):
         self.daemon = DaemonProcess(folder / "daemon", [repositories.echo_models(folder / "models")], options)
         self.daemon.start()
         self.daemon.wait_ready()
-        self.tcp = httpclient.InferenceServerClient(self.daemon.url, network_timeout=120, connection_timeout=120)
-        self.user = grpcclient.InferenceServerClient(f"unix:{folder}/grpc.sock")
+        self.clients = {"tcp": self.connected("tcp"), "user": self.connected("user")}
+        self.turn = 0
         self.regions: dict[str, tuple[str, float, subprocess.Popen[str] | None]] = {}
         self.number = 0.0
         self.made: list[Path] = []
@@ -69,8 +72,8 @@ class RegionRules(RuleBasedStateMachine):
     def teardown(self) -> None:
         for process in self.processes:
             self.end(process)
-        self.tcp.close()
-        self.user.close()
+        for client in (*self.clients["tcp"], *self.clients["user"]):
+            client.close()
         assert self.daemon.stop() == 0
         self.folder.cleanup()
         for path in self.made:
@@ -84,8 +87,19 @@ class RegionRules(RuleBasedStateMachine):
             assert pipe is not None
             pipe.close()
 
+    def connected(self, who: str) -> list[Any]:
+        """Two connections: of two fronts, where neither is slow to take one."""
+        if who == "tcp":
+            return [
+                httpclient.InferenceServerClient(self.daemon.url, network_timeout=120, connection_timeout=120)
+                for _ in range(2)
+            ]
+        own = [("grpc.use_local_subchannel_pool", 1)]
+        return [grpcclient.InferenceServerClient(f"unix:{self.sockets}/grpc.sock", channel_args=own) for _ in range(2)]
+
     def client(self, who: str) -> Any:
-        return self.tcp if who == "tcp" else self.user
+        self.turn += 1
+        return self.clients[who][self.turn % 2]
 
     @rule(name=NAMES, who=CLIENTS)
     def register(self, name: str, who: str) -> None:
@@ -183,8 +197,19 @@ class RegionRules(RuleBasedStateMachine):
         if len(workers) == 2:
             workers[which].kill()
 
+    @rule(which=st.integers(0, 1), who=CLIENTS)
+    def front_dies(self, which: int, who: str) -> None:
+        """Its successor is under way while the other one answers what comes next."""
+        fronts = self.daemon.children("daemon.http" if who == "tcp" else "daemon.grpc")
+        if len(fronts) == 2:
+            fronts[which].kill()
+            psutil.wait_procs([fronts[which]], timeout=120)
+            for client in self.clients[who]:
+                client.close()
+            self.clients[who] = self.connected(who)
+
     def listed(self) -> set[str]:
-        return {entry["name"] for entry in self.tcp.get_system_shared_memory_status()}
+        return {entry["name"] for entry in self.client("tcp").get_system_shared_memory_status()}
 
     @invariant()
     def what_is_listed_is_what_was_registered(self) -> None:
