@@ -13,8 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+
+import msgspec
 
 from daemon.submit import OnCompletion, Submitter
 from daemon.tracer import Trace
@@ -27,11 +29,11 @@ _ALIGNMENT = 64
 
 #: What an input's bytes are: themselves (BYTES length-prefixed), or where they lie: in a client's region, in the request's lease.
 Content = bytes | memoryview | RegionSlice | Slice
+_PLACES = (RegionSlice, Slice)
 
 
-@dataclass(slots=True)
-class InferenceRequest:
-    """Everything a request says, in no protocol's form."""
+class InferenceRequest(msgspec.Struct):
+    """Everything a request says, in no protocol's form. (A Struct, because one is made for every request.)"""
 
     model: str
     #: 0: the newest.
@@ -40,7 +42,7 @@ class InferenceRequest:
     inputs: list[tuple[str, str, tuple[int, ...], Content]]
     #: Empty: all.
     outputs: tuple[RequestedOutput, ...] = ()
-    parameters: dict[str, Parameter] = field(default_factory=dict)
+    parameters: dict[str, Parameter] = {}
     id: str = ""
     priority: int = 0
     timeout_us: int = 0
@@ -97,7 +99,7 @@ class Inference:
             request_id,
             request.model,
             request.version,
-            tuple(_placed(request, lease, submitter.inline_byte_size)),
+            _placed(request, lease, submitter.inline_byte_size),
             request.outputs,
             request.parameters,
             request.id,
@@ -134,7 +136,7 @@ def begin(submitter: Submitter, request: InferenceRequest, on_completion: OnComp
     """
     inline, size = submitter.inline_byte_size, 0
     for _, _, _, content in request.inputs:
-        if not isinstance(content, RegionSlice | Slice) and len(content) > inline:
+        if not isinstance(content, _PLACES) and len(content) > inline:
             size += -(-len(content) // _ALIGNMENT) * _ALIGNMENT
     inference = Inference(submitter, request, on_completion)
     if not size:
@@ -169,11 +171,12 @@ def _traced(trace: Trace, on_completion: OnCompletion) -> OnCompletion:
     return completed
 
 
-def _placed(request: InferenceRequest, lease: Lease | None, inline: int) -> Iterator[Tensor]:
+def _placed(request: InferenceRequest, lease: Lease | None, inline: int) -> tuple[Tensor, ...]:
     used = 0
+    tensors: list[Tensor] = []
     for name, datatype, shape, content in request.inputs:
         place: Place
-        if isinstance(content, RegionSlice | Slice):
+        if isinstance(content, _PLACES):
             place = content
         elif len(content) <= inline:
             place = Inline(bytes(content))
@@ -183,7 +186,8 @@ def _placed(request: InferenceRequest, lease: Lease | None, inline: int) -> Iter
             lease.view[used : used + size] = content
             place = Slice(lease.place.segment, lease.place.offset + used, size)
             used += -(-size // _ALIGNMENT) * _ALIGNMENT
-        yield Tensor(name, datatype, shape, place)
+        tensors.append(Tensor(name, datatype, shape, place))
+    return tuple(tensors)
 
 
 # ------------------------------------------------------------------------------------------------------------ awaitable

@@ -287,7 +287,8 @@ class _StreamInfer(Call):
         else:
             assert lane is not None
             self._answered(asked, completion, lane, sent)
-        self._go_on()
+        if self._waiting or self._half_closed or self._stream.held:
+            self._go_on()
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -365,10 +366,7 @@ class _StreamInfer(Call):
 
     def _send(self, parts: list[Buffer], sent: Callable[[], None] | None = None) -> None:
         self._stream.send(parts, sent)
-        self._notice_backlog()
-
-    def _notice_backlog(self) -> None:
-        """A client that does not read gets no more window until it has."""
+        # A client that does not read gets no more window until it has.
         if self._stream.unsent_size >= _MAX_UNSENT and not self._stream.held:
             self._stream.held = True
             self._stream.send_later(self._go_on)

@@ -26,28 +26,34 @@ _Place = tuple[int, int]
 class _Layout:
     """Messages of one size that differ in their id and in their raw tensors' bytes alone."""
 
-    __slots__ = ("_fixed", "_id", "_raws", "decoded")
+    __slots__ = ("_id", "_inputs", "decoded", "fixed")
 
     def __init__(self, message: bytes, client_id: _Place, raws: list[_Place], decoded: DecodedHead) -> None:
         self.decoded = decoded
         self._id = slice(*client_id)
-        self._raws = [slice(*raw) for raw in raws]
+        places = iter(raws)
+        #: Name, datatype, shape, and the content or where in the message it is.
+        self._inputs: list[tuple[str, str, tuple[int, ...], Content | slice]] = [
+            (name, datatype, shape, slice(*next(places)) if content is None else content)
+            for name, datatype, shape, content in decoded.inputs
+        ]
         #: What does not differ.
-        self._fixed: list[tuple[slice, bytes]] = []
+        self.fixed: list[tuple[slice, bytes]] = []
         at = 0
         for begin, end in sorted((client_id, *raws)):
             if at < begin:
-                self._fixed.append((slice(at, begin), message[at:begin]))
+                self.fixed.append((slice(at, begin), message[at:begin]))
             at = end
         if at < len(message):
-            self._fixed.append((slice(at, len(message)), message[at:]))
+            self.fixed.append((slice(at, len(message)), message[at:]))
 
-    def cut(self, message: Buffer) -> tuple[bytes, list[Buffer]] | None:
-        """The id and the raw tensors of a message of that size; None: it is another."""
-        for where, content in self._fixed:
-            if message[where] != content:
-                return None
-        return bytes(message[self._id]), [message[where] for where in self._raws]
+    def request(self, message: Buffer) -> InferenceRequest:
+        """A message of this layout. Raises RefusedRequest: its id is no text."""
+        inputs: list[tuple[str, str, tuple[int, ...], Content]] = [
+            (name, datatype, shape, message[where] if type(where) is slice else where)
+            for name, datatype, shape, where in self._inputs
+        ]
+        return _request(self.decoded, _text(bytes(message[self._id])), inputs)
 
 
 class Recognised:
@@ -66,8 +72,16 @@ class Recognised:
     def decode(self, message: Buffer) -> tuple[DecodedHead, InferenceRequest, ModelState]:
         """A message as a request, and what its model is. Raises RefusedRequest."""
         layout = self._layouts.get(len(message))
-        if layout is not None and (cut := layout.cut(message)) is not None:
-            return self._understood(layout.decoded, *cut)
+        if layout is not None:
+            for where, content in layout.fixed:
+                if message[where] != content:
+                    break
+            else:
+                request, decoded = layout.request(message), layout.decoded
+                try:
+                    return decoded, request, self._table.find(decoded.model, decoded.version)
+                except ServingError as error:
+                    raise RefusedRequest(error, request.id) from None
         head, client_id, id_at, raws = split(message)
         decoded = self._head(head, client_id, bool(raws))
         understood = self._understood(decoded, client_id, [message[begin:end] for begin, end in raws])
@@ -108,7 +122,7 @@ class Recognised:
         text = _text(client_id)
         try:
             state = self._table.find(decoded.model, decoded.version)
-            return decoded, _request(decoded, text, raws), state
+            return decoded, _request(decoded, text, _inputs(decoded, raws)), state
         except ServingError as error:
             raise RefusedRequest(error, text) from None
 
@@ -120,7 +134,8 @@ def _text(client_id: bytes) -> str:
         raise RefusedRequest(InvalidArgument("the request id is not UTF-8 text")) from None
 
 
-def _request(decoded: DecodedHead, client_id: str, raws: Sequence[Content]) -> InferenceRequest:
+def _inputs(decoded: DecodedHead, raws: Sequence[Content]) -> list[tuple[str, str, tuple[int, ...], Content]]:
+    """The raw tensors where they belong. Raises InvalidArgument: too many, or too few."""
     if len(raws) > decoded.raw_count:
         raise InvalidArgument(
             f"{len(raws)} raw_input_contents are given for model '{decoded.model}', its inputs take {decoded.raw_count}"
@@ -136,6 +151,12 @@ def _request(decoded: DecodedHead, client_id: str, raws: Sequence[Content]) -> I
             content = raws[number]
             number += 1
         inputs.append((name, datatype, shape, content))
+    return inputs
+
+
+def _request(
+    decoded: DecodedHead, client_id: str, inputs: list[tuple[str, str, tuple[int, ...], Content]]
+) -> InferenceRequest:
     return InferenceRequest(
         decoded.model,
         decoded.version,

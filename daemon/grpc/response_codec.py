@@ -32,28 +32,28 @@ def encode(
       view: the bytes of a slice of the response arena.
       final: what ``triton_final_response`` says; None: not there, as in unary answers.
     """
-    entries: list[bytes] = []
+    pieces: list[Buffer] = [_names(model, completion.version)]
     raws: list[Buffer] = []
-    for tensor in completion.outputs:
-        entries.append(_output(tensor.name, tensor.datatype, tensor.shape))
-        place = tensor.place
-        content: Buffer = b""
-        if isinstance(place, Inline):
-            content = place.content
-        elif isinstance(place, Slice):
-            content = view(place)
-        raws.append(b"\x32" + varint(len(content)))
-        if content:
-            raws.append(content)
-    head = _names(model, completion.version)
     if client_id:
-        head += field(0x1A, client_id.encode())
-    if completion.parameters or final is not None:
+        pieces.append(field(0x1A, client_id.encode()))
+    if completion.parameters:
         parameters = dict(completion.parameters)
         if final is not None:
             parameters[_FINAL] = final
-        head += b"".join(_parameter(key, value) for key, value in parameters.items())
-    return [b"".join((head, *entries)), *raws]
+        pieces += [_parameter(key, value) for key, value in parameters.items()]
+    elif final is not None:
+        pieces.append(_IS_FINAL if final else _IS_NOT_FINAL)
+    for tensor in completion.outputs:
+        pieces.append(_output(tensor.name, tensor.datatype, tensor.shape))
+        place = tensor.place
+        content: Buffer = b""
+        if type(place) is Inline:
+            content = place.content
+        elif type(place) is Slice:
+            content = view(place)
+        raws.append(_raw(len(content)))
+        raws.append(content)
+    return pieces + raws
 
 
 def streamed(parts: list[Buffer]) -> list[Buffer]:
@@ -99,6 +99,12 @@ def field(tag: int, content: bytes) -> bytes:
     return _BYTES[tag] + varint(len(content)) + content
 
 
+@functools.lru_cache(4096)
+def _raw(byte_size: int) -> bytes:
+    """What stands before a raw tensor."""
+    return b"\x32" + varint(byte_size)
+
+
 @functools.lru_cache(1024)
 def _names(model: str, version: int) -> bytes:
     return field(0x0A, model.encode()) + field(0x12, str(version).encode())
@@ -122,3 +128,7 @@ def _parameter(key: str, value: Parameter) -> bytes:
     else:
         choice = field(0x1A, value.encode())
     return field(0x22, field(0x0A, key.encode()) + field(0x12, choice))
+
+
+_IS_FINAL = _parameter(_FINAL, True)
+_IS_NOT_FINAL = _parameter(_FINAL, False)

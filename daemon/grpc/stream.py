@@ -313,6 +313,24 @@ class Stream:
         compressed = self._compresses(size)
         if not self._head_sent:
             self._send_head()
+        framed = size + _PREFIX_SIZE
+        connection = self.connection
+        if (
+            framed <= _SMALL
+            and not self._unsent
+            and not compressed
+            and framed <= self.send_window
+            and framed <= connection.send_window
+            and framed <= connection.max_frame_size
+            and framed <= connection.buffer_room()
+        ):
+            self.send_window -= framed
+            connection.send_window -= framed
+            connection.answered = True
+            connection.write(b"".join((frames.head(frames.DATA, 0, self.id, framed), _prefix.pack(0, size), *parts)))
+            if on_sent is not None:
+                on_sent()
+            return
         flag = 0
         if compressed:
             deflate = zlib.compressobj(self.connection.serving.compression, wbits=31)

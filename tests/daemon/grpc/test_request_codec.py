@@ -17,7 +17,7 @@ from daemon.inference import InferenceRequest
 from daemon.model_table import ModelTable
 from shm.arrays import DTYPES
 from shm.datatypes import ELEMENT_SIZES
-from shm.errors import InvalidArgument, NotFound, ServingError
+from shm.errors import InvalidArgument, ServingError
 from shm.messages import ModelState, RegionSlice
 from tests.daemon.grpc.requests import REQUESTS, TYPED, Infer, Parameter
 
@@ -147,42 +147,6 @@ def test_what_is_refused(content: bytes, text: str) -> None:
     error = refusal(content)
     assert isinstance(error, InvalidArgument)
     assert text.replace("[+]", "+") in error.message
-
-
-# --------------------------------------------------------------------------------------------------------------- heads
-
-
-def test_a_head_is_known_whatever_its_id_and_tensors() -> None:
-    recognised = Recognised(table())
-    given_ = [recognised.decode(message(tensor(), raw=(bytes([n, n]),), id=f"id{n}")) for n in range(3)]
-    assert all(head is given_[0][0] for head, _, _ in given_)
-    assert [(r.id, bytes(r.inputs[0][3])) for _, r, _ in given_] == [  # type: ignore[arg-type]
-        (f"id{n}", bytes([n, n])) for n in range(3)
-    ]
-    # The same head without tensors is another request.
-    with pytest.raises(RefusedRequest, match="unable to find data") as caught:
-        recognised.decode(message(tensor(), id="late"))
-    assert caught.value.client_id == "late"
-
-
-def test_a_known_head_of_a_model_that_went_away() -> None:
-    models = table()
-    recognised = Recognised(models)
-    content = message(tensor(), raw=(b"ab",))
-    recognised.decode(content)
-    models.update(ModelState("m", 1, "UNLOADING"))
-    with pytest.raises(RefusedRequest) as caught:
-        recognised.decode(content)
-    assert isinstance(caught.value.error, NotFound)
-
-
-def test_remembered_heads_are_bounded() -> None:
-    recognised = Recognised(table())
-    for number in range(Recognised.MAX_COUNT + 10):
-        recognised.decode(message(tensor(name=f"x{number}"), raw=(b"ab",)))
-    recognised.decode(message(tensor(name="x" * Recognised.MAX_HEAD), raw=(b"ab",)))
-    assert 0 < len(recognised._decoded) <= Recognised.MAX_COUNT
-    assert all(len(head) <= Recognised.MAX_HEAD for head, _ in recognised._decoded)
 
 
 # ---------------------------------------------------------------------------------------------------------- properties
