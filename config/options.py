@@ -220,7 +220,7 @@ class Supervisor(Section, frozen=True):
     restart_delay: Seconds = 0.1
     max_restart_delay: Seconds = 10.0
     start_timeout: Seconds = 120.0
-    #: Unix socket for tensorctl; "": $RUNTIME_DIRECTORY/control.sock under systemd, else none.
+    #: Unix socket for tensorctl; "": where tensorctl looks by itself (daemon.runtime_directory).
     control_socket: str = ""
 
 

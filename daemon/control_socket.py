@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
 from collections.abc import Callable, Mapping
@@ -17,7 +18,7 @@ from typing import Any
 import msgspec
 
 from config.options import Supervisor as SupervisorOptions
-from daemon import unix_socket
+from daemon import runtime_directory, unix_socket
 from daemon.operations import Operations
 from shm.errors import InvalidArgument, ServingError
 from shm.messages import (
@@ -32,6 +33,8 @@ from shm.messages import (
 )
 
 _log = logging.getLogger(__name__)
+#: In its folder.
+NAME = "control.sock"
 _MAX_LINE = 1 << 20
 _OPERATOR = Peer("operator")
 
@@ -45,7 +48,7 @@ class Question(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ControlSocket:
-    """Owns the listening socket and its name; does nothing where no path is configured."""
+    """Owns the listening socket and its name. Without a configured path it stands where tensorctl looks by itself."""
 
     def __init__(
         self,
@@ -54,21 +57,37 @@ class ControlSocket:
         operations: Operations,
         describe: Callable[[], dict[str, Any]],
     ) -> None:
-        self.path = unix_socket.path(options.control_socket, "control.sock", environment)
+        self.path = unix_socket.path(options.control_socket, NAME, environment)
+        self._environment = environment
         self._operations = operations
         self._describe = describe
         self._server: asyncio.Server | None = None
         self._clients: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Raises InvalidArgument: the path cannot be used."""
-        if self.path is None:
-            return
+        """Raises InvalidArgument: the configured path cannot be used."""
+        sock = self._bound() if self.path is not None else self._bound_by_default()
+        if sock is not None:
+            self._server = await asyncio.start_unix_server(self._serve, sock=sock, limit=_MAX_LINE)
+
+    def _bound(self) -> socket.socket:
+        assert self.path is not None
         try:
-            sock = unix_socket.bind(self.path, socket.SOCK_STREAM, 0o600)
+            return unix_socket.bind(self.path, socket.SOCK_STREAM, 0o600)
         except OSError as error:
             raise InvalidArgument(f"supervisor.control_socket: '{self.path}': {error.strerror or error}") from None
-        self._server = await asyncio.start_unix_server(self._serve, sock=sock, limit=_MAX_LINE)
+
+    def _bound_by_default(self) -> socket.socket | None:
+        """Nobody asked for this socket, so the daemon serves without one as well."""
+        try:
+            path = runtime_directory.own(self._environment) / NAME
+            sock = unix_socket.bind(path, socket.SOCK_STREAM, 0o600)
+        except OSError as error:
+            reason = "another daemon has it" if error.errno == errno.EADDRINUSE else error.strerror or error
+            _log.warning("tensorctl cannot reach this daemon: no control socket by default (%s)", reason)
+            return None
+        self.path = path
+        return sock
 
     def close(self) -> None:
         """Idempotent."""

@@ -1,12 +1,13 @@
 """``tensorctl``: the operator's questions to a running daemon, over its control socket.
 
-The socket is ``--socket``, else ``TENSORCTL_SOCKET``, else systemd's /run/tensord/control.sock. Exit status: 0 done, 1 the daemon
-refused, 2 it cannot be reached.
+The socket is ``--socket``, else ``TENSORCTL_SOCKET``, else the first that answers where daemons have theirs by default
+(``daemon.runtime_directory``). Exit status: 0 done, 1 the daemon refused, 2 it cannot be reached.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -15,11 +16,13 @@ from typing import Any, NoReturn
 
 import click
 
+from daemon.runtime_directory import searched
+
+_PROCESS_COLUMNS = ("name", "pid", "ready", "connections", "device", "state", "uptime_s", "deaths")
 _REGION_COLUMNS = (
     *("name", "kind", "key", "offset", "byte_size", "access", "state"),
     *("owner", "pid", "address", "registered", "workers", "leases"),
 )
-_DEFAULT_SOCKET = Path("/run/tensord/control.sock")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -28,21 +31,22 @@ _DEFAULT_SOCKET = Path("/run/tensord/control.sock")
     "path",
     type=click.Path(path_type=Path),
     envvar="TENSORCTL_SOCKET",
-    default=_DEFAULT_SOCKET,
-    show_default=True,
+    help="The daemon's control socket.  [default: that of the user's own daemon, else that of the service]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 @click.pass_context
-def main(ctx: click.Context, path: Path, as_json: bool) -> None:
+def main(ctx: click.Context, path: Path | None, as_json: bool) -> None:
     """Ask a running tensord, or tell it."""
-    ctx.obj = _Printer(path, as_json)
+    paths = [folder / "control.sock" for folder in searched(os.environ)] if path is None else [path]
+    ctx.obj = _Printer(paths, as_json)
 
 
 class _Printer:
     """Asks and prints, as a table or as JSON."""
 
-    def __init__(self, path: Path, as_json: bool) -> None:
-        self._path = path
+    def __init__(self, paths: Sequence[Path], as_json: bool) -> None:
+        """The first path where a daemon listens is the one."""
+        self._paths = paths
         self._as_json = as_json
 
     def run(self, columns: Sequence[str], **question: str) -> None:
@@ -59,28 +63,39 @@ class _Printer:
         if self._as_json:
             click.echo(json.dumps(result, indent=2))
             return
-        click.echo(f"{result['server_name']}: {result['phase']}, {result['http'] or 'no http'}")
-        _print_table(
-            ("name", "pid", "ready", "device", "state", "uptime_s", "deaths"), [*result["fronts"], *result["workers"]]
-        )
+        urls = [result[protocol] or f"no {protocol}" for protocol in ("http", "grpc")]
+        click.echo(f"{result['server_name']}: {result['phase']}, {', '.join(urls)}")
+        _print_table(_PROCESS_COLUMNS, [*result["fronts"], *result["workers"]])
         for name, reason in result["refused"].items():
             click.echo(f"not served: {name}: {reason}")
 
     def _ask(self, question: dict[str, str]) -> Any:
+        sock = self._connected()
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-                sock.connect(str(self._path))
+            with sock:
                 sock.sendall(json.dumps(question).encode() + b"\n")
                 with sock.makefile("rb") as lines:
                     answer = lines.readline()
-        except OSError as error:
-            _fail(f"no tensord answers at '{self._path}': {error.strerror}", 2)
+        except OSError:
+            answer = b""
         if not answer.endswith(b"\n"):
             _fail("the daemon stopped before it answered", 2)
         fields = json.loads(answer)
         if "error" in fields:
             _fail(fields["error"].strip(), 1)
         return fields["result"]
+
+    def _connected(self) -> socket.socket:
+        reasons: list[str] = []
+        for path in self._paths:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                sock.connect(str(path))
+                return sock
+            except OSError as error:
+                sock.close()
+                reasons.append(f"'{path}': {error.strerror or error}")
+        return _fail(f"no tensord answers at {'; '.join(reasons)}", 2)
 
 
 @main.command()

@@ -8,13 +8,15 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from daemon import runtime_directory
+
 
 def path(configured: str, name: str, environment: Mapping[str, str]) -> Path | None:
     """As configured, else that name in systemd's runtime directory, else nowhere."""
     if configured:
         return Path(configured)
-    runtime = environment.get("RUNTIME_DIRECTORY", "").split(":")[0]
-    return Path(runtime, name) if runtime else None
+    folder = runtime_directory.of_service(environment)
+    return None if folder is None else folder / name
 
 
 def bind(path: Path, kind: int, mode: int) -> socket.socket:

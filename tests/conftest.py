@@ -19,6 +19,12 @@ settings.register_profile("tensord", deadline=None)
 settings.load_profile("tensord")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def runtime_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Daemons of the tests put no socket where the user's own daemon has it."""
+    os.environ["XDG_RUNTIME_DIR"] = str(tmp_path_factory.mktemp("runtime"))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def leaves_nothing() -> Iterator[None]:
     """Every module of tests ends with the processes and descriptors it began with."""

@@ -33,6 +33,26 @@ async def test_a_killed_predecessors_socket_is_taken_over(tmp_path: Path) -> Non
     assert not path.exists()
 
 
+async def test_by_default_the_users_first_daemon_has_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A second one serves without; once the first has gone there is room again."""
+    operations: Any = None
+    environment = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    path = tmp_path / "tensord" / "control.sock"
+    first, second, third = (ControlSocket(Supervisor(), environment, operations, dict) for _ in range(3))
+    await first.open()
+    assert (first.path, path.stat().st_mode & 0o777) == (path, 0o600)
+    await second.open()
+    assert second.path is None
+    assert "tensorctl cannot reach this daemon: no control socket by default (another daemon has it)" in caplog.text
+    second.close()
+    assert path.exists()
+    first.close()
+    assert not path.exists()
+    await third.open()
+    assert third.path == path
+    third.close()
+
+
 @pytest.mark.parametrize("name", ["file", "folder/x", "x" * 200])
 async def test_places_that_cannot_be(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("precious")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -58,6 +59,21 @@ def test_status_and_regions(daemon: FakeDaemon) -> None:
         "byte_size",
     ]
     assert tensorctl(daemon.control, "regions", "unregister", "x").returncode == 0
+
+
+def test_a_daemon_started_by_hand_is_found(tmp_path: Path) -> None:
+    """No path is named on either side."""
+    write_model(tmp_path / "models", "good")
+    environment = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    running = FakeDaemon(tmp_path, {"supervisor": {"control_socket": ""}}, environment)
+    try:
+        running.wait_ready()
+        command = [sys.executable, "-m", "daemon.ctl"]
+        found = subprocess.check_output([*command, "status"], cwd=ROOT, env=os.environ | environment, text=True)
+        assert found.startswith("tensord: serving, http://127.0.0.1:")
+        assert ", no grpc\n" in found
+    finally:
+        assert running.stop() == 0
 
 
 def test_nobody_there(tmp_path: Path) -> None:

@@ -1,0 +1,66 @@
+"""Where a daemon's sockets stand when no configuration names a place: one rule for the daemon and for tensorctl.
+
+    as a service      $RUNTIME_DIRECTORY, which systemd makes: /run/tensord
+    otherwise         $XDG_RUNTIME_DIR/tensord, else /tmp/tensord-UID: the user's own, nobody else may look into it
+
+tensorctl looks into the user's own first, then into the service's. A folder of ours that somebody else could have made, or can
+write into, is not used by either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+SERVICE = Path("/run/tensord")
+TEMPORARY = Path("/tmp")
+
+
+def of_service(environment: Mapping[str, str]) -> Path | None:
+    """What systemd made for this process; None: it is no service."""
+    first = environment.get("RUNTIME_DIRECTORY", "").split(":")[0]
+    return Path(first) if first else None
+
+
+def own(environment: Mapping[str, str]) -> Path:
+    """The user's folder, made where it is not there. Raises OSError: it cannot be made, or it is not the user's alone."""
+    *first, last = _owns(environment)
+    for path in first:
+        with contextlib.suppress(OSError):
+            return _made(path)
+    return _made(last)
+
+
+def _made(path: Path) -> Path:
+    path.mkdir(mode=0o700, exist_ok=True)
+    _check(path)
+    return path
+
+
+def searched(environment: Mapping[str, str]) -> list[Path]:
+    """Where tensorctl looks, in order."""
+    return [*(path for path in _owns(environment) if not _bad(path)), SERVICE]
+
+
+def _owns(environment: Mapping[str, str]) -> list[Path]:
+    """A shell may lack the variable that the daemon was started with, so both are searched."""
+    temporary = TEMPORARY / f"tensord-{os.geteuid()}"
+    runtime = environment.get("XDG_RUNTIME_DIR", "")
+    return [Path(runtime, "tensord"), temporary] if runtime else [temporary]
+
+
+def _check(path: Path) -> None:
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise PermissionError(0, f"'{path}' is not a folder of this user alone")
+
+
+def _bad(path: Path) -> bool:
+    try:
+        _check(path)
+    except OSError:
+        return True
+    return False
