@@ -124,6 +124,8 @@ class InferProtocol(AnswerOrder):
         self._times.idle_since = 0.0
         exchange = Exchange(self.serving, known.meaning, self._write_answer, self._answered, self._pause_reading)
         self._order.append(exchange)
+        if self.serving.stopping:
+            self.announce_end()
         if known.request is not None and data.startswith(known.request.text, len(known.head)):
             exchange.repeat(known.request, data)
             return
