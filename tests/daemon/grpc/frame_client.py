@@ -170,7 +170,7 @@ class FrameClient:
         try:
             while True:
                 self.step()
-        except (EOFError, ConnectionResetError):
+        except (EOFError, ConnectionError):
             return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,8 +45,9 @@ def traces(file: Path) -> dict[str, list[str]]:
     """The stamps of each trace by the request's id, in the order in which they were written."""
     found: dict[str, list[str]] = {}
     numbers: dict[int, str] = {}
-    text = file.read_text() if file.exists() else ""
-    entries: list[dict[str, Any]] = json.loads(text) if text.endswith("]") else []
+    entries: list[dict[str, Any]] = []
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # not there yet, or being written
+        entries = json.loads(file.read_text())
     for entry in entries:
         if "model_name" in entry:
             numbers[entry["id"]] = entry["request_id"]

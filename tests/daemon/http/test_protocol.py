@@ -215,7 +215,7 @@ def test_other_methods(client: Client) -> None:
             client.send(b"%b %b HTTP/1.1\r\nHost: x\r\n\r\n" % (method, target))
             assert client.answer().status == status
     client.send(b"HEAD /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
-    assert client.sock.recv(65536).startswith(b"HTTP/1.1 405 ")
+    assert client._until(b"\r\n\r\n").startswith(b"HTTP/1.1 405 ")
     client.send(GET)
     assert client.answer().status == 200
 
@@ -330,9 +330,10 @@ def test_a_large_body_followed_by_another_request(client: Client, worker: EchoWo
 
 def test_too_many_pipelined_requests(front: FrontProcess, worker: EchoWorker) -> None:
     with front.client() as client:
-        client.send(json_request(b"\1") * 300)
+        # Who sends ahead is read no further: what counts is what one read brings, so it has to be few bytes.
+        client.send(json_request(b"\1") + b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n" * 300)
+        worker.echo(worker.next())
         for _ in range(256):
-            worker.echo(worker.next())
             assert client.answer().status == 200
         answer = client.answer()
         assert (answer.status, answer.headers["connection"]) == (400, "close")
@@ -415,7 +416,8 @@ def test_a_refusal_waits_for_the_answers_before_it(front: FrontProcess, worker: 
 def test_a_chunked_body_over_the_limit(front: FrontProcess, worker: EchoWorker) -> None:
     with front.client() as client:
         body = bytes(BODY_LIMIT + 1)
-        client.send(chunked(body, MIB))
+        with contextlib.suppress(ConnectionError):  # the last bytes may come after it has hung up
+            client.send(chunked(body, MIB))
         answer = client.answer()
         assert (answer.status, answer.headers["connection"]) == (413, "close")
         assert str(BODY_LIMIT) in answer.error
