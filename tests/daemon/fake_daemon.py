@@ -19,9 +19,11 @@ from typing import Any
 
 import psutil
 
+from tests.daemon_process import end_group, has_ended
+
 ROOT = Path(__file__).parent.parent.parent
 #: These machines are shared; no test decides by time.
-PATIENCE = 60.0
+PATIENCE = 120.0
 
 
 def write_model(repository: Path, name: str, *versions: int, config: str = "") -> Path:
@@ -74,8 +76,9 @@ class FakeDaemon:
             "repository": {"paths": [str(folder / "models")]},
             "http": {"port": 0},
             "grpc": {"enabled": False},
-            "workers": {"device": "cpu", "cpu": 2},
-            "supervisor": {"control_socket": str(self.control), "restart_delay": 0.05},
+            # A test of a bound sets that one.
+            "workers": {"device": "cpu", "cpu": 2, "idle_timeout": PATIENCE},
+            "supervisor": {"control_socket": str(self.control), "restart_delay": 0.05, "start_timeout": 2 * PATIENCE},
         }
         for section, values in options.items():
             self.sections.setdefault(section, {}).update(values)
@@ -115,7 +118,10 @@ class FakeDaemon:
         deadline = time.monotonic() + PATIENCE
         while not condition():
             assert time.monotonic() < deadline, f"no {what}:\n{self.log}"
-            assert self.process.poll() is None or condition(), f"exited before {what}:\n{self.log}"
+            if has_ended(self.process):
+                self._reader.join(PATIENCE)  # its last words
+                assert condition(), f"exited before {what}:\n{self.log}"
+                return
             time.sleep(0.02)
 
     def wait_ready(self) -> None:
@@ -183,13 +189,8 @@ class FakeDaemon:
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Ends it; returns the exit status."""
         try:
-            if self.process.poll() is None:
-                self.process.send_signal(number)
-            return self.process.wait(PATIENCE)
+            return end_group(self.process, number)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-            self._reader.join(10)
+            self._reader.join(PATIENCE)
             assert self.process.stderr is not None
             self.process.stderr.close()

@@ -20,7 +20,7 @@ def tensord(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
 
 
@@ -94,9 +94,11 @@ def test_what_serve_cannot_do(tmp_path: Path) -> None:
         done = tensord("serve", models, f"--http-port={port}", "--device=cpu")
     assert done.returncode == 1
     assert f"tensord: cannot listen on 127.0.0.1:{port}: Address already in use\n" in done.stderr
-    done = tensord("serve", f"--model-repository={tmp_path / 'nowhere'}", "--http-port=0", "--device=cpu")
+    done = tensord(
+        "serve", f"--model-repository={tmp_path / 'nowhere'}", "--http-port=0", "--grpc-port=0", "--device=cpu"
+    )
     assert done.returncode == 1
     assert "nowhere': No such file or directory" in done.stderr
-    done = tensord("serve", models, "--device=cuda", "--http-port=0", CUDA_VISIBLE_DEVICES="")
+    done = tensord("serve", models, "--device=cuda", "--http-port=0", "--grpc-port=0", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1
     assert "no GPU is visible" in done.stderr

@@ -83,7 +83,7 @@ async def test_descriptors_come_with_their_record() -> None:
     assert len(ends.fds) == 1
     os.close(ends.fds[0])
     ends.end()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 async def test_a_lost_peer_is_told_once() -> None:

@@ -37,6 +37,13 @@ class Setting:
             await asyncio.sleep(0.001)
         return self.worker.next()
 
+    def close(self) -> None:
+        self.submitter.close()
+        self.worker.close()
+        # What is in flight still has views of the arena, which keep its mapping.
+        del self.submitter
+        gc.collect()
+
     @property
     def on_loan(self) -> int:
         return self.submitter.statistics()["leased_byte_size"]
@@ -44,13 +51,9 @@ class Setting:
 
 @pytest.fixture
 async def setting() -> AsyncIterator[Setting]:
-    setting = Setting(byte_size=MIB, max_byte_size=2 * MIB, wait=0.2)
+    setting = Setting(byte_size=MIB, max_byte_size=2 * MIB, wait=600)
     yield setting
-    setting.submitter.close()
-    setting.worker.close()
-    # What is in flight still has views of the arena, which keep its mapping.
-    del setting.submitter
-    gc.collect()
+    setting.close()
 
 
 def request(*contents: bytes | RegionSlice) -> InferenceRequest:
@@ -124,11 +127,13 @@ async def test_waiting_for_room(setting: Setting) -> None:
     assert setting.worker.idle(0)
 
 
-async def test_no_room_in_time_is_an_answer(setting: Setting) -> None:
+async def test_no_room_in_time_is_an_answer() -> None:
+    setting = Setting(byte_size=MIB, max_byte_size=2 * MIB, wait=0.2)
     begin(setting.submitter, request(bytes(900_000)), lambda *_: None)
     with pytest.raises(Unavailable, match="none came free"):
         async with answers(setting.submitter, request(bytes(900_000))) as each:
             await anext(each)
+    setting.close()
 
 
 async def test_what_can_never_fit_is_refused_at_once(setting: Setting) -> None:

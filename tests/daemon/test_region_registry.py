@@ -87,7 +87,7 @@ def memory() -> Iterator[int]:
     fd = os.memfd_create("tensord-test")
     yield fd
     os.close(fd)
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 def request(name: str = "r", **changes: int | str) -> RegisterSystemRegion:
@@ -365,7 +365,7 @@ def test_random_histories(seed: int) -> None:
         for worker in workers.values():
             assert sorted(worker.regions) == names(registry)
         registry.close()
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before
         os.close(memory)
 
     asyncio.run(history())

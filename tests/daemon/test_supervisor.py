@@ -114,9 +114,9 @@ def test_killed_front(start: Start, repository: Path) -> None:
     daemon.fronts[0].kill()
     with contextlib.suppress(ConnectionError, json.JSONDecodeError):
         daemon.ask()
+    daemon.wait(lambda: daemon.ask()["models"] == first["models"], "models in the new front")
     second = daemon.ask()
     assert second["pid"] != first["pid"]
-    assert second["models"] == first["models"]
     assert sorted(second["lanes"]) == sorted(first["lanes"])
     assert {process.pid for process in daemon.workers} == workers
 
@@ -323,8 +323,9 @@ def test_regions(start: Start, repository: Path) -> None:
     assert json.loads(daemon.call("RegionStatus", kind="system", name="")[1]) == listed
     assert daemon.call("UnregisterRegion", kind="system", name="r") == ("", "")
     assert json.loads(daemon.call("RegionStatus", kind="system", name="")[1]) == []
-    held = [os.readlink(link) for link in Path(f"/proc/{daemon.process.pid}/fd").iterdir() if link.is_symlink()]
-    assert not [target for target in held if name in target]
+    for link in Path(f"/proc/{daemon.process.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since it was listed
+            assert name not in os.readlink(link)
 
 
 def test_hung_worker(start: Start, repository: Path) -> None:
@@ -333,13 +334,13 @@ def test_hung_worker(start: Start, repository: Path) -> None:
     Result: it is killed and replaced, and the log says why.
     """
     write_model(repository, "good")
-    daemon = start(workers={"idle_timeout": 1.0, "cpu": 1})
+    daemon = start(workers={"idle_timeout": 5.0, "cpu": 1})
     daemon.wait_ready()
     (worker,) = daemon.workers
     mark = Path("/tmp", f"tensord-test-hang-{worker.pid}")
     mark.touch()
     try:
-        daemon.wait_log(r"worker-0 .* has not turned its loop for 1 s: killing it")
+        daemon.wait_log(r"worker-0 .* has not turned its loop for 5 s: killing it")
     finally:
         mark.unlink()
     daemon.wait(lambda: [process.pid for process in daemon.workers] not in ([], [worker.pid]), "replacement")
@@ -469,7 +470,7 @@ def test_service_manager(start: Start, tmp_path: Path) -> None:
             while not seen or words not in seen[-1]:
                 seen.append(manager.recv(4096).decode())
 
-        daemon = start({"NOTIFY_SOCKET": "@" + address[1:], "WATCHDOG_USEC": "400000"})
+        daemon = start({"NOTIFY_SOCKET": "@" + address[1:], "WATCHDOG_USEC": "4000000"})
         wait_for("READY=1")
         wait_for("WATCHDOG=1")
         assert not [c for c in (*daemon.workers, *daemon.fronts) if "NOTIFY_SOCKET" in c.environ()]
