@@ -139,7 +139,7 @@ def test_classification(lane: ALane) -> None:
 
 
 def test_regions_are_written_all_or_not_at_all(lane: ALane) -> None:
-    name = f"/tensord-answers-{os.getpid()}"
+    name = f"/tensord-test-answers-{os.getpid()}"
     made = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, size=4096)
     region = Region("r", name, made.fd, 0, 4096)
     try:

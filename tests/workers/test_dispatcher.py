@@ -31,7 +31,7 @@ from workers.submitter import Submitter
 from workers.work_thread import WorkThread
 
 OPTIONS = Options(
-    arenas=Arenas(byte_size=1 << 20, max_byte_size=1 << 20, inline_byte_size=64),
+    arenas=Arenas(byte_size=1 << 20, max_byte_size=1 << 20, inline_byte_size=64, wait=600),
     executables=Executables(max_unexpected_shapes=2),
 )
 

@@ -40,7 +40,7 @@ class AModel:
 
     def execute(self, execution: Execution) -> None:
         self._note("execute")
-        assert self.may_run.wait(60)
+        assert self.may_run.wait(600)
         if execution.requests[0].arrays["x"][0] < 0:
             raise SystemExit(1)
         execution.results = [{"y": request.arrays["x"]} for request in execution.requests]
@@ -68,7 +68,7 @@ def page() -> Iterator[StatusPage]:
 
 def until(inbox: Inbox, condition: Callable[[], object]) -> None:
     while not condition():
-        assert select.select([inbox.fileno()], [], [], 60)[0]
+        assert select.select([inbox.fileno()], [], [], 600)[0]
         inbox.drain()
 
 

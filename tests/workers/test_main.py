@@ -17,7 +17,7 @@ from workers.__main__ import _receive_start
 @pytest.mark.parametrize("arguments", [[], ["--control-fd", "x"], ["--control-fd", "3", "--device", "tpu:0"]])
 def test_usage(arguments: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "workers", *arguments], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-m", "workers", *arguments], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 2
     assert "usage: workers" in done.stderr

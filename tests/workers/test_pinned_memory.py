@@ -70,7 +70,7 @@ def test_segments_of_both_sides_while_they_are_open(context: Context) -> None:
 def test_regions_while_they_are_registered(driver: Driver, context: Context) -> None:
     pinned = PinnedMemory(context, 64 * MIB)
     table = RegionTable(RegionPolicy(Regions()), driver, 0, pinned)
-    name = f"/tensord-pinned-{os.getpid()}"
+    name = f"/tensord-test-pinned-{os.getpid()}"
     made = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, size=8192)
     try:
         table.register(RegisterSystemRegion("sparse", name, 0, 8192), None)

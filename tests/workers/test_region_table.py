@@ -19,7 +19,7 @@ from workers.region_table import RegionTable
 
 @pytest.fixture
 def key() -> Iterator[str]:
-    name = f"/tensord-table-{os.getpid()}"
+    name = f"/tensord-test-table-{os.getpid()}"
     made = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, size=8192)
     os.close(made.fd)
     yield name

@@ -51,7 +51,7 @@ FREE = version_of(
 @pytest.fixture(scope="module")
 def regions() -> Iterator[RegionTable]:
     table = RegionTable(RegionPolicy(Regions()), Driver(), None)
-    name = f"/tensord-validation-{os.getpid()}"
+    name = f"/tensord-test-validation-{os.getpid()}"
     made = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, size=4096)
     os.close(made.fd)
     try:

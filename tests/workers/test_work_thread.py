@@ -25,7 +25,7 @@ def test_results_and_errors_arrive_on_the_loop() -> None:
         thread.do(job, outcomes.append)
     assert thread.pending == 4
     while thread.pending:
-        assert select.select([inbox.fileno()], [], [], 60)[0]
+        assert select.select([inbox.fileno()], [], [], 600)[0]
         inbox.drain()
     assert outcomes[0] == 1
     assert isinstance(outcomes[1], ValueError)

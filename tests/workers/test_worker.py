@@ -31,10 +31,12 @@ from shm.messages import (
     Stop,
     Submit,
     Tensor,
+    Unload,
+    Unloaded,
     UnregisterRegion,
 )
 from tests import repositories
-from tests.workers.worker_process import PEER, WorkerProcess, small_arenas, wait_until
+from tests.workers.worker_process import PATIENCE_S, PEER, WorkerProcess, small_arenas, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +98,8 @@ def test_batches_give_everyone_his_own(worker: WorkerProcess) -> None:
     rng = np.random.default_rng(0)
     before = statistics(worker, "scale")
     sent = [rng.random((rows, 4), np.float32) for rows in rng.integers(1, 9, 100)]
-    ids = [worker.submit("scale", {"x": x}) for x in sent]
+    # In one piece: one by one they could be answered one by one.
+    ids = [worker.submit("scale", {"x": x}, flush=x is sent[-1]) for x in sent]
     for request_id, x in zip(ids, sent, strict=True):
         np.testing.assert_allclose(worker.arrays(worker.answer(request_id))["y"], 3 * x + 1, rtol=1e-6)
     after = statistics(worker, "scale")
@@ -187,19 +190,47 @@ def test_faulty_models_harm_themselves(worker: WorkerProcess, repository: Path) 
     assert failed.reason == "Internal: OSError: no"
 
 
-def test_a_sleeping_model_stalls_nobody(worker: WorkerProcess) -> None:
-    slow = worker.submit("sleepy", {"DELAY_MS": np.array([1000], np.int32)})
+class Gate:
+    """What requests to the sleepy models wait for. Nothing depends on how long a test takes to look."""
+
+    def __init__(self, worker: WorkerProcess, file: Path) -> None:
+        self._worker = worker
+        self._file = file
+
+    def ask(self, count: int = 1, model: str = "sleepy", inputs: Any = None) -> list[int]:
+        """Requests, sent in one piece, that end when the gate opens; returns when the model is at the first."""
+        given = inputs or {"DELAY_MS": np.array([7], np.int32)}
+        parameters = {"until": str(self._file)}
+        ids = [
+            self._worker.submit(model, given, flush=number == count - 1, parameters=parameters)
+            for number in range(count)
+        ]
+        wait_until(lambda: (PEER, ids[0]) in self._worker.page.executing())
+        return ids
+
+    def open(self) -> None:
+        self._file.touch()
+
+
+@pytest.fixture
+def gate(worker: WorkerProcess, tmp_path: Path) -> Gate:
+    return Gate(worker, tmp_path / "open")
+
+
+def test_a_sleeping_model_stalls_nobody(worker: WorkerProcess, gate: Gate) -> None:
+    (slow,) = gate.ask()
     x = np.ones((1, 4), np.float32)
     for _ in range(20):
         worker.infer("scale", {"x": x})
-    wait_until(lambda: (PEER, slow) in worker.page.executing())
-    assert worker.arrays(worker.answer(slow))["OUTPUT"] == 1000
+    assert worker.page.executing() == {(PEER, slow)}
+    gate.open()
+    assert worker.arrays(worker.answer(slow))["OUTPUT"] == 7
     assert worker.page.executing() == set()
 
 
-def test_cancel_and_deadline(worker: WorkerProcess) -> None:
+def test_cancel_and_deadline(worker: WorkerProcess, gate: Gate) -> None:
     """A cancelled or late request that waits is not run; one that runs is answered when it is done."""
-    running = worker.submit("sleepy", {"DELAY_MS": np.array([500], np.int32)})
+    (running,) = gate.ask()
     cancelled = worker.submit("sleepy", {"DELAY_MS": np.array([60_000], np.int32)})
     late = worker.submit(
         "sleepy", {"DELAY_MS": np.array([60_000], np.int32)}, deadline_ns=time.monotonic_ns() + 10_000_000
@@ -210,7 +241,8 @@ def test_cancel_and_deadline(worker: WorkerProcess) -> None:
     assert worker.answer(cancelled).code == "CANCELLED"
     answer = worker.answer(late)
     assert (answer.code, answer.message) == ("UNAVAILABLE", "Request timeout expired")
-    assert worker.arrays(worker.answer(running))["OUTPUT"] == 500
+    gate.open()
+    assert worker.arrays(worker.answer(running))["OUTPUT"] == 7
 
 
 def test_a_request_with_a_strike_runs_alone(worker: WorkerProcess) -> None:
@@ -222,7 +254,7 @@ def test_a_request_with_a_strike_runs_alone(worker: WorkerProcess) -> None:
     assert statistics(worker, "scale")["execution_count"] - before == 5
 
 
-def test_regions(worker: WorkerProcess) -> None:
+def test_regions(worker: WorkerProcess, gate: Gate) -> None:
     """Input and output in one region, in place; errors leave it untouched; unregister unmaps it."""
     key = f"/tensord-test-{os.getpid()}"
     made = posix_ipc.SharedMemory(key, posix_ipc.O_CREX, size=4096)
@@ -260,10 +292,14 @@ def test_regions(worker: WorkerProcess) -> None:
             assert region[2000:2100] == bytes(100)
 
             # A running request holds the region: the reply comes when it is done.
-            region[0:4] = np.array([400], np.int32).tobytes()
-            slow = worker.submit("sleepy", [Tensor("DELAY_MS", "INT32", (1,), RegionSlice("r", 0, 4))])
-            wait_until(lambda: (PEER, slow) in worker.page.executing())
-            assert worker.call(UnregisterRegion("system", "r"))[0].code == ""
+            region[0:4] = np.array([0], np.int32).tobytes()
+            (slow,) = gate.ask(inputs=[Tensor("DELAY_MS", "INT32", (1,), RegionSlice("r", 0, 4))])
+            unregistered = worker.ask(UnregisterRegion("system", "r"))
+            with pytest.raises(NotFound):
+                worker.infer("scale", [given])
+            assert worker.page.executing() == {(PEER, slow)}
+            gate.open()
+            assert worker.reply(unregistered)[0].code == ""
             assert worker.page.executing() == set()
             assert worker.answer(slow).code == ""
             with pytest.raises(NotFound):
@@ -280,11 +316,13 @@ def test_regions(worker: WorkerProcess) -> None:
     assert (reply.code, reply.message) == ("INTERNAL", f"Unable to open shared memory region: '{key}'")
 
 
-def test_unload_finishes_what_waits(worker: WorkerProcess, repository: Path) -> None:
+def test_unload_finishes_what_waits(worker: WorkerProcess, gate: Gate, repository: Path) -> None:
     repositories.sleepy_model(repository, "dozing")
     worker.serve(repository, "dozing")
-    ids = [worker.submit("dozing", {"DELAY_MS": np.array([100], np.int32)}) for _ in range(3)]
-    worker.unload("dozing")
+    ids = gate.ask(3, "dozing")
+    worker.send(Unload("dozing", 1))
+    gate.open()
+    worker.wait(lambda record: record == Unloaded("dozing", 1))
     assert all(worker.answer(request_id).code == "" for request_id in ids)
     with pytest.raises(NotFound):
         worker.infer("dozing", {"DELAY_MS": np.array([1], np.int32)})
@@ -325,19 +363,21 @@ def test_garbage_on_a_lane_closes_that_lane(worker: WorkerProcess) -> None:
     worker.send(LaneOpened(PEER + 2), theirs.fileno())
     theirs.close()
     ours.send(b"\x01\xc1 this is no record")
-    ours.settimeout(60)
+    ours.settimeout(PATIENCE_S)
     assert ours.recv(100) == b""
     ours.close()
     np.testing.assert_array_equal(worker.infer("scale", [GOOD])["y"], np.ones((1, 4)))
 
 
-def test_stop_answers_what_was_accepted(repository: Path) -> None:
+def test_stop_answers_what_was_accepted(repository: Path, tmp_path: Path) -> None:
     with WorkerProcess() as worker:
         worker.serve(repository, "sleepy", "scale")
-        ids = [worker.submit("sleepy", {"DELAY_MS": np.array([200], np.int32)}) for _ in range(3)]
-        worker.send(Stop(60_000_000_000))
+        gate = Gate(worker, tmp_path / "open")
+        ids = gate.ask(3)
+        worker.send(Stop(int(PATIENCE_S * 1e9)))
+        gate.open()
         assert [worker.answer(request_id).code for request_id in ids] == ["", "", ""]
-        assert worker.process.wait(60) == 0
+        assert worker.process.wait(PATIENCE_S) == 0
 
 
 def test_stop_does_not_wait_for_ever(repository: Path) -> None:
@@ -350,7 +390,7 @@ def test_stop_does_not_wait_for_ever(repository: Path) -> None:
 def test_without_its_supervisor_a_worker_leaves(repository: Path) -> None:
     with WorkerProcess() as worker:
         worker.channel.close()
-        assert worker.process.wait(60) == 0
+        assert worker.process.wait(PATIENCE_S) == 0
 
 
 def test_signals_are_ignored(repository: Path) -> None:
@@ -364,10 +404,10 @@ def test_a_killed_worker_left_word_of_what_it_ran(repository: Path) -> None:
     repositories.deadly_model(repository)
     with WorkerProcess() as worker:
         worker.serve(repository, "deadly", "sleepy")
-        waiting = worker.submit("sleepy", {"DELAY_MS": np.array([60_000], np.int32)})
+        waiting = worker.submit("sleepy", {"DELAY_MS": np.array([3_600_000], np.int32)})
         wait_until(lambda: (PEER, waiting) in worker.page.executing())
         fatal = worker.submit("deadly", {"x": np.array([-1], np.int32)})
-        worker.process.wait(60)
+        worker.process.wait(PATIENCE_S)
         assert worker.page.executing() == {(PEER, waiting), (PEER, fatal)}
 
 

@@ -46,7 +46,7 @@ from shm.status_page import StatusPage
 
 ROOT = Path(__file__).parent.parent.parent
 #: Generous: these machines are shared, and no test decides by time.
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 #: What the submitter calls itself.
 PEER = 7001
 
@@ -102,7 +102,7 @@ class WorkerProcess:
 
     def send(self, record: Record, *fds: int) -> None:
         self.channel.put(record, *fds)
-        assert self.channel.flush()
+        wait_until(self.channel.flush)
 
     def wait(self, wanted: Callable[[Any], bool]) -> tuple[Any, list[int]]:
         """The next record of the supervisor's channel that is wanted, with its descriptors; others stay for later."""
@@ -153,11 +153,17 @@ class WorkerProcess:
         self.wait(lambda record: record == Unloaded(name, version))
 
     def call(self, operation: Any, *fds: int) -> tuple[Reply, list[int]]:
+        return self.reply(self.ask(operation, *fds))
+
+    def ask(self, operation: Any, *fds: int) -> int:
+        """Sends a call; returns its number."""
         self._calls += 1
-        number = self._calls
-        self.send(Call(number, operation), *fds)
-        record, received = self.wait(lambda record: isinstance(record, Reply) and record.call_id == number)
-        return record, received
+        self.send(Call(self._calls, operation), *fds)
+        return self._calls
+
+    def reply(self, number: int) -> tuple[Reply, list[int]]:
+        """Waits for the reply to a call."""
+        return self.wait(lambda record: isinstance(record, Reply) and record.call_id == number)
 
     def stop(self, grace_s: float = PATIENCE_S) -> int:
         """Says stop and waits for the exit status."""
@@ -171,9 +177,13 @@ class WorkerProcess:
         model: str,
         inputs: dict[str, Array] | Sequence[Tensor],
         outputs: Sequence[RequestedOutput] = (),
+        flush: bool = True,
         **fields: Any,
     ) -> int:
-        """Sends a request; arrays travel inline when small and in the arena when not. Returns its id."""
+        """Sends a request; arrays travel inline when small and in the arena when not. Returns its id.
+
+        ``flush``: at once; else with the next one, so that the worker gets both in one piece.
+        """
         self._requests += 1
         tensors = (
             inputs if not isinstance(inputs, dict) else [self.place(name, value) for name, value in inputs.items()]
@@ -183,7 +193,8 @@ class WorkerProcess:
             self.lane.submit(record)
         else:
             self.lane._channel.put(record)  # our own end would not send such a thing
-        assert self.lane.flush()
+        if flush:
+            wait_until(self.lane.flush)
         return self._requests
 
     def place(self, name: str, value: Array, *, inline: int = 2048) -> Tensor:
@@ -225,7 +236,7 @@ class WorkerProcess:
             found[tensor.name] = np.array(array(content, tensor.datatype, tensor.shape))
         if completion.lease is not None:
             self.lane.release(completion.lease)
-            assert self.lane.flush()
+            wait_until(self.lane.flush)
         return found
 
     def infer(
@@ -235,12 +246,12 @@ class WorkerProcess:
         return self.arrays(self.answer(self.submit(model, inputs, outputs, **fields)))
 
 
-def small_arenas(byte_size: int = 1 << 20, max_byte_size: int = 2 << 20, wait: float = 60.0) -> Arenas:
+def small_arenas(byte_size: int = 1 << 20, max_byte_size: int = 2 << 20, wait: float = PATIENCE_S) -> Arenas:
     """Arenas that are soon full."""
     return Arenas(byte_size=byte_size, max_byte_size=max_byte_size, keep_byte_size=0, wait=wait)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], object]) -> None:
     """Looks again and again, with patience."""
     end = time.monotonic() + PATIENCE_S
     while not condition():

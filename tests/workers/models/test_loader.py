@@ -68,7 +68,7 @@ def run(model: LoadedModel, load: Loading, **arrays: Any) -> Result:
     instance = model.instances[0]
     instance._inbox = _Direct()  # type: ignore[assignment]
     instance.run(execution, lambda _: done.set())
-    assert done.wait(60)
+    assert done.wait(600)
     return execution.results[0]
 
 
