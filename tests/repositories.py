@@ -140,7 +140,10 @@ def faulty_models(repository: Path) -> Path:
 
 
 def sleepy_model(repository: Path, name: str = "sleepy") -> Path:
-    """A Triton Python-backend model that sleeps as long as it is told, and touches the file of parameter ``began`` first."""
+    """A Triton Python-backend model that sleeps as long as it is told.
+
+    It touches the file of parameter ``began`` first, and afterwards waits for the file of parameter ``until``.
+    """
     write_model(
         repository,
         name,
@@ -155,11 +158,13 @@ def sleepy_model(repository: Path, name: str = "sleepy") -> Path:
             def execute(self, requests):
                 answers = []
                 for request in requests:
-                    began = json.loads(request.parameters() or "{}").get("began")
-                    if began:
-                        pathlib.Path(began).touch()
+                    told = json.loads(request.parameters() or "{}")
+                    if "began" in told:
+                        pathlib.Path(told["began"]).touch()
                     delay = pb_utils.get_input_tensor_by_name(request, "DELAY_MS").as_numpy()
                     time.sleep(float(delay[0]) / 1000)
+                    while "until" in told and not pathlib.Path(told["until"]).exists():
+                        time.sleep(0.01)
                     answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", delay)]))
                 return answers
         """,

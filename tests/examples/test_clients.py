@@ -60,7 +60,7 @@ def run(client: str, url: str) -> tuple[int, str, int]:
 def test_digits(daemon: DaemonProcess, client: str) -> None:
     status, output, pid = run(client, daemon.grpc_url if client.startswith("grpc") else daemon.url)
     assert status == 0, output
-    assert not [name for name in os.listdir("/dev/shm") if str(pid) in name]
+    assert f"digits_{pid}" not in os.listdir("/dev/shm")
 
 
 def test_digits_reaches_its_accuracy_through_the_wire(daemon: DaemonProcess) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests import repositories
-from tests.daemon_process import DaemonProcess
+from tests.daemon_process import PATIENCE, DaemonProcess
 
 GOOD = {"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}
 
@@ -136,7 +136,7 @@ def test_wrong_method(daemon: DaemonProcess) -> None:
 
 def test_a_body_over_the_limit(daemon: DaemonProcess) -> None:
     """Refused by its length alone, with both numbers, before it is sent."""
-    with socket.create_connection(("127.0.0.1", daemon.port), 30) as connection:
+    with socket.create_connection(("127.0.0.1", daemon.port), PATIENCE) as connection:
         connection.sendall(b"POST /v2/models/scale/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 2000000\r\n\r\n")
         answer = connection.recv(65536).decode()
     assert " 413 " in answer.splitlines()[0]
@@ -219,7 +219,7 @@ def test_a_model_that_does_not_load_says_so(daemon: DaemonProcess) -> None:
 )
 def test_bytes_that_are_hardly_http(daemon: DaemonProcess, raw: bytes) -> None:
     """Answered with 4xx or hung up on, never with 2xx or 5xx."""
-    with socket.create_connection(("127.0.0.1", daemon.port), 30) as connection:
+    with socket.create_connection(("127.0.0.1", daemon.port), PATIENCE) as connection:
         try:
             connection.sendall(raw)
             connection.shutdown(socket.SHUT_WR)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -14,10 +15,18 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from tests import repositories
-from tests.daemon_process import DaemonProcess, tensorctl_status, wait_until
+from tests.daemon_process import PATIENCE, DaemonProcess, tensorctl_status, wait_until
 from tests.faults.load import CheckedLoad
 
 ASK = [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]
+
+
+def sleep(pool: ThreadPoolExecutor, daemon: DaemonProcess, delay_ms: int, began: Path) -> Future[Any]:
+    """A request that takes so long; returns when the model has begun with it."""
+    given = [{"name": "DELAY_MS", "shape": [1], "datatype": "INT32", "data": [delay_ms]}]
+    asked = pool.submit(daemon.infer, "sleepy", given, parameters={"began": str(began)})
+    wait_until(lambda: began.exists() or asked.done(), "the model to begin", daemon)
+    return asked
 
 
 def test_front_killed(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
@@ -32,7 +41,7 @@ def test_front_killed(start_daemon: Callable[..., DaemonProcess], tmp_path: Path
     for _ in range(3):
         (front,) = daemon.fronts
         front.kill()
-        psutil.wait_procs([front], timeout=10)
+        psutil.wait_procs([front], timeout=PATIENCE)
         # Connections made now wait in the socket's backlog for the next front, which knows everything once it takes them.
         status, answer = daemon.infer("scale", ASK)
         assert (status, answer["outputs"][0]["data"]) == (200, [4, 7, 10, 13])
@@ -94,13 +103,11 @@ def test_supervisor_killed(start_daemon: Callable[..., DaemonProcess], tmp_path:
     family = daemon.family()
     assert len(family) >= 3
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(
-            daemon.infer, "sleepy", [{"name": "DELAY_MS", "shape": [1], "datatype": "INT32", "data": [60000]}]
-        )
+        asked = sleep(pool, daemon, 600_000, tmp_path / "began")
         os.kill(daemon.pid, signal.SIGKILL)
-        _, alive = psutil.wait_procs(family, timeout=30)
+        _, alive = psutil.wait_procs(family, timeout=PATIENCE)
         assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-        assert asked.exception(timeout=30) is not None
+        assert asked.exception(timeout=PATIENCE) is not None
 
 
 def test_stop_answers_what_was_accepted(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
@@ -113,15 +120,7 @@ def test_stop_answers_what_was_accepted(start_daemon: Callable[..., DaemonProces
     daemon.wait_ready()
     family = daemon.family()
     with ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(
-            daemon.infer, "sleepy", [{"name": "DELAY_MS", "shape": [1], "datatype": "INT32", "data": [1500]}]
-        )
-
-        def running() -> bool:
-            front = daemon.fronts[0].pid
-            return any(c.pid == front and c.status == "ESTABLISHED" for c in psutil.net_connections("tcp"))
-
-        wait_until(running, "the request to arrive", daemon)
+        slow = sleep(pool, daemon, 1500, tmp_path / "began")
         status = daemon.stop()
         assert slow.result()[0] == 200
     assert status == 0
@@ -140,10 +139,10 @@ def test_a_broken_configuration_changes_nothing(start_daemon: Callable[..., Daem
         broken = {**daemon.sections, "http": {"port": 0, "prot": 1}}
         daemon.write_config(broken)
         daemon.signal(signal.SIGHUP)
-        daemon.wait_log(r"prot")
+        daemon.wait_log(r"reload refused.*prot")
         daemon.write_config(daemon.sections)
         daemon.signal(signal.SIGHUP)
-        daemon.wait_log(r"(?i)reload")
+        daemon.wait_log(r"reload: done")
         assert daemon.get("/v2/health/ready")[0] == 200
     assert load.errors == []
     assert load.wrong == 0
@@ -164,7 +163,7 @@ def test_grpc_front_killed(start_daemon: Callable[..., DaemonProcess], tmp_path:
         assert client.infer("scale", [given]).as_numpy("y").tolist() == [[4.0] * 4]
         (front,) = (process for process in daemon.family() if "daemon.grpc" in process.cmdline())
         front.kill()
-        psutil.wait_procs([front], timeout=10)
+        psutil.wait_procs([front], timeout=PATIENCE)
 
         def answered() -> bool:
             try:

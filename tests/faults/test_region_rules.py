@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tritonclient.utils import InferenceServerException
 
 from tests import repositories
-from tests.daemon_process import DaemonProcess, wait_until
+from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
 
 COUNT = 1024
 SIZE = 4 * COUNT
@@ -91,7 +91,7 @@ class RegionRules(RuleBasedStateMachine):
         """Two connections: of two fronts, where neither is slow to take one."""
         if who == "tcp":
             return [
-                httpclient.InferenceServerClient(self.daemon.url, network_timeout=120, connection_timeout=120)
+                httpclient.InferenceServerClient(self.daemon.url, network_timeout=PATIENCE, connection_timeout=PATIENCE)
                 for _ in range(2)
             ]
         own = [("grpc.use_local_subchannel_pool", 1)]

@@ -44,7 +44,7 @@ DELIBERATE = {501, 503, 505}
 NO_REGION = b'{"error":"Unable to open shared memory region: '
 MIB = 1 << 20
 
-pytestmark = pytest.mark.timeout(300 + COUNT // 20)
+pytestmark = pytest.mark.timeout(900 + COUNT // 5)
 
 
 @pytest.fixture(scope="module")

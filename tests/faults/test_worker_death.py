@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests import repositories
-from tests.daemon_process import DaemonProcess, wait_until
+from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
 from tests.faults.load import CheckedLoad
 
 #: The promise is stated for a minute of kills; a run by hand may ask for it.
@@ -41,7 +41,7 @@ def test_killed_under_load(start_daemon: Callable[..., DaemonProcess], tmp_path:
             wait_until(lambda: len(daemon.workers) == workers, "all workers", daemon)
             victim = daemon.workers[0]
             victim.kill()
-            psutil.wait_procs([victim], timeout=10)
+            psutil.wait_procs([victim], timeout=PATIENCE)
             answers = load.answers
             wait_until(lambda seen=answers: load.answers > seen + 50, "answers after the death", daemon)
             if not before:
@@ -80,7 +80,6 @@ def test_a_request_that_kills_two_workers_is_refused(
         assert not pids & {worker.pid for worker in daemon.workers}
     assert load.errors == []
     assert load.wrong == 0
-    assert daemon.log.count("restart") >= 0
 
 
 def test_a_hung_worker_is_replaced(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
@@ -89,7 +88,9 @@ def test_a_hung_worker_is_replaced(start_daemon: Callable[..., DaemonProcess], t
     Result: the supervisor kills and replaces it, and the waiting request is answered by the new one.
     """
     repository = repositories.scale_model(tmp_path / "repository")
-    daemon = start_daemon(repository, workers={"device": "cpu", "pin": False, "idle_timeout": 2, "execute_timeout": 4})
+    daemon = start_daemon(
+        repository, workers={"device": "cpu", "pin": False, "idle_timeout": 10, "execute_timeout": 20}
+    )
     daemon.wait_ready()
     (worker,) = daemon.workers
     worker.send_signal(signal.SIGSTOP)
@@ -101,24 +102,25 @@ def test_a_hung_worker_is_replaced(start_daemon: Callable[..., DaemonProcess], t
 
 def test_no_worker_is_said_so(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
     """
-    1. The only worker dies and its replacement has not loaded the model when the wait is over.
+    1. The only worker dies and its replacement does not load the model before the wait is over.
     Result: 503, not a hang; later the model answers again.
     """
-    repository = tmp_path / "repository"
+    repository, go = tmp_path / "repository", tmp_path / "go"
     repositories.write_model(
         repository,
         "slow_start",
-        """
+        f"""
+        import pathlib
         import time
-        inputs = {"x": "FP32[1]"}
-        outputs = {"y": "FP32[1]"}
+        inputs = {{"x": "FP32[1]"}}
+        outputs = {{"y": "FP32[1]"}}
 
         def create(path, config, device):
             marker = path / "started"
-            if marker.exists():
-                time.sleep(4)
+            while marker.exists() and not pathlib.Path({str(go)!r}).exists():
+                time.sleep(0.05)
             marker.touch()
-            return (lambda params, inputs: {"y": inputs["x"]}), {}
+            return (lambda params, inputs: {{"y": inputs["x"]}}), {{}}
         """,
     )
     daemon = start_daemon(repository, requests={"worker_wait": 0.5})
@@ -129,4 +131,5 @@ def test_no_worker_is_said_so(start_daemon: Callable[..., DaemonProcess], tmp_pa
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda _: daemon.infer("slow_start", ask), range(4)))
     assert {status for status, _ in answers} == {503}, answers
+    go.touch()
     wait_until(lambda: daemon.infer("slow_start", ask)[0] == 200, "the model to be back", daemon)

@@ -25,7 +25,7 @@ from tritonclient.utils import InferenceServerException, serialize_byte_tensor
 from tests import repositories
 from tests.cuda_owner import CudaOwner
 from tests.cuda_stub.library import CudaStub
-from tests.daemon_process import DaemonProcess, wait_until
+from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
 from tests.protocol.tensors import TENSORS, same
 from tests.protocol.test_system_regions import BAD_RANGES, ClientRegion, in_region, out_region
 
@@ -57,7 +57,7 @@ def owner(stub: CudaStub) -> Iterator[CudaOwner]:
 
 @pytest.fixture
 def client(daemon: DaemonProcess) -> Iterator[httpclient.InferenceServerClient]:
-    with httpclient.InferenceServerClient(daemon.url) as client:
+    with httpclient.InferenceServerClient(daemon.url, network_timeout=PATIENCE) as client:
         yield client
         client.unregister_cuda_shared_memory()
 
@@ -380,9 +380,9 @@ def test_rounds_leave_nothing(daemon: DaemonProcess, client: Any, stub: CudaStub
 
     rounds(20)
     (worker,) = daemon.workers
-    descriptors, allocations = worker.num_fds(), stub.allocations
+    held = worker.num_fds(), stub.allocations
     rounds(100)
-    assert (worker.num_fds(), stub.allocations) == (descriptors, allocations)
+    wait_until(lambda: (worker.num_fds(), stub.allocations) == held, f"{held} descriptors and allocations", daemon)
     assert not [mapped for mapped in worker.memory_maps() if mapped.path.startswith(str(stub.folder))]
 
 
@@ -399,7 +399,7 @@ def test_refused_registrations_leave_nothing(daemon: DaemonProcess, client: Any,
     refuse(10)
     held = worker.num_fds()
     refuse(100)
-    assert worker.num_fds() == held
+    wait_until(lambda: worker.num_fds() == held, f"{held} descriptors", daemon)
 
 
 def test_the_handle_is_told_to_nobody(daemon: DaemonProcess, client: Any, owner: CudaOwner) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -115,11 +116,12 @@ def test_every_call(client: Caller) -> None:
     assert client.is_model_ready("other") is False
     client.unload_model("other", unload_dependents=True)
 
-    region = shared_memory.create_shared_memory_region("calls", "/tensord-test-calls", 4096)
+    key = f"/tensord-test-{uuid.uuid4().hex}"
+    region = shared_memory.create_shared_memory_region("calls", key, 4096)
     try:
-        client.register_system_shared_memory("calls", "/tensord-test-calls", 4096)
+        client.register_system_shared_memory("calls", key, 4096)
         (status,) = client.get_system_shared_memory_status("calls")
-        assert (status["key"], status["byte_size"]) == ("/tensord-test-calls", 4096)
+        assert (status["key"], status["byte_size"]) == (key, 4096)
         client.unregister_system_shared_memory("calls")
         client.unregister_system_shared_memory()
         assert client.get_system_shared_memory_status() == []

@@ -16,7 +16,7 @@ import tritonclient.utils.shared_memory as system
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor, triton_to_np_dtype
 
-from tests.daemon_process import DaemonProcess
+from tests.daemon_process import PATIENCE, DaemonProcess
 from tests.protocol.tensors import JSON_DATATYPES, TENSORS, Array, same
 
 _FIELDS = {"BOOL": "bool", "INT64": "int64", "UINT64": "uint64", "FP32": "fp32", "FP64": "fp64", "BYTES": "bytes"}
@@ -68,7 +68,7 @@ def grpc_stream(daemon: DaemonProcess, datatype: str, values: Array) -> Array:
     with grpcclient.InferenceServerClient(daemon.grpc_url) as client:
         client.start_stream(lambda result, error: answers.put(error or result))
         client.async_stream_infer(f"echo_{datatype.lower()}", [grpc_input(datatype, values)])
-        return answers.get(timeout=60).as_numpy("y")
+        return answers.get(timeout=PATIENCE).as_numpy("y")
 
 
 def regions(module: Any, url: str, daemon: DaemonProcess, datatype: str, values: Array) -> Array:

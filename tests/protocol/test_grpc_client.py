@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from tests.daemon_process import DaemonProcess
+from tests.daemon_process import PATIENCE, DaemonProcess
 
 
 def client_of(daemon: DaemonProcess) -> grpcclient.InferenceServerClient:
@@ -79,7 +79,7 @@ def test_callbacks(daemon: DaemonProcess) -> None:
     with client_of(daemon) as client:
         for n in range(20):
             client.async_infer("scale", scale_input(n), lambda result, error: answers.put(error or result))
-        got = sorted(float(answers.get(timeout=60).as_numpy("y")[0, 0]) for _ in range(20))
+        got = sorted(float(answers.get(timeout=PATIENCE).as_numpy("y")[0, 0]) for _ in range(20))
     assert got == [3.0 * n + 1 for n in range(20)]
 
 
@@ -105,9 +105,9 @@ def test_a_stream_outlives_its_errors(daemon: DaemonProcess) -> None:
     with client_of(daemon) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
         client.async_stream_infer("nothing", scale_input(), request_id="bad")
-        assert "unknown model: 'nothing'" in answers.get(timeout=60)[1].message()
+        assert "unknown model: 'nothing'" in answers.get(timeout=PATIENCE)[1].message()
         client.async_stream_infer("scale", scale_input(4), request_id="good")
-        result, error = answers.get(timeout=60)
+        result, error = answers.get(timeout=PATIENCE)
         assert error is None
         assert result.as_numpy("y").tolist() == [[13.0] * 4]
         assert result.get_response().parameters["triton_final_response"].bool_param
@@ -132,7 +132,7 @@ def test_many_in_flight_on_one_stream(daemon: DaemonProcess) -> None:
             client.async_stream_infer("scale", scale_input(n), request_id=str(n))
         got = {}
         for _ in range(1000):
-            result, error = answers.get(timeout=60)
+            result, error = answers.get(timeout=PATIENCE)
             assert error is None
             got[int(result.get_response().id)] = float(result.as_numpy("y")[0, 0])
     assert got == {n: 3.0 * n + 1 for n in range(1000)}

@@ -23,7 +23,7 @@ import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
 from tests import repositories
-from tests.daemon_process import DaemonProcess, wait_until
+from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
 
 #: A process that registers a region over a unix socket and then waits for its end.
 OWNER = """
@@ -90,7 +90,7 @@ def infer(url: str, region: str) -> None:
     given.set_shared_memory(region, SIZE // 2)
     wanted = httpclient.InferRequestedOutput("y")
     wanted.set_shared_memory(region, SIZE // 2, offset=SIZE // 2)
-    with httpclient.InferenceServerClient(url) as client:
+    with httpclient.InferenceServerClient(url, network_timeout=PATIENCE) as client:
         client.infer("echo_fp32", [given], outputs=[wanted])
 
 
@@ -193,7 +193,7 @@ def test_sealed_memory_as_the_documentation_says(served: Served) -> None:
     recipe = recipe.replace("/run/tensord/regions.sock", str(served.regions)).replace(
         "localhost:8000", served.daemon.url
     )
-    done = subprocess.run([sys.executable, "-c", recipe], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run([sys.executable, "-c", recipe], capture_output=True, text=True, timeout=PATIENCE, check=True)
     assert done.stdout.split() == ["0.0", "1.0", "2.0", "3.0"]
     wait_until(lambda: not served.records(), "the region to be gone", served.daemon)
 

@@ -12,7 +12,7 @@ import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
 from tests import repositories
-from tests.daemon_process import DaemonProcess, wait_until
+from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
 
 TIMES = """
 import numpy as np
@@ -54,7 +54,7 @@ def daemon(
 
 @pytest.fixture
 def client(daemon: DaemonProcess) -> Iterator[httpclient.InferenceServerClient]:
-    with httpclient.InferenceServerClient(daemon.url) as made:
+    with httpclient.InferenceServerClient(daemon.url, network_timeout=PATIENCE) as made:
         yield made
 
 
