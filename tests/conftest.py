@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.cuda_owner import CudaOwner
 from tests.cuda_stub.library import CudaStub
 from tests.daemon_process import DaemonProcess, nothing_left_behind
 
-# No test asserts a time, on a busy machine least of all.
-settings.register_profile("tensord", deadline=None)
+# No test asserts a time, on a busy machine least of all. The same examples everywhere, so that a change is judged by what it
+# changes; `make test ARGS=--hypothesis-profile=search` looks for others.
+settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=False)
+settings.register_profile("tensord", settings.get_profile("search"), derandomize=True, database=None)
 settings.load_profile("tensord")
 
 

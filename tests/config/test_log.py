@@ -126,5 +126,5 @@ def test_a_change_leaves_no_descriptor_behind(tmp_path: Path) -> None:
         log.configure(Log(file=str(path), verbose=verbose), "supervisor", {})
         logging.getLogger("x").info("line")
     log.configure(Log(), "supervisor", {})
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     assert path.read_text().count("line") == 3

@@ -170,6 +170,6 @@ def test_a_segment_is_not_announced_twice() -> None:
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(InvalidArgument, match="twice"):
         peer.open(0, 1 * MIB, os.dup(fd))
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before
     peer.close()
     arena.close()

@@ -87,7 +87,7 @@ def test_records_of_any_size(size: int) -> None:
         submitter.put(record)
     assert submitter.flush()
     assert drain(worker) == [Cancel(1), large, Cancel(2)]
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
     submitter.close()
     worker.close()
 
@@ -128,7 +128,7 @@ def test_descriptors_travel_with_their_record_and_nothing_leaks() -> None:
         os.close(fd)
     submitter.close()
     worker.close()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 @given(st.binary(max_size=300))
@@ -170,7 +170,7 @@ def test_descriptors_of_garbage_are_closed() -> None:
     for _ in range(2):
         with pytest.raises(InvalidArgument):
             worker.receive()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before
     ours.close()
     worker.close()
 

@@ -88,7 +88,7 @@ def test_slots_are_used_again() -> None:
         guarded.release()
         guarded.release()
         mapping.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.parametrize(

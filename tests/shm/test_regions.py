@@ -75,7 +75,7 @@ def test_only_regular_files_of_ours(key: str) -> None:
     with pytest.raises(ServingError):
         open_object("r", key)
     path.unlink()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_ranges_that_cannot_be_mapped(key: str, offset: int, byte_size: int) -> 
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(InvalidArgument, match="failed to register shared memory region 'r'"):
         Region("r", key, open_object("r", key), offset, byte_size)
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_sparse_object_is_not_filled_by_registering_it(key: str) -> None:

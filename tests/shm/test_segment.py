@@ -50,7 +50,7 @@ def test_attach_refuses_what_could_be_truncated() -> None:
     with pytest.raises(InvalidArgument, match="not sealed"):
         Segment.attach(read, 4096)
     os.close(write)
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_view_in_use_survives_the_close() -> None:

@@ -65,4 +65,4 @@ def test_it_must_be_inside_the_object(path: Path) -> None:
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(InvalidArgument, match="failed to register shared memory region 'r'"):
         SnapshotRegion("r", path.name, open_object("r", path.name), 4096, 8193)
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert set(os.listdir("/proc/self/fd")) <= before
