@@ -332,5 +332,9 @@ def test_the_owner_of_gpu_memory_dies(serve: Callable[..., Served], tmp_path: Pa
         tcp.sleep("kept", tmp_path / "again")
         served.tensorctl("regions", "unregister", "")
         assert served.records() == {}
-        assert not [entry for entry in worker.memory_maps(grouped=False) if entry.path.startswith(str(stub.folder))]
+        wait_until(
+            lambda: not [e for e in worker.memory_maps(grouped=False) if e.path.startswith(str(stub.folder))],
+            "no mapping of GPU memory",
+            served.daemon,
+        )
     assert [found.pid for found in served.daemon.workers] == [worker.pid]

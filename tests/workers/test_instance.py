@@ -122,7 +122,7 @@ def test_an_idle_instance_keeps_nothing_of_its_last_requests(inbox: Inbox, page:
     del execution
     until(inbox, done.is_set)
     # The thread may still be on its way to its next job.
-    assert ended.wait(60)
+    assert ended.wait(600)
     closed = threading.Event()
     instance.close(closed.set)
     until(inbox, closed.is_set)
