@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import signal
 import socket
@@ -21,7 +22,7 @@ import tritonclient.utils.shared_memory as shm
 from tritonclient.utils import InferenceServerException
 
 from tests import repositories
-from tests.daemon_process import DaemonProcess, tensorctl_status, wait_until
+from tests.daemon_process import PATIENCE, DaemonProcess, tensorctl_status, wait_until
 
 #: Channels of one process share a connection otherwise.
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
@@ -91,7 +92,9 @@ class Fronts:
     def client(self, protocol: str) -> Any:
         """Not connected yet."""
         if protocol == "http":
-            return httpclient.InferenceServerClient(self.daemon.url, network_timeout=120, connection_timeout=120)
+            return httpclient.InferenceServerClient(
+                self.daemon.url, network_timeout=PATIENCE, connection_timeout=PATIENCE
+            )
         return grpcclient.InferenceServerClient(self.daemon.grpc_url, channel_args=OWN_CONNECTION)
 
     @property
@@ -255,8 +258,10 @@ def test_traces_are_counted_over_all_fronts(fronts: Fronts) -> None:
     assert '"0"' in json.dumps(as_json(fronts.http[1], "get_trace_settings"))
 
     def traced() -> list[int]:
-        text = path.read_text()
-        entries = json.loads(text) if text.endswith("]") else []
+        with path.open() as file:
+            # Not in the middle of a write.
+            fcntl.flock(file, fcntl.LOCK_SH)
+            entries = json.loads(file.read() or "[]")
         return sorted(int(entry["request_id"]) for entry in entries if "request_id" in entry)
 
     wait_until(lambda: len(traced()) == 5, "five traces")

@@ -18,7 +18,7 @@ from tests.fakes import MIB, EchoWorker, until
 
 #: One request of this size fills the arena.
 FULL = 2 * MIB
-ARENAS = {"byte_size": MIB, "max_byte_size": 3 * MIB, "keep_byte_size": 0, "wait": 20.0}
+ARENAS = {"byte_size": MIB, "max_byte_size": 3 * MIB, "keep_byte_size": 0, "wait": 60.0}
 
 Served = tuple[GrpcFrontProcess, EchoWorker, FrameClient]
 
