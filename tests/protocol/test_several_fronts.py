@@ -285,7 +285,7 @@ def test_streams_of_every_front(fronts: Fronts) -> None:
 
 def test_a_restart_for_another_number_of_fronts(fronts: Fronts) -> None:
     """SIGHUP does not change how many there are, and says so."""
-    sections = {**fronts.daemon.sections, "http": {"port": 0, "processes": 2}}
+    sections = {**fronts.daemon.sections, "http": {**fronts.daemon.sections["http"], "processes": 2}}
     before = {process.pid for process in fronts.daemon.fronts}
     fronts.daemon.write_config(sections)
     fronts.daemon.signal(signal.SIGHUP)
