@@ -1,16 +1,18 @@
-"""The one thing setup.cfg cannot say: the C extension. Everything else is in setup.cfg."""
+"""The one thing setup.cfg cannot say: the C extensions. Everything else is in setup.cfg."""
 
 from setuptools import Extension, setup
 
-setup(
-    ext_modules=[
-        # Optional: without a compiler the package still installs, and a truncated client region costs its worker.
-        Extension(
-            "shm._guard",
-            ["shm/_guard.c"],
-            py_limited_api=True,
-            optional=True,
-            extra_compile_args=["-O2", "-std=gnu11", "-Wall", "-Wextra"],
-        )
-    ]
-)
+
+def extension(name: str) -> Extension:
+    """``shm/NAME.c`` as ``shm.NAME``; where it cannot be compiled the package still installs."""
+    return Extension(
+        f"shm.{name}",
+        [f"shm/{name}.c"],
+        py_limited_api=True,
+        optional=True,
+        extra_compile_args=["-O2", "-std=gnu11", "-Wall", "-Wextra"],
+    )
+
+
+# Without the guard a client's region is never mapped, without the other large tensors are copied more slowly.
+setup(ext_modules=[extension("_guard"), extension("_large_copy")])

@@ -13,6 +13,7 @@ import contextlib
 
 import numpy as np
 
+from shm import large_copy
 from shm.arrays import Array, byte_content, datatype_of
 from shm.cuda_regions import CudaRegion
 from shm.errors import Internal, ServingError
@@ -250,4 +251,4 @@ def _write(view: memoryview, content: Content) -> None:
     elif isinstance(content, DeviceArray):
         content.copy_into(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
     elif content.nbytes:
-        np.copyto(np.frombuffer(view, content.dtype).reshape(content.shape), content)
+        large_copy.copy(view, content)
