@@ -44,7 +44,7 @@ def ready(address: str) -> bool:
     try:
         with urllib.request.urlopen(f"http://{address}/v2/health/ready", timeout=5) as answer:
             return bool(answer.status == 200)
-    except (urllib.error.URLError, ConnectionError):
+    except (urllib.error.URLError, ConnectionError, TimeoutError):  # a busy machine, too
         return False
 
 

@@ -1,7 +1,7 @@
 """The copy of large tensors, past the processor's caches: in C (``shm/_large_copy.c``) where it could be built, else numpy's.
 
-Measured with the executable before and a reader after it, on 32 MiB of shared cache: from 8 MiB on all three together are 10 to 30 %
-faster for it; at 4 MiB and less the reader loses more than the copy gains, because it finds nothing in the cache.
+Measured with the executable before and a reader after it, on 32 MiB of shared cache: from 8 MiB on all three together are 10 to
+30 % faster for it; at 4 MiB and less the reader loses more than the copy gains, because it finds nothing in the cache.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import subprocess
 import sys
@@ -139,105 +138,6 @@ def test_truncated_and_grown_all_the_time(daemon: DaemonProcess) -> None:
     assert {worker.pid for worker in daemon.workers} == workers
     assert load.errors == []
     assert load.wrong == 0
-
-
-@pytest.mark.parametrize("access", ["guarded", "snapshot"])
-def test_an_attacker_with_every_trick(start_daemon: Callable[..., DaemonProcess], tmp_path: Path, access: str) -> None:
-    """
-    1. An attacker truncates, punches, rewrites, unlinks and re-creates its objects while it uses them; registers names that are
-       not its own, wrong offsets, and regions beyond its quota. Four other clients work meanwhile, one with a region of its own.
-    Result: the others get right answers only; no worker dies; the attacker's errors are clear and tell nothing; what it was not
-    given is not there; afterwards nothing is left.
-    """
-    repository = repositories.echo_models(tmp_path / "repository")
-    repositories.scale_model(repository)
-    daemon = start_daemon(repository, regions={"access": access, "max_owner_count": 64})
-    daemon.wait_ready()
-    (worker,) = daemon.workers
-    messages: list[str] = []
-    with (
-        httpclient.InferenceServerClient(daemon.url, network_timeout=PATIENCE) as client,
-        CheckedLoad(daemon, 4) as load,
-        hostile_object(client) as (honest, _),
-    ):
-        mappings, fds = len(worker.memory_maps(grouped=False)), worker.num_fds()
-        with hostile_object(client) as (region, path):
-            stop = threading.Event()
-            attacker = threading.Thread(target=_torment, args=(path, stop))
-            attacker.start()
-            try:
-                for _ in range(100):
-                    try:
-                        client.infer("echo_fp32", [whole(region)])
-                    except InferenceServerException as error:
-                        messages.append(error.message())
-                        client.unregister_system_shared_memory(region)
-                        with contextlib.suppress(InferenceServerException):
-                            client.register_system_shared_memory(region, "/" + region, SIZE)
-                    own = client.infer("echo_fp32", [whole(honest)]).as_numpy("y")
-                    assert own.tolist() == list(range(SIZE // 4))
-            finally:
-                stop.set()
-                attacker.join()
-            for key, offset, size in [
-                ("/../etc/passwd", 0, 64),
-                ("/sem.victim", 0, 64),
-                ("/proc/self/mem", 0, 64),
-                ("/memfd:tensord", 0, 64),
-                ("/tensord-test-nobody-has-this", 0, 64),
-                ("/" + honest, 2**62, 4096),
-                ("/" + honest, 4096, SIZE),
-            ]:
-                with pytest.raises(InferenceServerException) as refused:
-                    client.register_system_shared_memory("bad", key, size, offset)
-                messages.append(refused.value.message())
-        refusals = []
-        for number in range(3000):
-            try:
-                client.register_system_shared_memory(f"many-{number}", "/" + honest, 4096)
-            except InferenceServerException as error:
-                refusals.append(error.message())
-        assert len(refusals) == 3000 - 63
-        assert all("64 regions are registered by this client's user or host, at most 64" in text for text in refusals)
-        assert len(client.get_system_shared_memory_status()) == 64
-        for number in range(63):
-            client.unregister_system_shared_memory(f"many-{number}")
-        assert client.infer("echo_fp32", [whole(honest)]).as_numpy("y").tolist() == list(range(SIZE // 4))
-        assert [entry["name"] for entry in client.get_system_shared_memory_status()] == [honest]
-        # A batch of the load may be under way: its lane's segments come and go, clients' objects do not.
-        # The last one goes with the last result that used it.
-        wait_until(
-            lambda: not any(region in entry.path for entry in worker.memory_maps(grouped=False)),
-            "the attacker's mappings to be gone",
-            daemon,
-        )
-        wait_until(
-            lambda: abs(len(worker.memory_maps(grouped=False)) - mappings) <= 16, "as many mappings as before", daemon
-        )
-        wait_until(lambda: abs(worker.num_fds() - fds) <= 4, "as many descriptors as before", daemon)
-    assert [found.pid for found in daemon.workers] == [worker.pid]
-    assert messages
-    for message in messages:
-        assert "Traceback" not in message
-        assert "/dev/shm" not in message
-        assert "/proc/" not in message or "/proc/self/mem" in message
-    assert load.errors == []
-    assert load.wrong == 0
-    assert load.answers
-
-
-def _torment(path: Path, stop: threading.Event) -> None:
-    """Does to an object of ours what an owner may do."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    punch = 0x03  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, linux/falloc.h
-    while not stop.is_set():
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        os.ftruncate(fd, SIZE)
-        os.pwrite(fd, os.urandom(4096), 0)
-        libc.fallocate(fd, punch, ctypes.c_long(0), ctypes.c_long(SIZE // 2))
-        os.ftruncate(fd, 100)
-        os.close(fd)
-        path.unlink(missing_ok=True)
 
 
 #: Runs in a mount namespace of its own, in which /dev/shm holds 4 MiB.

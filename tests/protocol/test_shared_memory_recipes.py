@@ -1,0 +1,135 @@
+"""The recipes of docs/shared-memory.md, run as they stand against a daemon with the models they speak of."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import repositories
+from tests.cuda_stub.library import CudaStub
+from tests.daemon_process import DaemonProcess
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "shared-memory.md"
+#: What a program in C does with its region: writes the first tensor, and prints the second once the daemon has written it.
+MAIN = """
+#include <stdio.h>
+int main(int argc, char **argv) {
+    float *values = make_region(argv[1], 4096);
+    if (argc < 2 || values == NULL || make_region(argv[1], 4096) != NULL)
+        return 1;
+    for (int i = 0; i < 4; i++)
+        values[i] = (float)i;
+    puts("made");
+    fflush(stdout);
+    getchar();
+    for (int i = 0; i < 4; i++)
+        printf("%.1f ", values[16 + i]);
+    return 0;
+}
+"""
+
+
+def recipe(heading: str) -> str:
+    """The first code block under a heading."""
+    section = DOCUMENT.read_text().partition(f"# {heading}\n")[2]
+    found = re.search(r"```\w*\n(.*?)```", section, re.DOTALL)
+    assert found is not None, heading
+    return found[1]
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
+    return CudaStub(tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.fixture(scope="module")
+def daemon(leaves_nothing: None, stub: CudaStub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    repository = tmp_path_factory.mktemp("repository")
+    repositories.echo_models(repository)
+    repositories.scale_model(repository)
+    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], environment=stub.environment) as running:
+        running.wait_ready()
+        yield running
+
+
+@pytest.fixture
+def key() -> Iterator[str]:
+    name = f"tensord-test-{uuid.uuid4().hex}"
+    yield name
+    Path("/dev/shm", name).unlink(missing_ok=True)
+
+
+def run(program: str, daemon: DaemonProcess, key: str, environment: dict[str, str] | None = None) -> list[str]:
+    """The words it prints."""
+    for there, here in {
+        "localhost:8000": daemon.url,
+        "127.0.0.1:8000": daemon.url,
+        "my-input": key,
+    }.items():
+        program = program.replace(there, here)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | (environment or {}))
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_tritonclient(daemon: DaemonProcess, key: str) -> None:
+    given = "import numpy as np\nvalues = np.arange(4, dtype=np.float32).reshape(1, 4)\n"
+    after = "\nprint(*answer.as_numpy('y').ravel())\nclient.unregister_system_shared_memory('input')\n"
+    after += "shm.destroy_shared_memory_region(handle)\nclient.close()"
+    assert run(given + recipe("tritonclient") + after, daemon, key) == ["1.0", "4.0", "7.0", "10.0"]
+
+
+def test_numpy_and_http(daemon: DaemonProcess, key: str) -> None:
+    program = recipe("numpy and HTTP alone").replace('post("/v2/models', 'answer = post("/v2/models')
+    after = (
+        "\nprint(*json.loads(answer)['outputs'][0]['data'])\npost('/v2/systemsharedmemory/region/input/unregister', {})"
+    )
+    assert run(program + after, daemon, key) == ["0.0", "1.0", "2.0", "3.0"]
+
+
+def test_c(daemon: DaemonProcess, key: str, tmp_path: Path) -> None:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    (tmp_path / "region.c").write_text(recipe("C") + MAIN)
+    subprocess.run(
+        [compiler, "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-o", tmp_path / "region", tmp_path / "region.c"],
+        check=True,
+    )
+    with subprocess.Popen(
+        [tmp_path / "region", f"/{key}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout is not None
+        assert program.stdin is not None
+        assert program.stdout.readline() == "made\n"
+        registration = f'{{"key": "/{key}", "byte_size": 4096}}'.encode()
+        path = "/v2/systemsharedmemory/region/c"
+        assert daemon.request("POST", f"{path}/register", registration)[0] == 200
+        places = [
+            {"shared_memory_region": "c", "shared_memory_byte_size": 16, "shared_memory_offset": offset}
+            for offset in (0, 64)
+        ]
+        status, answer = daemon.infer(
+            "echo_fp32",
+            [{"name": "x", "datatype": "FP32", "shape": [4], "parameters": places[0]}],
+            outputs=[{"name": "y", "parameters": places[1]}],
+        )
+        assert status == 200, answer
+        program.stdin.write("\n")
+        program.stdin.flush()
+        assert program.stdout.read().split() == ["0.0", "1.0", "2.0", "3.0"]
+        assert daemon.request("POST", f"{path}/unregister", b"")[0] == 200
+
+
+def test_gpu_memory(daemon: DaemonProcess, stub: CudaStub, key: str) -> None:
+    program = recipe("CUDA regions").replace("\nclient.unregister", "\nprint(*y)\nclient.unregister")
+    assert run(program + "\nclient.close()", daemon, key, stub.environment) == ["1.0", "4.0", "7.0", "10.0"]
