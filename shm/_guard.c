@@ -33,6 +33,8 @@ typedef struct {
 static slot_t slots[SLOTS];
 /* One more than the highest slot ever used, so that the handler does not walk the whole table. */
 static _Atomic int used;
+/* Of all slots that are taken: as long as it is 0 nobody has to look at any of them. */
+static _Atomic unsigned long all_faults;
 static uintptr_t page_size;
 static struct sigaction previous;
 static int installed;
@@ -51,6 +53,7 @@ static int cover(uintptr_t address) {
         if (zeros == MAP_FAILED)
             return 0;
         atomic_fetch_add(&slots[i].faults, 1);
+        atomic_fetch_add(&all_faults, 1);
         return 1;
     }
     return 0;
@@ -107,7 +110,6 @@ static PyObject *guard_add(PyObject *module, PyObject *object) {
     for (int i = 0; i < SLOTS; i++) {
         if (atomic_load(&slots[i].start) != 0)
             continue;
-        atomic_store(&slots[i].faults, 0);
         atomic_store(&slots[i].end, end);
         atomic_store(&slots[i].start, start);
         if (i >= atomic_load(&used))
@@ -135,6 +137,7 @@ static PyObject *guard_remove(PyObject *module, PyObject *object) {
     if (slot < 0)
         return NULL;
     atomic_store(&slots[slot].start, 0);
+    atomic_fetch_sub(&all_faults, atomic_exchange(&slots[slot].faults, 0));
     Py_RETURN_NONE;
 }
 
@@ -146,11 +149,18 @@ static PyObject *guard_faults(PyObject *module, PyObject *object) {
     return PyLong_FromUnsignedLong(atomic_load(&slots[slot].faults));
 }
 
+static PyObject *guard_any(PyObject *module, PyObject *unused) {
+    (void)module;
+    (void)unused;
+    return PyBool_FromLong(atomic_load(&all_faults) != 0);
+}
+
 static PyMethodDef methods[] = {
     {"install", guard_install, METH_NOARGS, "Installs the SIGBUS handler. Idempotent."},
     {"add", guard_add, METH_O, "Guards the memory of a buffer, which must start on a page; returns its slot."},
     {"remove", guard_remove, METH_O, "Frees a slot. Nobody may touch the memory any more."},
     {"faults", guard_faults, METH_O, "How often the guarded memory was missing."},
+    {"any", guard_any, METH_NOARGS, "Whether any memory that is guarded now was missing."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -17,6 +17,11 @@ else:
     available = True
 
 
+def any_faults() -> bool:
+    """Whether a page of anything that is guarded now was missing: one cheap question for all mappings together."""
+    return available and _guard.any()
+
+
 def install() -> None:
     """Installs the handler in this process, before the first region is mapped. A no-op where the extension is missing."""
     if available:
@@ -37,7 +42,7 @@ class Guarded:
         return 0 if self._slot is None else _guard.faults(self._slot)
 
     def release(self) -> None:
-        """Ends the guard; call before the mapping is closed, when nobody touches it any more. Idempotent."""
+        """Ends the guard, once nobody touches the memory any more. Idempotent."""
         slot, self._slot = self._slot, None
         if slot is not None:
             _guard.remove(slot)

@@ -22,11 +22,12 @@ import mmap
 import os
 import re
 import stat
+import weakref
 
 import posix_ipc
 
 from shm import guard
-from shm.errors import Internal, InvalidArgument
+from shm.errors import Internal, InvalidArgument, Unavailable
 
 _KEY = re.compile(r"/?[A-Za-z0-9_][A-Za-z0-9._-]{0,200}", re.ASCII)
 #: Named semaphores lie in the same folder.
@@ -47,12 +48,13 @@ def check_range(offset: int, byte_size: int, limit: int, region: str) -> None:
 
     Raises: InvalidArgument: ``[offset, offset + byte_size)`` is not wholly inside ``limit`` bytes.
     """
+    if 0 <= offset < limit and 0 <= byte_size <= limit - offset:
+        return
     if offset < 0 or byte_size < 0 or offset > _LIMIT or byte_size > _LIMIT:
         raise InvalidArgument(f"Invalid offset {offset} or byte size {byte_size} for shared memory region: '{region}'")
     if offset >= limit:
         raise InvalidArgument(f"Invalid offset for shared memory region: '{region}'")
-    if offset + byte_size > limit:
-        raise InvalidArgument(f"Invalid offset + byte size for shared memory region: '{region}'")
+    raise InvalidArgument(f"Invalid offset + byte size for shared memory region: '{region}'")
 
 
 def open_object(name: str, key: str) -> int:
@@ -126,10 +128,16 @@ class Region:
     def __init__(self, name: str, key: str, fd: int, offset: int, byte_size: int) -> None:
         """Maps the range and takes the descriptor over, also when it refuses.
 
-        Raises: InvalidArgument: the range is empty, not page-aligned, or not inside the object.
+        Raises: InvalidArgument: the range is empty, not page-aligned, or not inside the object.  Unavailable: no more can be
+          guarded.
         """
+        guard.install()
         try:
             self._mapping = _map(name, fd, offset, byte_size)
+            self._guard = guard.Guarded(self._mapping) if guard.available else None
+        except OverflowError as error:
+            os.close(fd)
+            raise Unavailable(f"failed to register shared memory region '{name}': {error}") from None
         except BaseException:
             os.close(fd)
             raise
@@ -141,8 +149,6 @@ class Region:
         #: Requests that use the region now.
         self.leases = 0
         self._whole = memoryview(self._mapping)
-        guard.install()
-        self._guard = guard.Guarded(self._mapping) if guard.available else None
 
     def view(self, offset: int, byte_size: int) -> memoryview:
         """Writable bytes at ``offset`` from the region's start. Raises InvalidArgument: not wholly inside it."""
@@ -162,6 +168,12 @@ class Region:
         """
         return 0 if self._guard is None else self._guard.faults
 
+    def write(self, offset: int, content: memoryview | bytes) -> None:
+        """Writes contiguous bytes. Raises InvalidArgument: not wholly inside."""
+        byte_size = len(content)
+        check_range(offset, byte_size, self.byte_size, self.name)
+        self._whole[offset : offset + byte_size] = content
+
     def read(self, offset: int, byte_size: int) -> bytes:
         """A copy that nobody else can write to, for whatever is parsed. Raises InvalidArgument: not wholly inside."""
         return bytes(self.view(offset, byte_size))
@@ -180,11 +192,16 @@ class Region:
             return
         os.close(self.fd)
         self.fd = -1
-        if self._guard is not None:
-            self._guard.release()
-        with contextlib.suppress(BufferError):
-            self._whole.release()
+        self._whole.release()
+        try:
             self._mapping.close()
+        except BufferError:
+            # A model keeps an array of it: the memory is guarded until that is gone, or its owner could still kill us.
+            if self._guard is not None:
+                weakref.finalize(self._mapping, self._guard.release)
+        else:
+            if self._guard is not None:
+                self._guard.release()
 
     def __repr__(self) -> str:
         return f"<Region {self.name!r} {self.offset}+{self.byte_size} leases={self.leases}>"

@@ -60,8 +60,9 @@ class SnapshotRegion:
         self.read_into(offset, memoryview(made))
         return bytes(made)
 
-    def write(self, offset: int, content: memoryview) -> None:
+    def write(self, offset: int, content: memoryview | bytes) -> None:
         """Writes contiguous bytes. Raises InvalidArgument: outside, the object shrank, or the host has no memory for it."""
+        content = memoryview(content)
         size = content.nbytes
         self.check(offset, size)
         at = self.offset + offset

@@ -143,7 +143,7 @@ def _all_small(
     for place, content in writes:
         target = _leased(request, place.region)
         assert not isinstance(target, CudaRegion)
-        _write_region(target, place.offset, content)
+        target.write(place.offset, content)
     request.copied_byte_size += inline_byte_size - room
     return tuple(tensors)
 
@@ -191,7 +191,10 @@ def _fit(
 
 def _leased(request: Request, name: str) -> AnyRegion:
     """The very region that was checked: by now its name may be free, or stand for another one."""
-    return next(region for region in request.regions if region.name == name)
+    for region in request.regions:
+        if region.name == name:
+            return region
+    raise AssertionError(f"no lease on region '{name}'")
 
 
 def _byte_size(content: Content) -> int:
@@ -240,7 +243,7 @@ def _write_region(region: Region | SnapshotRegion, offset: int, content: Content
     if not isinstance(region, SnapshotRegion):
         _write(region.view(offset, size), content)
     elif isinstance(content, bytes):
-        region.write(offset, memoryview(content))
+        region.write(offset, content)
     else:
         region.write(offset, np.ascontiguousarray(content).reshape(-1).view(np.uint8).data)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import signal
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from shm import guard
+from shm.errors import Unavailable
 from shm.regions import Region
 
 ROOT = Path(__file__).parent.parent.parent
@@ -78,6 +80,54 @@ def test_each_region_counts_its_own() -> None:
     assert (first.faults, second.faults) == (0, 1)
     first.close()
     second.close()
+
+
+def test_one_question_for_all() -> None:
+    """As long as nothing was missing nobody has to ask each region; that holds again when the bad ones are gone."""
+    gc.collect()  # what other tests have left
+    good, first, second = region_of(PAGE), region_of(PAGE), region_of(2 * PAGE)
+    assert not guard.any_faults()
+    for region in (first, second):
+        os.ftruncate(region.fd, 0)
+        bytes(region.view(0, 1))
+    assert guard.any_faults()
+    first.close()
+    assert guard.any_faults()
+    second.close()
+    assert not guard.any_faults()
+    again = region_of(PAGE)
+    assert (again.faults, good.faults) == (0, 0)
+    again.close()
+    good.close()
+
+
+def test_what_is_still_looked_at_stays_guarded() -> None:
+    """A model keeps an array of a region that was unregistered; its owner truncates it: zeros, no death."""
+    gc.collect()
+    region = region_of(2 * PAGE)
+    kept = np.frombuffer(region.view(0, 2 * PAGE), np.uint8)
+    fd = os.dup(region.fd)
+    region.close()
+    region.close()
+    os.ftruncate(fd, 0)
+    os.close(fd)
+    assert kept.sum() == 0
+    assert guard.any_faults()
+    del kept, region
+    assert not guard.any_faults()
+
+
+def test_more_mappings_than_can_be_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The region is refused, and nothing of it stays."""
+    before = len(os.listdir("/proc/self/fd"))
+
+    def full(mapping: mmap.mmap) -> int:
+        raise OverflowError("all 8192 slots of the guard are taken")
+
+    monkeypatch.setattr(guard._guard, "add", full)
+    with pytest.raises(Unavailable, match="'r': all 8192 slots of the guard are taken"):
+        region_of(PAGE)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_slots_are_used_again() -> None:

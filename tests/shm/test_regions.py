@@ -36,6 +36,12 @@ def test_a_region_reads_and_writes_the_clients_object(key: str) -> None:
     assert (SHM / key).read_bytes()[4096 + 8 : 4096 + 12] == b"here"
     (SHM / key).unlink()
     assert bytes(region.view(8, 4)) == b"here"
+    for content in (b"more", memoryview(b"more")):
+        region.write(8192 - 4, content)
+        assert region.read(8192 - 4, 4) == b"more"
+    for offset in (8192 - 3, -1, 8192):
+        with pytest.raises(InvalidArgument, match="'r'"):
+            region.write(offset, b"much")
     region.close()
     region.close()
 
