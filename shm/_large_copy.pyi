@@ -1,0 +1,3 @@
+from typing_extensions import Buffer
+
+def copy(target: Buffer, source: Buffer, /) -> None: ...
