@@ -21,6 +21,8 @@ from typing import Any
 import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
+from tests.daemon_process import PATIENCE
+
 SIZE = 1 << 20
 #: More than any quota of the daemon under attack.
 MANY = 2000
@@ -33,7 +35,7 @@ class Attacker:
     """``messages``: trick -> what it was told."""
 
     def __init__(self, url: str, prefix: str) -> None:
-        self.client = httpclient.InferenceServerClient(url, connection_timeout=120, network_timeout=120)
+        self.client = httpclient.InferenceServerClient(url, connection_timeout=PATIENCE, network_timeout=PATIENCE)
         self.prefix = prefix
         self.messages: dict[str, list[str]] = {}
 

@@ -16,7 +16,7 @@ import pytest
 import tritonclient.http as httpclient
 
 from tests import repositories
-from tests.daemon_process import ROOT, DaemonProcess, wait_until
+from tests.daemon_process import PATIENCE, ROOT, DaemonProcess, wait_until
 from tests.faults.attacker import MANY, SIZE
 from tests.faults.load import CheckedLoad
 
@@ -37,7 +37,7 @@ class HonestRegion:
 
     def __enter__(self) -> HonestRegion:
         self.path.write_bytes(bytes(2 * SIZE))
-        with httpclient.InferenceServerClient(self._url) as client:
+        with httpclient.InferenceServerClient(self._url, network_timeout=PATIENCE) as client:
             client.register_system_shared_memory(self._name, "/" + self._name, 2 * SIZE)
         self._thread.start()
         return self
@@ -45,7 +45,7 @@ class HonestRegion:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        with httpclient.InferenceServerClient(self._url) as client:
+        with httpclient.InferenceServerClient(self._url, network_timeout=PATIENCE) as client:
             client.unregister_system_shared_memory(self._name)
         self.path.unlink()
 
@@ -55,7 +55,9 @@ class HonestRegion:
         wanted = httpclient.InferRequestedOutput("y")
         wanted.set_shared_memory(self._name, SIZE, offset=SIZE)
         memory = np.memmap(self.path, np.float32, "r+", shape=(2, SIZE // 4))
-        with httpclient.InferenceServerClient(self._url, connection_timeout=120, network_timeout=120) as client:
+        with httpclient.InferenceServerClient(
+            self._url, connection_timeout=PATIENCE, network_timeout=PATIENCE
+        ) as client:
             while not self._stop.is_set():
                 memory[0] = self.answers
                 try:
@@ -100,7 +102,7 @@ def story(folder: Path, access: str, fill: bool) -> dict[str, Any]:
                 daemon,
             )
             left = {"fds": worker.num_fds() - fds, "maps": len(worker.memory_maps(grouped=False)) - maps}
-            with httpclient.InferenceServerClient(daemon.url) as client:
+            with httpclient.InferenceServerClient(daemon.url, network_timeout=PATIENCE) as client:
                 listed = [entry["name"] for entry in client.get_system_shared_memory_status()]
         return {
             "messages": json.loads(done.stdout),

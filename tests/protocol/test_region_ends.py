@@ -161,8 +161,9 @@ class Tcp:
             return set(self._grpc.get_system_shared_memory_status(as_json=True).get("regions", {}))
         return {entry["name"] for entry in json.loads(self._daemon.get("/v2/systemsharedmemory/status")[1])}
 
-    def sleep(self, region: str, began: Path) -> None:
-        """The delay comes from the region's first four bytes and is written 64 bytes further on."""
+    def sleep(self, region: str, began: Path, until: Path) -> None:
+        """A request that runs from ``began`` to ``until``. Its delay comes from the region and is written 64 bytes further on."""
+        told = {"began": str(began), "until": str(until)}
         if self._grpc is None:
             places = [
                 {"shared_memory_region": region, "shared_memory_byte_size": 4, "shared_memory_offset": o}
@@ -172,14 +173,14 @@ class Tcp:
                 "sleepy",
                 [{"name": "DELAY_MS", "shape": [1], "datatype": "INT32", "parameters": places[0]}],
                 outputs=[{"name": "OUTPUT", "parameters": places[1]}],
-                parameters={"began": str(began)},
+                parameters=told,
             )
             assert status == 200, answer
             return
         given, wanted = grpcclient.InferInput("DELAY_MS", [1], "INT32"), grpcclient.InferRequestedOutput("OUTPUT")
         given.set_shared_memory(region, 4)
         wanted.set_shared_memory(region, 4, offset=64)
-        self._grpc.infer("sleepy", [given], outputs=[wanted], parameters={"began": str(began)})
+        self._grpc.infer("sleepy", [given], outputs=[wanted], parameters=told)
 
 
 @pytest.fixture
@@ -195,10 +196,19 @@ def serve(leaves_nothing: None, tmp_path: Path) -> Iterator[Callable[..., Served
         served.daemon.stop()
 
 
+@contextlib.contextmanager
+def let_go(until: Path) -> Iterator[None]:
+    """The request that waits for it ends, whatever happens: the pool behind it could not."""
+    try:
+        yield
+    finally:
+        until.touch()
+
+
 @pytest.fixture
 def shared_object() -> Iterator[Path]:
     path = Path("/dev/shm", f"tensord-test-{uuid.uuid4().hex}")
-    path.write_bytes(np.full(SIZE // 4, 1000, np.int32).tobytes())
+    path.write_bytes(np.full(SIZE // 4, 7, np.int32).tobytes())
     yield path
     path.unlink()
 
@@ -213,19 +223,22 @@ def test_a_region_goes_with_its_connection(
     Result: the owner's regions are found no more; the request has its answer, in the region; TCP's region stays.
     """
     served = serve("connection", protocol)
-    began = tmp_path / "began"
-    with served.tcp() as tcp, ThreadPoolExecutor(1) as pool, Owner(protocol, served.path) as owner:
+    began, until = tmp_path / "began", tmp_path / "until"
+    with served.tcp() as tcp, ThreadPoolExecutor(1) as pool, let_go(until), Owner(protocol, served.path) as owner:
         with served.tcp() as other:
             other.register("t", shared_object)
         owner.register("a", shared_object)
         owner.register("b", shared_object)
         assert served.records()["b"]["pid"] == owner.pid
-        slow = pool.submit(tcp.sleep, "a", began)
+        slow = pool.submit(tcp.sleep, "a", began, until)
         wait_until(began.exists, "the slow request to run", served.daemon)
         owner.close_connection()
         wait_until(lambda: tcp.names() == {"t"}, "the owner's regions to be gone", served.daemon)
+        wait_until(lambda: set(served.records()) == {"a", "t"}, "the one that is not used to be closed", served.daemon)
+        assert served.records()["a"]["state"] == "unregistering"
+        until.touch()
         slow.result()
-        assert np.fromfile(shared_object, np.int32, 1, offset=64).tolist() == [1000]
+        assert np.fromfile(shared_object, np.int32, 1, offset=64).tolist() == [7]
         served.wait_gone("a", "b")
         assert set(served.records()) == {"t"}
         (worker,) = served.daemon.workers
@@ -303,21 +316,22 @@ def test_the_owner_of_gpu_memory_dies(serve: Callable[..., Served], tmp_path: Pa
     stub = CudaStub(tmp_path / "cuda", delay_us=200)
     served = serve(reclaim, "grpc", stub.environment)
     (worker,) = served.daemon.workers
-    began = tmp_path / "began"
+    began, until = tmp_path / "began", tmp_path / "until"
     environment = os.environ | stub.environment
-    with served.tcp() as tcp, CudaOwner(environment) as other, ThreadPoolExecutor(1) as pool:
+    with served.tcp() as tcp, CudaOwner(environment) as other, ThreadPoolExecutor(1) as pool, let_go(until):
         other.create("kept", SIZE)
         other.put("kept", np.zeros(SIZE // 4, np.int32))
         other.register(f"unix:{served.path}", "kept", SIZE)
         with CudaOwner(environment) as owner:
             for name in ("a", "b"):
                 owner.create(name, SIZE)
-                owner.put(name, np.full(SIZE // 4, 1000, np.int32))
+                owner.put(name, np.full(SIZE // 4, 7, np.int32))
                 owner.register(f"unix:{served.path}", name, SIZE)
             assert {record["kind"] for record in served.records().values()} == {"cuda"}
-            slow = pool.submit(tcp.sleep, "a", began)
+            slow = pool.submit(tcp.sleep, "a", began, until)
             wait_until(began.exists, "the slow request to run", served.daemon)
             owner.kill()
+            until.touch()
             error = str(slow.exception() or "")
             assert not error or "its owner has freed it or is gone" in error
         if reclaim == "never":
@@ -328,8 +342,8 @@ def test_the_owner_of_gpu_memory_dies(serve: Callable[..., Served], tmp_path: Pa
             assert set(served.records()) == {"kept"}
             expected = "Unable to find shared memory region: 'b'"
         with pytest.raises(AssertionError, match=expected):
-            tcp.sleep("b", tmp_path / "never")
-        tcp.sleep("kept", tmp_path / "again")
+            tcp.sleep("b", tmp_path / "never", until)
+        tcp.sleep("kept", tmp_path / "again", until)
         served.tensorctl("regions", "unregister", "")
         assert served.records() == {}
         wait_until(
