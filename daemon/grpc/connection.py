@@ -499,6 +499,8 @@ class Connection(Outgoing):
         if self._paused_since and now - self._paused_since > options.write_timeout:
             return self.abort()
         for stream in list(self.streams.values()):
+            if stream.waits_for_room:
+                continue  # it is we who hold it up, for ``arenas.wait`` at most
             if stream.partial_since and now - stream.partial_since > options.body_timeout:
                 stream.refuse(UNAVAILABLE, f"a message did not arrive within {options.body_timeout:g} s")
         sign = self._pings.look(now, self._heard_at, bool(self.streams))

@@ -177,7 +177,8 @@ class Stream:
         return self._arriving is not None and self._arriving.waits
 
     def _room_came(self) -> None:
-        """A message that waited for room is placed, or refused."""
+        """A message that waited for room is placed, or refused: from now on the client's time runs again."""
+        self.partial_since = 0.0
         self._note()
         self.connection.grant(self)
 

@@ -1,13 +1,18 @@
-"""One table of tensors, sent every way there is: the answers are the same to the bit, whatever carried them."""
+"""One table of tensors, sent every way there is: the answers are the same to the bit, whatever carried them.
+
+CUDA regions lie on the tests' stand-in for the driver; the daemon's worker is a CPU worker, which copies them through the host.
+"""
 
 from __future__ import annotations
 
+import os
 import queue
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
+import ml_dtypes
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
@@ -16,11 +21,45 @@ import tritonclient.utils.shared_memory as system
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import deserialize_bytes_tensor, serialize_byte_tensor, triton_to_np_dtype
 
+from tests import repositories
+from tests.cuda_owner import CudaOwner
+from tests.cuda_stub.library import CudaStub
 from tests.daemon_process import PATIENCE, DaemonProcess
 from tests.protocol.tensors import JSON_DATATYPES, TENSORS, Array, same
 
 _FIELDS = {"BOOL": "bool", "INT64": "int64", "UINT64": "uint64", "FP32": "fp32", "FP64": "fp64", "BYTES": "bytes"}
 _FIELDS |= dict.fromkeys(("INT8", "INT16", "INT32"), "int") | dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint")
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
+    return CudaStub(tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.fixture(scope="module")
+def daemon(leaves_nothing: None, stub: CudaStub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    repository = tmp_path_factory.mktemp("repository")
+    repositories.echo_models(repository)
+    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], environment=stub.environment) as running:
+        running.wait_ready()
+        yield running
+
+
+@pytest.fixture(scope="module")
+def owner(stub: CudaStub) -> Iterator[CudaOwner]:
+    with CudaOwner(os.environ | stub.environment) as owner:
+        yield owner
+
+
+def wire_bytes(values: Array) -> bytes:
+    return bytes(serialize_byte_tensor(values).item()) if values.dtype == np.object_ else values.tobytes()
+
+
+def from_wire(content: bytes, datatype: str, shape: Any) -> Array:
+    if datatype == "BYTES":
+        return deserialize_bytes_tensor(content).reshape(shape)
+    dtype = ml_dtypes.bfloat16 if datatype == "BF16" else triton_to_np_dtype(datatype)
+    return np.frombuffer(content, dtype).reshape(shape)
 
 
 def http(daemon: DaemonProcess, datatype: str, values: Array, binary: bool) -> Array:
@@ -32,11 +71,11 @@ def http(daemon: DaemonProcess, datatype: str, values: Array, binary: bool) -> A
         return np.array([value.encode() for value in got], np.object_) if datatype == "BYTES" and not binary else got
 
 
-def http_json(daemon: DaemonProcess, datatype: str, values: Array) -> Array:
+def http_json(daemon: DaemonProcess, owner: CudaOwner, datatype: str, values: Array) -> Array:
     return http(daemon, datatype, values, False)
 
 
-def http_binary(daemon: DaemonProcess, datatype: str, values: Array) -> Array:
+def http_binary(daemon: DaemonProcess, owner: CudaOwner, datatype: str, values: Array) -> Array:
     return http(daemon, datatype, values, True)
 
 
@@ -46,24 +85,22 @@ def grpc_input(datatype: str, values: Array) -> Any:
     return given
 
 
-def grpc_raw(daemon: DaemonProcess, datatype: str, values: Array) -> Array:
+def grpc_raw(daemon: DaemonProcess, owner: CudaOwner, datatype: str, values: Array) -> Array:
     with grpcclient.InferenceServerClient(daemon.grpc_url) as client:
         return client.infer(f"echo_{datatype.lower()}", [grpc_input(datatype, values)]).as_numpy("y")
 
 
-def grpc_typed(daemon: DaemonProcess, datatype: str, values: Array) -> Array:
+def grpc_typed(daemon: DaemonProcess, owner: CudaOwner, datatype: str, values: Array) -> Array:
     given = service_pb2.ModelInferRequest.InferInputTensor(name="x", datatype=datatype, shape=values.shape)
     getattr(given.contents, f"{_FIELDS[datatype]}_contents").extend(values.tolist())
     with grpc.insecure_channel(daemon.grpc_url) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         answer = stub.ModelInfer(service_pb2.ModelInferRequest(model_name=f"echo_{datatype.lower()}", inputs=[given]))
     (content,), (output,) = answer.raw_output_contents, answer.outputs
-    if datatype == "BYTES":
-        return deserialize_bytes_tensor(content).reshape(output.shape)
-    return np.frombuffer(content, triton_to_np_dtype(datatype)).reshape(output.shape)
+    return from_wire(content, datatype, output.shape)
 
 
-def grpc_stream(daemon: DaemonProcess, datatype: str, values: Array) -> Array:
+def grpc_stream(daemon: DaemonProcess, owner: CudaOwner, datatype: str, values: Array) -> Array:
     answers: queue.Queue[Any] = queue.Queue()
     with grpcclient.InferenceServerClient(daemon.grpc_url) as client:
         client.start_stream(lambda result, error: answers.put(error or result))
@@ -71,47 +108,74 @@ def grpc_stream(daemon: DaemonProcess, datatype: str, values: Array) -> Array:
         return answers.get(timeout=PATIENCE).as_numpy("y")
 
 
-def regions(module: Any, url: str, daemon: DaemonProcess, datatype: str, values: Array) -> Array:
+def infer_in_region(client: Any, module: Any, name: str, datatype: str, values: Array) -> None:
+    """From the region's start to its second half."""
+    given, wanted = module.InferInput("x", list(values.shape), datatype), module.InferRequestedOutput("y")
+    given.set_shared_memory(name, len(wire_bytes(values)))
+    wanted.set_shared_memory(name, 2048, offset=2048)
+    client.infer(f"echo_{datatype.lower()}", [given], outputs=[wanted])
+
+
+def system_regions(module: Any, url: str, datatype: str, values: Array) -> Array:
     """Input and output in one system region, over either protocol."""
-    wire = serialize_byte_tensor(values).item() if datatype == "BYTES" else values.tobytes()
+    wire = wire_bytes(values)
     name = f"tensord-test-{uuid.uuid4()}"
     region = system.create_shared_memory_region(name, f"/{name}", 4096)
     try:
         system.set_shared_memory_region(region, [np.frombuffer(wire, np.uint8)])
         with module.InferenceServerClient(url) as client:
             client.register_system_shared_memory(name, f"/{name}", 4096)
-            given = module.InferInput("x", list(values.shape), datatype)
-            given.set_shared_memory(name, len(wire))
-            wanted = module.InferRequestedOutput("y")
-            wanted.set_shared_memory(name, 2048, offset=2048)
             try:
-                client.infer(f"echo_{datatype.lower()}", [given], outputs=[wanted])
+                infer_in_region(client, module, name, datatype, values)
             finally:
                 client.unregister_system_shared_memory(name)
-        return system.get_contents_as_numpy(
-            region, triton_to_np_dtype(datatype), list(values.shape), offset=2048
-        ).copy()
+        got = system.get_contents_as_numpy(region, np.uint8, [len(wire)], offset=2048).tobytes()
     finally:
         system.destroy_shared_memory_region(region)
+    return from_wire(got, datatype, values.shape)
 
 
-def http_regions(daemon: DaemonProcess, datatype: str, values: Array) -> Array:
-    return regions(httpclient, daemon.url, daemon, datatype, values)
+def cuda_regions(module: Any, url: str, owner: CudaOwner, datatype: str, values: Array) -> Array:
+    """The same in GPU memory of another process."""
+    wire = wire_bytes(values)
+    name = f"g-{uuid.uuid4().hex}"
+    handle = owner.create(name, 4096)
+    owner.put(name, np.frombuffer(wire, np.uint8))
+    with module.InferenceServerClient(url) as client:
+        client.register_cuda_shared_memory(name, handle, 0, 4096)
+        try:
+            infer_in_region(client, module, name, datatype, values)
+        finally:
+            client.unregister_cuda_shared_memory(name)
+    return from_wire(owner.get(name, np.uint8, (len(wire),), 2048).tobytes(), datatype, values.shape)
 
 
-def grpc_regions(daemon: DaemonProcess, datatype: str, values: Array) -> Array:
-    return regions(grpcclient, daemon.grpc_url, daemon, datatype, values)
+def http_regions(daemon: DaemonProcess, owner: CudaOwner, datatype: str, values: Array) -> Array:
+    return system_regions(httpclient, daemon.url, datatype, values)
 
 
-WAYS = (http_json, http_binary, grpc_typed, grpc_raw, grpc_stream, http_regions, grpc_regions)
-#: Without a text form there is no typed field either. BF16: numpy knows it only with ml_dtypes, which tritonclient does not use.
+def grpc_regions(daemon: DaemonProcess, owner: CudaOwner, datatype: str, values: Array) -> Array:
+    return system_regions(grpcclient, daemon.grpc_url, datatype, values)
+
+
+def http_cuda_regions(daemon: DaemonProcess, owner: CudaOwner, datatype: str, values: Array) -> Array:
+    return cuda_regions(httpclient, daemon.url, owner, datatype, values)
+
+
+def grpc_cuda_regions(daemon: DaemonProcess, owner: CudaOwner, datatype: str, values: Array) -> Array:
+    return cuda_regions(grpcclient, daemon.grpc_url, owner, datatype, values)
+
+
+WAYS = (http_json, http_binary, grpc_typed, grpc_raw, grpc_stream)
+WAYS += (http_regions, grpc_regions, http_cuda_regions, grpc_cuda_regions)
+#: Without a text form there is no typed field either.
 _NOT_RAW = (http_json, grpc_typed)
+CASES = [
+    (way, datatype) for way in WAYS for datatype in sorted(TENSORS) if way not in _NOT_RAW or datatype in JSON_DATATYPES
+]
 
 
-@pytest.mark.parametrize("datatype", sorted(set(TENSORS) - {"BF16"}))
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_the_same_bits(daemon: DaemonProcess, way: Callable[..., Array], datatype: str) -> None:
-    if way in _NOT_RAW and datatype not in JSON_DATATYPES:
-        pytest.skip("FP16 has no text form and no contents field")
-    got = way(daemon, datatype, TENSORS[datatype])
+@pytest.mark.parametrize(("way", "datatype"), CASES, ids=[f"{way.__name__}-{datatype}" for way, datatype in CASES])
+def test_the_same_bits(daemon: DaemonProcess, owner: CudaOwner, way: Callable[..., Array], datatype: str) -> None:
+    got = way(daemon, owner, datatype, TENSORS[datatype])
     assert same(got, TENSORS[datatype]), (way.__name__, got)

@@ -159,6 +159,15 @@ class FrameClient:
                 return got
             self.step()
 
+    def synchronise(self) -> None:
+        """Returns when the server has taken everything sent so far, and what it sent before is here."""
+        self.send(frames.frame(frames.PING, 0, 0, b"are you?"))
+        while True:
+            kind, flags, _, _ = self.peek()
+            self.step()
+            if kind == frames.PING and flags & frames.ACK:
+                return
+
     def goaway(self) -> tuple[int, int, bytes]:
         """The first GOAWAY: last stream, error code, reason."""
         while not self.goaways:

@@ -179,6 +179,28 @@ def answered_after(client: FrameClient, worker: EchoWorker, held: Any, first: in
     return answered(client, worker, second)
 
 
+def test_waiting_for_room_is_not_the_clients_fault() -> None:
+    """Longer than a message may take; once it has its place, the client's time runs again."""
+    with serving(arenas=ARENAS, grpc={"body_timeout": 0.2}) as (front, (worker,)), front.frames() as client:
+        first = client.open()
+        send(client, first, prefixed(request(values(FULL))), MIB)
+        held = worker.next()
+        with front.frames() as slow, front.frames() as late:
+            second, third = late.open(), slow.open()
+            whole = prefixed(request(values(FULL, 5)))
+            send(late, second, whole[:1000], MIB, end=False)
+            late.synchronise()
+            # Another client's message, which began later, is given up meanwhile: the time of both has run out.
+            slow.data(third, prefixed(request(b"\1"))[:7])
+            assert "did not arrive within 0.2 s" in slow.answer(third).text
+            late.synchronise()
+            assert second not in late.answers
+            worker.answer(held, b"done")
+            assert client.answer(first).values == b"done"
+            assert "did not arrive within 0.2 s" in late.answer(second).text
+        is_served(front, worker)
+
+
 def test_no_room_in_time() -> None:
     with serving(arenas={**ARENAS, "wait": 0.2}) as (front, (worker,)), front.frames() as client:
         first = client.open()

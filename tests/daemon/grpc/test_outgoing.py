@@ -1,0 +1,111 @@
+"""What a connection writes: together in one turn, large pieces as they lie, and who hears when it has left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, cast
+from unittest.mock import Mock
+
+from daemon.grpc.outgoing import WRITE_BUFFER, Outgoing, Phase
+
+
+def connection(test: Callable[[Outgoing, Mock], Any]) -> None:
+    """Runs a test with an open connection whose transport notes what it is told."""
+
+    async def run() -> None:
+        transport = Mock()
+        transport.is_closing.return_value = False
+        outgoing = Outgoing(Mock())
+        outgoing._transport = cast(asyncio.Transport, transport)
+        outgoing.phase = Phase.OPEN
+        await test(outgoing, transport)
+
+    asyncio.run(run())
+
+
+def test_one_turn_is_one_write() -> None:
+    async def test(outgoing: Outgoing, transport: Mock) -> None:
+        for piece in (b"ab", memoryview(b"cd"), b"ef"):
+            outgoing.write(piece)
+        assert not transport.mock_calls
+        assert outgoing.buffer_room() == WRITE_BUFFER - 6
+        await asyncio.sleep(0)
+        transport.write.assert_called_once_with(b"abcdef")
+        outgoing.write(b"g")
+        await asyncio.sleep(0)
+        assert [call.args for call in transport.write.mock_calls] == [(b"abcdef",), (b"g",)]
+
+    connection(test)
+
+
+def test_large_pieces_are_not_joined() -> None:
+    async def test(outgoing: Outgoing, transport: Mock) -> None:
+        large = memoryview(bytes(100_000))
+        outgoing.write(b"head")
+        outgoing.write(large)
+        await asyncio.sleep(0)
+        ((pieces,),) = [call.args for call in transport.writelines.mock_calls]
+        assert pieces[0] == b"head"
+        assert pieces[1] is large
+
+    connection(test)
+
+
+def test_who_waits_for_it_to_leave() -> None:
+    """At once if nothing is unsent; when it was handed over; when the kernel has taken it; when the client is gone."""
+
+    async def test(outgoing: Outgoing, transport: Mock) -> None:
+        heard: list[str] = []
+        outgoing.when_written(lambda: heard.append("nothing"))
+        assert heard == ["nothing"]
+        outgoing.write(b"a")
+        outgoing.when_written(lambda: heard.append("written"))
+        assert heard == ["nothing"]
+        await asyncio.sleep(0)
+        assert heard == ["nothing", "written"]
+
+        transport.write.side_effect = lambda _: outgoing.pause_writing()
+        outgoing.write(b"b")
+        outgoing.when_written(lambda: heard.append("taken"))
+        await asyncio.sleep(0)
+        assert (heard[2:], outgoing.buffer_room()) == ([], 0)
+        transport.pause_reading.assert_called_once()
+        outgoing.resume_writing()
+        assert heard[2:] == ["taken"]
+        transport.resume_reading.assert_called_once()
+
+    connection(test)
+
+
+def test_blocked_streams_take_turns() -> None:
+    async def test(outgoing: Outgoing, transport: Mock) -> None:
+        pumped: list[int] = []
+
+        def pump(number: int) -> None:
+            pumped.append(number)
+            outgoing.send_window -= 10
+
+        for number in (1, 3, 5):
+            stream = Mock(id=number)
+            stream.pump.side_effect = lambda number=number: pump(number)
+            outgoing.blocked[number] = stream
+        outgoing.send_window = 20
+        outgoing.resume_writing()
+        assert pumped == [1, 3]
+        outgoing.send_window = 20
+        outgoing.resume_writing()
+        assert pumped == [1, 3, 5, 1]
+
+    connection(test)
+
+
+def test_the_last_stream_of_an_ending_connection() -> None:
+    async def test(outgoing: Outgoing, transport: Mock) -> None:
+        outgoing.phase = Phase.ENDING
+        outgoing.write(b"bye")
+        await asyncio.sleep(0)
+        assert [name for name, _, _ in transport.mock_calls] == ["write", "close"]
+        assert outgoing.phase is Phase.CLOSED
+
+    connection(test)
