@@ -26,7 +26,7 @@ import msgspec
 from config import layers, log
 from config.layers import ConfigurationError
 from config.options import Log, Options
-from daemon import watch
+from daemon import process_list, watch
 from daemon.child import Child, Front, Worker
 from daemon.control_socket import ControlSocket
 from daemon.devices import Device, find_devices
@@ -38,20 +38,19 @@ from daemon.operations import Operations
 from daemon.posts import Posts
 from daemon.region_registry import RegionRegistry
 from daemon.region_socket import RegionSocket
+from daemon.shutdown import Shutdown
 from daemon.trace_settings import TraceSettings
+from daemon.workforce import Workforce
 from shm.channel import pair
-from shm.errors import InvalidArgument, ServingError
+from shm.errors import ServingError
 from shm.messages import (
     Call,
-    ChildReady,
     LaneOpened,
     Loaded,
     LogChanged,
-    Reply,
     Unloaded,
     WorkerFenced,
 )
-from shm.status_page import StatusPage
 
 _log = logging.getLogger(__name__)
 #: Between looks at the workers' status pages.
@@ -97,8 +96,6 @@ class Supervisor:
         """``reread`` reads the configuration again, for SIGHUP; it raises ConfigurationError."""
         self.options = options
         self.phase = Phase.STARTING
-        self.workers: dict[int, Worker] = {}
-        self._programs = programs
         self._reread = reread
         self._environment = environment
         self._next_incarnation = 1
@@ -112,11 +109,17 @@ class Supervisor:
             lambda front, call, fds: self._spawn_task(self._answer(front, call, fds)),
             self._front_died,
         )
-        publish = self._fronts.publish
-        self._models = Models(options.repository, self.workers, publish)
-        #: Of every worker's post, whether it is filled now or not.
-        self._devices: list[str] = []
-        self._regions = RegionRegistry(options.regions, self._ready_workers, lambda: self._devices, publish)
+        self._workers = Workforce(
+            programs.worker,
+            lambda: self.options,
+            self._incarnation,
+            lambda worker: self._spawn_task(self._join(worker)),
+            self._answered,
+            self._worker_died,
+        )
+        publish, workers = self._fronts.publish, self._workers
+        self._models = Models(options.repository, workers.by_incarnation, publish)
+        self._regions = RegionRegistry(options.regions, workers.ready, lambda: workers.devices, publish)
         self._log_settings = LogSettings(options.log, self._log_changed)
         self._trace_settings = TraceSettings(options.trace, self._models.lifecycle.is_ready, publish)
         self._operations = Operations(
@@ -124,38 +127,32 @@ class Supervisor:
             self._regions,
             self._log_settings,
             self._trace_settings,
-            self._ready_workers,
+            self._workers.ready,
             self._fronts.settled,
         )
         self._tasks: set[asyncio.Task[None]] = set()
-        self._stop = asyncio.Event()
-        #: Set by the second signal.
-        self._hurry = asyncio.Event()
-        #: Set whenever a child has died.
-        self._death = asyncio.Event()
+        self._shutdown = Shutdown()
         self._exit_status = 0
 
     async def run(self) -> int:
         """From the first bind to the last child. Raises ListenError, NoDevice, InvalidArgument, OSError: it cannot start."""
         loop = asyncio.get_running_loop()
         devices = find_devices(self.options.workers, self._environment)
-        self._devices = [device.name for device in devices]
         self._fronts.listen(self._environment)
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signalled)
+            loop.add_signal_handler(number, self._shutdown.signalled)
         loop.add_signal_handler(signal.SIGHUP, lambda: self._spawn_task(self._reload()))
         control = ControlSocket(self.options.supervisor, self._environment, self._operations, self.describe)
         regions = RegionSocket(self.options.regions, self._environment, self._regions, self._fronts.settled)
         try:
             await control.open()
             regions.open()
-            for index, device in enumerate(devices):
-                self._start_worker(f"worker-{index}", device)
+            self._workers.start_all(devices)
             outcomes = self._models.begin(await self._models.scan(self.options.repository), self.options.repository)
             self._fronts.start_all()
             self._spawn_task(self._watch())
             self._spawn_task(self._become_ready(outcomes))
-            await self._stop.wait()
+            await self._shutdown.requested.wait()
             await self._drain()
         finally:
             self.phase = Phase.STOPPING
@@ -171,17 +168,9 @@ class Supervisor:
 
     # --------------------------------------------------------------------------------------------------------- starting
 
-    def _start_worker(self, name: str, device: Device) -> None:
-        def died(worker: Worker) -> None:
-            self._worker_died(worker, device)
-
-        worker = Worker(self._programs.worker, name, self._incarnation(), device.name, self._from_worker, died)
-        worker.spawn(self._packed_options(), ["--device", device.name], device.environment)
-        self.workers[worker.incarnation] = worker
-
     def _tell(self, front: Front) -> None:
         """Everything a new front has to know; lanes before the states that name their workers."""
-        for worker in self._ready_workers():
+        for worker in self._workers.ready():
             self._open_lane(front, worker)
         for place in self._regions.places():
             front.send(place)
@@ -217,7 +206,7 @@ class Supervisor:
         if failures and self.options.repository.exit_on_error:
             _log.critical("stopping: a model failed to load at start, and repository.exit_on_error is set")
             self._exit_status = 1
-            self._stop.set()
+            self._shutdown.requested.set()
             return
         while self.phase is Phase.STARTING and not self._all_up():
             await asyncio.sleep(0.05)
@@ -234,46 +223,30 @@ class Supervisor:
     def _all_up(self) -> bool:
         """Whether every post is filled, and every worker has what it should have."""
         return all(front.ready for front in self._fronts) and all(
-            worker.ready and not worker.loads_owed for worker in self.workers.values()
+            worker.ready and not worker.loads_owed for worker in self._workers
         )
 
     def _summary(self) -> str:
         served = self._models.lifecycle.ready_models()
         models = ", ".join(f"{name} {'+'.join(map(str, versions))}" for name, versions in served.items())
-        devices = ", ".join(worker.device for worker in self._ready_workers())
+        devices = ", ".join(worker.device for worker in self._workers.ready())
         refused = f"; {len(self._models.refused)} not served" if self._models.refused else ""
         return f"{len(served)} models ({models or 'none'}) on {devices or 'no worker'}{refused}"
 
     # ---------------------------------------------------------------------------------------------------------- records
 
-    def _from_worker(self, worker: Worker, record: Any, fds: list[int]) -> None:
-        match record:
-            case ChildReady():
-                if len(fds) != 1:
-                    _close(fds)
-                    return worker.kill("reported without its status page")
-                try:
-                    worker.page = StatusPage.attach(fds[0])
-                except InvalidArgument as error:
-                    return worker.kill(f"reported with a bad status page ({error.message})")
-                _log.info("%s (process %d) is up on %s", worker.name, worker.pid, worker.device)
-                self._spawn_task(self._join(worker))
-            case Loaded():
-                worker.load_answered()
-                self._models.loaded(worker.incarnation, record)
-            case Unloaded(name, version):
-                self._models.unloaded(worker.incarnation, name, version)
-            case Reply():
-                worker.answered(record, fds)
-                return None
-        _close(fds if not isinstance(record, ChildReady) else [])
-        return None
+    def _answered(self, worker: Worker, record: Loaded | Unloaded) -> None:
+        if isinstance(record, Loaded):
+            self._models.loaded(worker.incarnation, record)
+        else:
+            self._models.unloaded(worker.incarnation, record.name, record.version)
 
     async def _answer(self, front: Front, call: Call, fds: list[int]) -> None:
         try:
             front.send(await self._operations.reply(call, fds[0] if fds else -1))
         finally:
-            _close(fds)
+            for fd in fds:
+                os.close(fd)
 
     def _log_changed(self, options: Log) -> None:
         """Here, in every process, and in those that start later."""
@@ -284,23 +257,22 @@ class Supervisor:
             child.send(LogChanged(child.name, msgspec.Raw(msgspec.msgpack.encode(options))))
 
         self._fronts.publish_each(tell)
-        for worker in self.workers.values():
+        for worker in self._workers:
             tell(worker)
 
     # ----------------------------------------------------------------------------------------------------------- deaths
 
     def _worker_died(self, worker: Worker, device: Device) -> None:
-        del self.workers[worker.incarnation]
         self._regions.worker_left(worker.incarnation)
         # First the fence: what was in flight there may run elsewhere from now on.
         self._fronts.publish(WorkerFenced(worker.incarnation))
         self._models.worker_left(worker.incarnation)
-        self._posts.died(worker, lambda: self._start_worker(worker.name, device))
-        self._death.set()
+        self._posts.died(worker, lambda: self._workers.start(worker.name, device))
+        self._shutdown.child_died()
 
     def _front_died(self, front: Front) -> None:
         self._posts.died(front, lambda: self._fronts.start(front.protocol, front.row))
-        self._death.set()
+        self._shutdown.child_died()
 
     def _is_needed(self, child: Child) -> bool:
         """Workers finish what the fronts have accepted; fronts accept nothing once the daemon stops."""
@@ -312,7 +284,7 @@ class Supervisor:
         if self.phase is not Phase.STARTING:
             return False
         self._exit_status = 1
-        self._stop.set()
+        self._shutdown.requested.set()
         return True
 
     async def _watch(self) -> None:
@@ -322,7 +294,7 @@ class Supervisor:
             now_ns = time.monotonic_ns()
             overdue = False
             self._fronts.ask_idle(now_ns, int(self.options.workers.idle_timeout * 1e9 / 3))
-            for child in [*self.workers.values(), *self._fronts]:
+            for child in [*self._workers, *self._fronts]:
                 if reason := watch.overdue(watch.snapshot(child), self.options, now_ns):
                     overdue = True
                     child.kill(reason)
@@ -363,11 +335,6 @@ class Supervisor:
         await asyncio.gather(*outcomes)
         self._notifier.status(self._summary())
 
-    def _signalled(self) -> None:
-        if self._stop.is_set():
-            self._hurry.set()
-        self._stop.set()
-
     async def _drain(self) -> None:
         """Fronts first, then workers; whatever outlives the bound, or a second signal, is killed by ``_bury``."""
         deadline_ns = time.monotonic_ns() + int(self.options.supervisor.exit_timeout * 1e9)
@@ -375,40 +342,17 @@ class Supervisor:
         self._notifier.stopping("finishing accepted requests")
         _log.info("stopping: finishing accepted requests, for at most %g s", self.options.supervisor.exit_timeout)
         self._fronts.stop_listening()
-        for front in self._fronts:
-            front.stop(deadline_ns - time.monotonic_ns())
-        await self._until_gone(self._fronts.by_incarnation, deadline_ns)
+        await self._shutdown.finish(self._fronts.by_incarnation, deadline_ns)
         self.phase = Phase.STOPPING
         deadline_ns = max(deadline_ns, time.monotonic_ns() + int(_WORKER_GRACE * 1e9))
-        for worker in self.workers.values():
-            worker.stop(deadline_ns - time.monotonic_ns())
-        await self._until_gone(self.workers, deadline_ns)
-
-    async def _until_gone(self, children: Mapping[int, Child], deadline_ns: int) -> None:
-        hurry = asyncio.ensure_future(self._hurry.wait())
-        while children and not hurry.done():
-            self._death.clear()
-            left = (deadline_ns - time.monotonic_ns()) / 1e9
-            if left <= 0:
-                _log.warning(
-                    "stopping: %s did not finish in time", ", ".join(child.name for child in children.values())
-                )
-                break
-            death = asyncio.ensure_future(self._death.wait())
-            await asyncio.wait((death, hurry), timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            death.cancel()
-        hurry.cancel()
+        await self._shutdown.finish(self._workers.by_incarnation, deadline_ns)
 
     async def _bury(self) -> None:
         """Nothing outlives us."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        while children := [child for child in (*self._fronts, *self.workers.values()) if child.alive]:
-            self._death.clear()
-            for child in children:
-                child.kill()
-            await self._death.wait()
+        await self._shutdown.bury(lambda: (*self._fronts, *self._workers))
         _log.info("stopped")
 
     # ------------------------------------------------------------------------------------------------------------ others
@@ -416,37 +360,16 @@ class Supervisor:
     def describe(self) -> dict[str, Any]:
         """The processes, for ``tensorctl status``."""
         now_ns = time.monotonic_ns()
-
-        def entry(child: Child) -> dict[str, Any]:
-            return {
-                "name": child.name,
-                "pid": child.pid,
-                "ready": child.ready,
-                "uptime_s": round((now_ns - child.started_ns) / 1e9, 1),
-                "deaths": self._posts.deaths(child.name),
-            }
-
-        workers = [
-            entry(worker)
-            | {"device": worker.device, "state": worker.page.state[0].name.lower() if worker.page else "starting"}
-            for worker in self.workers.values()
-        ]
         return {
             "server_name": self.options.server_name,
             "phase": self.phase.value,
             "http": self._fronts.url("http"),
             "grpc": self._fronts.url("grpc"),
-            "workers": workers,
-            "fronts": [entry(front) | {"connections": self._fronts.connections(front)} for front in self._fronts],
+            "workers": process_list.of_workers(self._workers, self._posts, now_ns),
+            "fronts": process_list.of_fronts(self._fronts, self._posts, now_ns),
             "refused": self._models.refused,
             "regions": self._regions.statistics(),
         }
-
-    def _ready_workers(self) -> list[Worker]:
-        return [worker for worker in self.workers.values() if worker.ready and worker.alive]
-
-    def _packed_options(self) -> bytes:
-        return msgspec.msgpack.encode(self.options)
 
     def _incarnation(self) -> int:
         incarnation, self._next_incarnation = self._next_incarnation, self._next_incarnation + 1
@@ -462,9 +385,4 @@ class Supervisor:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.critical("a task of the supervisor failed: the daemon stops", exc_info=error)
             self._exit_status = 1
-            self._stop.set()
-
-
-def _close(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)
+            self._shutdown.requested.set()

@@ -1,0 +1,34 @@
+"""The daemon's processes as ``tensorctl status`` shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from daemon.child import Child, Worker
+from daemon.fronts import Fronts
+from daemon.posts import Posts
+
+
+def of_fronts(fronts: Fronts, posts: Posts, now_ns: int) -> list[dict[str, Any]]:
+    """One entry a front, with the connections it has."""
+    return [_entry(front, posts, now_ns) | {"connections": fronts.connections(front)} for front in fronts]
+
+
+def of_workers(workers: Iterable[Worker], posts: Posts, now_ns: int) -> list[dict[str, Any]]:
+    """One entry a worker, with its device and what its status page says."""
+    return [
+        _entry(worker, posts, now_ns)
+        | {"device": worker.device, "state": worker.page.state[0].name.lower() if worker.page else "starting"}
+        for worker in workers
+    ]
+
+
+def _entry(child: Child, posts: Posts, now_ns: int) -> dict[str, Any]:
+    return {
+        "name": child.name,
+        "pid": child.pid,
+        "ready": child.ready,
+        "uptime_s": round((now_ns - child.started_ns) / 1e9, 1),
+        "deaths": posts.deaths(child.name),
+    }
