@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import hypothesis.strategies as st
@@ -39,6 +40,15 @@ from shm.messages import (
 from tests.fakes import INCARNATION, EchoWorker
 
 MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_heap() -> Iterator[None]:
+    """Each setting is collected at its end. What others have imported need not be looked at every time: that took most of it."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class Asked:
