@@ -347,6 +347,16 @@ class Client:
                 time.sleep(0.01)
             self.sock.sendall(piece)
 
+    def request(self, method: str, path: str, body: bytes = b"") -> None:
+        """Sends a whole request to any endpoint."""
+        head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        self.send(head.encode() + body)
+
+    def ask(self, method: str, path: str, body: bytes = b"") -> Answer:
+        """The same, and its answer."""
+        self.request(method, path, body)
+        return self.answer()
+
     def answer(self) -> Answer:
         """The next answer; EOFError where the connection ends instead."""
         head = self._until(b"\r\n\r\n")

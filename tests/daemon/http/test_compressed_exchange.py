@@ -38,21 +38,6 @@ def served() -> Iterator[tuple[FrontProcess, EchoWorker]]:
         yield front, worker
 
 
-@pytest.fixture
-def worker(served: tuple[FrontProcess, EchoWorker]) -> EchoWorker:
-    return served[1]
-
-
-@pytest.fixture
-def client(served: tuple[FrontProcess, EchoWorker]) -> Iterator[Client]:
-    front, worker = served
-    with front.client() as client:
-        yield client
-        in_service(front, worker, client)
-    assert worker.idle(0.05)
-    until(lambda: worker.leases == 0)
-
-
 def packed(content: bytes, coding: str, *headers: str) -> bytes:
     """A binary request, compressed as a whole."""
     head, _, body = binary_request(content).partition(b"\r\n\r\n")

@@ -1,4 +1,4 @@
-"""Exchanges under stress: no room, no worker, no time, too many; workers that die. Each test has a front of its own."""
+"""Exchanges under stress: no worker, no time, too many; workers that die. Each test has a front of its own."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import select
 import socket
 import time
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,6 @@ from tests.fakes import (
     MIB,
     SMALL_BUFFER,
     Client,
-    EchoWorker,
     FrontProcess,
     binary_request,
     front_process,
@@ -26,92 +24,6 @@ from tests.fakes import (
     serving,
     until,
 )
-
-# -------------------------------------------------------------------------------------------------------------- room
-
-
-@pytest.mark.parametrize("make", [json_request, binary_request])
-def test_requests_wait_for_room_and_get_it(make: Any) -> None:
-    arenas = {"byte_size": MIB, "max_byte_size": MIB, "wait": 60.0}
-    with serving(arenas=arenas) as (front, (worker,)), contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(front.client()) for _ in range(12)]
-        for number, client in enumerate(clients):
-            client.send(make(bytes([number + 1]) * 200_000))
-        front.sync()
-        first = [worker.next() for _ in range(4)]  # four blocks of 256 KiB
-        assert worker.idle()
-        for request in first:
-            worker.answer(request, worker.content(request)[:1])
-        for _ in range(8):
-            request = worker.next()
-            worker.answer(request, worker.content(request)[:1])
-        for number, client in enumerate(clients):
-            answer = client.answer()
-            assert (answer.parts if make is binary_request else answer.values) == bytes([number + 1])
-
-
-def test_no_room_is_said_with_both_numbers() -> None:
-    arenas = {"byte_size": MIB, "max_byte_size": MIB, "wait": 0.2}
-    with serving(arenas=arenas) as (front, (worker,)), contextlib.ExitStack() as stack:
-        busy = [stack.enter_context(front.client()) for _ in range(4)]
-        for client in busy:
-            client.send(binary_request(bytes(200_000)))
-        held = [worker.next() for _ in busy]
-        for make in (json_request, binary_request):
-            with front.client() as client:
-                client.send(make(bytes(200_000)) + post(b"{"))
-                answer = client.answer()
-                assert (answer.status, answer.headers["retry-after"]) == (503, "1")
-                assert f"{MIB} of {MIB} are in use" in answer.error
-                assert client.answer().status == 400  # the connection goes on
-        for request, client in zip(held, busy, strict=True):
-            worker.answer(request, b"\1")
-            assert client.answer().status == 200
-        with front.client() as client:
-            client.send(binary_request(bytes(200_000)))
-            worker.echo(worker.next())
-            assert client.answer().status == 200
-
-
-def test_who_leaves_while_waiting_for_room_keeps_none() -> None:
-    arenas = {"byte_size": MIB, "max_byte_size": MIB, "wait": 60.0}
-    with serving(arenas=arenas) as (front, (worker,)), contextlib.ExitStack() as stack:
-        busy = [stack.enter_context(front.client()) for _ in range(4)]
-        for client in busy:
-            client.send(binary_request(bytes(200_000)))
-        held = [worker.next() for _ in busy]
-        for make in (json_request, binary_request):
-            for part in (0, 1000):
-                request = make(bytes(200_000))
-                with front.client() as client:
-                    client.send(request[: len(request) - part])
-                    front.sync()
-        with front.client() as last:
-            last.send(binary_request(bytes(200_000)))
-            front.sync()
-            for request_ in held:
-                worker.answer(request_, b"\1")
-            answer_all_until_answered(worker, last)
-        for _ in range(8):
-            with front.client() as client:
-                client.send(binary_request(bytes(200_000)))
-                answer_all_until_answered(worker, client)
-
-
-def answer_all_until_answered(worker: EchoWorker, client: Client) -> None:
-    """Who waits is not read from, and JSON takes its time, so requests of those who have left may still come."""
-    worker.echo_until(client)
-    assert len(client.answer().parts) == 200_000
-
-
-def test_what_could_never_fit_is_refused_at_once() -> None:
-    arenas = {"byte_size": MIB, "max_byte_size": 2 * MIB, "wait": 60.0}
-    with serving(arenas=arenas) as (front, (worker,)), front.client() as client:
-        client.send(binary_request(bytes(3 * MIB)))
-        answer = client.answer()
-        assert (answer.status, "cannot fit" in answer.error) == (400, True)
-        in_service(front, worker, client)
-
 
 # ------------------------------------------------------------------------------------------------- times and numbers
 
@@ -435,44 +347,7 @@ def test_a_model_that_goes_while_its_request_waits_for_a_worker() -> None:
         assert client.answer().status == 404
 
 
-# --------------------------------------------------------------------------------------------------- bodies in memory
-
-
-def test_bodies_of_all_connections_together_are_bounded() -> None:
-    whole = json_request(bytes(200_000))
-    head, _, body = json_request(bytes(200_000), "Expect: 100-continue").partition(b"\r\n\r\n")
-    size = len(body)
-    limit = size + 100_000
-    with serving(http={"max_collected_byte_size": limit}) as (front, (worker,)), front.client() as first:
-        first.send(head + b"\r\n\r\n")
-        assert first.answer().status == 100  # it counts from here on
-        first.send(body[:-1000])
-        chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
-        chunked = b"POST /v2/models/echo/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
-        for request in (whole, chunked + chunk * 4 + b"0\r\n\r\n"):
-            with front.client() as other:
-                other.send(request)
-                answer = other.answer()
-                assert answer.status == 503
-                assert answer.error.endswith(f"more came, at most {limit} are allowed")
-                assert int(answer.error.split()[0]) >= size
-                in_service(front, worker, other)
-        first.send(whole[-1000:])
-        worker.echo(worker.next())
-        assert first.answer().values == bytes(200_000)
-        for _ in range(3):
-            with front.client() as client:
-                client.send(whole[:-1])
-
-        def admitted() -> bool:
-            with front.client() as client:
-                client.send(whole)
-                worker.echo_until(client)
-                answer = client.answer()
-            assert answer.status in (200, 503)
-            return answer.status == 200 and answer.values == bytes(200_000)
-
-        until(admitted)  # once the front has seen that those three are gone
+# --------------------------------------------------------------------------------------------------- large numbers
 
 
 def test_a_client_that_leaves_while_its_numbers_are_read() -> None:

@@ -19,20 +19,6 @@ def served() -> Iterator[tuple[FrontProcess, EchoWorker]]:
         yield front, worker
 
 
-@pytest.fixture
-def worker(served: tuple[FrontProcess, EchoWorker]) -> EchoWorker:
-    return served[1]
-
-
-@pytest.fixture
-def client(served: tuple[FrontProcess, EchoWorker]) -> Iterator[Client]:
-    front, worker = served
-    with front.client() as client:
-        yield client
-        in_service(front, worker, client)
-    until(lambda: worker.leases == 0)
-
-
 def asked(endpoint: str, body: bytes, *headers: str, version: str = "HTTP/1.1") -> bytes:
     lines = [f"POST /v2/models/echo/{endpoint} {version}", "Host: x", f"Content-Length: {len(body)}", *headers]
     return "".join(f"{line}\r\n" for line in lines).encode() + b"\r\n" + body

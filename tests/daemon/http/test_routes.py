@@ -20,7 +20,7 @@ from shm.messages import (
     UnloadModel,
     UnregisterRegion,
 )
-from tests.fakes import Answer, Client, FrontProcess, front_process
+from tests.fakes import Client, FrontProcess, front_process
 
 
 @pytest.fixture(scope="module")
@@ -36,15 +36,6 @@ def client(front: FrontProcess) -> Iterator[Client]:
         yield client
 
 
-def send(client: Client, method: str, path: str, body: bytes = b"") -> None:
-    client.send(f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-
-
-def ask(client: Client, method: str, path: str, body: bytes = b"") -> Answer:
-    send(client, method, path, body)
-    return client.answer()
-
-
 def test_health(client: Client) -> None:
     bodies = {
         "/v2/health/live": b'{"live":true}',
@@ -53,18 +44,18 @@ def test_health(client: Client) -> None:
         "/v2/models/echo/versions/1/ready": b"",
     }
     for path, body in bodies.items():
-        answer = ask(client, "GET", path)
+        answer = client.ask("GET", path)
         assert (answer.status, answer.body) == (200, body), path
 
 
 @pytest.mark.parametrize("path", ["/v2/models/nope/ready", "/v2/models/echo/versions/7/ready"])
 def test_a_model_that_is_not_ready(client: Client, path: str) -> None:
-    answer = ask(client, "GET", path)
+    answer = client.ask("GET", path)
     assert (answer.status, answer.error) == (400, "Model version not ready")
 
 
 def test_server_metadata(client: Client) -> None:
-    answer = json.loads(ask(client, "GET", "/v2").body)
+    answer = json.loads(client.ask("GET", "/v2").body)
     assert list(answer) == ["name", "version", "extensions"]
     assert answer["name"] == "named"
     assert "binary_tensor_data" in answer["extensions"]
@@ -73,10 +64,10 @@ def test_server_metadata(client: Client) -> None:
 def test_model_metadata_and_configuration(client: Client, front: FrontProcess) -> None:
     front.model(front.workers[0], version=3)
     for path, versions in (("/v2/models/echo", ["1", "3"]), ("/v2/models/echo/versions/1?x=y", ["1"])):
-        answer = json.loads(ask(client, "GET", path).body)
+        answer = json.loads(client.ask("GET", path).body)
         assert list(answer) == ["name", "versions", "platform", "inputs", "outputs"]
         assert (answer["name"], answer["versions"]) == ("echo", versions)
-    assert json.loads(ask(client, "GET", "/v2/models/echo/config").body)["name"] == "echo"
+    assert json.loads(client.ask("GET", "/v2/models/echo/config").body)["name"] == "echo"
     front.send(ModelGone("echo", 3))
     front.sync()
 
@@ -100,7 +91,7 @@ def test_model_metadata_and_configuration(client: Client, front: FrontProcess) -
 )
 def test_what_is_not_there(client: Client, method: str, path: str, status: int, text: str) -> None:
     path = path.encode().decode("latin-1") if path.isascii() else "/v2/models/echo/versions/%C2%B2"
-    answer = ask(client, method, path)
+    answer = client.ask(method, path)
     assert (answer.status, answer.error) == (status, text)
     assert answer.headers["content-type"] == "application/json"
     assert "allow" not in answer.headers
@@ -159,7 +150,7 @@ def test_what_the_supervisor_is_asked(
     client: Client, front: FrontProcess, method: str, path: str, body: bytes, operation: Operation
 ) -> None:
     for code, status in (("", 200), ("NOT_FOUND", 404), ("UNAVAILABLE", 503), ("NEVER_HEARD", 400)):
-        send(client, method, path, body)
+        client.request(method, path, body)
         call = front.answer_call(code, "so it is", b'{"a":1}')
         assert call.operation == operation
         answer = client.answer()
@@ -220,13 +211,13 @@ def test_what_the_supervisor_is_asked(
     ],
 )
 def test_what_is_refused_before_anybody_is_asked(client: Client, path: str, body: bytes, text: str) -> None:
-    answer = ask(client, "POST", path, body)
+    answer = client.ask("POST", path, body)
     assert (answer.status, text in answer.error) == (400, True), answer
 
 
 def test_repositories_have_no_names(client: Client) -> None:
     for operation in ("load", "unload"):
-        answer = ask(client, "POST", f"/v2/repository/mine/models/m/{operation}", b"{}")
+        answer = client.ask("POST", f"/v2/repository/mine/models/m/{operation}", b"{}")
         assert (answer.status, answer.error) == (501, "'repository_name' specification is not supported")
 
 
@@ -234,13 +225,13 @@ def test_a_load_may_be_larger(client: Client, front: FrontProcess) -> None:
     """Files travel in it."""
     content = bytes(3 << 20)
     given = {"config": "{}", "file:1/model.py": base64.b64encode(content).decode()}
-    send(client, "POST", LOAD, json.dumps({"parameters": given}).encode())
+    client.request("POST", LOAD, json.dumps({"parameters": given}).encode())
     assert front.answer_call("", "", b"").operation == LoadModel("a b", "{}", {"1/model.py": content})
     assert client.answer().status == 200
 
 
 def test_a_body_over_the_limit(client: Client) -> None:
-    answer = ask(client, "POST", INDEX, bytes((1 << 20) + 1))
+    answer = client.ask("POST", INDEX, bytes((1 << 20) + 1))
     assert (answer.status, str(1 << 20) in answer.error) == (413, True)
 
 
@@ -260,7 +251,7 @@ def test_the_server_is_ready_when_its_models_are(strict: bool, states: list[tupl
         front.model(front.worker())
         for state, reason in states:
             front.model(name="other", state=state, reason=reason)
-        send(client, "GET", "/v2/health/ready")
+        client.request("GET", "/v2/health/ready")
         if status == 200 and states:
             front.answer_call()
         answer = client.answer()

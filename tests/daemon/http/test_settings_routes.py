@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from shm.messages import ChangeLog, Operation
-from tests.fakes import Answer, Client, FrontProcess, front_process
+from tests.fakes import Client, FrontProcess, front_process
 
 LOGGING, TRACE, MODEL_TRACE = "/v2/logging", "/v2/trace/setting", "/v2/models/m/trace/setting"
 
@@ -22,15 +22,6 @@ def front() -> Iterator[FrontProcess]:
 def client(front: FrontProcess) -> Iterator[Client]:
     with front.client() as client:
         yield client
-
-
-def send(client: Client, method: str, path: str, body: bytes = b"") -> None:
-    client.send(f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-
-
-def ask(client: Client, method: str, path: str, body: bytes = b"") -> Answer:
-    send(client, method, path, body)
-    return client.answer()
 
 
 @pytest.mark.parametrize(
@@ -57,7 +48,7 @@ def ask(client: Client, method: str, path: str, body: bytes = b"") -> Answer:
 def test_what_the_supervisor_is_asked(
     client: Client, front: FrontProcess, method: str, path: str, body: bytes, operation: Operation
 ) -> None:
-    send(client, method, path, body)
+    client.request(method, path, body)
     assert front.answer_call(result=b'{"a":1}').operation == operation
     answer = client.answer()
     assert (answer.status, answer.body, answer.headers["content-type"]) == (200, b'{"a":1}', "application/json")
@@ -102,9 +93,9 @@ def test_what_the_supervisor_is_asked(
 def test_what_is_refused_before_anybody_is_asked(
     client: Client, path: str, body: bytes, status: int, text: str
 ) -> None:
-    answer = ask(client, "POST", path, body)
+    answer = client.ask("POST", path, body)
     assert (answer.status, answer.error) == (status, text)
 
 
 def test_other_methods(client: Client) -> None:
-    assert ask(client, "DELETE", LOGGING).status == 405
+    assert client.ask("DELETE", LOGGING).status == 405

@@ -1,0 +1,31 @@
+"""Heads of inference requests, and what they are decoded to."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from daemon.http import request_codec
+from daemon.http.decoded_request import DecodedRequest
+
+
+def decode(head: bytes | memoryview, tail_size: int) -> DecodedRequest:
+    return request_codec.decode(head, tail_size, "m")
+
+
+def input_text(data: str, datatype: str = "FP32", shape: str = "[1]") -> bytes:
+    return f'{{"inputs":[{{"name":"x","datatype":"{datatype}","shape":{shape},"data":{data}}}]}}'.encode()
+
+
+def request_of(*inputs: dict[str, Any], **fields: Any) -> bytes:
+    return json.dumps({"inputs": inputs, **fields}).encode()
+
+
+def tensor(name: str = "x", datatype: str = "FP32", shape: tuple[int, ...] = (1,), **fields: Any) -> dict[str, Any]:
+    return {"name": name, "datatype": datatype, "shape": shape, **fields}
+
+
+def content(decoded: DecodedRequest) -> bytes:
+    ((_, _, _, source),) = decoded.inputs
+    assert isinstance(source, bytes)
+    return source
