@@ -31,12 +31,37 @@ class Body(Protocol):
         """That many bytes were written into ``rest``."""
 
 
-class DirectBody(asyncio.BufferedProtocol):
+class StandIn(asyncio.BufferedProtocol):
+    """Takes a transport over and gives it back; all but what arrives is the connection's."""
+
+    def __init__(self, connection: Connection, transport: asyncio.Transport) -> None:
+        self._connection = connection
+        self._transport = transport
+
+    def _exchange(self, protocol: object) -> None:
+        # The transport looks at its protocol's kind when reading starts.
+        self._transport.pause_reading()
+        self._transport.set_protocol(protocol)  # type: ignore[arg-type]
+        self._transport.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connection.connection_lost(exc)
+
+    def eof_received(self) -> bool:
+        return self._connection.eof_received()
+
+    def pause_writing(self) -> None:
+        self._connection.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._connection.resume_writing()
+
+
+class DirectBody(StandIn):
     """Stands in for the connection until ``body`` is whole."""
 
     def __init__(self, connection: Connection, transport: asyncio.Transport, body: Body) -> None:
-        self._connection = connection
-        self._transport = transport
+        super().__init__(connection, transport)
         self._body = body
 
     def start(self) -> None:
@@ -58,21 +83,3 @@ class DirectBody(asyncio.BufferedProtocol):
         if not len(self._body.rest()):
             self._exchange(self._connection)
             self._connection.direct_body_complete()
-
-    def _exchange(self, protocol: object) -> None:
-        # The transport looks at its protocol's kind when reading starts.
-        self._transport.pause_reading()
-        self._transport.set_protocol(protocol)  # type: ignore[arg-type]
-        self._transport.resume_reading()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._connection.connection_lost(exc)
-
-    def eof_received(self) -> bool:
-        return self._connection.eof_received()
-
-    def pause_writing(self) -> None:
-        self._connection.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._connection.resume_writing()

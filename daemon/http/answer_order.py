@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from daemon.connection_end import ConnectionEnd
-from daemon.direct_body import DirectBody
+from daemon.http.body_reader import BodyReader
 from daemon.http.deadlines import Deadlines, Late
 from daemon.http.exchange import Exchange
 from daemon.http.response_codec import CLOSE, Buffer, error_response
@@ -53,8 +53,8 @@ class AnswerOrder(HttpToolsProtocol):
         self._refusal: bytes | None = None
         #: The client has ended its sending side.
         self._ended = False
-        #: Reads the body that is arriving past this object.
-        self._direct: DirectBody | None = None
+        #: Reads large bodies past this object; there while the connection sends such.
+        self._reader: BodyReader | None = None
         self._times = Deadlines(time.monotonic())
         self._end = ConnectionEnd()
 
@@ -145,10 +145,9 @@ class AnswerOrder(HttpToolsProtocol):
         """Answers after everything that came before, then hangs up. What still arrives is thrown away."""
         self._closing = True
         self._refusal = error_response(status, message, CLOSE)
-        if self._direct is not None:
+        if self._reader is not None:
             # Before the lease that it fills is given back.
-            self._direct.stop(self._ended)
-            self._direct = None
+            self._reader.stop()
         receiving, self._receiving = self._receiving, None
         if receiving is not None and receiving in self._order:
             self._order.remove(receiving)

@@ -22,11 +22,11 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
 from daemon.access import Restricted
-from daemon.direct_body import DirectBody
 from daemon.http import message_head
 from daemon.http.answer_order import AnswerOrder
 from daemon.http.answering import Phase
 from daemon.http.body import PlacedBody, TextBody
+from daemon.http.body_reader import BodyReader
 from daemon.http.exchange import Exchange
 from daemon.http.infer_route import InferRoute, InferRoutes
 from daemon.http.known_head import KnownHead, learn
@@ -105,9 +105,14 @@ class InferProtocol(AnswerOrder):
                 isinstance(body := receiving.reception.body, PlacedBody | TextBody)
                 and len(body.rest()) >= DIRECT_BYTE_SIZE
             ):
-                self._direct = DirectBody(self, self.transport, body)
-                self._direct.start()
-        elif (
+                self._reader = self._reader or BodyReader(self, self.transport)
+                self._reader.receive(body)
+            return
+        if self._reader is not None and receiving is None and not self._times.head_since and not self.flow.read_paused:
+            # What came was small and whole: requests like it may be known.
+            self._reader.leave()
+            self._reader = None
+        if (
             between
             and receiving is None
             and self._begun == 1
@@ -326,7 +331,6 @@ class InferProtocol(AnswerOrder):
 
     def direct_body_complete(self) -> None:
         """The rest of a large body was read past the parser: the next bytes are a new request's."""
-        self._direct = None
         self.parser = httptools.HttpRequestParser(self)
         self.on_message_complete()
         if self.flow.read_paused and not self.transport.is_closing():

@@ -1,0 +1,167 @@
+"""A connection of the HTTP front without sockets of clients: what arrives is given to it, what leaves is kept.
+
+    test ─▶ InferProtocol ─▶ Submitter ══ lane ══ WorkerLane, answered by the test
+
+All but the transport is real. The loop is asyncio's, so that every step can be taken by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import Any, cast
+
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
+from config.options import Lanes, Options
+from daemon.http.protocol import InferProtocol, protocol_for
+from daemon.http.serving import Serving
+from daemon.model_table import ModelTable
+from daemon.submit import Submitter
+from daemon.tally import Tally
+from shm.channel import pair
+from shm.lane import WorkerLane
+from shm.messages import Completion, LaneOpened, ModelState, Submit
+from shm.status_page import StatusPage
+from tests.work.counter import Work
+
+MIB = 1 << 20
+#: The front never looks for an answer instead of sleeping: how often it would look depends on the machine.
+OPTIONS = Options(lanes=Lanes(spin_us=0))
+#: What a read of the transport takes at most, as uvloop's.
+_READ = 256_000
+#: Turns of the loop that are more than enough for anything here.
+_TURNS = 8
+
+
+class KeptTransport(asyncio.Transport):
+    """Keeps what is written. A protocol that gives buffers gets what arrives in them."""
+
+    def __init__(self, protocol: Any) -> None:
+        super().__init__()
+        self._protocol = protocol
+        #: Pieces of each write; one write is one system call.
+        self.writes: list[list[bytes | memoryview]] = []
+        self.reads = 0
+
+    def arrive(self, content: bytes) -> None:
+        """Bytes from the client, in as many reads as a protocol needs that takes what it is given."""
+        left = memoryview(content)
+        while len(left):
+            self.reads += 1
+            if isinstance(self._protocol, asyncio.BufferedProtocol):
+                room = memoryview(self._protocol.get_buffer(-1)).cast("B")
+                size = min(len(room), len(left))
+                room[:size] = left[:size]
+                left = left[size:]
+                self._protocol.buffer_updated(size)
+            else:
+                piece, left = bytes(left[:_READ]), left[_READ:]
+                self._protocol.data_received(piece)
+
+    def write(self, data: Any) -> None:
+        self.writes.append([data])
+
+    def writelines(self, list_of_data: Any) -> None:
+        self.writes.append(list(list_of_data))
+
+    def set_protocol(self, protocol: Any) -> None:
+        self._protocol = protocol
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        assert high == 0
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+    def is_closing(self) -> bool:
+        return False
+
+    def pause_reading(self) -> None:
+        pass
+
+    def resume_reading(self) -> None:
+        pass
+
+
+class Bench:
+    """One front, one worker's end of a lane, and connections. Made and used inside a running loop."""
+
+    def __init__(self) -> None:
+        self.table = ModelTable()
+        self.submitter = Submitter(1, OPTIONS, self.table)
+        self.page = StatusPage.create()
+        ours, theirs = pair()
+        arenas = OPTIONS.arenas
+        self.worker = WorkerLane(theirs, arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
+        self.submitter.open_lane(LaneOpened(7, "cpu:0"), [ours.detach(), os.dup(self.page.fd)])
+        for name in ("addsub", "identity"):
+            self.submitter.model_changed(ModelState(name, 1, "READY", workers=(7,), metadata=b"{}", config=b"{}"))
+        self.tally = Tally.create()
+        self._kind = protocol_for(Serving(OPTIONS, self.table, self.submitter, self.tally.seat(0)))
+        self._config = Config(
+            cast(Any, _no_application), interface="asgi3", http=self._kind, ws="none", log_config=None
+        )
+        self._config.load()
+        self._state = ServerState()
+        self._transports: list[KeptTransport] = []
+
+    def connect(self) -> KeptTransport:
+        connection: InferProtocol = self._kind(self._config, self._state, {}, asyncio.get_running_loop())
+        transport = KeptTransport(connection)
+        connection.connection_made(transport)
+        self._transports.append(transport)
+        return transport
+
+    async def answer(
+        self,
+        work: Work,
+        requests: list[tuple[KeptTransport, bytes]],
+        complete: Callable[[WorkerLane, Submit], Completion],
+    ) -> int:
+        """All of the requests arrive in one turn of the loop. Returns, once all are answered, in how many datagrams they left.
+
+        Only what the front does is counted.
+        """
+        written = [len(transport.writes) for transport, _ in requests]
+        with work.counting():
+            for transport, content in requests:
+                transport.arrive(content)
+        datagrams, got = 0, 0
+        for _ in range(_TURNS):
+            if got == len(requests):
+                break
+            with work.counting():
+                await asyncio.sleep(0)
+            while (records := self.worker.receive()) is not None:
+                submits = [record for record in records if isinstance(record, Submit)]
+                datagrams += bool(submits)
+                got += len(submits)
+                for record in submits:
+                    self.worker.complete(complete(self.worker, record))
+        assert self.worker.flush()
+        # Some turns more: what is given back to the worker leaves at the end of the one in which the answer left.
+        for _ in range(_TURNS):
+            with work.counting():
+                await asyncio.sleep(0)
+        assert [len(transport.writes) for transport, _ in requests] == [before + 1 for before in written]
+        while self.worker.receive() is not None:
+            pass
+        return datagrams
+
+    def close(self) -> None:
+        for transport in self._transports:
+            transport.writes.clear()  # they are views of what is closed now
+        self.submitter.close()
+        self.worker.close()
+        self.page.close()
+        self.tally.close()
+
+
+async def _no_application(scope: Any, receive: Any, send: Any) -> None:
+    raise AssertionError("nothing but inference is asked for")

@@ -1,0 +1,68 @@
+"""Counts what this process does while a counter runs: instructions of the Python machine, system calls of our code, memory.
+
+None of it depends on how fast a machine is or what else runs on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+_ROOT = Path(__file__).parent.parent.parent
+#: Code that is counted; not what it calls in libraries, nor the tests.
+_ROOMS = tuple(f"{_ROOT / room}/" for room in ("daemon", "shm", "workers", "config"))
+#: Functions of the standard library that are system calls.
+_SYSTEM_CALLS = {"send", "sendmsg", "sendto", "recv", "recv_into", "recvmsg", "recvmsg_into", "accept", "sched_yield"}
+_SYSTEM_CALLS |= {
+    "memfd_create",
+    "ftruncate",
+    "posix_fallocate",
+    "fcntl",
+    "dup",
+    "pread",
+    "pwrite",
+    "preadv",
+    "pwritev",
+}
+
+
+class Work:
+    """What was done while ``counting``."""
+
+    def __init__(self) -> None:
+        #: Bytecodes executed in our own modules.
+        self.instructions = 0
+        self.system_calls: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """May be entered again and again; the counts add up."""
+        trace, profile = sys.gettrace(), sys.getprofile()
+        sys.setprofile(self._profile)
+        sys.settrace(self._enter)
+        try:
+            yield
+        finally:
+            sys.settrace(trace)
+            sys.setprofile(profile)
+
+    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(_ROOMS):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._step
+
+    def _step(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "opcode":
+            self.instructions += 1
+        return self._step
+
+    def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
+        # A generator has a ``send`` as well.
+        if event == "c_call" and argument.__name__ in _SYSTEM_CALLS and frame.f_code.co_filename.startswith(_ROOMS):
+            self.system_calls[argument.__name__] += 1

@@ -1,0 +1,260 @@
+"""What one request costs the processes of a running daemon: reads and writes, sleeps, copied bytes, executions, system calls.
+
+Requests are sent one after the other, and nobody looks for records instead of sleeping, so most of these counts are exact. What
+also happens by the clock (heartbeats, checks of deadlines) is allowed for by the time that passed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import tritonclient.grpc as grpcclient
+import tritonclient.http as httpclient
+from tritonclient.utils import shared_memory
+
+from tests.daemon_process import ROOT, DaemonProcess
+
+COUNT = 200
+WARM = 5
+MIB = 1 << 20
+#: Sleeps, reads and writes of a process that nobody asks anything, per second: far more than there are.
+CLOCK = 50
+#: System calls of our loops. What allocators, threads and libraries do beside them is not ours.
+OURS = {
+    "epoll_pwait",
+    "epoll_wait",
+    "read",
+    "write",
+    "writev",
+    "sendto",
+    "sendmsg",
+    "recvmsg",
+    "recvfrom",
+    "sched_yield",
+}
+
+
+@pytest.fixture(scope="module")
+def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    options = {"lanes": {"spin_us": 0}, "arenas": {"byte_size": 32 * MIB}, "regions": {"access": "guarded"}}
+    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [ROOT / "bench" / "models"], options) as running:
+        running.wait_ready()
+        yield running
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kind of request, and what each of them costs."""
+
+    name: str
+    model: str
+    protocol: str
+    #: FP32 elements of an input.
+    shape: tuple[int, ...]
+    #: Bytes the worker copies: docs/data-plane.md says why.
+    copied: int
+    region: bool = False
+    #: Most reads of the front for one of them, and as many writes; gRPC has acknowledgements and window updates of its own.
+    reads: int = 1
+    #: Most system calls of the loops of front and worker, as strace counts them.
+    front_calls: int = 6
+    worker_calls: int = 4
+
+
+ROWS = [
+    Row("small-http", "addsub", "http", (1, 16), 128),
+    Row("small-http-shm", "addsub", "http", (1, 16), 128, region=True),
+    Row("small-grpc", "addsub", "grpc", (1, 16), 128, reads=3, front_calls=10),
+    Row("1MiB-http", "identity", "http", (MIB // 4,), MIB),
+    Row("1MiB-grpc", "identity", "grpc", (MIB // 4,), MIB),
+    Row("16MiB-http-shm", "identity", "http", (4 * MIB,), 16 * MIB, region=True),
+]
+#: What depends on how the kernel cuts a stream into pieces is counted only where there is one piece.
+small_rows = pytest.mark.parametrize("row", ROWS[:3], ids=lambda row: row.name)
+rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+
+
+class Asker:
+    """One connection that asks one kind of request, as the stock client does; every answer is looked at."""
+
+    def __init__(self, daemon: DaemonProcess, row: Row) -> None:
+        module: Any = httpclient if row.protocol == "http" else grpcclient
+        self.client = module.InferenceServerClient(daemon.url if row.protocol == "http" else daemon.grpc_url)
+        self.row = row
+        names = ("INPUT0", "INPUT1") if row.model == "addsub" else ("INPUT0",)
+        self.values = np.arange(np.prod(row.shape), dtype=np.float32).reshape(row.shape)
+        self.inputs = [module.InferInput(name, list(row.shape), "FP32") for name in names]
+        outputs = ("OUTPUT0", "OUTPUT1") if row.model == "addsub" else ("OUTPUT0",)
+        self.outputs = [module.InferRequestedOutput(name) for name in outputs]
+        self.right = [2 * self.values, 0 * self.values] if row.model == "addsub" else [self.values]
+        self.region: Any = None
+        if not row.region:
+            for given in self.inputs:
+                given.set_data_from_numpy(self.values)
+            return
+        size = self.values.nbytes
+        name = f"tensord-test-work-{os.getpid()}"
+        self.region = shared_memory.create_shared_memory_region(name, "/" + name, size * 3)
+        shared_memory.set_shared_memory_region(self.region, [self.values])
+        self.client.register_system_shared_memory(name, "/" + name, size * 3)
+        for given in self.inputs:
+            given.set_shared_memory(name, size)
+        for number, wanted in enumerate(self.outputs):
+            wanted.set_shared_memory(name, size, offset=size * (number + 1))
+
+    def ask(self, count: int) -> None:
+        for _ in range(count):
+            answer = self.client.infer(self.row.model, self.inputs, outputs=self.outputs)
+            for number, (wanted, right) in enumerate(zip(self.outputs, self.right, strict=True)):
+                if self.region is None:
+                    found = answer.as_numpy(wanted.name())
+                else:
+                    found = shared_memory.get_contents_as_numpy(
+                        self.region, np.float32, list(right.shape), offset=right.nbytes * (number + 1)
+                    )
+                np.testing.assert_array_equal(found, right)
+
+    def close(self) -> None:
+        if self.region is not None:
+            self.client.unregister_system_shared_memory()
+            shared_memory.destroy_shared_memory_region(self.region)
+        self.client.close()
+
+
+@pytest.fixture
+def asker(daemon: DaemonProcess, row: Row) -> Iterator[Asker]:
+    made = Asker(daemon, row)
+    try:
+        made.ask(WARM)
+        yield made
+    finally:
+        made.close()
+
+
+def front_of(daemon: DaemonProcess, row: Row) -> psutil.Process:
+    (front,) = daemon.children(f"daemon.{row.protocol}")
+    return front
+
+
+# -------------------------------------------------------------------------------------------------- what models count
+
+
+@rows
+def test_copies_and_executions(daemon: DaemonProcess, row: Row, asker: Asker) -> None:
+    count = 20
+    before = statistics(daemon, row.model)
+    asker.ask(count)
+    # The statistics of a request are counted before its answer leaves.
+    after = statistics(daemon, row.model)
+    assert after["copied_byte_size"] - before["copied_byte_size"] == row.copied * count
+    assert after["execution_count"] - before["execution_count"] == count
+    assert after["inference_stats"]["success"]["count"] - before["inference_stats"]["success"]["count"] == count
+
+
+def statistics(daemon: DaemonProcess, model: str) -> dict[str, Any]:
+    (found,) = json.loads(daemon.get(f"/v2/models/{model}/stats")[1])["model_stats"]
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- what the kernel counts
+
+
+@dataclass
+class Kernel:
+    """What the kernel counted of a process so far."""
+
+    reads: int
+    writes: int
+    #: Of its main thread, which is its loop: times it slept.
+    sleeps: int
+    at: float
+
+    @classmethod
+    def of(cls, pid: int) -> Kernel:
+        fields = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+        status = Path(f"/proc/{pid}/task/{pid}/status").read_text()
+        sleeps = int(status.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+        return cls(int(fields["syscr"]), int(fields["syscw"]), sleeps, time.monotonic())
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What may have happened by the clock meanwhile."""
+
+    seconds: float
+
+    @property
+    def allowance(self) -> int:
+        return 20 + int(CLOCK * self.seconds)
+
+
+@small_rows
+def test_reads_writes_and_sleeps_of_the_front(daemon: DaemonProcess, row: Row, asker: Asker) -> None:
+    """A request is read once, answered in one write, and waited for twice: the request itself, and the worker's answer."""
+    front = front_of(daemon, row)
+    before = Kernel.of(front.pid)
+    asker.ask(COUNT)
+    after = Kernel.of(front.pid)
+    allowance = Passed(after.at - before.at).allowance
+    assert COUNT <= after.reads - before.reads <= row.reads * COUNT + allowance
+    assert COUNT <= after.writes - before.writes <= row.reads * COUNT + allowance
+    assert after.sleeps - before.sleeps <= 2 * COUNT + allowance
+
+
+@small_rows
+def test_every_system_call(daemon: DaemonProcess, row: Row, asker: Asker) -> None:
+    """Front: epoll, read, send to the lane, epoll, receive from the lane, write. Worker: epoll, receive twice, send."""
+    (worker,) = daemon.workers
+    for process, limit in ((front_of(daemon, row), row.front_calls), (worker, row.worker_calls)):
+        with Strace(process.pid) as strace:
+            asker.ask(COUNT)
+        calls = {name: count for name, count in strace.calls.items() if name in OURS}
+        assert COUNT <= sum(calls.values()) <= limit * COUNT + Passed(strace.seconds).allowance, calls
+
+
+class Strace:
+    """Counts the system calls of a process's main thread while the block lasts; skips the test where that cannot be done."""
+
+    def __init__(self, pid: int) -> None:
+        found = shutil.which("strace")
+        if found is None:
+            pytest.skip("strace is not installed")
+        self._command = [found, "-c", "-p", str(pid)]
+        self.calls: dict[str, int] = {}
+        self.seconds = 0.0
+
+    def __enter__(self) -> Strace:
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        assert self._process.stderr is not None
+        said = self._process.stderr.readline()
+        if "attached" not in said:
+            self._end()
+            pytest.skip(f"strace may not look at processes here: {said.strip()}")
+        self._began = time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.monotonic() - self._began
+        self._process.send_signal(signal.SIGINT)
+        for line in self._end().splitlines():
+            # % time, seconds, usecs/call, calls, errors if any, name
+            fields = line.split()
+            if len(fields) >= 5 and fields[3].isdigit():
+                self.calls[fields[-1]] = int(fields[3])
+
+    def _end(self) -> str:
+        with self._process:
+            assert self._process.stderr is not None
+            return self._process.stderr.read()

@@ -1,0 +1,249 @@
+"""What one inference request costs the HTTP front, counted in its own code: instructions, system calls, memory, garbage."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import sys
+import tracemalloc
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shm.lane import WorkerLane
+from shm.messages import Completion, Inline, RegionSlice, Submit, Tensor
+from tests.work.connection import MIB, Bench, KeptTransport
+from tests.work.counter import Work
+
+#: Requests before counting begins: after two a connection repeats itself.
+WARM = 3
+COUNT = 20
+
+
+def head(model: str, text: bytes, tail: int, extra: bytes = b"") -> bytes:
+    """Request line and header fields as perf_analyzer sends them."""
+    return (
+        b"POST /v2/models/%b/infer HTTP/1.1\r\nHost: 127.0.0.1:8000\r\nUser-Agent: libcurl-agent/1.0\r\nAccept: */*\r\n"
+        b"Inference-Header-Content-Length: %d\r\nContent-Type: application/octet-stream\r\n%bContent-Length: %d\r\n\r\n"
+    ) % (model.encode(), len(text), extra, len(text) + tail)
+
+
+def said(inputs: list[tuple[str, list[int], dict[str, Any]]], outputs: list[tuple[str, dict[str, Any]]]) -> bytes:
+    return json.dumps(
+        {
+            "id": "",
+            "inputs": [
+                {"name": name, "datatype": "FP32", "shape": shape, "parameters": parameters}
+                for name, shape, parameters in inputs
+            ],
+            "outputs": [{"name": name, "parameters": parameters} for name, parameters in outputs],
+        }
+    ).encode()
+
+
+_BINARY = {"binary_data_size": 64}
+_REGION = {"shared_memory_region": "region", "shared_memory_byte_size": 64}
+_SMALL = said(
+    [("INPUT0", [1, 16], _BINARY), ("INPUT1", [1, 16], _BINARY)],
+    [("OUTPUT0", {"binary_data": True}), ("OUTPUT1", {"binary_data": True})],
+)
+_SHARED = said(
+    [("INPUT0", [1, 16], _REGION), ("INPUT1", [1, 16], _REGION)], [("OUTPUT0", _REGION), ("OUTPUT1", _REGION)]
+)
+_LARGE = said([("INPUT0", [MIB // 4], {"binary_data_size": MIB})], [("OUTPUT0", {"binary_data": True})])
+_VALUES = json.dumps(
+    {"inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [1, 16], "data": list(range(16))}]}
+).encode()
+
+
+def binary(model: str, text: bytes, tail: int) -> bytes:
+    return head(model, text, tail) + text + bytes(tail)
+
+
+def with_id(number: int) -> bytes:
+    """The head is the same each time, the JSON is not."""
+    return binary("addsub", _SMALL.replace(b'"id": ""', b'"id": "%08d"' % number), 128)
+
+
+def as_json(number: int) -> bytes:
+    return (
+        b"POST /v2/models/addsub/infer HTTP/1.1\r\nHost: 127.0.0.1:8000\r\nContent-Length: %d\r\n\r\n" % len(_VALUES)
+    ) + _VALUES
+
+
+def two_small(lane: WorkerLane, record: Submit) -> Completion:
+    content = np.zeros((1, 16), np.float32).tobytes()
+    outputs = tuple(Tensor(name, "FP32", (1, 16), Inline(content)) for name in ("OUTPUT0", "OUTPUT1"))
+    return Completion(record.request_id, version=1, outputs=outputs)
+
+
+def two_in_regions(lane: WorkerLane, record: Submit) -> Completion:
+    place = RegionSlice("region", 0, 64)
+    outputs = tuple(Tensor(name, "FP32", (1, 16), place) for name in ("OUTPUT0", "OUTPUT1"))
+    return Completion(record.request_id, version=1, outputs=outputs)
+
+
+def one_large(lane: WorkerLane, record: Submit) -> Completion:
+    lease = lane.loan(MIB)
+    assert lease is not None
+    return Completion(
+        record.request_id, version=1, outputs=(Tensor("OUTPUT0", "FP32", (MIB // 4,), lease.place),), lease=lease.key
+    )
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kind of request and what it may cost. Limits are what was counted when they were set, and a tenth more."""
+
+    name: str
+    request: Callable[[int], bytes]
+    complete: Callable[[WorkerLane, Submit], Completion]
+    #: Bytecodes of CPython 3.11 in our own modules.
+    instructions: int
+    #: On the lane: the record out, its answer in. Each answer in a lease is given back in a datagram of its own.
+    lane_calls: int = 2
+    #: Sent one after the other on a connection, or on a new one each.
+    fresh: bool = False
+
+
+ROWS = [
+    Row("small", lambda _: binary("addsub", _SMALL, 128), two_small, 1584),
+    Row("small-shm", lambda _: binary("addsub", _SHARED, 0), two_in_regions, 1487),
+    Row("small-ids", with_id, two_small, 3146),
+    Row("small-json", as_json, two_small, 3016),
+    # As on a connection that is used once.
+    Row("small-new", lambda _: binary("addsub", _SMALL, 128), two_small, 3732, fresh=True),
+    Row("1MiB", lambda _: binary("identity", _LARGE, MIB), one_large, 4529, lane_calls=3),
+]
+#: Python's memory at its highest above where it was, bytes. What a datagram of the lane may have, 64 KiB, is most of it.
+PEAK = 80_000
+rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+
+
+def on_a_bench(test: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
+    async def run() -> None:
+        bench = Bench()
+        try:
+            await test(bench)
+        finally:
+            bench.close()
+
+    asyncio.run(run())
+
+
+async def ask(bench: Bench, row: Row, count: int, work: Work, transport: KeptTransport | None = None) -> KeptTransport:
+    """One request after the other; every answer is a good one, in one write."""
+    transport = transport or bench.connect()
+    for number in range(count):
+        if row.fresh:
+            transport = bench.connect()
+        before = len(transport.writes)
+        assert await bench.answer(work, [(transport, row.request(number))], row.complete) == 1
+        assert len(transport.writes) == before + 1
+        assert bytes(transport.writes.pop()[0]).startswith(b"HTTP/1.1 200 OK\r\n")
+    return transport
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions of Python have other instructions")
+@rows
+def test_instructions(row: Row) -> None:
+    async def test(bench: Bench) -> None:
+        transport = await ask(bench, row, WARM, Work())
+        work = Work()
+        await ask(bench, row, COUNT, work, transport)
+        assert 0 < work.instructions / COUNT <= row.instructions
+
+    on_a_bench(test)
+
+
+@rows
+def test_system_calls_on_the_lane(row: Row) -> None:
+    async def test(bench: Bench) -> None:
+        transport = await ask(bench, row, WARM, Work())
+        work = Work()
+        await ask(bench, row, COUNT, work, transport)
+        assert work.system_calls.total() <= row.lane_calls * COUNT, work.system_calls
+
+    on_a_bench(test)
+
+
+@rows
+def test_memory_at_its_highest(row: Row) -> None:
+    """A large tensor is never in Python's memory: it goes from the socket to the arena, and from an arena to the socket."""
+    content = row.request(0)
+
+    async def test(bench: Bench) -> None:
+        transport = await ask(bench, row, WARM, Work())
+        if row.fresh:
+            transport = bench.connect()
+        tracemalloc.start()
+        try:
+            peak = await peak_of(bench, row, transport, content)
+        finally:
+            tracemalloc.stop()
+        assert 0 < peak <= PEAK
+
+    on_a_bench(test)
+
+
+async def peak_of(bench: Bench, row: Row, transport: KeptTransport, content: bytes) -> int:
+    """The second of two, so that what tracing itself takes is there before."""
+    for _ in range(2):
+        gc.collect()
+        tracemalloc.reset_peak()
+        before = tracemalloc.get_traced_memory()[0]
+        await bench.answer(Work(), [(transport, content)], row.complete)
+        peak = tracemalloc.get_traced_memory()[1] - before
+    return peak
+
+
+@rows
+def test_nothing_is_left_for_the_garbage_collector(row: Row) -> None:
+    """A request that leaves a cycle makes the collector run every few dozen requests, in the middle of others."""
+
+    async def test(bench: Bench) -> None:
+        transport = await ask(bench, row, WARM, Work())
+        contents = [row.request(number) for number in range(COUNT)]
+        gc.collect()
+        gc.disable()
+        try:
+            for content in contents:
+                await bench.answer(Work(), [(transport, content)], row.complete)
+                transport.writes.clear()
+            garbage = gc.collect()
+        finally:
+            gc.enable()
+        assert garbage == 0
+
+    on_a_bench(test)
+
+
+@pytest.mark.parametrize("count", [2, 16])
+def test_small_requests_that_come_together_are_one_datagram(count: int) -> None:
+    """So they are one wake-up of the worker, and mostly one batch; also when the worker has nothing else to do."""
+    row = ROWS[0]
+
+    async def test(bench: Bench) -> None:
+        transports = [await ask(bench, row, WARM, Work()) for _ in range(count)]
+        work = Work()
+        requests = [(transport, row.request(0)) for transport in transports]
+        assert await bench.answer(work, requests, row.complete) == 1
+        assert work.system_calls.total() <= 2, work.system_calls
+
+    on_a_bench(test)
+
+
+def test_a_large_request_does_not_wait_for_others() -> None:
+    """What else a turn of the loop brings may be megabytes that have to be read first."""
+    row = ROWS[-1]
+
+    async def test(bench: Bench) -> None:
+        transports = [await ask(bench, row, WARM, Work()) for _ in range(2)]
+        requests = [(transport, row.request(0)) for transport in transports]
+        assert await bench.answer(Work(), requests, row.complete) == 2
+
+    on_a_bench(test)
