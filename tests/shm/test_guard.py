@@ -127,7 +127,7 @@ def test_more_mappings_than_can_be_guarded(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(guard._guard, "add", full)
     with pytest.raises(Unavailable, match="'r': all 8192 slots of the guard are taken"):
         region_of(PAGE)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_slots_are_used_again() -> None:

@@ -180,8 +180,11 @@ def answered_after(client: FrameClient, worker: EchoWorker, held: Any, first: in
 
 
 def test_waiting_for_room_is_not_the_clients_fault() -> None:
-    """Longer than a message may take; once it has its place, the client's time runs again."""
-    with serving(arenas=ARENAS, grpc={"body_timeout": 0.2}) as (front, (worker,)), front.frames() as client:
+    """Longer than a message may take; once it has its place, the client's time runs again.
+
+    The first message and the last have to be as quick, on whatever machine: so the bound is no shorter.
+    """
+    with serving(arenas=ARENAS, grpc={"body_timeout": 4.0}) as (front, (worker,)), front.frames() as client:
         first = client.open()
         send(client, first, prefixed(request(values(FULL))), MIB)
         held = worker.next()
@@ -192,12 +195,12 @@ def test_waiting_for_room_is_not_the_clients_fault() -> None:
             late.synchronise()
             # Another client's message, which began later, is given up meanwhile: the time of both has run out.
             slow.data(third, prefixed(request(b"\1"))[:7])
-            assert "did not arrive within 0.2 s" in slow.answer(third).text
+            assert "did not arrive within 4 s" in slow.answer(third).text
             late.synchronise()
             assert second not in late.answers
             worker.answer(held, b"done")
             assert client.answer(first).values == b"done"
-            assert "did not arrive within 0.2 s" in late.answer(second).text
+            assert "did not arrive within 4 s" in late.answer(second).text
         is_served(front, worker)
 
 
