@@ -15,13 +15,12 @@ from typing import cast
 
 from daemon.access import Restricted
 from daemon.connection_end import ConnectionEnd
-from daemon.direct_body import DirectBody
 from daemon.grpc import frames
 from daemon.grpc.codes import UNAVAILABLE, UNIMPLEMENTED
-from daemon.grpc.frame_payload import FramePayload
+from daemon.grpc.data_frames import CONNECTION_WINDOW, DIRECT_BYTE_SIZE, STREAM_WINDOW, DataFrames
 from daemon.grpc.frames import Violation
 from daemon.grpc.header_blocks import CallHead, HeaderBlocks
-from daemon.grpc.outgoing import WRITE_BUFFER, Outgoing, Phase
+from daemon.grpc.outgoing import TLS_BUFFER, Phase
 from daemon.grpc.pings import Pings, Sign
 from daemon.grpc.serving import Serving
 from daemon.grpc.stream import Stream
@@ -29,18 +28,12 @@ from daemon.grpc.stream import Stream
 _log = logging.getLogger(__name__)
 #: Frames we take; larger than the default, so that large tensors come in fewer pieces.
 _FRAME_SIZE = 4 << 20
-_STREAM_WINDOW = 4 << 20
-_CONNECTION_WINDOW = 64 << 20
-#: A frame with more to come than this is read from the socket straight to where its tensor lies, if it belongs to one.
-_DIRECT_BYTE_SIZE = 64 << 10
 #: Streams a client may reset without having let them end, per second, before it is taken for an attack.
 _MAX_RESETS = 20_000
-#: A window is below 2^31; what of a message is beyond this is granted as it comes.
-_MAX_AHEAD = 1 << 30
 _PING = b"tensord\0"
 
 
-class Connection(Outgoing):
+class Connection(DataFrames):
     """The incoming half; owns the streams."""
 
     def __init__(self, serving: Serving) -> None:
@@ -49,22 +42,10 @@ class Connection(Outgoing):
         self.connection_end = ConnectionEnd()
         self._blocks = HeaderBlocks(serving.options.max_head_byte_size)
         self._peer_window = frames.DEFAULT_WINDOW
-        self._receive_window = _CONNECTION_WINDOW
-        self._ungranted = 0
-        self._last_stream = 0
         self._buffer = b""
-        #: A DATA frame whose payload is still arriving: bytes left, its flags and its stream.
-        self._data_left = 0
-        self._data_flags = 0
-        self._data_stream: Stream | None = None
         #: A header block in several frames: its stream, flags and pieces.
         self._continued: tuple[int, int, list[bytes]] | None = None
-        #: Reads the payload of a DATA frame in our place.
-        self._direct: DirectBody | None = None
-        #: The client sends nothing any more.
-        self._ended = False
-        now = self.loop.time()
-        self._opened_at = self._heard_at = now
+        self._opened_at = self._heard_at
         self._pings = Pings(serving.options)
         #: Something of a call was sent since the client's last ping.
         self.answered = False
@@ -77,7 +58,7 @@ class Connection(Outgoing):
         self._transport = transport = cast(asyncio.Transport, transport)
         # With no room to buffer, a write goes to the socket at once and says whether all of it went. TLS has a buffer of its own.
         self.is_plain = transport.get_extra_info("sslcontext") is None
-        transport.set_write_buffer_limits(high=0 if self.is_plain else WRITE_BUFFER)
+        transport.set_write_buffer_limits(high=0 if self.is_plain else TLS_BUFFER)
         options = self.serving.options
         seat, connections = self.serving.seat, self.serving.connections
         if seat.total() >= options.max_connections or self.serving.stopping:
@@ -90,12 +71,12 @@ class Connection(Outgoing):
             frames.settings(
                 (
                     (frames.MAX_CONCURRENT_STREAMS, options.max_concurrent_streams),
-                    (frames.INITIAL_WINDOW_SIZE, _STREAM_WINDOW),
+                    (frames.INITIAL_WINDOW_SIZE, STREAM_WINDOW),
                     (frames.MAX_FRAME_SIZE, _FRAME_SIZE),
                     (frames.MAX_HEADER_LIST_SIZE, options.max_head_byte_size),
                 )
             )
-            + frames.window_update(0, _CONNECTION_WINDOW - frames.DEFAULT_WINDOW)
+            + frames.window_update(0, CONNECTION_WINDOW - frames.DEFAULT_WINDOW)
         )
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -135,7 +116,7 @@ class Connection(Outgoing):
             self._receiving = False
         if self._out or self.phase is Phase.ENDING:
             self._flush()
-        if self._data_left >= _DIRECT_BYTE_SIZE and self.is_plain:
+        if self._data_left >= DIRECT_BYTE_SIZE and self.is_plain:
             self._read_directly()
 
     def _read(self, data: bytes) -> None:
@@ -247,7 +228,7 @@ class Connection(Outgoing):
         if len(self.streams) >= self.serving.options.max_concurrent_streams:
             self.write(frames.rst_stream(number, frames.REFUSED_STREAM))
             return
-        stream = Stream(self, number, head, self._peer_window, _STREAM_WINDOW)
+        stream = Stream(self, number, head, self._peer_window, STREAM_WINDOW)
         self.streams[number] = stream
         self._open(stream, head)
         if flags & frames.END_STREAM:
@@ -288,125 +269,6 @@ class Connection(Outgoing):
             if self._resets > _MAX_RESETS:
                 raise Violation(frames.ENHANCE_YOUR_CALM, "too many streams were reset")
             stream.abandon()
-
-    # ------------------------------------------------------------------------------------------------------- data
-
-    def _data(self, number: int, flags: int, payload: bytes) -> None:
-        """A whole DATA frame."""
-        stream = self._data_target(number, len(payload))
-        if stream is None:
-            return
-        if flags & frames.PADDED:
-            payload = frames.unpadded(payload)
-        if payload:
-            stream.receive(payload)
-        if flags & frames.END_STREAM:
-            stream.end_receiving()
-        elif stream.ungranted > _STREAM_WINDOW // 4:
-            self.grant(stream)
-
-    def _data_begins(self, number: int, flags: int, size: int) -> None:
-        self._data_stream = self._data_target(number, size)
-        self._data_left, self._data_flags = size, flags
-
-    def _data_arrives(self, data: bytes, at: int) -> int:
-        """Takes what is here of the payload; returns where the next frame begins."""
-        end = min(len(data), at + self._data_left)
-        self._data_left -= end - at
-        stream = self._data_stream
-        if stream is not None and not stream.ended and end > at:
-            stream.receive(memoryview(data)[at:end])
-        if not self._data_left:
-            self._data_ends()
-        self._buffer = b""
-        return end
-
-    def _data_ends(self) -> None:
-        """The payload is whole."""
-        stream, self._data_stream = self._data_stream, None
-        if stream is not None and not stream.ended:
-            if self._data_flags & frames.END_STREAM:
-                stream.end_receiving()
-            elif stream.ungranted > _STREAM_WINDOW // 4:
-                self.grant(stream)
-
-    def _read_directly(self) -> None:
-        """Has the rest of the payload read to where it belongs, if that is known."""
-        stream = self._data_stream
-        if stream is None or stream.ended or self.phase is Phase.CLOSED or self._ended or self._paused_since:
-            return
-        size = min(self._data_left, len(stream.room()))
-        if size >= _DIRECT_BYTE_SIZE:
-            assert self._transport is not None
-            self._direct = DirectBody(self, self._transport, FramePayload(stream, size, self._directly_read))
-            self._direct.start()
-
-    def _directly_read(self, byte_size: int) -> None:
-        self._data_left -= byte_size
-        self._heard_at = self.loop.time()
-
-    def direct_body_complete(self) -> None:
-        """What belonged to the tensor was read past us: what comes next comes here again."""
-        self._direct = None
-        assert self._transport is not None
-        if self._paused_since and not self._transport.is_closing():
-            self._transport.pause_reading()  # giving the transport back has resumed it
-        self._receiving = True
-        if self._data_stream is not None:
-            self._data_stream.advanced()
-        if not self._data_left:
-            self._data_ends()
-        self._receiving = False
-        if self._out:
-            self._flush()
-
-    def stop_direct(self, stream: Stream) -> None:
-        """What is under way of that stream is not wanted any more."""
-        if self._direct is not None and self._data_stream is stream:
-            direct, self._direct = self._direct, None
-            assert self._transport is not None
-            direct.stop(ended=self._ended or self._transport.is_closing())
-            if self._paused_since and not self._transport.is_closing():
-                self._transport.pause_reading()
-
-    def _data_target(self, number: int, size: int) -> Stream | None:
-        """The stream a DATA frame is for, its windows reduced; None: one that ended meanwhile."""
-        if number > self._last_stream or not number:
-            raise Violation(frames.PROTOCOL_ERROR, f"DATA for stream {number}, which is not open")
-        self._receive_window -= size
-        if self._receive_window < 0:
-            raise Violation(frames.FLOW_CONTROL_ERROR, "more DATA than the connection's window allows")
-        self._ungranted += size
-        if self._ungranted > _CONNECTION_WINDOW // 4:
-            self.write(frames.window_update(0, self._ungranted))
-            self._receive_window += self._ungranted
-            self._ungranted = 0
-        stream = self.streams.get(number)
-        if stream is None:
-            return None
-        if stream.half_closed:
-            raise Violation(frames.STREAM_CLOSED, f"DATA after the end of stream {number}")
-        stream.receive_window -= size
-        if stream.receive_window < 0:
-            raise Violation(frames.FLOW_CONTROL_ERROR, f"more DATA than the window of stream {number} allows")
-        stream.ungranted += size
-        return stream
-
-    def grant(self, stream: Stream) -> None:
-        """Lets the client send again what it sent, unless its call has enough to do."""
-        if stream.ungranted > 0 and not (stream.held or stream.half_closed or stream.ended or stream.waits_for_room):
-            self.write(frames.window_update(stream.id, stream.ungranted))
-            stream.receive_window += stream.ungranted
-            stream.ungranted = 0
-
-    def grant_ahead(self, stream: Stream, byte_size: int) -> None:
-        """Lets the client send all that is left of a message, which has its place already, and then as much as it always may."""
-        ahead = min(byte_size, _MAX_AHEAD)
-        if byte_size > stream.receive_window and not stream.half_closed and not stream.ended:
-            self.write(frames.window_update(stream.id, stream.ungranted + ahead))
-            stream.receive_window += stream.ungranted + ahead
-            # Once all of it has come, what is granted is as much as before.
-            stream.ungranted = -ahead
 
     # --------------------------------------------------------------------------------------------------- connection
 

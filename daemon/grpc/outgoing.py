@@ -15,11 +15,14 @@ from daemon.grpc import frames
 from daemon.grpc.call import Buffer
 
 if TYPE_CHECKING:
+    from daemon.grpc.reply import Reply
     from daemon.grpc.serving import Serving
     from daemon.grpc.stream import Stream
 
-#: Unsent bytes of a connection in our process beyond the kernel's buffer.
-WRITE_BUFFER = 1 << 20
+#: What may be handed to the transport at once; mostly views of the arena. A 1 MiB answer and its end leave in one call.
+WRITE_BUFFER = 4 << 20
+#: Unsent bytes of a TLS connection in its transport's own buffer.
+TLS_BUFFER = 1 << 20
 #: Small pieces are cheaper joined; large ones go to the socket as they lie.
 _JOINED = 64 << 10
 
@@ -48,7 +51,7 @@ class Outgoing(asyncio.Protocol):
         self.phase = Phase.OPENING
         self.streams: dict[int, Stream] = {}
         #: Streams that wait for a window or for the socket, in turn.
-        self.blocked: dict[int, Stream] = {}
+        self.blocked: dict[int, Reply] = {}
         self.send_window = frames.DEFAULT_WINDOW
         self.max_frame_size = frames.DEFAULT_FRAME_SIZE
         #: Whether what is written may lie in memory that is given back once it has left.

@@ -1,0 +1,163 @@
+"""A connection's incoming DATA: the windows it has to keep to, and the way of its payload to where it belongs.
+
+A payload may arrive in any number of reads. What of it belongs to a tensor that has its place already is read there straight
+from the socket (``daemon.direct_body``); everything else goes through ``Stream.receive``.
+Source: RFC 9113, sections 5.2, 6.1 and 6.9.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from daemon.direct_body import DirectBody
+from daemon.grpc import frames
+from daemon.grpc.frame_payload import FramePayload
+from daemon.grpc.frames import Violation
+from daemon.grpc.outgoing import Outgoing, Phase
+from daemon.grpc.stream import Stream
+
+if TYPE_CHECKING:
+    from daemon.grpc.serving import Serving
+
+STREAM_WINDOW = 4 << 20
+CONNECTION_WINDOW = 64 << 20
+#: A frame with more to come than this is read from the socket straight to where its tensor lies, if it belongs to one.
+DIRECT_BYTE_SIZE = 64 << 10
+#: A window is below 2^31; what of a message is beyond this is granted as it comes.
+_MAX_AHEAD = 1 << 30
+
+
+class DataFrames(Outgoing):
+    """The part of an incoming half that DATA is for."""
+
+    def __init__(self, serving: Serving) -> None:
+        super().__init__(serving)
+        self._receive_window = CONNECTION_WINDOW
+        self._ungranted = 0
+        self._last_stream = 0
+        #: When anything last came from the client, loop time.
+        self._heard_at = self.loop.time()
+        #: A DATA frame whose payload is still arriving: bytes left, its flags and its stream.
+        self._data_left = 0
+        self._data_flags = 0
+        self._data_stream: Stream | None = None
+        #: Reads the payload of a DATA frame in our place.
+        self._direct: DirectBody | None = None
+        #: The client sends nothing any more.
+        self._ended = False
+
+    def _data(self, number: int, flags: int, payload: bytes) -> None:
+        """A whole DATA frame."""
+        stream = self._data_target(number, len(payload))
+        if stream is None:
+            return
+        if flags & frames.PADDED:
+            payload = frames.unpadded(payload)
+        if payload:
+            stream.receive(payload)
+        if flags & frames.END_STREAM:
+            stream.end_receiving()
+        elif stream.ungranted > STREAM_WINDOW // 4:
+            self.grant(stream)
+
+    def _data_begins(self, number: int, flags: int, size: int) -> None:
+        self._data_stream = self._data_target(number, size)
+        self._data_left, self._data_flags = size, flags
+
+    def _data_arrives(self, data: bytes, at: int) -> int:
+        """Takes what is here of the payload; returns where the next frame begins."""
+        end = min(len(data), at + self._data_left)
+        self._data_left -= end - at
+        stream = self._data_stream
+        if stream is not None and not stream.ended and end > at:
+            stream.receive(memoryview(data)[at:end])
+        if not self._data_left:
+            self._data_ends()
+        return end
+
+    def _data_ends(self) -> None:
+        """The payload is whole."""
+        stream, self._data_stream = self._data_stream, None
+        if stream is not None and not stream.ended:
+            if self._data_flags & frames.END_STREAM:
+                stream.end_receiving()
+            elif stream.ungranted > STREAM_WINDOW // 4:
+                self.grant(stream)
+
+    def _read_directly(self) -> None:
+        """Has the rest of the payload read to where it belongs, if that is known."""
+        stream = self._data_stream
+        if stream is None or stream.ended or self.phase is Phase.CLOSED or self._ended or self._paused_since:
+            return
+        size = min(self._data_left, len(stream.room()))
+        if size >= DIRECT_BYTE_SIZE:
+            assert self._transport is not None
+            self._direct = DirectBody(self, self._transport, FramePayload(stream, size, self._directly_read))
+            self._direct.start()
+
+    def _directly_read(self, byte_size: int) -> None:
+        self._data_left -= byte_size
+        self._heard_at = self.loop.time()
+
+    def direct_body_complete(self) -> None:
+        """What belonged to the tensor was read past us: what comes next comes here again."""
+        self._direct = None
+        assert self._transport is not None
+        if self._paused_since and not self._transport.is_closing():
+            self._transport.pause_reading()  # giving the transport back has resumed it
+        self._receiving = True
+        if self._data_stream is not None:
+            self._data_stream.advanced()
+        if not self._data_left:
+            self._data_ends()
+        self._receiving = False
+        if self._out:
+            self._flush()
+
+    def stop_direct(self, stream: Stream) -> None:
+        """What is under way of that stream is not wanted any more."""
+        if self._direct is not None and self._data_stream is stream:
+            direct, self._direct = self._direct, None
+            assert self._transport is not None
+            direct.stop(ended=self._ended or self._transport.is_closing())
+            if self._paused_since and not self._transport.is_closing():
+                self._transport.pause_reading()
+
+    def _data_target(self, number: int, size: int) -> Stream | None:
+        """The stream a DATA frame is for, its windows reduced; None: one that ended meanwhile."""
+        if number > self._last_stream or not number:
+            raise Violation(frames.PROTOCOL_ERROR, f"DATA for stream {number}, which is not open")
+        self._receive_window -= size
+        if self._receive_window < 0:
+            raise Violation(frames.FLOW_CONTROL_ERROR, "more DATA than the connection's window allows")
+        self._ungranted += size
+        if self._ungranted > CONNECTION_WINDOW // 4:
+            self.write(frames.window_update(0, self._ungranted))
+            self._receive_window += self._ungranted
+            self._ungranted = 0
+        stream = self.streams.get(number)
+        if stream is None:
+            return None
+        if stream.half_closed:
+            raise Violation(frames.STREAM_CLOSED, f"DATA after the end of stream {number}")
+        stream.receive_window -= size
+        if stream.receive_window < 0:
+            raise Violation(frames.FLOW_CONTROL_ERROR, f"more DATA than the window of stream {number} allows")
+        stream.ungranted += size
+        return stream
+
+    def grant(self, stream: Stream) -> None:
+        """Lets the client send again what it sent, unless its call has enough to do."""
+        if stream.ungranted > 0 and not (stream.held or stream.half_closed or stream.ended or stream.waits_for_room):
+            self.write(frames.window_update(stream.id, stream.ungranted))
+            stream.receive_window += stream.ungranted
+            stream.ungranted = 0
+
+    def grant_ahead(self, stream: Stream, byte_size: int) -> None:
+        """Lets the client send all that is left of a message, which has its place already, and then as much as it always may."""
+        ahead = min(byte_size, _MAX_AHEAD)
+        if byte_size > stream.receive_window and not stream.half_closed and not stream.ended:
+            self.write(frames.window_update(stream.id, stream.ungranted + ahead))
+            stream.receive_window += stream.ungranted + ahead
+            # Once all of it has come, what is granted is as much as before.
+            stream.ungranted = -ahead

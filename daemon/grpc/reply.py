@@ -1,0 +1,238 @@
+"""The sending half of a stream: messages cut to the windows, then the status. ``Stream`` is the other half, and owns both.
+
+    HEADERS ─▶ | compressed 8 | length 32 | message: length bytes | ... in DATA frames ─▶ HEADERS: the trailers
+
+What the windows or the socket do not take yet waits here as it lies, and whoever it belongs to hears when it has left.
+Source: gRPC's PROTOCOL-HTTP2.md, RFC 9113 section 6.9.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from daemon.grpc import frames, header_blocks
+from daemon.grpc.call import Buffer
+from daemon.grpc.codes import OK
+from daemon.grpc.header_blocks import CallHead
+
+if TYPE_CHECKING:
+    from daemon.grpc.connection import Connection
+
+#: Before each message, either way: whether it is compressed, and its length.
+PREFIX = struct.Struct(">BI")
+#: Answers up to this size leave in one piece.
+_SMALL = 16384
+#: Less is not worth compressing.
+_MIN_COMPRESSED = 512
+_TRAILERS_OK_SIZE = len(header_blocks.TRAILERS_OK)
+
+
+class Reply(ABC):
+    """What one call is answered."""
+
+    __slots__ = (
+        "_blocked",
+        "_finished",
+        "_head_sent",
+        "_on_sent",
+        "_trailers",
+        "_unsent",
+        "connection",
+        "head",
+        "id",
+        "send_window",
+        "unsent_size",
+    )
+
+    def __init__(self, connection: Connection, number: int, head: CallHead, send_window: int) -> None:
+        self.connection = connection
+        self.id = number
+        self.head = head
+        #: What may still be sent to the client.
+        self.send_window = send_window
+        self._head_sent = False
+        #: The status is known: nothing is added any more.
+        self._finished = False
+        self._unsent: deque[Buffer] = deque()
+        self.unsent_size = 0
+        self._on_sent: list[Callable[[], None]] = []
+        self._trailers = b""
+        self._blocked = False
+
+    def answer(self, parts: list[Buffer], on_sent: Callable[[], None] | None = None) -> None:
+        """The one message of a unary call, and the end. ``on_sent``: its bytes are not looked at any more."""
+        if self._finished:
+            if on_sent is not None:
+                on_sent()
+            return
+        size = sum(map(len, parts))
+        connection = self.connection
+        framed = size + PREFIX.size
+        if (
+            framed > _SMALL
+            or framed > connection.max_frame_size
+            or framed > connection.send_window
+            or framed > self.send_window
+            or self._compresses(size)
+            or self._head_sent
+        ):
+            self.send(parts, on_sent)
+            self.finish(OK)
+            return
+        connection.send_window -= framed
+        number = self.id
+        connection.write(
+            b"".join(
+                (
+                    frames.head(frames.HEADERS, frames.END_HEADERS, number, len(header_blocks.RESPONSE)),
+                    header_blocks.RESPONSE,
+                    frames.head(frames.DATA, 0, number, framed),
+                    PREFIX.pack(0, size),
+                    *parts,
+                    frames.head(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, number, _TRAILERS_OK_SIZE),
+                    header_blocks.TRAILERS_OK,
+                )
+            )
+        )
+        self._finished = True
+        if on_sent is not None:
+            on_sent()
+        self._close()
+
+    def send(self, parts: list[Buffer], on_sent: Callable[[], None] | None = None) -> None:
+        """One message; what the windows do not allow yet waits. ``on_sent``: its bytes are not looked at any more."""
+        if self._finished:
+            if on_sent is not None:
+                on_sent()
+            return
+        size = sum(map(len, parts))
+        compressed = self._compresses(size)
+        if not self._head_sent:
+            self._send_head()
+        framed = size + PREFIX.size
+        connection = self.connection
+        if (
+            framed <= _SMALL
+            and not self._unsent
+            and not compressed
+            and framed <= self.send_window
+            and framed <= connection.send_window
+            and framed <= connection.max_frame_size
+            and framed <= connection.buffer_room()
+        ):
+            self.send_window -= framed
+            connection.send_window -= framed
+            connection.answered = True
+            connection.write(b"".join((frames.head(frames.DATA, 0, self.id, framed), PREFIX.pack(0, size), *parts)))
+            if on_sent is not None:
+                on_sent()
+            return
+        flag = 0
+        if compressed:
+            deflate = zlib.compressobj(self.connection.serving.compression, wbits=31)
+            parts = [deflate.compress(b"".join(parts)) + deflate.flush()]
+            size, flag = len(parts[0]), 1
+        prefix = PREFIX.pack(flag, size)
+        if size <= _SMALL:
+            self._unsent.append(b"".join((prefix, *parts)))
+        else:
+            self._unsent.append(prefix)
+            # TLS copies when it comes to it, and says nothing of when that was.
+            plain = self.connection.is_plain
+            self._unsent.extend(memoryview(part if plain else bytes(part)) for part in parts if len(part))
+        self.unsent_size += size + PREFIX.size
+        if on_sent is not None:
+            self._on_sent.append(on_sent)
+        self.pump()
+
+    def send_later(self, on_sent: Callable[[], None]) -> None:
+        """``on_sent`` is called when everything unsent has left."""
+        self._on_sent.append(on_sent)
+
+    def finish(self, code: int, message: str = "") -> None:
+        """The status; nothing is sent after it."""
+        if self._finished:
+            return
+        self._finished = True
+        self._drop()
+        self._trailers = header_blocks.trailers(code, message) if code or message else header_blocks.TRAILERS_OK
+        if not self._head_sent:
+            self._head_sent = True
+            self._trailers = header_blocks.trailers_only(code, message)
+        self.pump()
+
+    def answer_http(self, status: int) -> None:
+        """An answer to what is no gRPC call."""
+        self._finished = self._head_sent = True
+        self._trailers = header_blocks.http_error(status)
+        self.pump()
+
+    def pump(self) -> None:
+        """Sends what the windows and the socket's buffer allow, then the trailers."""
+        connection = self.connection
+        while self._unsent:
+            room = min(self.send_window, connection.send_window, connection.max_frame_size, connection.buffer_room())
+            if room <= 0:
+                if not self._blocked:
+                    self._blocked = True
+                    connection.blocked[self.id] = self
+                return
+            pieces: list[Buffer] = []
+            size = 0
+            while self._unsent and size < room:
+                piece = self._unsent[0]
+                if len(piece) <= room - size:
+                    self._unsent.popleft()
+                else:
+                    self._unsent[0] = memoryview(piece)[room - size :]
+                    piece = memoryview(piece)[: room - size]
+                pieces.append(piece)
+                size += len(piece)
+            self.send_window -= size
+            connection.send_window -= size
+            connection.answered = True
+            self.unsent_size -= size
+            header = frames.head(frames.DATA, 0, self.id, size)
+            if size < _SMALL // 2:
+                connection.write(b"".join((header, *pieces)))
+            else:
+                connection.write(header)
+                for piece in pieces:
+                    connection.write(piece)
+        if self._blocked:
+            self._blocked = False
+            connection.blocked.pop(self.id, None)
+        self._sent()
+        if self._trailers:
+            flags = frames.END_HEADERS | frames.END_STREAM
+            connection.write(frames.frame(frames.HEADERS, flags, self.id, self._trailers))
+            self._close()
+
+    def _sent(self) -> None:
+        """Everything is handed to the connection: what waits for it to have left waits there."""
+        if self._on_sent:
+            waiting, self._on_sent = self._on_sent, []
+            for on_sent in waiting:
+                self.connection.when_written(on_sent)
+
+    def _send_head(self) -> None:
+        self._head_sent = True
+        compresses = bool(self.connection.serving.compression) and "gzip" in self.head.accepts
+        block = header_blocks.RESPONSE_GZIP if compresses else header_blocks.RESPONSE
+        self.connection.write(frames.frame(frames.HEADERS, frames.END_HEADERS, self.id, block))
+
+    def _compresses(self, size: int) -> bool:
+        return bool(self.connection.serving.compression) and size >= _MIN_COMPRESSED and "gzip" in self.head.accepts
+
+    @abstractmethod
+    def _drop(self) -> None:
+        """What of the client's is still under way is not wanted any more."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Our side is done."""
