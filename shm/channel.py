@@ -23,6 +23,8 @@ from shm.errors import InvalidArgument
 from shm.messages import Record, encoder
 
 MAX_DATAGRAM = 64 << 10
+#: What of it is left for records.
+_ROOM = MAX_DATAGRAM - 8
 #: A spilled record beyond this is refused by the receiver.
 MAX_RECORD = 256 << 20
 MAX_FDS = 4
@@ -53,10 +55,15 @@ class Channel:
         sock.setblocking(False)
         self._sock = sock
         self._incoming = incoming
-        #: Encoded records with their descriptors, in order.
-        self._queue: deque[tuple[bytes, tuple[int, ...]]] = deque()
+        #: Encoded records in order; one that travels alone with its descriptors.
+        self._queue: deque[bytes | tuple[bytes, tuple[int, ...]]] = deque()
+        #: Of the records that share datagrams: their bytes together; and how many of the others there are.
+        self._byte_size = 0
+        self._alone = 0
         #: A packed datagram the socket would not take yet.
         self._unsent: tuple[bytes, tuple[int, ...]] | None = None
+        # Kept: asking for a datagram's worth of memory each time costs more than most records.
+        self._received = bytearray(MAX_DATAGRAM + 1)
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -68,7 +75,13 @@ class Channel:
 
     def put(self, record: Record, *fds: int) -> None:
         """Encodes and queues. Descriptors are duplicated: the caller keeps its own."""
-        self._queue.append((encoder.encode(record), tuple(os.dup(fd) for fd in fds) if fds else ()))
+        encoded = encoder.encode(record)
+        if fds or len(encoded) > _ROOM:
+            self._queue.append((encoded, tuple(os.dup(fd) for fd in fds)))
+            self._alone += 1
+        else:
+            self._queue.append(encoded)
+            self._byte_size += len(encoded)
 
     def flush(self) -> bool:
         """Sends what the socket takes. True: nothing is left. False: call again when it is writable.
@@ -101,18 +114,20 @@ class Channel:
         """
         try:
             try:
-                content, ancillary, flags, _ = self._sock.recvmsg(MAX_DATAGRAM + 1, _ANCILLARY, _CLOEXEC)
+                size, ancillary, flags, _ = self._sock.recvmsg_into((self._received,), _ANCILLARY, _CLOEXEC)
             except ConnectionResetError:
                 # Said once, and before anything else, of a peer that ended with records unread. What it sent is still there.
-                content, ancillary, flags, _ = self._sock.recvmsg(MAX_DATAGRAM + 1, _ANCILLARY, _CLOEXEC)
+                size, ancillary, flags, _ = self._sock.recvmsg_into((self._received,), _ANCILLARY, _CLOEXEC)
         except BlockingIOError:
             return None
         except OSError as error:
             raise ChannelClosed from error
         fds = _descriptors(ancillary) if ancillary else []
-        if not content:
+        if not size:
             _close(fds)
             raise ChannelClosed
+        # The next datagram overwrites this one, and records may refer to what they were decoded from.
+        content = bytes(memoryview(self._received)[:size])
         try:
             if flags & _CUT:
                 raise InvalidArgument(f"malformed datagram: more than {MAX_DATAGRAM} bytes or {MAX_FDS} descriptors")
@@ -138,19 +153,34 @@ class Channel:
         self._sock.close()
 
     def _pack(self) -> tuple[bytes, tuple[int, ...]]:
-        record, fds = self._queue.popleft()
-        if fds or len(record) + 8 > MAX_DATAGRAM:
-            return self._pack_alone(record, fds)
-        records, room = [record], MAX_DATAGRAM - 8 - len(record)
-        while self._queue and not self._queue[0][1] and len(self._queue[0][0]) <= room and len(records) < 0xFFFF:
-            record, _ = self._queue.popleft()
+        queue = self._queue
+        if not self._alone and self._byte_size <= _ROOM and len(queue) <= 0xFFFF:
+            # All of them: what nearly every turn comes to.
+            packed = b"".join((_INLINE, _array_head(len(queue)), *queue))  # type: ignore[arg-type]
+            queue.clear()
+            self._byte_size = 0
+            return packed, ()
+        records: list[bytes] = []
+        room = _ROOM
+        while queue and len(records) < 0xFFFF:
+            record = queue[0]
+            if not isinstance(record, bytes):
+                if records:
+                    break
+                queue.popleft()
+                self._alone -= 1
+                return self._pack_alone(*record)
+            if len(record) > room:
+                break
+            queue.popleft()
             records.append(record)
             room -= len(record)
+        self._byte_size -= _ROOM - room
         return b"".join((_INLINE, _array_head(len(records)), *records)), ()
 
     @staticmethod
     def _pack_alone(record: bytes, fds: tuple[int, ...]) -> tuple[bytes, tuple[int, ...]]:
-        if len(record) + 8 <= MAX_DATAGRAM:
+        if len(record) <= _ROOM:
             return b"".join((_INLINE, _array_head(1), record)), fds
         spill = os.memfd_create("tensord-record", os.MFD_CLOEXEC)
         with open(spill, "wb", closefd=False) as file:
@@ -159,9 +189,11 @@ class Channel:
         return _SPILLED, (spill, *fds)
 
     def _discard(self) -> None:
-        for _, fds in self._queue:
-            _close(fds)
+        for record in self._queue:
+            if not isinstance(record, bytes):
+                _close(record[1])
         self._queue.clear()
+        self._byte_size = self._alone = 0
         if self._unsent is not None:
             _close(self._unsent[1])
             self._unsent = None

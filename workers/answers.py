@@ -22,6 +22,7 @@ from shm.snapshot_region import SnapshotRegion
 from workers import large_copy
 from workers.classification import classify
 from workers.device_array import DeviceArray
+from workers.models.batch_outputs import BatchOutputs
 from workers.models.signature import Signature
 from workers.region_table import AnyRegion, check_intact
 from workers.request import Request
@@ -49,10 +50,6 @@ def complete(
 
     Raises: Internal: an output does not fit where its client wants it.  InvalidArgument: larger than the whole response arena.
     """
-    small = _all_small(request, result, signature, inline_byte_size)
-    if small is not None:
-        check_intact(request.regions)
-        return Completion(request.submit.request_id, version=version, outputs=small)
     chosen = _choose(request, result, signature)
     in_regions = _fit(request, chosen)
     inline_left = inline_byte_size * _INLINE_TENSORS
@@ -110,42 +107,47 @@ def complete(
     )
 
 
-def _all_small(
-    request: Request, result: dict[str, Array], signature: Signature, inline_byte_size: int
-) -> tuple[Tensor, ...] | None:
-    """Places the most frequent kind of answer, a few small tensors of the declared datatypes; None: it is another kind.
+def complete_small(
+    request: Request, made: BatchOutputs, row: int, version: int, inline_byte_size: int
+) -> Completion | None:
+    """The most frequent kind of answer, a few small tensors: into the record, or where a region is named into that.
 
-    They go into the record, or where a region is named into that, once all of them are known to fit.
+    Args:
+      made: what the request's whole batch came to; the request's part begins at ``row``.
+    Returns: None: it is another kind of answer; nothing was written anywhere.
+    Raises: as ``complete``.
     """
-    for used in request.regions:
-        if isinstance(used, CudaRegion):
-            return None
+    rows = request.rows
+    if rows * made.row_byte_size > inline_byte_size:
+        return None
     tensors: list[Tensor] = []
     writes: list[tuple[RegionSlice, bytes]] = []
-    room = inline_byte_size
-    for name, array in result.items():
+    wishes, copied = request.outputs, 0
+    for name, datatype, content, size, shape in made.outputs:
         region: RegionSlice | None = None
-        if request.outputs:
-            wanted = request.outputs.get(name)
+        if wishes:
+            wanted = wishes.get(name)
             if wanted is None:
                 continue
             region = wanted.region
-            if wanted.classification or (region is not None and region.byte_size < array.nbytes):
+            if wanted.classification or (region is not None and region.byte_size < rows * size):
                 return None
-        spec = signature.outputs.get(name)
-        room -= array.nbytes
-        if room < 0 or spec is None or array.dtype is not spec.dtype or array.dtype.hasobject:
-            return None
-        content = array.tobytes()
-        tensors.append(Tensor(name, spec.datatype, array.shape, region or Inline(content)))
-        if region is not None and content:
-            writes.append((region, content))
-    for place, content in writes:
-        target = _leased(request, place.region)
-        assert not isinstance(target, CudaRegion)
-        target.write(place.offset, content)
-    request.copied_byte_size += inline_byte_size - room
-    return tuple(tensors)
+        part = content[row * size : (row + rows) * size]
+        copied += len(part)
+        tensors.append(Tensor(name, datatype, (rows, *shape) if made.batches else shape, region or Inline(part)))
+        if region is not None and part:
+            writes.append((region, part))
+    if request.regions:
+        for used in request.regions:
+            if isinstance(used, CudaRegion):
+                return None
+        for place, part in writes:
+            target = _leased(request, place.region)
+            assert not isinstance(target, CudaRegion)
+            target.write(place.offset, part)
+        check_intact(request.regions)
+    request.copied_byte_size += copied
+    return Completion(request.submit.request_id, version=version, outputs=tuple(tensors))
 
 
 def _choose(

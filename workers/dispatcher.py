@@ -127,10 +127,12 @@ class Dispatcher:
 
         Returns: when to be called again at the latest (not after ``now_ns``: at once); None: only when something arrives.
         """
-        for version, requests in _by_version(self._outbox.retry(now_ns)).items():
-            version.executing -= len(requests)
-            self._restore(version, requests)
-        next_ns = self._outbox.next_give_up_ns
+        next_ns: int | None = None
+        if self._outbox.blocked:
+            for version, requests in _by_version(self._outbox.retry(now_ns)).items():
+                version.executing -= len(requests)
+                self._restore(version, requests)
+            next_ns = self._outbox.next_give_up_ns
         first: ModelVersion | None = None
         first_due_ns = 0
         for version in list(self._active):
@@ -312,15 +314,8 @@ class Dispatcher:
     # ---------------------------------------------------------------------------------------------------------- answers
 
     def _finish(self, version: ModelVersion, execution: Execution) -> None:
-        now_ns = self._clock()
-        for request, result in zip(execution.requests, execution.results, strict=True):
-            if request.timeline is not None:
-                request.timeline.executed(execution, request.arrays, result)
-        execution.results = [
-            self._outbox.answer(request, result, now_ns)
-            for request, result in zip(execution.requests, execution.results, strict=True)
-        ]
-        version.statistics.executed(execution, self._clock())
+        failed = self._outbox.answer_all(execution, self._clock())
+        version.statistics.executed(execution, failed, self._clock())
 
     def __repr__(self) -> str:
         return f"<Dispatcher {len(self._active)} models with work>"

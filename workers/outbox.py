@@ -16,8 +16,9 @@ import logging
 from config.options import Arenas
 from shm.arrays import Array
 from shm.errors import Cancelled, Internal, ServingError, Unavailable
-from workers.answers import complete, failure
-from workers.models.execution import Result
+from workers.answers import complete, complete_small, failure
+from workers.models.batch_outputs import BatchOutputs
+from workers.models.execution import Execution, Result
 from workers.request import Request
 from workers.submitter import BlockedAnswer, Submitter
 
@@ -48,8 +49,41 @@ class Outbox:
 
     def end(self, request: Request) -> None:
         """The request is over: its regions are free, its id may be forgotten."""
-        request.release()
+        if request.regions:
+            request.release()
         request.submitter.in_flight.pop(request.submit.request_id, None)
+
+    def answer_all(self, execution: Execution, now_ns: int) -> set[Request]:
+        """Answers every request of a batch. Returns those that got an error."""
+        failed: set[Request] = set()
+        row = 0
+        for i, request in enumerate(execution.requests):
+            if execution.outputs is None or not self._place_small(request, execution.outputs, row):
+                result = execution.results[i]
+                if request.timeline is not None:
+                    request.timeline.executed(execution, request.arrays, result)
+                if isinstance(self.answer(request, result, now_ns), ServingError):
+                    failed.add(request)
+            row += request.rows
+        return failed
+
+    def _place_small(self, request: Request, made: BatchOutputs, row: int) -> bool:
+        """Answers a request of the most frequent kind. False: it is another kind, or it cannot be answered well."""
+        submitter = request.submitter
+        if submitter.blocked or submitter.closed or request.cancelled or request.timeline is not None:
+            return False
+        version = request.version
+        try:
+            completion = complete_small(request, made, row, version.version, self._options.inline_byte_size)
+        except ServingError:
+            # What is wrong with a region is found again, and said, by the long way.
+            return False
+        if completion is None:
+            return False
+        version.statistics.copied(request.copied_byte_size)
+        submitter.answer(completion)
+        self.end(request)
+        return True
 
     def answer(self, request: Request, result: Result, now_ns: int) -> Result:
         """Answers with a result. Returns what the client gets: the result, or the error it became."""

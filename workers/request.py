@@ -5,11 +5,14 @@ Made by ``workers.validation``, owned by the worker's loop; models only read it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING, cast
 
-from shm.arrays import Array
+import numpy as np
+
+from shm.arrays import DTYPES, Array
 from shm.messages import RequestedOutput, Submit
+from workers.region_tensor import LateTensor
 from workers.scheduling.queue import Waiting
 from workers.timeline import RequestTimeline
 
@@ -20,11 +23,12 @@ if TYPE_CHECKING:
 
 
 class Request(Waiting):
-    """``arrays`` are views of the submitter's arena or of a client's region wherever that is possible: nobody writes to them."""
+    """One client's request."""
 
     __slots__ = (
-        "arrays",
+        "_arrays",
         "cancelled",
+        "contents",
         "copied_byte_size",
         "outputs",
         "regions",
@@ -41,19 +45,26 @@ class Request(Waiting):
         submit: Submit,
         key: Hashable,
         rows: int,
-        arrays: dict[str, Array],
+        arrays: dict[str, Array] | None,
         outputs: dict[str, RequestedOutput],
         regions: list[AnyRegion],
         now_ns: int,
         copied_byte_size: int = 0,
+        contents: Mapping[str, bytes | memoryview | LateTensor] | None = None,
     ) -> None:
-        super().__init__(key, rows, submit.received_ns or now_ns)
+        """``arrays`` or ``contents`` are given; these where the tensors are plain, so that their bytes are the arrays'."""
+        # As Waiting.__init__, which is another call for every request.
+        self.key = key
+        self.rows = rows
+        self.arrived_ns = submit.received_ns or now_ns
+        self.line = -1
+        self.sequence = 0
         self.version = version
         self.submitter = submitter
         self.submit = submit
-        #: Input name -> array of the model's shape (after a configured reshape); of GPU memory
-        #: and snapshot regions a ``LateTensor``.
-        self.arrays = arrays
+        self._arrays = arrays
+        #: Input name -> its bytes, where they say it all.
+        self.contents = contents
         #: What was asked for, by name; empty: everything.
         self.outputs = outputs
         #: Client regions in use until the completion, once per tensor.
@@ -69,6 +80,27 @@ class Request(Waiting):
         self.timeline = RequestTimeline(submit.trace, now_ns) if submit.trace else None
 
     @property
+    def arrays(self) -> dict[str, Array]:
+        """Input name -> array of the model's shape (after a configured reshape).
+
+        A ``LateTensor`` of GPU memory and snapshot regions; else views of the submitter's arena or of a client's region
+        wherever that is possible: nobody writes to them.
+        """
+        if self._arrays is None:
+            # Made only for who asks: what is gathered into a batch goes there as bytes.
+            assert self.contents is not None
+            self._arrays = {
+                tensor.name: _array(self.contents[tensor.name], tensor.datatype, tensor.shape)
+                for tensor in self.submit.inputs
+            }
+        return self._arrays
+
+    @property
+    def small(self) -> bool:
+        """Whether all of its tensors came inside its record."""
+        return self.contents is not None and not [one for one in self.contents.values() if type(one) is not bytes]
+
+    @property
     def label(self) -> str:
         """How Triton's messages begin, so that a client finds its request."""
         return label(self.submit)
@@ -81,6 +113,12 @@ class Request(Waiting):
 
     def __repr__(self) -> str:
         return f"<Request {self.submit.request_id} for {self.submit.model!r}, {self.rows} rows>"
+
+
+def _array(content: bytes | memoryview | LateTensor, datatype: str, shape: tuple[int, ...]) -> Array:
+    if isinstance(content, (bytes, memoryview)):
+        return np.frombuffer(content, DTYPES[datatype]).reshape(shape)
+    return cast(Array, content)
 
 
 def label(submit: Submit) -> str:

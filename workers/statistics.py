@@ -6,10 +6,11 @@ A refused request counts nowhere. Source: Triton docs/protocol/extension_statist
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence, Set
 from typing import Any
 
-from shm.errors import ServingError
 from workers.models.execution import Execution
+from workers.request import Request
 
 
 class Duration:
@@ -59,21 +60,24 @@ class ModelStatistics:
         self.copied_byte_size = 0
         self._batches: dict[int, BatchStatistics] = {}
 
-    def executed(self, execution: Execution, now_ns: int) -> None:
-        """Counts a batch whose answers are placed (or wait for room)."""
+    def executed(self, execution: Execution, failed: Set[Request], now_ns: int) -> None:
+        """Counts a batch whose answers are placed (or wait for room); ``failed`` are its requests that got an error."""
         began, gathered, computed = execution.began_ns, execution.gathered_ns, execution.computed_ns
-        good, rows = 0, 0
-        for request, result in zip(execution.requests, execution.results, strict=True):
-            lasted = now_ns - request.arrived_ns
-            if isinstance(result, ServingError):
-                self.fail.add(lasted)
-                continue
-            good += 1
-            rows += request.rows
-            self.success.add(lasted)
-            self.queue.add(max(0, began - request.arrived_ns))
+        answered: Sequence[Request] = execution.requests
+        if failed:
+            for request in failed:
+                self.fail.add(now_ns - request.arrived_ns)
+            answered = [request for request in answered if request not in failed]
+        good = len(answered)
         if not good:
             return
+        rows = sum([request.rows for request in answered])
+        arrived = [request.arrived_ns for request in answered]
+        self.success.add(good * now_ns - sum(arrived), good)
+        # One that arrived while this began has not waited.
+        self.queue.add(
+            good * began - sum(arrived if max(arrived) <= began else [min(ns, began) for ns in arrived]), good
+        )
         runs = execution.runs
         # As in Triton every request of a batch waited for the whole batch.
         self.compute_input.add((gathered - began) * good, good)

@@ -46,10 +46,12 @@ def validate(submit: Submit, submitter: Submitter, version: ModelVersion, region
         inputs = tuple([(tensor.name, tensor.datatype, tensor.shape) for tensor in submit.inputs])
         known = version.familiar.find(inputs)
         if known is not None and submit.strikes == 0:
-            found = _familiar_arrays(submit, submitter, known, regions, leased)
-            if found is not None:
+            familiar = _familiar(submit, submitter, known, regions, leased)
+            if familiar is not None:
                 outputs = _outputs(submit, signature, regions, leased) if submit.outputs else {}
-                return Request(version, submitter, submit, known.key, known.rows, found, outputs, leased, now_ns)
+                return Request(
+                    version, submitter, submit, known.key, known.rows, None, outputs, leased, now_ns, 0, familiar
+                )
         # What a front of Triton looks at comes first, then what its core does.
         contents = _contents(submit, submitter, regions, leased)
         outputs = _outputs(submit, signature, regions, leased) if submit.outputs else {}
@@ -84,18 +86,18 @@ def validate(submit: Submit, submitter: Submitter, version: ModelVersion, region
 # --------------------------------------------------------------------------------------------------------------- inputs
 
 
-def _familiar_arrays(
+def _familiar(
     submit: Submit, submitter: Submitter, known: Known, regions: RegionTable, leased: list[AnyRegion]
-) -> dict[str, Array] | None:
+) -> dict[str, Content] | None:
     """The inputs of a request whose names, datatypes and shapes were found right before: only their places are new.
 
     None: a size is not that of the shape; the long way says what is wrong with it.
     """
-    arrays: dict[str, Array] = {}
+    contents: dict[str, Content] = {}
     used: list[AnyRegion] = []
     for tensor, (dtype, byte_size) in zip(submit.inputs, known.tensors, strict=True):
         place = tensor.place
-        content: bytes | memoryview
+        content: Content
         if type(place) is Inline:
             content = place.content
         elif type(place) is Slice:
@@ -104,20 +106,18 @@ def _familiar_arrays(
             assert isinstance(place, RegionSlice)
             region = regions.find(place.region)
             used.append(region)
-            if not isinstance(region, Region):
-                late = _slice(region, place)
-                if len(late) != byte_size:
-                    return None
-                arrays[tensor.name] = cast(Array, late.view(dtype, tensor.shape))
-                continue
-            content = region.view(place.offset, place.byte_size)
+            content = (
+                region.view(place.offset, place.byte_size) if isinstance(region, Region) else _slice(region, place)
+            )
         if len(content) != byte_size:
             return None
-        arrays[tensor.name] = np.frombuffer(content, dtype).reshape(tensor.shape)
+        contents[tensor.name] = (
+            content if isinstance(content, (bytes, memoryview)) else content.view(dtype, tensor.shape)
+        )
     for region in used:
         region.lease()
         leased.append(region)
-    return arrays
+    return contents
 
 
 def _contents(submit: Submit, submitter: Submitter, regions: RegionTable, leased: list[AnyRegion]) -> list[Content]:

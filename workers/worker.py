@@ -193,16 +193,17 @@ class Worker:
 
     def _receive(self, submitter: Submitter) -> None:
         now_ns = time.monotonic_ns()
+        fd = submitter.lane.fileno()
         try:
             for _ in range(_DATAGRAMS_PER_TURN):
-                records = submitter.lane.receive()
-                if records is None:
-                    return
-                for record in records:
+                for record in submitter.lane.receive() or ():
                     if type(record) is Cancel:
                         self._dispatcher.cancel(submitter, record.request_id)
                     else:
                         self._dispatcher.submit(submitter, record, now_ns)  # type: ignore[arg-type]
+                # Asking whether more came costs less than trying to receive it in vain.
+                if not [event for event in self._epoll.poll(0) if event[0] == fd and event[1] != select.EPOLLOUT]:
+                    return
         except ChannelClosed:
             self._close_lane(submitter)
         except InvalidArgument as error:

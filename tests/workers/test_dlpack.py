@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from workers.dlpack import CPU, DeviceView
-from workers.models.executables import aligned
+from workers.models.gather_buffer import aligned
 
 
 @pytest.mark.parametrize("dtype", [np.bool_, np.int8, np.uint16, np.int32, np.float16, np.float32, ml_dtypes.bfloat16])

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import numpy as np
-
-from shm.errors import Internal
 from tests.workers.requests import request_of
 from workers.models.execution import Execution
 from workers.statistics import ModelStatistics
 
 
-def executed(rows: list[int], failed: int = 0) -> Execution:
+def executed(rows: list[int]) -> Execution:
     requests = [request_of({}, count, received_ns=100) for count in rows]
     execution = Execution(requests, began_ns=300)
     execution.gathered_ns, execution.computed_ns = 310, 350
-    execution.results = [{"y": np.zeros(1)} for _ in rows]
-    for i in range(failed):
-        execution.results[i] = Internal("no")
     return execution
 
 
 def test_a_batch() -> None:
     statistics = ModelStatistics("m", 3)
-    statistics.executed(executed([1, 2, 1]), now_ns=370)
+    statistics.executed(executed([1, 2, 1]), set(), now_ns=370)
     found = statistics.to_dict()
     assert (found["name"], found["version"]) == ("m", "3")
     assert (found["inference_count"], found["execution_count"]) == (4, 1)
@@ -49,8 +43,9 @@ def test_a_batch() -> None:
 
 def test_failures_count_apart() -> None:
     statistics = ModelStatistics("m", 1)
-    statistics.executed(executed([1, 1], failed=1), now_ns=370)
-    statistics.executed(executed([1], failed=1), now_ns=370)
+    both, alone = executed([1, 1]), executed([1])
+    statistics.executed(both, {both.requests[0]}, now_ns=370)
+    statistics.executed(alone, set(alone.requests), now_ns=370)
     statistics.failed(500)
     found = statistics.to_dict()
     assert (found["inference_count"], found["execution_count"]) == (1, 1)

@@ -24,13 +24,12 @@ from shm.errors import Internal
 from workers.device_cuda import CudaDevice
 from workers.models.buckets import Buckets, Shapes
 from workers.models.executable_cache import ExecutableCache
+from workers.models.gather_buffer import ALIGNMENT, GatherBuffer
 from workers.models.signature import Signature, TensorSpec
 from workers.region_tensor import LateTensor
 from workers.request import Request
 
 _log = logging.getLogger(__name__)
-#: What XLA:CPU needs to use an argument in place.
-ALIGNMENT = 64
 #: For the first runs of a version's executables.
 _WARM_NS = 20_000_000
 Apply = Callable[[Any, dict[str, Any]], dict[str, Any]]
@@ -66,28 +65,31 @@ class Executable:
             for spec, shape in zip(signature.inputs.values(), wanted.shapes, strict=True)
             if shape is not None
         ]
-        self._buffers: dict[str, Array] = {}
+        self._buffers: dict[str, GatherBuffer] = {}
 
     def gather(self, requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
         """The arguments for a batch, and how many bytes were copied for them.
 
-        A request that fills the bucket alone is used where it lies; small unaligned arguments are left to XLA, which copies
-        them anyway, but large ones faster by us.
+        A request that fills the bucket alone is used where it lies, unless that is in its record, which is never aligned; small
+        unaligned arguments are left to XLA, which copies them anyway, but large ones faster by us.
         """
         if self._device is not None:
             return self._gather_on(self._device, requests)
-        if len(requests) == 1 and requests[0].rows == self.wanted.rows:
+        if len(requests) == 1 and requests[0].rows == self.wanted.rows and not requests[0].small:
             arguments, copied = dict(requests[0].arrays), 0
             for spec, shape in self._specs:
                 array = arguments[spec.name]
                 exact = (array.shape[1:] if self._batches else array.shape) == shape
                 late = isinstance(array, LateTensor)
                 if not exact or late or (array.nbytes > 4096 and array.__array_interface__["data"][0] % ALIGNMENT):
-                    arguments[spec.name] = self._fill(spec, shape, requests)
-                    copied += array.nbytes
+                    arguments[spec.name], byte_size = self._fill(spec, shape, requests)
+                    copied += byte_size
             return arguments, copied
-        arguments = {spec.name: self._fill(spec, shape, requests) for spec, shape in self._specs}
-        return arguments, sum(array.nbytes for request in requests for array in request.arrays.values())
+        arguments, copied = {}, 0
+        for spec, shape in self._specs:
+            arguments[spec.name], byte_size = self._fill(spec, shape, requests)
+            copied += byte_size
+        return arguments, copied
 
     def _gather_on(self, device: CudaDevice, requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
         rows = (self.wanted.rows,) if self._batches else ()
@@ -98,40 +100,12 @@ class Executable:
         with precision(self._signature):
             return device.gather(parts)
 
-    def _fill(self, spec: TensorSpec, shape: tuple[int, ...], requests: Sequence[Request]) -> Array:
+    def _fill(self, spec: TensorSpec, shape: tuple[int, ...], requests: Sequence[Request]) -> tuple[Array, int]:
         buffer = self._buffers.get(spec.name)
         if buffer is None:
-            full = (self.wanted.rows, *shape) if self._batches else shape
-            buffer = self._buffers[spec.name] = aligned(full, spec.dtype)
-        if not self._batches:
-            _copy_into(buffer, requests[0].arrays[spec.name])
-            return buffer
-        at = 0
-        for request in requests:
-            array = request.arrays[spec.name]
-            _copy_into(buffer[at : at + request.rows], array)
-            at += request.rows
-        buffer[at:] = 0
-        return buffer
-
-
-def _copy_into(part: Array, array: Array) -> None:
-    """One copy; what the array does not cover becomes zero."""
-    if array.shape != part.shape:
-        part[...] = 0
-        part[tuple(map(slice, array.shape))] = np.asarray(array)
-    elif isinstance(array, LateTensor):
-        array.copy_into(part)
-    else:
-        part[...] = array
-
-
-def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """An uninitialised array that starts at a multiple of ``ALIGNMENT``."""
-    byte_size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    memory = np.empty(byte_size + ALIGNMENT, np.uint8)
-    start = -memory.__array_interface__["data"][0] % ALIGNMENT
-    return memory[start : start + byte_size].view(dtype).reshape(shape)
+            buffer = GatherBuffer(spec.name, self.wanted.rows, shape, spec.dtype, self._batches)
+            self._buffers[spec.name] = buffer
+        return buffer.array, buffer.fill(requests)
 
 
 class Executables:

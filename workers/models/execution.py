@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from shm.arrays import Array
@@ -17,6 +17,7 @@ from shm.errors import Internal, ServingError
 from workers.request import Request
 
 if TYPE_CHECKING:
+    from workers.models.batch_outputs import BatchOutputs
     from workers.models.executables import Executable
     from workers.models.series import SeriesExecutable
 
@@ -31,13 +32,15 @@ class Execution:
     """A batch on its way through a model. The three moments are what statistics are made of."""
 
     __slots__ = (
+        "_cut",
+        "_results",
         "began_ns",
         "computed_ns",
         "copied_byte_size",
         "executable",
         "gathered_ns",
+        "outputs",
         "requests",
-        "results",
         "runs",
     )
 
@@ -49,8 +52,10 @@ class Execution:
         self.runs = 1
         #: Of a jitted model, where it is known already.
         self.executable = executable
-        #: One for each request, in the same order.
-        self.results: list[Result] = []
+        self._results: list[Result] = []
+        self._cut: Callable[[], list[Result]] | None = None
+        #: What ``results`` would be cut from, where an answer can be made of that directly.
+        self.outputs: BatchOutputs | None = None
         self.began_ns = began_ns
         #: Inputs are where the model wants them.
         self.gathered_ns = began_ns
@@ -58,6 +63,23 @@ class Execution:
         self.computed_ns = began_ns
         #: Input bytes that were copied because of batching, padding or alignment.
         self.copied_byte_size = 0
+
+    @property
+    def results(self) -> list[Result]:
+        """One for each request, in the same order."""
+        if self._cut is not None:
+            self.results = self._cut()
+        return self._results
+
+    @results.setter
+    def results(self, results: list[Result]) -> None:
+        self._results = results
+        self._cut = None
+
+    def computed(self, outputs: BatchOutputs | None, cut: Callable[[], list[Result]]) -> None:
+        """Fills in the results, which are cut only if somebody asks for them."""
+        self.outputs = outputs
+        self._cut = cut
 
 
 class Model(Protocol):

@@ -11,6 +11,7 @@ import numpy as np
 
 from shm.arrays import Array
 from shm.errors import InvalidArgument, Unsupported
+from workers.models.batch_outputs import uncut
 from workers.models.buckets import Buckets, Shapes, sliced
 from workers.models.executables import Executable, Executables, Wanted, is_numeric, precision
 from workers.models.execution import Execution, Result
@@ -49,6 +50,8 @@ class JaxModel:
             axis in buckets.axes for spec in signature.outputs.values() for axis in spec.axes if axis is not None
         )
         self._cut = self._padded or any(spec.reshaped for spec in signature.outputs.values())
+        #: The rows of an output are, byte by byte, what its clients get.
+        self._plain = not self._cut and executables.device is None
 
     def key(self, arrays: Mapping[str, Array]) -> Shapes:
         """What requests must have in common to run together: the shapes after bucketing.
@@ -120,7 +123,11 @@ class JaxModel:
         # All of them are waited for: only then has the program read its last input.
         outputs = self._outputs(made)
         execution.computed_ns = time.monotonic_ns()
-        execution.results = self._split(requests, executable.wanted.rows, outputs)
+        rows = executable.wanted.rows
+        execution.computed(
+            uncut(self._signature, outputs, self._signature.batches) if self._plain else None,
+            lambda: self._split(requests, rows, outputs),
+        )
         if self.series is not None:
             first = requests[0]
             self.series.note(first.key, first.arrays, execution.computed_ns - execution.gathered_ns)
@@ -141,10 +148,13 @@ class JaxModel:
         execution.copied_byte_size = executable.gather(execution.requests)
         execution.gathered_ns = time.monotonic_ns()
         with precision(self._signature):
-            results = executable.run(self.executables.parameters, self._names)
+            outputs = executable.run(self.executables.parameters, self._names)
         execution.computed_ns = time.monotonic_ns()
-        execution.runs = len(execution.requests)
-        execution.results = results
+        execution.runs = count = len(execution.requests)
+        execution.computed(
+            uncut(self._signature, outputs, True),
+            lambda: [{name: array[i] for name, array in outputs.items()} for i in range(count)],
+        )
 
     def _split(self, requests: Sequence[Request], bucket: int, outputs: dict[str, Array]) -> list[Result]:
         batches = self._signature.batches

@@ -19,8 +19,8 @@ import numpy as np
 
 from shm.arrays import Array
 from workers.models.buckets import Shapes
-from workers.models.executables import aligned, precision
-from workers.models.execution import Result
+from workers.models.executables import precision
+from workers.models.gather_buffer import GatherBuffer
 from workers.models.signature import Signature
 from workers.request import Request
 
@@ -44,27 +44,24 @@ class SeriesWanted(NamedTuple):
 class SeriesExecutable:
     """One compiled program with the buffers its requests are stacked in. Used by the execution thread only."""
 
-    __slots__ = ("_call", "_stacks", "wanted")
+    __slots__ = ("_arguments", "_call", "_stacks", "wanted")
 
-    def __init__(self, wanted: SeriesWanted, call: Callable[..., dict[str, Any]], stacks: dict[str, Array]) -> None:
+    def __init__(
+        self, wanted: SeriesWanted, call: Callable[..., dict[str, Any]], stacks: dict[str, GatherBuffer]
+    ) -> None:
         self.wanted = wanted
         self._call = call
-        self._stacks = stacks
+        self._stacks = list(stacks.values())
+        self._arguments = {name: stack.array for name, stack in stacks.items()}
 
     def gather(self, requests: Sequence[Request]) -> int:
         """Stacks the inputs; returns the bytes copied."""
-        copied = 0
-        for name, stack in self._stacks.items():
-            for i, request in enumerate(requests):
-                stack[i] = np.asarray(request.arrays[name])
-            copied += stack.nbytes
-        return copied
+        return sum([stack.fill(requests) for stack in self._stacks])
 
-    def run(self, parameters: Any, names: Sequence[str]) -> list[Result]:
-        """Computes what was gathered: one result a request."""
-        made = self._call(parameters, self._stacks)
-        outputs = {name: np.asarray(made[name]) for name in names}
-        return [{name: array[i] for name, array in outputs.items()} for i in range(self.wanted.length)]
+    def run(self, parameters: Any, names: Sequence[str]) -> dict[str, Array]:
+        """Computes what was gathered; the first dimension of each output counts the requests."""
+        made = self._call(parameters, self._arguments)
+        return {name: np.asarray(made[name]) for name in names}
 
 
 class _Shape:
@@ -153,7 +150,8 @@ class Series:
             inputs = {spec.name: jax.ShapeDtypeStruct(full, spec.dtype) for spec, full in specs}
             known = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), parameters)
             call = jax.jit(series).lower(known, inputs).compile()
-        return SeriesExecutable(wanted, call, {spec.name: aligned(full, spec.dtype) for spec, full in specs})
+        stacks = {spec.name: GatherBuffer(spec.name, wanted.length, full[1:], spec.dtype, True) for spec, full in specs}
+        return SeriesExecutable(wanted, call, stacks)
 
     def __repr__(self) -> str:
         return f"<Series {sum(len(shape.ready) for shape in self._shapes.values())} programs>"

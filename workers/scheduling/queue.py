@@ -68,6 +68,11 @@ class QueueRules:
     levels: int = 1
     default_level: int = 1
 
+    @property
+    def plain(self) -> bool:
+        """Whether all requests stand in one line, bounded by nothing but ``max_size`` and their own deadlines."""
+        return self.levels == self.default_level == 1 and not self.policies and self.default_policy == QueuePolicy()
+
     def level(self, priority: int) -> int:
         """Where a request of that priority waits. Priorities beyond the levels wait in the last one, as in Triton."""
         return min(priority, self.levels) if priority > 0 else self.default_level
@@ -81,6 +86,8 @@ class RequestQueue(Generic[W]):
 
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules
+        #: The one line that requests without a deadline stand in; -1: the rules know more than one, or watch those who wait.
+        self._line = 2 if rules.plain else -1
         self._lines: list[dict[Hashable, deque[W]]] = [{} for _ in range(2 * (rules.levels + 1))]
         self._rows: dict[Hashable, int] = {}
         self._level_sizes = [0] * (rules.levels + 1)
@@ -98,6 +105,11 @@ class RequestQueue(Generic[W]):
 
     def push(self, request: W) -> None:
         """Appends. Raises Unavailable: the queue is full."""
+        if self._line >= 0 and not request.deadline_ns and self._size < self._rules.max_size:
+            self._sequence += 1
+            request.sequence = self._sequence
+            self._insert(request, self._line)
+            return
         level = self._rules.level(request.priority)
         policy = self._rules.policy(level)
         if self._size >= self._rules.max_size or 0 < policy.max_size <= self._level_sizes[level]:
@@ -152,18 +164,23 @@ class RequestQueue(Generic[W]):
         """Removes the oldest requests of that key, most urgent line first: as many as fit, and at least one if any waits."""
         taken: list[W] = []
         rows = 0
-        for line in self._lines:
+        for number, line in enumerate(self._lines):
             waiting = line.get(key)
-            while waiting:
-                request = waiting[0]
-                if taken and rows + request.rows > max_rows:
-                    return taken
-                waiting.popleft()
-                self._left(request)
-                taken.append(request)
+            if waiting is None:
+                continue
+            before = len(taken)
+            while waiting and (rows + waiting[0].rows <= max_rows or not taken):
+                request = waiting.popleft()
+                request.line = -1
                 rows += request.rows
-            if waiting is not None and not waiting:
-                del line[key]
+                taken.append(request)
+            self._level_sizes[number // 2] -= len(taken) - before
+            if waiting:
+                break
+            del line[key]
+        if taken:
+            self._size -= len(taken)
+            self._less(key, rows)
         return taken
 
     def remove(self, request: W) -> bool:
@@ -222,11 +239,14 @@ class RequestQueue(Generic[W]):
         self._level_sizes[request.line // 2] -= 1
         self._size -= 1
         request.line = -1
-        rows = self._rows[request.key] - request.rows
-        if rows:
-            self._rows[request.key] = rows
+        self._less(request.key, request.rows)
+
+    def _less(self, key: Hashable, rows: int) -> None:
+        left = self._rows[key] - rows
+        if left:
+            self._rows[key] = left
         else:
-            del self._rows[request.key]
+            del self._rows[key]
 
     def check_invariants(self) -> None:
         """For tests: the counters say what the lines hold."""

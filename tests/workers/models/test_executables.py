@@ -16,7 +16,8 @@ from shm.errors import Internal, InvalidArgument
 from tests.workers.requests import request_of
 from workers.models.buckets import Buckets
 from workers.models.executable_cache import ExecutableCache, cache_directory
-from workers.models.executables import ALIGNMENT, Executables, Wanted, aligned
+from workers.models.executables import Executables, Wanted
+from workers.models.gather_buffer import ALIGNMENT, aligned
 from workers.models.execution import Execution
 from workers.models.jax_model import JaxModel
 from workers.models.signature import Signature, declare, parse_declaration, signature

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 from config.model_config import parse_pbtxt
+from tests.workers import requests
 from workers.models.series import LENGTHS, Series, SeriesWanted
 from workers.models.signature import signature
 from workers.request import Request
@@ -36,8 +36,7 @@ def apply(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 
 def request_of(seed: int) -> Request:
     rng = np.random.default_rng(seed)
-    arrays = {"a": rng.random(3, np.float32), "b": rng.random(2, np.float32)}
-    return cast(Request, SimpleNamespace(arrays=arrays, key=KEY))
+    return requests.request_of({"a": rng.random(3, np.float32), "b": rng.random(2, np.float32)}, key=KEY)
 
 
 def series() -> Series:
@@ -63,16 +62,15 @@ def test_each_request_gets_what_it_would_get_alone(length: int) -> None:
     program = made.compile(SeriesWanted(length, KEY), parameters)
     alone = jax.jit(apply)
     for round_ in range(3):
-        requests = [request_of(100 * round_ + i) for i in range(length)]
-        assert program.gather(requests) == length * 20
-        results = program.run(parameters, tuple(SIGNATURE.outputs))
-        assert len(results) == length
-        for request, result in zip(requests, results, strict=True):
-            assert isinstance(result, dict)
+        waiting = [request_of(100 * round_ + i) for i in range(length)]
+        assert program.gather(waiting) == length * 20
+        made_of_all = program.run(parameters, tuple(SIGNATURE.outputs))
+        assert list(made_of_all) == ["sum", "largest"]
+        for i, request in enumerate(waiting):
             expected = alone(parameters, request.arrays)
-            assert list(result) == ["sum", "largest"]
-            for name, values in result.items():
-                np.testing.assert_array_equal(values, np.asarray(expected[name]))
+            for name, values in made_of_all.items():
+                assert len(values) == length
+                np.testing.assert_array_equal(values[i], np.asarray(expected[name]))
 
 
 def test_a_program_is_wished_for_when_it_was_missed_often_and_then_used() -> None:
