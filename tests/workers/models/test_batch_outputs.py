@@ -8,7 +8,9 @@ from config.model_config import parse_pbtxt
 from workers.models.batch_outputs import uncut
 from workers.models.signature import Signature, signature
 
-TENSORS = """output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] } output { name: "n" data_type: TYPE_INT8 dims: [ -1 ] }"""
+TENSORS = (
+    """output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] } output { name: "n" data_type: TYPE_INT8 dims: [ -1 ] }"""
+)
 
 
 def described(max_batch_size: int) -> Signature:

@@ -17,8 +17,8 @@ from tests.workers.requests import request_of
 from workers.models.buckets import Buckets
 from workers.models.executable_cache import ExecutableCache, cache_directory
 from workers.models.executables import Executables, Wanted
-from workers.models.gather_buffer import ALIGNMENT, aligned
 from workers.models.execution import Execution
+from workers.models.gather_buffer import ALIGNMENT, aligned
 from workers.models.jax_model import JaxModel
 from workers.models.signature import Signature, declare, parse_declaration, signature
 
