@@ -51,6 +51,7 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         pid = stack.enter_context(serving(tensord, OURS, arguments.logs / "bench-tensord.log"))
         memory.report(pid)
+        regions.check_access(OURS, arguments.access)
         if arguments.peer is None:
             closed_loop.report(OURS, arguments.seconds, arguments.rounds)
             regions.report(OURS, arguments.seconds, arguments.rounds)

@@ -5,16 +5,20 @@ The bare program runs in a process of its own, as the worker does, and its round
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import tritonclient.http as httpclient
+
+from bench.server import copied
 
 BYTE_SIZE = 16 << 20
 _WARM = 5
@@ -35,43 +39,74 @@ for _ in sys.stdin:
 """
 
 
+def check_access(address: str, access: str) -> None:
+    """Sends a tensor through a region and looks at what was copied: the output, and for a snapshot the input as well.
+
+    Raises: SystemExit: the server does not use regions in the way that is to be measured.
+    """
+    with _object() as path:
+        before = copied(address, "identity")
+        with _registered(path, address) as (client, given, wanted):
+            client.infer("identity", [given], outputs=[wanted])
+        found, expected = copied(address, "identity") - before, BYTE_SIZE * (2 if access == "snapshot" else 1)
+    if found != expected:
+        raise SystemExit(f"regions are not {access}: {found} bytes were copied for a request, {expected} are expected")
+    print(f"{'regions':22} {access}: {found >> 20} MiB copied for a request with {BYTE_SIZE >> 20} MiB in and out")
+
+
 def report(address: str, seconds: float, rounds: int) -> None:
     """One line: both medians, and the median of the rounds' ratios."""
-    path = Path("/dev/shm", f"tensord-bench-{uuid.uuid4().hex}")
-    try:
+    with _object() as path:
         pairs = _measure(path, address, seconds, rounds)
-    finally:
-        path.unlink(missing_ok=True)
     ours, least = (statistics.median(column) for column in zip(*pairs, strict=True))
     ratio = statistics.median(a / b for a, b in pairs)
     print(f"{'16MiB-http-shm-c1':22} p50 {ours:8.0f} us   one process {least:8.0f} us   ratio {ratio:.2f}")
 
 
-def _measure(path: Path, address: str, seconds: float, rounds: int) -> list[tuple[float, float]]:
-    """Both medians of each round. Raises SystemExit: a wrong answer."""
+@contextlib.contextmanager
+def _object() -> Iterator[Path]:
+    """An object with random input and room for the output behind it."""
+    path = Path("/dev/shm", f"tensord-bench-{uuid.uuid4().hex}")
+    try:
+        path.write_bytes(np.random.default_rng(0).random(BYTE_SIZE // 4, np.float32).tobytes() + bytes(BYTE_SIZE))
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _registered(
+    path: Path, address: str
+) -> Iterator[tuple[httpclient.InferenceServerClient, httpclient.InferInput, httpclient.InferRequestedOutput]]:
+    """A client that has registered the object, with both tensors. Raises SystemExit: the last answer was wrong."""
     name = path.name
-    values = np.random.default_rng(0).random(BYTE_SIZE // 4, np.float32)
-    path.write_bytes(values.tobytes() + bytes(BYTE_SIZE))
-    given = httpclient.InferInput("INPUT0", list(values.shape), "FP32")
+    given = httpclient.InferInput("INPUT0", [BYTE_SIZE // 4], "FP32")
     wanted = httpclient.InferRequestedOutput("OUTPUT0")
     given.set_shared_memory(name, BYTE_SIZE)
     wanted.set_shared_memory(name, BYTE_SIZE, offset=BYTE_SIZE)
+    with httpclient.InferenceServerClient(address) as client:
+        client.register_system_shared_memory(name, "/" + name, 2 * BYTE_SIZE)
+        yield client, given, wanted
+        client.unregister_system_shared_memory(name)
+    content = path.read_bytes()
+    if content[:BYTE_SIZE] != content[BYTE_SIZE:]:
+        raise SystemExit(f"{name}: a wrong answer")
+
+
+def _measure(path: Path, address: str, seconds: float, rounds: int) -> list[tuple[float, float]]:
+    """Both medians of each round. Raises SystemExit: a wrong answer."""
     command = [sys.executable, "-c", BARE, str(path), str(BYTE_SIZE), str(seconds)]
     pairs = []
     with (
-        httpclient.InferenceServerClient(address) as client,
+        _registered(path, address) as (client, given, wanted),
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as bare,
     ):
         assert bare.stdin is not None
         assert bare.stdout is not None
-        client.register_system_shared_memory(name, "/" + name, 2 * BYTE_SIZE)
         for _ in range(rounds):
             ours = _median_us(client, given, wanted, seconds)
             bare.stdin.write("\n")
             pairs.append((ours, json.loads(bare.stdout.readline())))
-        if not np.array_equal(np.fromfile(path, np.float32, len(values), offset=BYTE_SIZE), values):
-            raise SystemExit(f"{name}: a wrong answer")
-        client.unregister_system_shared_memory(name)
     return pairs
 
 

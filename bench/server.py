@@ -54,6 +54,12 @@ def answered(address: str) -> int:
         return sum(model["inference_stats"]["success"]["count"] for model in json.load(answer)["model_stats"])
 
 
+def copied(address: str, model: str) -> int:
+    """Bytes of tensors that the server says it has copied for a model since the start."""
+    with urllib.request.urlopen(f"http://{address}/v2/models/{model}/stats", timeout=30) as answer:
+        return sum(int(version["copied_byte_size"]) for version in json.load(answer)["model_stats"])
+
+
 def children(pid: int) -> dict[int, str]:
     """The direct children of a process, with the module each one runs, or its command's name."""
     found = {}

@@ -1,0 +1,22 @@
+"""A run that would measure another way to use regions than it says is stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from bench import regions
+from tests.daemon_process import ROOT, DaemonProcess
+
+
+@pytest.mark.parametrize(("access", "other"), [("guarded", "snapshot"), ("snapshot", "guarded")])
+def test_the_access_is_what_is_said(
+    start_daemon: Callable[..., DaemonProcess], capsys: pytest.CaptureFixture[str], access: str, other: str
+) -> None:
+    daemon = start_daemon(ROOT / "bench" / "models", regions={"access": access})
+    daemon.wait_ready()
+    regions.check_access(daemon.url, access)
+    assert f"{access}: {16 if access == 'guarded' else 32} MiB copied" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=f"regions are not {other}"):
+        regions.check_access(daemon.url, other)
