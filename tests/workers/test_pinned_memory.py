@@ -6,7 +6,9 @@ import logging
 import mmap
 import os
 import resource
+import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import posix_ipc
 import pytest
@@ -125,3 +127,34 @@ def test_a_driver_that_refuses(context: Context, cuda_stub: CudaStub, caplog: py
         pinned.unpin(view)
     assert len(caplog.messages) == 1
     assert "is not page-locked: CUDA" in caplog.messages[0]
+
+
+def test_a_thousand_rounds_lock_no_more_than_one(driver: Driver, context: Context) -> None:
+    """Registered, used, unregistered, again and again: what is locked, mapped and open is as before.
+
+    The driver refuses to lock what overlaps with memory that is locked already, so it has forgotten the earlier ones as well.
+    """
+    pinned = PinnedMemory(context, MIB)
+    table = RegionTable(RegionPolicy(Regions()), driver, 0, pinned)
+    name = f"/tensord-test-{uuid.uuid4().hex}"
+    made = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, size=65536)
+
+    def held() -> tuple[int, int]:
+        maps = Path("/proc/self/maps").read_text()
+        return maps.count(name), len(os.listdir("/proc/self/fd"))
+
+    try:
+        os.pwrite(made.fd, bytes(65536), 0)
+        before = held()
+        for _ in range(1000):
+            region, _ = table.register(RegisterSystemRegion("r", name, 0, 65536), None)
+            assert isinstance(region, Region)
+            assert pinned.byte_size == 65536
+            region.write(64, b"used")
+            table.unregister("system", "r", lambda: None)
+            assert pinned.byte_size == 0
+        assert held() == before
+        table.close()
+    finally:
+        os.close(made.fd)
+        posix_ipc.unlink_shared_memory(name)
