@@ -44,10 +44,13 @@ def main() -> int:
     parser.add_argument(
         "--access", choices=("guarded", "snapshot"), default="guarded", help="how tensord uses the clients' regions"
     )
+    parser.add_argument("--http-processes", type=int, default=1, help="tensord's HTTP fronts")
+    parser.add_argument("--grpc-processes", type=int, default=1, help="tensord's gRPC fronts")
     arguments = parser.parse_args()
 
     os.environ["TENSORD_REGIONS_ACCESS"] = arguments.access
     tensord = [sys.executable, "-m", "daemon", "serve", "--config", "bench/serve.toml"]
+    tensord += [f"--http-processes={arguments.http_processes}", f"--grpc-processes={arguments.grpc_processes}"]
     with contextlib.ExitStack() as stack:
         pid = stack.enter_context(serving(tensord, OURS, arguments.logs / "bench-tensord.log"))
         memory.report(pid)

@@ -1,0 +1,151 @@
+"""What several HTTP fronts bring and cost: rate, latency, and the processor time of one request, for each number of them.
+
+    python -m bench.fronts [--processes 1,2] [--rounds 5] [--seconds 2] [--rate 1000] [--per-front 1,4,8]
+
+One daemon for each number, all at once, measured in turn: closed loops of small requests with so many connections for each front,
+one of large requests, and an open loop of small ones at the stated rate. A front that has many requests waiting handles several
+for each time it wakes up, so the cost of one request compares only between fronts that are equally busy: hence connections for
+each front. Beside the median over the rounds stands the least, because other work on a machine only ever adds. Every answer is
+compared, and what was asked with what the daemon says it has answered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench import closed_loop, open_loop
+from bench.server import Usage, answered, children, serving
+
+_FIRST_PORT = 18120
+_CONNECTIONS = 16
+#: Measures the server at an address: answers per second, median latency in microseconds, and how many answers came.
+Load = Callable[[str], tuple[float, float, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One measurement of one daemon. Processor times are microseconds a request, user and kernel mode together."""
+
+    rate: float
+    p50_us: float
+    fronts_us: float
+    worker_us: float
+    #: The part of the fronts' time that the busiest of them took; 0.5 is even for two.
+    busiest: float
+    #: Requests that the client had answered and the daemon does not count as answered.
+    lost: int
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A daemon with so many fronts."""
+
+    fronts: int
+    pid: int
+    address: str
+
+    def run(self, measure: Load) -> Run:
+        """One measurement, with what it cost the processes."""
+        processes = children(self.pid)
+        before, counted = {pid: Usage.of(pid) for pid in processes}, answered(self.address)
+        rate, p50_us, count = measure(self.address)
+        used = {pid: Usage.of(pid).since(usage) for pid, usage in before.items()}
+        counted = answered(self.address) - counted
+
+        def spent(module: str) -> list[float]:
+            return [
+                (used[pid].user_us + used[pid].kernel_us) / counted for pid, name in processes.items() if name == module
+            ]
+
+        fronts, workers = spent("daemon.http"), spent("workers")
+        busiest = max(fronts) / sum(fronts) if any(fronts) else 1.0
+        return Run(rate, p50_us, sum(fronts), sum(workers), busiest, count - counted)
+
+
+def closed(row: closed_loop.Row, seconds: float) -> Load:
+    """The loop ends with answers on their way, so only those that it got are counted."""
+
+    def measure(address: str) -> tuple[float, float, int]:
+        rate, p50_us, _ = closed_loop.measure(address, row, seconds)
+        return rate, p50_us, int(rate * seconds)
+
+    return measure
+
+
+def opened(row: closed_loop.Row, times: list[float]) -> Load:
+    """Waits for every answer."""
+
+    def measure(address: str) -> tuple[float, float, int]:
+        load = open_loop.measure(address, row, times, _CONNECTIONS)
+        return load.rate, load.percentile(50), len(load.latencies_us)
+
+    return measure
+
+
+def main() -> int:
+    """Parses the command line and measures."""
+    parser = argparse.ArgumentParser(
+        prog="bench.fronts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--processes", default="1,2", help="numbers of fronts")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=2.0, help="length of one measurement")
+    parser.add_argument("--rate", type=float, default=1000, help="requests per second of the open loop")
+    parser.add_argument("--per-front", default="1,4,8", help="connections for each front")
+    parser.add_argument("--logs", type=Path, default=Path("/tmp"), help="where the daemons' logs go")
+    arguments = parser.parse_args()
+    rows = {row.name: row for row in closed_loop.rows()}
+    small = rows["small-http-c1"]
+
+    def loads(fronts: int) -> Iterator[tuple[str, Load]]:
+        for count in map(int, arguments.per_front.split(",")):
+            row = dataclasses.replace(small, connections=count * fronts)
+            yield f"small, {count} for each front", closed(row, arguments.seconds)
+        row = dataclasses.replace(rows["1MiB-http-c1"], connections=fronts)
+        yield "1 MiB, 1 for each front", closed(row, arguments.seconds)
+        yield f"open loop, {arguments.rate:g}/s", opened(small, open_loop.arrivals(arguments.rate, arguments.seconds))
+
+    with contextlib.ExitStack() as stack:
+        servers = []
+        for fronts in map(int, arguments.processes.split(",")):
+            address = f"127.0.0.1:{_FIRST_PORT + fronts}"
+            command = [sys.executable, "-m", "daemon", "serve", "--config", "bench/serve.toml", "--allow-grpc=false"]
+            command += [f"--http-port={_FIRST_PORT + fronts}", f"--http-processes={fronts}"]
+            pid = stack.enter_context(serving(command, address, arguments.logs / f"bench-fronts-{fronts}.log"))
+            servers.append(Server(fronts, pid, address))
+        print("| load | fronts | rate/s | p50 us | fronts' us | least | worker's us | least | busiest front | lost |")
+        print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+        for several in zip(*(loads(server.fronts) for server in servers), strict=True):
+            runs: list[list[Run]] = [[] for _ in servers]
+            for server, (_, load) in zip(servers, several, strict=True):
+                load(server.address)
+            for _ in range(arguments.rounds):
+                for server, (_, load), done in zip(servers, several, runs, strict=True):
+                    done.append(server.run(load))
+            for server, (name, _), done in zip(servers, several, runs, strict=True):
+                print(_line(name, server.fronts, done), flush=True)
+    return 0
+
+
+def _line(name: str, fronts: int, runs: list[Run]) -> str:
+    def median(of: Callable[[Run], float]) -> float:
+        return statistics.median(map(of, runs))
+
+    lost = sum(max(0, run.lost) for run in runs)
+    return (
+        f"| {name} | {fronts} | {median(lambda run: run.rate):.0f} | {median(lambda run: run.p50_us):.0f} "
+        f"| {median(lambda run: run.fronts_us):.1f} | {min(run.fronts_us for run in runs):.1f} "
+        f"| {median(lambda run: run.worker_us):.1f} | {min(run.worker_us for run in runs):.1f} "
+        f"| {median(lambda run: run.busiest):.2f} | {lost} |"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
