@@ -67,14 +67,14 @@ class Asked:
 class Setting:
     """A submitter on a loop of its own that turns only when told to."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, row: int = 0, **options: Any) -> None:
         self.loop = asyncio.new_event_loop()
-        self.submitter: Submitter = self.loop.run_until_complete(self._make(Options(**options)))
+        self.submitter: Submitter = self.loop.run_until_complete(self._make(Options(**options), row))
         self.workers: dict[int, EchoWorker] = {}
         self._last = 100
 
-    async def _make(self, options: Options) -> Submitter:
-        return Submitter(INCARNATION, options, ModelTable())
+    async def _make(self, options: Options, row: int) -> Submitter:
+        return Submitter(INCARNATION, options, ModelTable(), row)
 
     def turn(self, count: int = 3) -> None:
         """Lets the loop run what is due."""
@@ -292,6 +292,23 @@ def setting() -> Any:
     )
     yield made
     made.close()
+
+
+@pytest.mark.parametrize(("row", "order"), [(0, [0, 1, 2]), (1, [1, 2, 0]), (2, [2, 0, 1]), (3, [0, 1, 2])])
+def test_idle_workers_are_asked_in_another_order_by_each_front(row: int, order: list[int]) -> None:
+    """Fronts do not know of each other's requests: beginning with the same worker they would leave the others idle."""
+    setting = Setting(row)
+    workers = [setting.open_worker() for _ in range(3)]
+    setting.ready(*workers)
+    asked = [setting.ask() for _ in order]
+    setting.turn()
+    for number, request in zip(order, asked, strict=True):
+        sent = workers[number].next()
+        assert sent.request_id == request.request_id
+        workers[number].echo(sent)
+    while setting.submitter.in_flight():
+        setting.turn()
+    setting.close()
 
 
 def test_the_least_loaded_worker_is_asked(setting: Setting) -> None:

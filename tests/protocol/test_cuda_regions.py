@@ -44,7 +44,11 @@ def daemon(leaves_nothing: None, stub: CudaStub, tmp_path_factory: pytest.TempPa
     repositories.echo_models(repository)
     repositories.scale_model(repository)
     repositories.sleepy_model(repository)
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], environment=stub.environment) as running:
+    # Registered at one front, used at another, as the clients' connections happen to fall.
+    options = {"http": {"port": 0, "processes": 2}, "grpc": {"port": 0, "processes": 2}}
+    with DaemonProcess(
+        tmp_path_factory.mktemp("daemon"), [repository], options, environment=stub.environment
+    ) as running:
         running.wait_ready()
         yield running
 
