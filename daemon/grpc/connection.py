@@ -116,7 +116,7 @@ class Connection(DataFrames):
             self._receiving = False
         if self._out or self.phase is Phase.ENDING:
             self._flush()
-        if self._data_left >= DIRECT_BYTE_SIZE and self.is_plain:
+        if self._data_left >= DIRECT_BYTE_SIZE or self._reader is not None:
             self._read_directly()
 
     def _read(self, data: bytes) -> None:

@@ -1,7 +1,7 @@
 """A connection's incoming DATA: the windows it has to keep to, and the way of its payload to where it belongs.
 
 A payload may arrive in any number of reads. What of it belongs to a tensor that has its place already is read there straight
-from the socket (``daemon.direct_body``); everything else goes through ``Stream.receive``.
+from the socket (``daemon.body_reader``); everything else goes through ``Stream.receive``.
 Source: RFC 9113, sections 5.2, 6.1 and 6.9.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from daemon.direct_body import DirectBody
+from daemon.body_reader import BodyReader
 from daemon.grpc import frames
 from daemon.grpc.frame_payload import FramePayload
 from daemon.grpc.frames import Violation
@@ -23,6 +23,8 @@ STREAM_WINDOW = 4 << 20
 CONNECTION_WINDOW = 64 << 20
 #: A frame with more to come than this is read from the socket straight to where its tensor lies, if it belongs to one.
 DIRECT_BYTE_SIZE = 64 << 10
+#: So many reads without anything large, and the connection is read as any other again.
+_MAX_READS_SINCE = 16
 #: A window is below 2^31; what of a message is beyond this is granted as it comes.
 _MAX_AHEAD = 1 << 30
 
@@ -41,8 +43,9 @@ class DataFrames(Outgoing):
         self._data_left = 0
         self._data_flags = 0
         self._data_stream: Stream | None = None
-        #: Reads the payload of a DATA frame in our place.
-        self._direct: DirectBody | None = None
+        #: Reads what is large in our place; there while the connection sends such. What came since it last had something to do.
+        self._reader: BodyReader | None = None
+        self._reads_since = 0
         #: The client sends nothing any more.
         self._ended = False
 
@@ -85,15 +88,24 @@ class DataFrames(Outgoing):
                 self.grant(stream)
 
     def _read_directly(self) -> None:
-        """Has the rest of the payload read to where it belongs, if that is known."""
-        stream = self._data_stream
-        if stream is None or stream.ended or self.phase is Phase.CLOSED or self._ended or self._paused_since:
+        """Has the rest of the payload read to where it belongs, if that is known; takes the transport back long after the last."""
+        stream, reader = self._data_stream, self._reader
+        if self.phase is Phase.CLOSED or self._ended or self._paused_since:
             return
-        size = min(self._data_left, len(stream.room()))
-        if size >= DIRECT_BYTE_SIZE:
-            assert self._transport is not None
-            self._direct = DirectBody(self, self._transport, FramePayload(stream, size, self._directly_read))
-            self._direct.start()
+        if stream is not None and not stream.ended and self.is_plain:
+            size = min(self._data_left, len(stream.room()))
+            if size >= DIRECT_BYTE_SIZE:
+                assert self._transport is not None
+                if reader is None:
+                    reader = self._reader = BodyReader(self, self._transport)
+                self._reads_since = 0
+                reader.receive(FramePayload(stream, size, self._directly_read))
+                return
+        if reader is not None:
+            self._reads_since += 1
+            if self._reads_since > _MAX_READS_SINCE:
+                self._reader = None
+                reader.leave()
 
     def _directly_read(self, byte_size: int) -> None:
         self._data_left -= byte_size
@@ -101,27 +113,19 @@ class DataFrames(Outgoing):
 
     def direct_body_complete(self) -> None:
         """What belonged to the tensor was read past us: what comes next comes here again."""
-        self._direct = None
-        assert self._transport is not None
-        if self._paused_since and not self._transport.is_closing():
-            self._transport.pause_reading()  # giving the transport back has resumed it
         self._receiving = True
         if self._data_stream is not None:
             self._data_stream.advanced()
         if not self._data_left:
             self._data_ends()
         self._receiving = False
-        if self._out:
+        if self._out or self.phase is Phase.ENDING:
             self._flush()
 
     def stop_direct(self, stream: Stream) -> None:
         """What is under way of that stream is not wanted any more."""
-        if self._direct is not None and self._data_stream is stream:
-            direct, self._direct = self._direct, None
-            assert self._transport is not None
-            direct.stop(ended=self._ended or self._transport.is_closing())
-            if self._paused_since and not self._transport.is_closing():
-                self._transport.pause_reading()
+        if self._reader is not None and self._data_stream is stream:
+            self._reader.stop()
 
     def _data_target(self, number: int, size: int) -> Stream | None:
         """The stream a DATA frame is for, its windows reduced; None: one that ended meanwhile."""

@@ -8,7 +8,7 @@ from daemon.grpc.stream import Stream
 
 
 class FramePayload:
-    """What ``daemon.direct_body`` reads for a connection.
+    """What ``daemon.body_reader`` reads for a connection.
 
     Args:
       byte_size: of both the frame and the tensor at least so much is still to come.

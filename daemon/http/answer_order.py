@@ -18,8 +18,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from daemon.body_reader import BodyReader
 from daemon.connection_end import ConnectionEnd
-from daemon.http.body_reader import BodyReader
 from daemon.http.deadlines import Deadlines, Late
 from daemon.http.exchange import Exchange
 from daemon.http.response_codec import CLOSE, Buffer, error_response

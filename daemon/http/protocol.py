@@ -22,11 +22,11 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
 from daemon.access import Restricted
+from daemon.body_reader import BodyReader
 from daemon.http import message_head
 from daemon.http.answer_order import AnswerOrder
 from daemon.http.answering import Phase
 from daemon.http.body import PlacedBody, TextBody
-from daemon.http.body_reader import BodyReader
 from daemon.http.exchange import Exchange
 from daemon.http.infer_route import InferRoute, InferRoutes
 from daemon.http.known_head import KnownHead, learn

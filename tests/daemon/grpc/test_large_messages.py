@@ -76,6 +76,21 @@ def test_tensors_lie_where_a_worker_reads_them(served: Served, sizes: tuple[int,
         assert client.answer(stream).values == b"ok"
 
 
+def test_large_and_small_ones_in_turn(served: Served) -> None:
+    """Also when the connection is read as any other again, after many small ones."""
+    _, worker, client = served
+    for small in (0, 1, 40, 0):
+        content = values(MIB, small)
+        stream = client.open()
+        send(client, stream, prefixed(request(content)), 3 * MIB)
+        sent = worker.next()
+        assert worker.content(sent) == content
+        worker.answer(sent, b"ok")
+        assert client.answer(stream).values == b"ok"
+        for n in range(small):
+            assert answered(client, worker, client.call(request(bytes([n])))) == bytes([n])
+
+
 def test_fields_in_another_order(served: Served) -> None:
     _, worker, client = served
     content = values(MIB)

@@ -7,8 +7,8 @@ from unittest.mock import Mock
 
 import pytest
 
+from daemon.body_reader import BodyReader
 from daemon.http.body import PlacedBody
-from daemon.http.body_reader import BodyReader
 from shm.arena import Arena
 
 EXCHANGE = ["transport.pause_reading", "transport.set_protocol", "transport.resume_reading"]

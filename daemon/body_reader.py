@@ -1,0 +1,100 @@
+"""Reading a connection that sends large bodies: straight into where they go, past whatever parses the protocol.
+
+What is large is the body of an HTTP/1 request, or a frame's part of one tensor in HTTP/2. While its bytes arrive there is nothing
+to parse; reading them where they go saves two copies of each.
+
+    read     | heads, first bytes of the body | rest of the body ...                      |
+    into     | pages of our own ─▶ connection | the lease, in as few reads as there can be |
+
+It stays until its connection has sent something else for a while: whoever sends one large body will most often send another. Of
+each no more than the first pages are read as everything is, and the transport's protocol need not be exchanged twice for each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+#: What is read before it is known what comes.
+_FIRST_BYTE_SIZE = 16 << 10
+
+
+class Connection(Protocol):
+    """Whose bodies they are."""
+
+    def data_received(self, data: bytes) -> None: ...
+    def direct_body_complete(self) -> None: ...
+    def connection_lost(self, exc: Exception | None) -> None: ...
+    def eof_received(self) -> bool | None: ...
+    def pause_writing(self) -> None: ...
+    def resume_writing(self) -> None: ...
+
+
+class Body(Protocol):
+    """Where the bytes go."""
+
+    def rest(self) -> memoryview:
+        """What is still to come; empty: all is there."""
+
+    def advance(self, byte_size: int) -> None:
+        """That many bytes were written into ``rest``."""
+
+
+class BodyReader(asyncio.BufferedProtocol):
+    """Stands in for a connection that sends large bodies."""
+
+    def __init__(self, connection: Connection, transport: asyncio.Transport) -> None:
+        self._connection = connection
+        self._transport = transport
+        #: The one that is arriving; None: what arrives is the connection's to understand.
+        self._body: Body | None = None
+        self._first = memoryview(bytearray(_FIRST_BYTE_SIZE))
+        self._started = False
+
+    def receive(self, body: Body) -> None:
+        """What arrives next is the rest of ``body``; it is read even if nothing else were."""
+        self._body = body
+        if self._started:
+            self._transport.resume_reading()
+        else:
+            self._started = True
+            self._exchange(self)
+
+    def stop(self) -> None:
+        """The body will not be whole."""
+        self._body = None
+
+    def leave(self) -> None:
+        """Gives the transport back."""
+        self._exchange(self._connection)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._first if self._body is None else self._body.rest()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        body = self._body
+        if body is None:
+            self._connection.data_received(bytes(self._first[:nbytes]))
+            return
+        body.advance(nbytes)
+        if not len(body.rest()):
+            self._body = None
+            self._connection.direct_body_complete()
+
+    def _exchange(self, protocol: object) -> None:
+        # The transport looks at its protocol's kind when reading starts.
+        self._transport.pause_reading()
+        self._transport.set_protocol(protocol)  # type: ignore[arg-type]
+        self._transport.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connection.connection_lost(exc)
+
+    def eof_received(self) -> bool | None:
+        return self._connection.eof_received()
+
+    def pause_writing(self) -> None:
+        self._connection.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._connection.resume_writing()
