@@ -88,7 +88,7 @@ class DataFrames(Outgoing):
                 self.grant(stream)
 
     def _read_directly(self) -> None:
-        """Has the rest of the payload read to where it belongs, if that is known; takes the transport back long after the last."""
+        """Has the rest of the payload read to where it belongs, if that is known, and takes the transport back later."""
         stream, reader = self._data_stream, self._reader
         if self.phase is Phase.CLOSED or self._ended or self._paused_since:
             return
