@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from config import accounts, header_pattern, restrictions
+from config import accounts, core_list, header_pattern, restrictions
 from config.options import Options, Section
 
 PREFIX = "TENSORD_"
@@ -158,6 +158,16 @@ def _check(options: Options) -> None:
         raise ConfigurationError('repository.load: needs repository.control_mode = "explicit"')
     if any(not path for path in options.repository.paths):
         raise ConfigurationError("repository.paths: expected folders, given an empty one")
+
+    for entry in options.workers.cores:
+        _explained("workers.cores", core_list.parse, entry)
+    if options.workers.cores and not options.workers.pin:
+        raise ConfigurationError("workers.cores: needs workers.pin = true")
+    if options.workers.cores and len(options.workers.cores) != options.workers.cpu:
+        raise ConfigurationError(
+            f"workers.cores: expected one entry for each CPU worker (workers.cpu = {options.workers.cpu}), "
+            f"given {len(options.workers.cores)}"
+        )
 
     trace = options.trace
     if trace.level and not trace.file:

@@ -127,6 +127,10 @@ class Workers(Section, frozen=True):
     cpu: Count = 1
     #: Pin each CPU worker to its share of the cores (before XLA sizes its thread pool).
     pin: bool = True
+    #: The cores of each CPU worker, as Linux lists them ("0-3,8"); empty: shares of those the daemon may use.
+    cores: tuple[str, ...] = ()
+    #: Threads that XLA computes with in each CPU worker; 0: as many as the worker has cores.
+    threads: Annotated[int, Meta(ge=0, le=1024)] = 0
     #: What XLA takes of a GPU's memory; clients' regions and gathered inputs lie outside of it.
     gpu_memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.75
     gpu_preallocate: bool = True

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from config import core_list
 from config.options import Workers
 
 _NODE = re.compile(r"nvidia([0-9]+)")
 
 
 class NoDevice(Exception):
-    """CUDA workers were asked for and there is no GPU."""
+    """GPUs or cores were asked for that are not there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Device:
 
 
 def find_devices(options: Workers, environment: Mapping[str, str], folder: Path = Path("/dev")) -> list[Device]:
-    """One device a worker. Raises NoDevice: ``workers.device`` is "cuda" and none is visible."""
+    """One device a worker. Raises NoDevice: ``workers.device`` is "cuda" and none is visible, or a core is not ours."""
     gpus = [] if options.device == "cpu" else visible_gpus(environment, folder)
     if options.device == "cuda" and not gpus:
         raise NoDevice(
@@ -36,8 +38,21 @@ def find_devices(options: Workers, environment: Mapping[str, str], folder: Path 
     if gpus:
         # Each worker sees its own GPU only: it cannot take memory of another one by accident.
         return [Device(f"cuda:{i}", {"CUDA_VISIBLE_DEVICES": gpu}) for i, gpu in enumerate(gpus)]
+    _check_cores(options.cores)
     # GPUs stay visible to CPU workers: JAX is told to leave them alone, and clients may hand over tensors in CUDA regions.
     return [Device(f"cpu:{i}") for i in range(options.cpu)]
+
+
+def _check_cores(lists: Sequence[str]) -> None:
+    """What a CPU set of systemd or of a container leaves us is what workers can have."""
+    ours = os.sched_getaffinity(0)
+    for i, text in enumerate(lists):
+        missing = set(core_list.parse(text)) - ours
+        if missing:
+            raise NoDevice(
+                f"workers.cores: worker {i} is to run on cores {text}, but of those {core_list.describe(missing)} cannot be "
+                f"used: this process may use {core_list.describe(ours)}"
+            )
 
 
 def visible_gpus(environment: Mapping[str, str], folder: Path = Path("/dev")) -> list[str]:

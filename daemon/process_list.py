@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from daemon.child import Child, Worker
@@ -20,8 +22,18 @@ def of_workers(workers: Iterable[Worker], posts: Posts, now_ns: int) -> list[dic
     return [
         _entry(worker, posts, now_ns)
         | {"device": worker.device, "state": worker.page.state[0].name.lower() if worker.page else "starting"}
+        | _cores(worker.pid)
         for worker in workers
     ]
+
+
+def _cores(pid: int) -> dict[str, Any]:
+    """What the kernel says: the cores that the process may use, and its threads."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        values = dict(line.split(":", 1) for line in lines if ":" in line)
+        return {"cores": values["Cpus_allowed_list"].strip(), "threads": int(values["Threads"])}
+    return {}  # it has just ended
 
 
 def _entry(child: Child, posts: Posts, now_ns: int) -> dict[str, Any]:

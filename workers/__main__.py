@@ -48,8 +48,10 @@ def main() -> None:
         return
     options = msgspec.msgpack.decode(start.options, type=Options)
     log.configure(options.log, start.name)
-    if options.workers.pin and device_name.platform == "cpu":
-        device_cpu.pin(device_name.index, options.workers.cpu)
+    if device_name.platform == "cpu":
+        if options.workers.pin:
+            device_cpu.pin(device_name.index, options.workers.cpu, options.workers.cores)
+        device_cpu.limit_threads(options.workers.threads)
     device_cpu.keep_freed_memory()
     if device_name.platform == "cuda":
         device_cuda.prepare_environment(options.workers)

@@ -5,12 +5,17 @@ Measured on two cores: two pinned workers run a matrix product 20 % faster in su
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
+from collections.abc import Sequence
+
+from config import core_list
 
 _log = logging.getLogger(__name__)
 
+_THREADS_VARIABLE = "PJRT_NPROC"
 # malloc.h
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -26,15 +31,44 @@ def share_of_cores(cores: list[int], index: int, count: int) -> list[int]:
     return [cores[index % len(cores)]]
 
 
-def pin(index: int, count: int) -> None:
-    """Pins this process, where there is something to share. Call before the back end starts."""
-    if count < 2:
+def pin(index: int, count: int, lists: Sequence[str] = ()) -> None:
+    """Pins this process to its entry of ``lists``, else to its share where there is something to share.
+
+    Call before the back end starts.
+    """
+    if lists:
+        cores = list(core_list.parse(lists[index]))
+    elif count < 2:
         return
-    cores = sorted(os.sched_getaffinity(0))
+    else:
+        cores = share_of_cores(sorted(os.sched_getaffinity(0)), index, count)
     try:
-        os.sched_setaffinity(0, share_of_cores(cores, index, count))
+        # Also the threads that importing numpy has started.
+        for task in os.listdir("/proc/self/task"):
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(task), cores)
     except OSError as error:
-        _log.warning("this worker is not pinned to its cores: %s", error.strerror)
+        _log.warning("this worker is not pinned to cores %s: %s", core_list.describe(cores), error.strerror)
+
+
+def limit_threads(threads: int) -> None:
+    """Has XLA compute with so many threads; 0: as many as there are cores for it. Call before the back end starts.
+
+    Of everything that is said to set the number, jaxlib 0.10.2 obeys the process's affinity and this variable (and ``NPROC``,
+    which others read as well): with 1 its programs are not cut into parts and its pool has no second thread. It does not obey
+    ``OMP_NUM_THREADS``, nor ``--xla_cpu_multi_thread_eigen`` for what is not Eigen's, which is nearly everything (measured).
+    """
+    if threads:
+        os.environ[_THREADS_VARIABLE] = str(threads)
+
+
+def thread_count() -> int:
+    """The threads XLA computes with here. Programs are compiled for that number."""
+    for name in (_THREADS_VARIABLE, "NPROC"):
+        given = os.environ.get(name, "")
+        if given.isdecimal() and int(given) > 0:
+            return int(given)
+    return len(os.sched_getaffinity(0))
 
 
 def keep_freed_memory() -> None:

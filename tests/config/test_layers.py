@@ -72,6 +72,9 @@ def test_text_becomes_what_the_key_wants() -> None:
         ("[repository]\nload = ['a']", "needs repository.control_mode"),
         ("[arenas]\nbyte_size = 2097152\nmax_byte_size = 1048576", "arenas.max_byte_size: expected at least"),
         ("[supervisor]\nrestart_delay = 20", "max_restart_delay: expected at least"),
+        ('[workers]\ncores = ["0-x"]', "workers.cores: expected cores such as '0-3,8', at most 8191, given '0-x'"),
+        ('[workers]\ncores = ["0", "1"]', r"one entry for each CPU worker \(workers.cpu = 1\), given 2"),
+        ('[workers]\npin = false\ncores = ["0"]', "workers.cores: needs workers.pin = true"),
         ("[http\n", "tensord.toml: .*line 1"),
     ],
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from config.core_list import describe
 from config.options import Workers
 from daemon.devices import NoDevice, find_devices
 
@@ -36,6 +38,17 @@ def test_devices(
     environment = {} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}
     found = find_devices(Workers(device=device, cpu=2), environment, host(tmp_path, gpus))  # type: ignore[arg-type]
     assert [(one.name, one.environment.get("CUDA_VISIBLE_DEVICES")) for one in found] == expected
+
+
+def test_cores_that_are_not_ours_are_named_with_those_that_are(tmp_path: Path) -> None:
+    ours = sorted(os.sched_getaffinity(0))
+    cores = (str(ours[0]), f"{ours[0]},8190-8191")
+    with pytest.raises(NoDevice) as caught:
+        find_devices(Workers(device="cpu", cpu=2, cores=cores), {}, tmp_path)
+    text = str(caught.value)
+    assert f"worker 1 is to run on cores {ours[0]},8190-8191, but of those 8190-8191 cannot be used" in text
+    assert text.endswith(f"this process may use {describe(ours)}")
+    assert len(find_devices(Workers(device="cpu", cpu=2, cores=cores[:1] * 2), {}, tmp_path)) == 2
 
 
 def test_no_gpu(tmp_path: Path) -> None:

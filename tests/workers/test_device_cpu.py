@@ -9,6 +9,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
+from config.core_list import describe
 from workers.device_cpu import pin, share_of_cores
 
 
@@ -34,6 +35,38 @@ def test_pin() -> None:
         assert len(os.sched_getaffinity(0)) <= max(1, (len(before) + 1) // 2)
     finally:
         os.sched_setaffinity(0, before)
+
+
+def test_pin_to_what_is_named() -> None:
+    before = os.sched_getaffinity(0)
+    try:
+        pin(1, 2, (describe(before), str(max(before))))
+        assert os.sched_getaffinity(0) == {max(before)}
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def test_xla_computes_with_as_many_threads_as_it_is_told() -> None:
+    """The pool's threads are counted in processes of their own, and with them the parts that a program is cut into."""
+    script = (
+        "import os, sys\nfrom workers.device_cpu import limit_threads, thread_count\nlimit_threads(int(sys.argv[1]))\n"
+        "import jax, numpy as np\njax.devices()\n"
+        "names = [open(f'/proc/self/task/{t}/comm').read() for t in os.listdir('/proc/self/task')]\n"
+        "program = jax.jit(lambda x: x * 1.5).lower(np.zeros(1 << 22, np.float32)).compile().as_text()\n"
+        "print(thread_count(), sum('XLA' in name for name in names), 'outer_dimension_partitions' in program)\n"
+    )
+    found = {}
+    environment = {name: value for name, value in os.environ.items() if name not in ("NPROC", "PJRT_NPROC")}
+    for threads in (0, 1, 4):
+        command = [sys.executable, "-c", script, str(threads)]
+        done = subprocess.run(
+            command, env=environment | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, check=True
+        )
+        found[threads] = done.stdout.split()
+    assert found[0][0] == str(len(os.sched_getaffinity(0)))
+    assert (found[1][0], found[1][2]) == ("1", "False")
+    assert found[4][0] == "4"
+    assert int(found[1][1]) < int(found[4][1])
 
 
 def test_large_blocks_are_kept_not_given_back() -> None:

@@ -28,6 +28,8 @@ import jax.monitoring
 import jaxlib.version
 from jax.experimental import serialize_executable
 
+from workers.device_cpu import thread_count
+
 _log = logging.getLogger(__name__)
 _MAGIC = b"tensord-executable-2\r\n"
 _JAX_CACHE_HIT = "/jax/compilation_cache/cache_hits"
@@ -65,7 +67,8 @@ def use_persistent_cache(directory: Path | None) -> None:
     """Turns on JAX's own cache there, for every compilation however short."""
     if directory is None:
         return
-    jax.config.update("jax_compilation_cache_dir", str(directory / "xla"))
+    # JAX's key leaves out the number of threads, for which a program is compiled.
+    jax.config.update("jax_compilation_cache_dir", str(directory / f"xla-{thread_count()}"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
@@ -80,7 +83,10 @@ def _platform() -> str:
     except OSError:
         processor = []
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
-    return repr((jax.__version__, jaxlib.version.__version__, device.platform, device.device_kind, processor, flags))
+    threads = thread_count() if device.platform == "cpu" else 0
+    return repr(
+        (jax.__version__, jaxlib.version.__version__, device.platform, device.device_kind, processor, flags, threads)
+    )
 
 
 class ExecutableCache:

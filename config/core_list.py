@@ -1,0 +1,34 @@
+"""Cores of the machine as Linux lists them: ``0-3,8``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+#: The kernel knows no more.
+MAX_CORE = 8191
+_PART = re.compile(r"([0-9]{1,4})(?:-([0-9]{1,4}))?", re.ASCII)
+
+
+def parse(text: str) -> tuple[int, ...]:
+    """The cores, ascending. Raises ValueError: what is expected and what was given."""
+    cores: set[int] = set()
+    for part in text.split(","):
+        match = _PART.fullmatch(part.strip())
+        first = int(match[1]) if match else 0
+        last = int(match[2] or match[1]) if match else -1
+        if not first <= last <= MAX_CORE:
+            raise ValueError(f"expected cores such as '0-3,8', at most {MAX_CORE}, given {text[:100]!r}")
+        cores.update(range(first, last + 1))
+    return tuple(sorted(cores))
+
+
+def describe(cores: Iterable[int]) -> str:
+    """The shortest list of them."""
+    runs: list[list[int]] = []
+    for core in sorted(cores):
+        if runs and core == runs[-1][1] + 1:
+            runs[-1][1] = core
+        else:
+            runs.append([core, core])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
