@@ -12,31 +12,15 @@ that leaves takes nothing along: a version whose last worker died stays READY wi
 
 from __future__ import annotations
 
-import enum
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from daemon.load_errors import load_error
+from daemon.model_versions import Model, Operation, Version, VersionState
 from daemon.repository import FoundModel
 from shm.messages import Load, Loaded, ModelState, Unload
 
 #: A version under which that many workers died while it alone was loading is not tried again.
 MAX_LOAD_DEATHS = 2
-
-
-class VersionState(enum.Enum):
-    """The states of Triton's repository index."""
-
-    #: Known to the repository, never asked for.
-    UNKNOWN = "UNKNOWN"
-    #: Workers are loading it, and none serves it yet.
-    LOADING = "LOADING"
-    #: Requests for it are taken.
-    READY = "READY"
-    #: No new requests; those in the workers' queues are being finished.
-    UNLOADING = "UNLOADING"
-    #: It failed to load, or was unloaded; the reason says which.
-    UNAVAILABLE = "UNAVAILABLE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,50 +49,6 @@ class Settled:
 Instruction = Send | Publish | Settled
 
 
-@dataclass(slots=True)
-class Version:
-    """One version of one model. All sets hold worker incarnations."""
-
-    load: Load
-    state: VersionState = VersionState.UNKNOWN
-    reason: str = ""
-    #: Serves there, with what the worker said about it.
-    ready: dict[int, Loaded] = field(default_factory=dict)
-    #: Loads there that are not answered yet.
-    loading: dict[int, int] = field(default_factory=dict)
-    #: Should get a Load once that worker loads nothing else.
-    postponed: set[int] = field(default_factory=set)
-    unloading: set[int] = field(default_factory=set)
-    #: A joining worker gets it.
-    wanted: bool = False
-    #: A worker died with its Load unanswered, so it is loaded alone from now on: then a death is its own.
-    suspect: bool = False
-    #: Workers that died while it alone was loading.
-    deaths: int = 0
-    #: The last answer about it, kept while no worker serves it.
-    described: Loaded | None = None
-
-
-@dataclass(slots=True)
-class _Operation:
-    """A load (with the model as found) or an unload (without)."""
-
-    token: int
-    found: FoundModel | None
-
-
-@dataclass(slots=True)
-class Model:
-    """One name: its versions and the operations that wait for each other."""
-
-    versions: dict[int, Version] = field(default_factory=dict)
-    waiting: deque[_Operation] = field(default_factory=deque)
-    running: _Operation | None = None
-    #: Versions the running load brings, and what went wrong with each.
-    bringing: dict[int, str] = field(default_factory=dict)
-    fingerprint: str = ""
-
-
 class Lifecycle:
     """The state machine. ``known`` names are in the repository; models may be loaded that no longer are."""
 
@@ -122,14 +62,14 @@ class Lifecycle:
     def load(self, found: FoundModel, token: int) -> list[Instruction]:
         """Brings the chosen versions of a model, whose folder polled well, to READY; answered with Settled(token)."""
         model = self.models.setdefault(found.name, Model())
-        model.waiting.append(_Operation(token, found))
+        model.waiting.append(Operation(token, found))
         return self._advance(found.name)
 
     def unload(self, name: str, token: int) -> list[Instruction]:
         """Takes a model away; unknown or unloaded names settle at once."""
         if name not in self.models:
             return [Settled(token)]
-        self.models[name].waiting.append(_Operation(token, None))
+        self.models[name].waiting.append(Operation(token, None))
         return self._advance(name)
 
     def _advance(self, name: str) -> list[Instruction]:
@@ -319,7 +259,7 @@ class Lifecycle:
 
     def states(self) -> list[ModelState]:
         """Everything a new front must know."""
-        return [self._state(n, v) for model in self.models.values() for n, v in sorted(model.versions.items())]
+        return [v.told(n) for model in self.models.values() for n, v in sorted(model.versions.items())]
 
     def index(self, ready: bool = False) -> list[dict[str, str]]:
         """The repository index: sorted by name, then version; names alone for what was never loaded."""
@@ -372,40 +312,4 @@ class Lifecycle:
         return None if model is None else model.versions.get(number)
 
     def _publish(self, number: int, version: Version) -> Publish:
-        return Publish(self._state(number, version))
-
-    @staticmethod
-    def _state(number: int, version: Version) -> ModelState:
-        described = version.described if version.state is VersionState.READY else None
-        if described is None:
-            return ModelState(version.load.name, number, version.state.value, version.reason)
-        return ModelState(
-            version.load.name,
-            number,
-            version.state.value,
-            version.reason,
-            tuple(sorted(version.ready)),
-            described.metadata,
-            described.config,
-            described.stateless,
-            described.decoupled,
-        )
-
-
-def load_error(name: str, failed: dict[int, str]) -> str:
-    """Triton's sentence for versions that failed to load."""
-    listed = "".join(f"version {n} is at UNAVAILABLE state: {reason};\n" for n, reason in sorted(failed.items()))
-    return f"load failed for model '{name}': {listed}"
-
-
-def no_version_error(name: str) -> str:
-    """Triton's sentence for a model without a version that its policy chooses."""
-    return (
-        f"load failed for model '{name}': "
-        f"at least one version must be available under the version policy of model '{name}'\n"
-    )
-
-
-def poll_error(names: Iterable[str]) -> str:
-    """Triton's sentence for a model that is not there or cannot be read."""
-    return f"failed to load '{', '.join(names)}', failed to poll from model repository"
+        return Publish(version.told(number))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from config.options import Repository
-from daemon import lifecycle, repository
+from daemon import load_errors, repository
 from daemon.given_models import GivenModels
 from daemon.lifecycle import Instruction, Lifecycle, Publish, Send, Settled
 from daemon.repository import FoundModel
@@ -85,7 +85,7 @@ class Models:
         try:
             if found.error:
                 _log.error("model '%s' cannot be polled: %s", name, found.error)
-                raise Internal(lifecycle.poll_error([name]))
+                raise Internal(load_errors.poll_error([name]))
             if error := await self._bring(found):
                 raise InvalidArgument(error)
         finally:
@@ -191,7 +191,7 @@ class Models:
     async def _bring(self, found: FoundModel) -> str:
         if not found.chosen:
             self._refuse(found.name, "no version is available under its version policy")
-            return lifecycle.no_version_error(found.name)
+            return load_errors.no_version_error(found.name)
         if self.refused.pop(found.name, None) is not None:
             self._publish(ModelGone(found.name, _NO_VERSION))
         token = self._token()

@@ -1,0 +1,24 @@
+"""What is answered for a load that failed: Triton's sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def load_error(name: str, failed: dict[int, str]) -> str:
+    """Triton's sentence for versions that failed to load."""
+    listed = "".join(f"version {n} is at UNAVAILABLE state: {reason};\n" for n, reason in sorted(failed.items()))
+    return f"load failed for model '{name}': {listed}"
+
+
+def no_version_error(name: str) -> str:
+    """Triton's sentence for a model without a version that its policy chooses."""
+    return (
+        f"load failed for model '{name}': "
+        f"at least one version must be available under the version policy of model '{name}'\n"
+    )
+
+
+def poll_error(names: Iterable[str]) -> str:
+    """Triton's sentence for a model that is not there or cannot be read."""
+    return f"failed to load '{', '.join(names)}', failed to poll from model repository"
