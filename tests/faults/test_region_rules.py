@@ -17,7 +17,7 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tritonclient.utils import InferenceServerException
 
 from tests import repositories
@@ -47,6 +47,14 @@ class RegionRules(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        self.regions: dict[str, tuple[str, float, subprocess.Popen[str] | None]] = {}
+        self.number = 0.0
+        self.made: list[Path] = []
+        self.processes: list[subprocess.Popen[str]] = []
+
+    @initialize(reclaim=st.sampled_from(["owner", "connection"]))
+    def start(self, reclaim: str) -> None:
+        self.reclaim = reclaim
         self.folder = tempfile.TemporaryDirectory(prefix="tensord-test-")
         folder = Path(self.folder.name)
         (folder / "daemon").mkdir()
@@ -56,7 +64,7 @@ class RegionRules(RuleBasedStateMachine):
             "http": {"port": 0, "processes": 2},
             "grpc": {"address": f"unix:{folder}/grpc.sock", "processes": 2},
             "workers": {"device": "cpu", "cpu": 2, "pin": False},
-            "regions": {"reclaim": "owner", "socket": str(folder / "regions.sock")},
+            "regions": {"reclaim": reclaim, "socket": str(folder / "regions.sock")},
             "supervisor": {"control_socket": str(folder / "control.sock")},
         }
         self.daemon = DaemonProcess(folder / "daemon", [repositories.echo_models(folder / "models")], options)
@@ -64,10 +72,6 @@ class RegionRules(RuleBasedStateMachine):
         self.daemon.wait_ready()
         self.clients = {"tcp": self.connected("tcp"), "user": self.connected("user")}
         self.turn = 0
-        self.regions: dict[str, tuple[str, float, subprocess.Popen[str] | None]] = {}
-        self.number = 0.0
-        self.made: list[Path] = []
-        self.processes: list[subprocess.Popen[str]] = []
 
     def teardown(self) -> None:
         for process in self.processes:
@@ -145,6 +149,18 @@ class RegionRules(RuleBasedStateMachine):
             self.end(process)
             del self.regions[name]
             wait_until(lambda: name not in self.listed(), f"region {name} to be gone", self.daemon)
+
+    @rule()
+    def user_reconnects(self) -> None:
+        """The process lives on; what it registered stays, unless regions go with connections."""
+        for client in self.clients["user"]:
+            client.close()
+        if self.reclaim == "connection":
+            gone = [name for name, (who, _, process) in self.regions.items() if who == "user" and process is None]
+            for name in gone:
+                del self.regions[name]
+            wait_until(lambda: not self.listed() & set(gone), f"{gone} to be gone", self.daemon)
+        self.clients["user"] = self.connected("user")
 
     @rule(name=NAMES, who=CLIENTS)
     def infer(self, name: str, who: str) -> None:
