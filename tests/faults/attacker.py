@@ -222,8 +222,10 @@ class Attacker:
         self.path("flood").write_bytes(bytes(4096))
         for number in range(MANY):
             self.register("flood", f"flood-{number}", self.key("flood"), 4096)
-        for number in range(MANY):
-            self.unregister(f"flood-{number}")
+        # Whatever quota there is, more than that were refused.
+        for entry in self.client.get_system_shared_memory_status():
+            if entry["name"].startswith(f"{self.prefix}-flood-"):
+                self.client.unregister_system_shared_memory(entry["name"])
         self.path("flood").unlink()
 
 
