@@ -37,5 +37,6 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# PEER: a folder with the peer's setup.sh, triton.sh and compare.py; table and plot then go into docs/.
 bench: $(VENV)/.test
-	$(BIN)/python -m bench $(ARGS)
+	$(BIN)/python -m bench $(if $(PEER),--peer $(PEER) --docs docs) $(ARGS)

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench import closed_loop, cuda_regions, memory, plot, processor, regions
+from bench import closed_loop, cuda_regions, memory, plot, processor, regions, table
 from bench.server import serving
 
 OURS = "127.0.0.1:18100"
@@ -26,7 +26,16 @@ PEER = "127.0.0.1:18000"
 #: The rows issue by issue; compare.py knows what each one is.
 ROWS = "small-http-c1,small-http-c4,small-http-c16,small-http-shm-c16,1MiB-http-c1,16MiB-http-c1,16MiB-http-shm-c1"
 ROWS += ",16MiB-http-shm-c4,mlp-http-c32"
-ROWS += ",small-grpc-c1,small-grpc-c16,small-grpc-stream-c4,1MiB-grpc-c1,16MiB-grpc-shm-c1,mlp-grpc-c32"
+ROWS += ",small-grpc-c1,small-grpc-c16,small-grpc-stream-c4,1MiB-grpc-c1,16MiB-grpc-c1,16MiB-grpc-shm-c1,mlp-grpc-c32"
+#: What stands before the table in docs/.
+_PREFACE = """# Side by side with a real Triton
+
+Written by `make bench PEER=DIR`; [measurements.md](measurements.md) says what was measured, on what, and what it means. Medians
+of the rounds; `x` is the median of the rounds' ratios ours/peer. Bold: as asked for.
+
+![rates and latencies, relative to Triton](side-by-side.svg)
+
+"""
 
 
 def main() -> int:
@@ -40,6 +49,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=2.0, help="length of one measurement of our own client")
     parser.add_argument("--json", type=Path, help="where compare.py writes every figure")
     parser.add_argument("--plot", type=Path, help="draws the ratios of a run with --peer: FILE.svg or FILE.png")
+    parser.add_argument("--docs", type=Path, help="where side-by-side.md and side-by-side.svg of a run with --peer go")
     parser.add_argument("--logs", type=Path, default=Path("/tmp"), help="where the servers' logs go")
     parser.add_argument(
         "--access", choices=("guarded", "snapshot"), default="guarded", help="how tensord uses the clients' regions"
@@ -73,6 +83,9 @@ def main() -> int:
         code = subprocess.run(compare, check=False).returncode if arguments.rows else 0
         if not code and arguments.plot:
             plot.ratios(figures, arguments.plot)
+        if not code and arguments.docs:
+            (arguments.docs / "side-by-side.md").write_text(_PREFACE + table.markdown(figures))
+            plot.ratios(figures, arguments.docs / "side-by-side.svg")
         # perf_analyzer spends longer on JSON than either server; a prepared request does not.
         closed_loop.compare(OURS, PEER, closed_loop.json_row(), arguments.seconds, arguments.rounds)
         return code
