@@ -29,6 +29,8 @@ ModelConfig: TypeAlias = Any
 
 #: Back ends this server runs.
 BACKENDS = ("jax", "python")
+#: Each is a thread of the worker.
+MAX_INSTANCES = 256
 #: Triton's: how long a sequence may be silent when its model does not say.
 _SEQUENCE_IDLE_US = 1_000_000
 _MODULE = "tritonclient.grpc.model_config_pb2"
@@ -258,6 +260,11 @@ def check(message: ModelConfig, *, whole: bool = False) -> None:
     for group in message.instance_group:
         if group.count < 0:
             raise InvalidArgument(f"model '{name}': instance_group count is {group.count}, it must not be negative")
+    count = sum(group.count for group in message.instance_group)
+    if count > MAX_INSTANCES:
+        raise InvalidArgument(
+            f"model '{name}': instance_group asks for {count} instances, at most {MAX_INSTANCES} are made"
+        )
     batch_buckets(message)
 
 

@@ -1,10 +1,10 @@
 """The way of a request through the worker: validate, queue, run, answer. Belongs to the worker's loop.
 
-    submit ─▶ queue of its version ─▶ batch ─▶ execution thread (jitted)  ─▶ answer in place ─▶ completion on the lane
+    submit ─▶ queue of its version ─▶ batch ─▶ right here (one instance)  ─▶ answer in place ─▶ completion on the lane
                                             └▶ an instance's thread       ─▶
                                             └▶ parked while its shape is compiled, then queued again
 
-Jitted batches run right here: the model whose head has waited longest goes first. Every request in
+Batches of a jitted model with one instance run right here: the model whose head has waited longest goes first. Every request in
 ``Submitter.in_flight`` gets exactly one final completion.
 """
 
@@ -143,7 +143,7 @@ class Dispatcher:
                 continue
             if version.queue.next_expiry_ns:
                 next_ns = _earlier(next_ns, version.queue.next_expiry_ns)
-            if version.jitted is None:
+            if version.loaded.instances:
                 due_ns = self._fill_instances(version, now_ns)
                 if due_ns is not None:
                     next_ns = _earlier(next_ns, due_ns)
@@ -191,10 +191,15 @@ class Dispatcher:
             if due_ns is None or due_ns > now_ns:
                 return due_ns
             batch = self._take(version, now_ns)
-            if batch:
-                instance.busy = True
-                version.executing += 1
-                instance.run(Execution(batch, now_ns), self._done(version, instance))
+            if not batch:
+                continue
+            executable: Executable | SeriesExecutable | None = None
+            if version.jitted is not None and (executable := version.jitted.find(batch)) is None:
+                self._park(version, batch, version.jitted.wanted_by(batch))
+                continue
+            instance.busy = True
+            version.executing += 1
+            instance.run(Execution(batch, now_ns, executable), self._done(version, instance))
         return None
 
     def _done(self, version: ModelVersion, instance: Instance) -> Callable[[Execution], None]:

@@ -142,6 +142,7 @@ def test_completing_twice_changes_nothing() -> None:
             "level 2, but there are 1",
         ),
         ("instance_group { count: -1 }", "count is -1"),
+        ("instance_group { count: 200 } instance_group { count: 57 }", "asks for 257 instances, at most 256"),
         ('parameters { key: "batch_buckets" value { string_value: "8,1" } }', "parameter batch_buckets is '8,1'"),
         ('parameters { key: "batch_buckets" value { string_value: "x" } }', "ascending whole numbers"),
         (

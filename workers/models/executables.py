@@ -43,9 +43,9 @@ class Wanted(NamedTuple):
 
 
 class Executable:
-    """One compiled program with the buffers its batches are gathered in. Used by the execution thread only."""
+    """One compiled program with the buffers its batches are gathered in. Used by one execution thread only."""
 
-    __slots__ = ("_batches", "_buffers", "_device", "_signature", "_specs", "call", "wanted")
+    __slots__ = ("__weakref__", "_batches", "_buffers", "_device", "_signature", "_specs", "call", "wanted")
 
     def __init__(
         self,
@@ -66,6 +66,10 @@ class Executable:
             if shape is not None
         ]
         self._buffers: dict[str, GatherBuffer] = {}
+
+    def twin(self) -> Executable:
+        """The same program for another thread: with buffers of its own."""
+        return Executable(self.wanted, self._signature, self.call, self._device)
 
     def gather(self, requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
         """The arguments for a batch, and how many bytes were copied for them.

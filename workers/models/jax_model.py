@@ -23,7 +23,10 @@ from workers.request import Request
 class JaxModel:
     """One version of a jitted model. Everything but ``executables.compile`` belongs to the execution thread."""
 
-    def __init__(self, version: int, signature: Signature, buckets: Buckets, executables: Executables) -> None:
+    def __init__(
+        self, version: int, signature: Signature, buckets: Buckets, executables: Executables, instances: int = 1
+    ) -> None:
+        """``instances``: how many threads execute it."""
         for spec in (*signature.inputs.values(), *signature.outputs.values()):
             if not is_numeric(spec):
                 raise Unsupported(
@@ -34,7 +37,7 @@ class JaxModel:
         self._names = tuple(signature.outputs)
         reshaped = any(spec.reshaped for spec in signature.outputs.values())
         #: Where requests cannot share a batch, quick ones may share a call.
-        alone = bool(signature.batches or buckets.axes or reshaped)
+        alone = bool(signature.batches or buckets.axes or reshaped or instances > 1)
         # A series is stacked by the host, for programs of which a call is most of the cost.
         self.series = None if alone or executables.device is not None else Series(signature, executables.apply)
         self._version = version

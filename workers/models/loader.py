@@ -12,7 +12,7 @@ import functools
 import itertools
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -40,10 +40,11 @@ from workers.models.executables import Apply, Executables, precision
 from workers.models.execution import describe_exception
 from workers.models.host_model import HostModel
 from workers.models.jax_model import JaxModel
+from workers.models.jitted_instance import JittedInstance
 from workers.models.model_code import import_model, own_folders, python_source
 from workers.models.python_model import PythonModel, auto_complete
 from workers.models.signature import Signature, signature
-from workers.models.warmup import samples
+from workers.models.warmup import Sample, samples
 from workers.scheduling.dynamic_batcher import BatchRules
 from workers.scheduling.queue import QueueRules
 
@@ -64,8 +65,9 @@ class LoadedModel:
     decoupled: bool
     #: Why no request can be run yet, "" where they can.
     unsupported: str
-    #: The jitted model, or None where ``instances`` run it.
+    #: The jitted model, if it is one.
     jitted: JaxModel | None
+    #: The threads that run it; none where the worker's loop does.
     instances: tuple[Instance, ...]
     queue_rules: QueueRules
     batch_rules: BatchRules
@@ -164,7 +166,7 @@ class Loader:
         apply: Apply = created[0]
         if getattr(module, "host", False):
             model = HostModel(record.version, described, apply, created[1])
-            return None, self._start(record, message, described, lambda _: model)
+            return None, self._start(message, lambda _: model, self._samples(record, message, described))
         executables = Executables(
             described,
             buckets,
@@ -175,32 +177,41 @@ class Loader:
             self._max_unexpected_shapes,
             self._cuda,
         )
-        jitted = JaxModel(record.version, described, buckets, executables)
+        count = sum(group.count for group in message.instance_group)
+        if count > 1 and self._cuda is not None:
+            _log.info("model '%s': its %d instances take turns on the GPU", message.name, count)
+            count = 1
+        jitted = JaxModel(record.version, described, buckets, executables, count)
         executables.warm()
-        for sample in samples(message, described, Path(record.model_path)):
+        prepared = self._samples(record, message, described)
+        for sample in prepared:
             sample.run_jitted(jitted, message.name)
-        return jitted, ()
+        if count == 1:
+            return jitted, ()
+        return jitted, self._start(message, lambda _: JittedInstance(jitted), prepared)
 
     def _python_instances(
         self, record: Load, message: ModelConfig, module: ModuleType, described: Signature
     ) -> tuple[Instance, ...]:
         kind = "CPU" if self._gpu is None else "GPU"
         return self._start(
-            record,
             message,
-            described,
             lambda instance: PythonModel(module, message, described, record.version, record.model_path, instance, kind),
+            self._samples(record, message, described),
         )
+
+    @staticmethod
+    def _samples(record: Load, message: ModelConfig, described: Signature) -> list[Sample]:
+        """What is run before the version serves. Raises InvalidArgument."""
+        return [] if unsupported(message) else samples(message, described, Path(record.model_path))
 
     def _start(
         self,
-        record: Load,
         message: ModelConfig,
-        described: Signature,
-        create: Callable[[str], HostModel | PythonModel],
+        create: Callable[[str], HostModel | PythonModel | JittedInstance],
+        prepared: Sequence[Sample],
     ) -> tuple[Instance, ...]:
         """One thread for each configured instance, each initialised and warm. One that fails takes the others down."""
-        prepared = [] if unsupported(message) else samples(message, described, Path(record.model_path))
 
         def warm(model: Instantiated) -> None:
             for sample in prepared:
