@@ -284,8 +284,17 @@ def front_process(
     send_buffer: int = 0,
     **options: Any,
 ) -> Iterator[Front]:
-    """A front with these options, section by section."""
-    front = kind(msgspec.convert(options, Options), send_buffer)
+    """A front with these options, section by section. A test of a bound sets it; a busy machine reaches none of the others."""
+    patient = dict.fromkeys(("head_timeout", "body_timeout", "write_timeout"), 2 * PATIENCE_SECONDS)
+    sections: dict[str, dict[str, Any]] = {
+        "http": {**patient, "keep_alive_timeout": 4 * PATIENCE_SECONDS},
+        "grpc": patient,
+        "arenas": {"wait": PATIENCE_SECONDS},
+        "requests": {"worker_wait": PATIENCE_SECONDS},
+    }
+    for section, values in options.items():
+        sections[section] = {**sections[section], **values} if section in sections else values
+    front = kind(msgspec.convert(sections, Options), send_buffer)
     try:
         yield front
     finally:

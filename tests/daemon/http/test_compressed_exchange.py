@@ -90,12 +90,17 @@ def test_errors_are_not_compressed(client: Client, worker: EchoWorker) -> None:
     assert answer.error
 
 
+def bomb(coding: str) -> bytes:
+    """A GiB of zeros, without taking one."""
+    packer = zlib.compressobj(1, wbits=31 if coding == "gzip" else 15)
+    return b"".join(packer.compress(bytes(MIB)) for _ in range(1024)) + packer.flush()
+
+
 @pytest.mark.parametrize("coding", CODINGS)
 def test_a_bomb_is_refused_with_both_numbers_and_others_go_on(
     served: tuple[FrontProcess, EchoWorker], client: Client, worker: EchoWorker, coding: str
 ) -> None:
-    bomb = PACK[coding](bytes(1 << 30))
-    client.send(post(bomb, f"Content-Encoding: {coding}"))
+    client.send(post(bomb(coding), f"Content-Encoding: {coding}"))
     with served[0].client() as other:
         in_service(served[0], worker, other)
     answer = client.answer()
