@@ -1,4 +1,4 @@
-"""A thread that runs one instance of a model: of one that is not jitted, so that it stalls nobody when it sleeps, or one of several.
+"""A thread that runs one instance of a model: one that is not jitted, so that it stalls nobody when it sleeps, or one of several.
 
     loop ── Execution ──▶ thread: status page, run, status page ──▶ inbox: ``done(execution)`` on the loop
 

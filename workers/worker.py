@@ -5,8 +5,8 @@
           ─▶ inbox: what other threads have finished
     then     one jitted batch, batches for free instances, one flush per lane, one beat on the status page
 
-Beside it: a loader thread, a compiler thread, and one thread per instance of a model that is not jitted or has several. None of them
-touches the loop's state; they post to the inbox.
+Beside it: a loader thread, a compiler thread, and one thread per instance of a model that is not jitted or has several. None of
+them touches the loop's state; they post to the inbox.
 """
 
 from __future__ import annotations
