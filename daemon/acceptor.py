@@ -23,6 +23,8 @@ _PATIENCE = 0.001
 _PAUSE = 0.1
 #: Connections taken in one turn of the loop, so that a crowd of new ones cannot starve the old.
 _BATCH = 64
+#: Taken at the end at most: no more can have waited (``daemon.listening``), and a flood must not put the end off.
+_MAX_WAITING = 1024
 
 
 class Acceptor:
@@ -61,8 +63,9 @@ class Acceptor:
             return
         self._seat.serve(False)
         self._pause()
-        while self._take():
-            pass
+        for _ in range(_MAX_WAITING):
+            if not self._take():
+                break
         self._closed = True
         self._pause()
         self._listener.close()
