@@ -67,7 +67,7 @@ class GatherBuffer:
 
 def _copy_into(part: Array, array: Array) -> None:
     """One copy; what the array does not cover becomes zero. Without a batch dimension the array is the part's one slot."""
-    if array.ndim < part.ndim:
+    if len(array.shape) < part.ndim:
         part = part[0]
     if array.shape != part.shape:
         part[...] = 0
