@@ -32,10 +32,6 @@ class CudaTensor:
         #: Its device address. An empty tensor has none, and may lie at the region's end.
         self.pointer = region.pointer(offset, self.nbytes) if self.nbytes else 0
 
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
     def __len__(self) -> int:
         return self.shape[0]
 
