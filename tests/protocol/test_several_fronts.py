@@ -53,8 +53,12 @@ class Fronts:
 
     def __enter__(self) -> Fronts:
         self.daemon.start()
-        self.daemon.wait_ready()
-        self.connect()
+        try:
+            self.daemon.wait_ready()
+            self.connect()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
