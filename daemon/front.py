@@ -30,6 +30,7 @@ from daemon.model_table import ModelTable
 from daemon.submit import Submitter
 from daemon.tally import Tally
 from daemon.tracer import Tracer
+from shm import heap
 from shm.channel import Channel
 from shm.messages import (
     ChildReady,
@@ -51,6 +52,9 @@ from shm.messages import (
     decoder,
 )
 from shm.parent import die_with_parent
+
+#: A few requests of some MiB as JSON: the text, its values, the text of the answer.
+_KEPT_BYTE_SIZE = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +161,7 @@ class Front(ABC):
 def main(program: str, description: str, make: Callable[[socket.socket, Place], Front]) -> None:
     """A front's process, from its command line to its end; ``make`` takes the control channel and the front's place."""
     die_with_parent()
+    heap.keep_freed_memory(_KEPT_BYTE_SIZE)
     parser = argparse.ArgumentParser(prog=program, description=description)
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--listen-fd", type=int, required=True)

@@ -14,6 +14,7 @@ import msgspec
 
 from config import log
 from config.options import Options
+from shm import heap
 from shm.channel import Channel, ChannelClosed
 from shm.cuda_regions import DeviceLost
 from shm.messages import Start, ToWorkerControl, decoder
@@ -22,6 +23,8 @@ from workers import device_cpu
 from workers.device import DeviceName
 
 _log = logging.getLogger("workers")
+#: The outputs of several requests of 16 MiB.
+_KEPT_BYTE_SIZE = 256 << 20
 
 
 def main() -> None:
@@ -52,7 +55,7 @@ def main() -> None:
         if options.workers.pin:
             device_cpu.pin(device_name.index, options.workers.cpu, options.workers.cores)
         device_cpu.limit_threads(options.workers.threads)
-    device_cpu.keep_freed_memory()
+    heap.keep_freed_memory(_KEPT_BYTE_SIZE)
     if device_name.platform == "cuda":
         device_cuda.prepare_environment(options.workers)
     install_python_backend()

@@ -6,7 +6,6 @@ Measured on two cores: two pinned workers run a matrix product 20 % faster in su
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 from collections.abc import Sequence
@@ -16,12 +15,6 @@ from config import core_list
 _log = logging.getLogger(__name__)
 
 _THREADS_VARIABLE = "PJRT_NPROC"
-# malloc.h
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
-#: The most glibc allows: larger blocks are mapped and unmapped one by one.
-_LARGEST_HEAP_BLOCK = 32 << 20
-_KEPT_BYTE_SIZE = 256 << 20
 
 
 def share_of_cores(cores: list[int], index: int, count: int) -> list[int]:
@@ -69,15 +62,3 @@ def thread_count() -> int:
         if given.isdecimal() and int(given) > 0:
             return int(given)
     return len(os.sched_getaffinity(0))
-
-
-def keep_freed_memory() -> None:
-    """Lets the allocator keep what large outputs leave behind, instead of giving it back to the kernel after each request.
-
-    Whether glibc does so by itself depends on what else lies at the end of its heap. Where it does not, every 16 MiB output is
-    made of fresh pages: 1 to 3 ms of its request (measured). Elsewhere than on glibc this does nothing.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)
-        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTE_SIZE)

@@ -67,15 +67,3 @@ def test_xla_computes_with_as_many_threads_as_it_is_told() -> None:
     assert (found[1][0], found[1][2]) == ("1", "False")
     assert found[4][0] == "4"
     assert int(found[1][1]) < int(found[4][1])
-
-
-def test_large_blocks_are_kept_not_given_back() -> None:
-    """A process of its own: in steady state blocks of 16 MiB cost no page faults."""
-    script = (
-        "import resource\nimport numpy as np\nfrom workers.device_cpu import keep_freed_memory\nkeep_freed_memory()\n"
-        "def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-        "for i in range(40):\n    if i == 20: before = faults()\n    np.ones(4 << 20, np.float32)\n"
-        "print(faults() - before)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 4096, "fewer than one block's pages for twenty blocks"
