@@ -1,4 +1,4 @@
-"""One daemon for the module, serving models of every datatype."""
+"""What a module's tests have in common: one daemon with models of every datatype; a driver that stands in for a GPU's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from tests import repositories
+from tests.cuda_stub.library import CudaStub
 from tests.daemon_process import DaemonProcess
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
+    """For a daemon started with its ``environment``."""
+    return CudaStub(tmp_path_factory.mktemp("cuda"))
 
 
 @pytest.fixture(scope="module")

@@ -32,11 +32,6 @@ _FIELDS |= dict.fromkeys(("INT8", "INT16", "INT32"), "int") | dict.fromkeys(("UI
 
 
 @pytest.fixture(scope="module")
-def stub(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
-    return CudaStub(tmp_path_factory.mktemp("cuda"))
-
-
-@pytest.fixture(scope="module")
 def daemon(leaves_nothing: None, stub: CudaStub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     repository = tmp_path_factory.mktemp("repository")
     repositories.echo_models(repository)

@@ -46,11 +46,6 @@ def recipe(heading: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def stub(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
-    return CudaStub(tmp_path_factory.mktemp("cuda"))
-
-
-@pytest.fixture(scope="module")
 def daemon(leaves_nothing: None, stub: CudaStub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     repository = tmp_path_factory.mktemp("repository")
     repositories.echo_models(repository)
