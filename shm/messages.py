@@ -433,6 +433,10 @@ class RegionRecords(Record, frozen=True, tag="c.regrec"):
     name: str = ""
 
 
+class WorkerFigures(Record, frozen=True, tag="c.figures"):
+    """Asked of a worker. Reply: ``shm.figures.Figures`` as JSON."""
+
+
 class RegionStatus(Record, frozen=True, tag="c.regstat"):
     """Reply: JSON array of the region or of all ("") of that kind, "system" or "cuda"."""
 
@@ -481,6 +485,7 @@ Operation = (
     | ChangeLog
     | ChangeTrace
     | RegionRecords
+    | WorkerFigures
 )
 
 

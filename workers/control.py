@@ -2,7 +2,7 @@
 
 LaneOpened + fd                 a submitter more
 Load, Unload                    a version more or less; answered with Loaded, Unloaded
-Call                            answered with Reply: statistics, register and unregister regions
+Call                            answered with Reply: statistics, figures for metrics, register and unregister regions
 LogChanged                      another level or format of the log
 Stop                            finish, then exit
 """
@@ -22,6 +22,7 @@ from config import log
 from config.options import Log
 from shm.channel import Channel
 from shm.errors import Internal, InvalidArgument, ServingError, Unsupported
+from shm.figures import Figures
 from shm.messages import (
     Call,
     LaneOpened,
@@ -37,6 +38,7 @@ from shm.messages import (
     Unload,
     Unloaded,
     UnregisterRegion,
+    WorkerFigures,
 )
 from workers.model_table import ModelTable
 from workers.model_version import ModelVersion
@@ -147,6 +149,8 @@ class Control:
                 self._channel.put(Reply(call.call_id, result=json.dumps(self._regions.uses(operation.name)).encode()))
             elif isinstance(operation, ModelStatistics):
                 self._channel.put(Reply(call.call_id, result=self._statistics(operation)))
+            elif isinstance(operation, WorkerFigures):
+                self._channel.put(Reply(call.call_id, result=self._figures()))
             else:
                 raise Unsupported(f"a worker does not answer {type(operation).__name__}")
         except ServingError as error:
@@ -171,6 +175,10 @@ class Control:
             if operation.name in ("", version.name) and operation.version in (0, version.version)
         ]
         return json.dumps({"model_stats": found}, separators=(",", ":")).encode()
+
+    def _figures(self) -> bytes:
+        versions = tuple(version.figures() for version in self._models)
+        return msgspec.json.encode(Figures(versions, self._regions.leases()))
 
 
 def _sentence(error: Exception) -> str:

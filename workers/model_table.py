@@ -29,7 +29,8 @@ class ModelTable:
         self._serving[version.name, version.version] = version
         self._index(version.name)
         if old is not None:
-            self._drain(old, lambda: None)
+            version.statistics.succeed(old.statistics)
+            self._drain(old, version.statistics.inherit)
 
     def remove(self, name: str, number: int, done: Callable[[], None]) -> None:
         """No request finds it any more; ``done`` is called when its last one is answered and it is gone."""

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Hashable, Mapping
 
 from shm.arrays import Array
+from shm.figures import VersionFigures
 from workers.familiar import Familiar
 from workers.instance import Instance
 from workers.models.host_model import shapes_key
@@ -64,6 +65,16 @@ class ModelVersion:
             if not instance.busy:
                 return instance
         return None
+
+    @property
+    def pending(self) -> int:
+        """Requests that wait for their turn, or for their shape to be compiled."""
+        return len(self.queue) + sum(map(len, self.compiling.values()))
+
+    def figures(self) -> VersionFigures:
+        """For metrics."""
+        statistics = self.statistics
+        return VersionFigures(self.name, self.version, statistics.began_ns, self.pending, statistics.counts())
 
     @property
     def busy(self) -> bool:

@@ -20,6 +20,7 @@ from workers.answers import complete, complete_small, failure
 from workers.models.batch_outputs import BatchOutputs
 from workers.models.execution import Execution, Result
 from workers.request import Request
+from workers.statistics import Failure
 from workers.submitter import BlockedAnswer, Submitter
 
 _log = logging.getLogger(__name__)
@@ -53,17 +54,18 @@ class Outbox:
             request.release()
         request.submitter.in_flight.pop(request.submit.request_id, None)
 
-    def answer_all(self, execution: Execution, now_ns: int) -> set[Request]:
-        """Answers every request of a batch. Returns those that got an error."""
-        failed: set[Request] = set()
+    def answer_all(self, execution: Execution, now_ns: int) -> dict[Request, Failure]:
+        """Answers every request of a batch. Returns those that got an error, and why."""
+        failed: dict[Request, Failure] = {}
         row = 0
         for i, request in enumerate(execution.requests):
             if execution.outputs is None or not self._place_small(request, execution.outputs, row):
                 result = execution.results[i]
                 if request.timeline is not None:
                     request.timeline.executed(execution, request.arrays, result)
-                if isinstance(self.answer(request, result, now_ns), ServingError):
-                    failed.add(request)
+                given = self.answer(request, result, now_ns)
+                if isinstance(given, ServingError):
+                    failed[request] = _reason(given, result)
             row += request.rows
         return failed
 
@@ -186,6 +188,12 @@ class Outbox:
 
     def __repr__(self) -> str:
         return f"<Outbox {len(self._blocked)} submitters blocked>"
+
+
+def _reason(error: ServingError, result: Result) -> Failure:
+    if error is result:
+        return Failure.BACKEND
+    return Failure.CANCELED if isinstance(error, Cancelled) else Failure.OTHER
 
 
 def _describe_full(submitter: Submitter, byte_size: int) -> str:

@@ -111,6 +111,14 @@ class RegionTable:
         """Region, the named or every one (""), with the number of tensors of requests in it."""
         return {key: region.leases for key, region in self._regions.items() if name in ("", key)}
 
+    def leases(self) -> dict[str, int]:
+        """Kind of region -> tensors of requests that are in such regions now, also in those that are leaving."""
+        found = {"system": 0, "cuda": 0}
+        leaving = (region for regions, _ in self._leaving for region in regions)
+        for region in (*self._regions.values(), *leaving):
+            found["cuda" if isinstance(region, CudaRegion) else "system"] += region.leases
+        return found
+
     def settle(self) -> None:
         """Closes what is no longer used. Cheap when nothing is leaving; called once a turn."""
         if not self._leaving:

@@ -5,12 +5,28 @@ A refused request counts nowhere. Source: Triton docs/protocol/extension_statist
 
 from __future__ import annotations
 
+import enum
 import time
-from collections.abc import Sequence, Set
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from shm.figures import Counts
 from workers.models.execution import Execution
 from workers.request import Request
+
+
+class Failure(enum.Enum):
+    """Why a request failed, as Triton's metrics tell it."""
+
+    #: It waited longer than it may.
+    REJECTED = "REJECTED"
+    #: Its client gave it up.
+    CANCELED = "CANCELED"
+    #: The model, or its executable.
+    BACKEND = "BACKEND"
+    #: It ran, and its answer could not be given: a client's region is gone, say.
+    OTHER = "OTHER"
 
 
 class Duration:
@@ -47,8 +63,15 @@ class ModelStatistics:
     def __init__(self, name: str, version: int) -> None:
         self._name = name
         self._version = version
+        #: When what ``counts`` tells began.
+        self.began_ns = time.monotonic_ns()
+        #: Of the load before this one, and what it came to once it was over.
+        self._former: ModelStatistics | None = None
+        self._inherited = Counts()
         self.success = Duration()
         self.fail = Duration()
+        #: The same requests by reason.
+        self.failures: Counter[Failure] = Counter()
         self.queue = Duration()
         self.compute_input = Duration()
         self.compute_infer = Duration()
@@ -60,13 +83,14 @@ class ModelStatistics:
         self.copied_byte_size = 0
         self._batches: dict[int, BatchStatistics] = {}
 
-    def executed(self, execution: Execution, failed: Set[Request], now_ns: int) -> None:
-        """Counts a batch whose answers are placed (or wait for room); ``failed`` are its requests that got an error."""
+    def executed(self, execution: Execution, failed: Mapping[Request, Failure], now_ns: int) -> None:
+        """Counts a batch whose answers are placed (or wait for room); ``failed`` are its requests that got an error, and why."""
         began, gathered, computed = execution.began_ns, execution.gathered_ns, execution.computed_ns
         answered: Sequence[Request] = execution.requests
         if failed:
             for request in failed:
                 self.fail.add(now_ns - request.arrived_ns)
+            self.failures.update(failed.values())
             answered = [request for request in answered if request not in failed]
         good = len(answered)
         if not good:
@@ -102,6 +126,35 @@ class ModelStatistics:
     def failed(self, lasted_ns: int) -> None:
         """Counts a request that was queued and never ran: its time was up."""
         self.fail.add(lasted_ns)
+        self.failures[Failure.REJECTED] += 1
+
+    def succeed(self, former: ModelStatistics) -> None:
+        """This load replaces another one, which finishes what it has: what is counted there counts here as well."""
+        self._former, self.began_ns = former, former.began_ns
+
+    def inherit(self) -> None:
+        """The other one has ended."""
+        if self._former is not None:
+            self._inherited, self._former = self._former.counts(), None
+
+    def counts(self) -> Counts:
+        """What metrics show of it: since the first of the loads that replaced each other."""
+        former = self._inherited if self._former is None else self._former.counts()
+        return former + Counts(
+            success=self.success.count,
+            rejected=self.failures[Failure.REJECTED],
+            canceled=self.failures[Failure.CANCELED],
+            backend=self.failures[Failure.BACKEND],
+            other=self.failures[Failure.OTHER],
+            inference=self.inference_count,
+            execution=self.execution_count,
+            request_ns=self.success.ns,
+            queue_ns=self.queue.ns,
+            compute_input_ns=self.compute_input.ns,
+            compute_infer_ns=self.compute_infer.ns,
+            compute_output_ns=self.compute_output.ns,
+            copied_byte_size=self.copied_byte_size,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """One entry of ``model_stats``."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from config.model_config import empty
@@ -15,7 +16,18 @@ from config.options import Regions
 from shm.channel import pair
 from shm.cuda_regions import Driver
 from shm.errors import Internal, InvalidArgument
-from shm.messages import Call, LaneOpened, Load, ModelStatistics, RepositoryIndex, Stop, Unload, UnregisterRegion
+from shm.figures import Figures
+from shm.messages import (
+    Call,
+    LaneOpened,
+    Load,
+    ModelStatistics,
+    RepositoryIndex,
+    Stop,
+    Unload,
+    UnregisterRegion,
+    WorkerFigures,
+)
 from tests.workers.test_model_table import version_of
 from workers.control import Control
 from workers.model_table import ModelTable
@@ -117,12 +129,25 @@ def test_every_call_has_one_reply() -> None:
     bench.control.handle(Call(2, UnregisterRegion("system", "nobody")), [])
     bench.control.handle(Call(3, UnregisterRegion("cuda", "")), [])
     bench.control.handle(Call(4, RepositoryIndex()), [])
+    bench.control.handle(Call(5, WorkerFigures()), [])
     assert [(reply.call_id, reply.code, reply.result) for reply in bench.sent] == [
         (1, "", b'{"model_stats":[]}'),
         (2, "", b""),
         (3, "", b""),
         (4, "UNSUPPORTED", b""),
+        (5, "", b'[[],{"system":0,"cuda":0}]'),
     ]
+
+
+def test_figures_are_those_of_the_versions_that_serve() -> None:
+    bench = Bench()
+    bench.load()(loaded())
+    version = bench.models.find("m", 1)
+    version.statistics.copied(12)
+    bench.control.handle(Call(1, WorkerFigures()), [])
+    figures = msgspec.json.decode(bench.sent[-1].result, type=Figures)
+    assert figures.versions == (version.figures(),)
+    assert figures.versions[0].counts.copied_byte_size == 12
 
 
 def test_what_is_not_expected_is_refused_and_its_descriptors_closed() -> None:

@@ -104,6 +104,26 @@ def test_a_reloaded_version_replaces_the_old_one_in_one_step() -> None:
     assert old.state is VersionState.CLOSED
 
 
+def test_figures_go_on_over_a_reload_and_begin_anew_after_an_unload() -> None:
+    table = ModelTable()
+    old, new, later = version_of(), version_of(), version_of()
+    table.add(old)
+    old.statistics.copied(5)
+    old.queue.push(request_of({}))
+    assert (old.figures().pending, old.figures().counts.copied_byte_size) == (1, 5)
+    table.add(new)
+    old.statistics.copied(2)
+    old.queue.take(None, 1)
+    table.settle()
+    new.statistics.copied(1)
+    assert (new.figures().pending, new.figures().counts.copied_byte_size) == (0, 8)
+    assert new.figures().began_ns == old.figures().began_ns
+    table.remove("m", 1, lambda: None)
+    table.add(later)
+    assert later.figures().counts.copied_byte_size == 0
+    assert later.figures().began_ns > new.figures().began_ns
+
+
 def test_what_was_never_there_is_gone_at_once() -> None:
     table = ModelTable()
     done: list[int] = []

@@ -14,10 +14,11 @@ from shm.arena import Arena
 from shm.errors import Cancelled, Internal, Unavailable
 from shm.messages import Completion
 from tests.workers.requests import request_of
+from workers.models.execution import Execution
 from workers.models.signature import signature
 from workers.outbox import Outbox
 from workers.request import Request
-from workers.statistics import ModelStatistics
+from workers.statistics import Failure, ModelStatistics
 from workers.submitter import Submitter
 
 VERSION = SimpleNamespace(
@@ -137,6 +138,20 @@ def test_errors_and_cancelled_requests(outbox: Outbox) -> None:
         (4, "UNAVAILABLE", 3),
     ]
     assert submitter.in_flight == {}
+    lane.arena.close()
+
+
+def test_why_requests_of_a_batch_failed(outbox: Outbox) -> None:
+    submitter, lane = submitter_of()
+    good, refused, cancelled, strange = (request_from(submitter, i) for i in range(1, 5))
+    cancelled.cancelled = True
+    execution = Execution([good, refused, cancelled, strange], 0)
+    execution.results = [a_quarter(), Internal("no"), a_quarter(), {"y": np.zeros(1, np.complex64)}]
+    assert outbox.answer_all(execution, 0) == {
+        refused: Failure.BACKEND,
+        cancelled: Failure.CANCELED,
+        strange: Failure.OTHER,
+    }
     lane.arena.close()
 
 

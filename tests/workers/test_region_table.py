@@ -47,6 +47,7 @@ def test_register_and_find(table: RegionTable, key: str) -> None:
 
 def test_unregister_waits_for_leases_while_the_name_is_free(table: RegionTable, key: str) -> None:
     old, _ = table.register(RegisterSystemRegion("r", key, 0, 4096), None)
+    assert table.leases() == {"system": 0, "cuda": 0}
     old.lease()
     done: list[str] = []
     table.unregister("system", "r", lambda: done.append("r"))
@@ -55,12 +56,15 @@ def test_unregister_waits_for_leases_while_the_name_is_free(table: RegionTable, 
     new, _ = table.register(RegisterSystemRegion("r", key, 0, 4096), None)
     table.unregister("system", "", lambda: done.append("all"))
     assert done == ["all"]
+    # The region that is leaving is still in use.
+    assert table.leases() == {"system": 1, "cuda": 0}
     assert new.fd == -1
     assert old.read(0, 4) == bytes(4)
     old.unlease()
     table.settle()
     assert done == ["all", "r"]
     assert old.fd == -1
+    assert table.leases() == {"system": 0, "cuda": 0}
 
 
 def test_unknown_names_are_gone_already(table: RegionTable) -> None:
