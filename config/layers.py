@@ -159,6 +159,11 @@ def _check(options: Options) -> None:
     if any(not path for path in options.repository.paths):
         raise ConfigurationError("repository.paths: expected folders, given an empty one")
 
+    if options.metrics.address.startswith("unix:"):
+        raise ConfigurationError(
+            f"metrics.address: expected an address of TCP, given {_shown(options.metrics.address)}"
+        )
+
     for entry in options.workers.cores:
         _explained("workers.cores", core_list.parse, entry)
     if options.workers.cores and not options.workers.pin:

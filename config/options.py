@@ -119,6 +119,14 @@ class Grpc(Section, frozen=True):
     root_certificate: str = ""
 
 
+class Metrics(Section, frozen=True):
+    """The port that Prometheus scrapes."""
+
+    enabled: bool = True
+    address: str = "127.0.0.1"
+    port: Port = 8002
+
+
 class Workers(Section, frozen=True):
     """The processes that run models."""
 
@@ -264,6 +272,7 @@ class Options(Section, frozen=True):
     repository: Repository = Repository()
     http: Http = Http()
     grpc: Grpc = Grpc()
+    metrics: Metrics = Metrics()
     workers: Workers = Workers()
     arenas: Arenas = Arenas()
     lanes: Lanes = Lanes()

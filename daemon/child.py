@@ -185,7 +185,7 @@ class Front(Child):
         on_exit: Callable[[Front], None],
     ) -> None:
         """``row``: its place among the fronts of that protocol, "http" or "grpc"."""
-        super().__init__(module, f"{protocol}-{row}", incarnation, FromFront, on_record, on_exit)
+        super().__init__(module, front_name(protocol, row), incarnation, FromFront, on_record, on_exit)
         self.protocol = protocol
         self.row = row
         #: It was told to take clients.
@@ -300,6 +300,11 @@ class Worker(Child):
         if self.page is not None:
             self.page.close()
             self.page = None
+
+
+def front_name(protocol: str, row: int) -> str:
+    """Of the post of that row."""
+    return f"{protocol}-{row}"
 
 
 def _environment(extra: Mapping[str, str]) -> dict[str, str]:

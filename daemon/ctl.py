@@ -63,7 +63,7 @@ class _Printer:
         if self._as_json:
             click.echo(json.dumps(result, indent=2))
             return
-        urls = [result[protocol] or f"no {protocol}" for protocol in ("http", "grpc")]
+        urls = [result[protocol] or f"no {protocol}" for protocol in ("http", "grpc", "metrics")]
         click.echo(f"{result['server_name']}: {result['phase']}, {', '.join(urls)}")
         _print_table(_PROCESS_COLUMNS, [*result["fronts"], *result["workers"]])
         for name, reason in result["refused"].items():

@@ -144,6 +144,9 @@ FLAGS = (
         "PEM file that clients' certificates are checked with.",
         metavar="FILE",
     ),
+    Flag("allow-metrics", "metrics.enabled", "Serve metrics for Prometheus.", switch=True),
+    Flag("metrics-address", "metrics.address", "Address to listen on.", metavar="ADDRESS"),
+    Flag("metrics-port", "metrics.port", "Port to listen on; 0 picks a free one.", metavar="PORT"),
     Flag("allow-client-shm", "regions.enabled", "Clients may register shared memory.", switch=True),
     Flag("device", "workers.device", "auto, cpu or cuda.", metavar="KIND"),
     Flag("cpu-workers", "workers.cpu", "Number of CPU workers.", metavar="COUNT"),
@@ -172,21 +175,27 @@ FLAGS = (
 )
 _BY_NAME = {flag.name: flag for flag in FLAGS}
 
-_LATER_METRICS = "the metrics endpoint comes with a later version"
 #: Flags that name something tensord does not have: harmless with a value that asks for nothing, refused otherwise.
 #: name -> (harmless values; None: any, because it only shapes what is not there, reason)
 _ABSENT: dict[str, tuple[tuple[str, ...] | None, str]] = {
-    "allow-metrics": (("false", "0"), f"{_LATER_METRICS}; use --allow-metrics=false until then"),
-    "allow-gpu-metrics": (("false", "0"), _LATER_METRICS),
-    "allow-cpu-metrics": (("false", "0"), _LATER_METRICS),
+    "allow-gpu-metrics": (
+        ("false", "0"),
+        "the metrics are of the daemon only; of GPUs, NVIDIA's DCGM exporter has them",
+    ),
+    "allow-cpu-metrics": (
+        ("false", "0"),
+        "the metrics are of the daemon only; of the host, Prometheus' node exporter has them",
+    ),
+    "metrics-config": (
+        ("counter_latencies=true", "summary_latencies=false", "histogram_latencies=false"),
+        "durations are counters, there are neither summaries nor histograms",
+    ),
+    "metrics-interval-ms": (None, "every scrape reads the figures of its moment"),
     # Ports and addresses of what is not served: a client will be told so by the connection.
     "grpc-infer-allocation-pool-size": (None, "messages are read into memory that is not kept"),
     "grpc-infer-thread-count": (None, "the front needs one thread"),
     "grpc-max-response-pool-size": (None, "a stream that is not read stops its client"),
     "grpc-http2-max-pings-without-data": (None, "the front sends no pings beyond keepalive"),
-    "metrics-port": (None, _LATER_METRICS),
-    "metrics-address": (None, _LATER_METRICS),
-    "metrics-interval-ms": (None, _LATER_METRICS),
     "http-thread-count": (None, "the front needs one thread"),
     "pinned-memory-pool-byte-size": (None, "arenas.byte_size sizes our memory"),
     "disable-auto-complete-config": (("false", "0"), "configurations are always completed from the model"),

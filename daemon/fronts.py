@@ -19,7 +19,7 @@ import msgspec
 
 from config.options import Options
 from daemon import listening, shares
-from daemon.child import Front
+from daemon.child import Front, front_name
 from daemon.listening import Listener, ListenError
 from daemon.tally import Tally
 from shm.messages import Call, ChildReady, Record, Seen, Serve
@@ -77,10 +77,13 @@ class Fronts:
 
     def start_all(self) -> None:
         """Every front of every protocol. Raises OSError: there is no room for a process."""
-        options = self._options()
         for protocol in self._listeners:
-            for row in range(options.http.processes if protocol == "http" else options.grpc.processes):
+            for row in range(self._rows(protocol)):
                 self.start(protocol, row)
+
+    def _rows(self, protocol: str) -> int:
+        options = self._options()
+        return options.http.processes if protocol == "http" else options.grpc.processes
 
     def start(self, protocol: str, row: int) -> None:
         """The front of that row. Raises OSError: there is no room for a process."""
@@ -162,6 +165,12 @@ class Fronts:
 
     def __iter__(self) -> Iterator[Front]:
         return iter(self.by_incarnation.values())
+
+    def posts(self) -> dict[str, str]:
+        """Name of every front that there should be -> its protocol."""
+        return {
+            front_name(protocol, row): protocol for protocol in self._listeners for row in range(self._rows(protocol))
+        }
 
     def url(self, protocol: str) -> str | None:
         """As clients are told; None: it is not served."""

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from config.options import Supervisor as SupervisorOptions
@@ -35,11 +36,16 @@ class Posts:
         self._give_up = give_up
         self._chance = random.Random()
         self._histories: dict[str, Backoff] = {}
+        self._restarts: Counter[str] = Counter()
 
     def deaths(self, name: str) -> int:
         """In the present series."""
         history = self._histories.get(name)
         return 0 if history is None else history.deaths
+
+    def restarts(self, name: str) -> int:
+        """How often a dead process was replaced there, ever."""
+        return self._restarts[name]
 
     def died(self, dead: Child, start: Callable[[], None]) -> None:
         """Has ``start`` put another process into its post, later, if it is needed then. ``start`` may raise OSError."""
@@ -63,6 +69,7 @@ class Posts:
             return
         try:
             start()
+            self._restarts[dead.name] += 1
         except OSError as error:
             # No memory, no process slots: the same post tries again, later.
             _log.error("%s cannot be started: %s", dead.name, error.strerror)

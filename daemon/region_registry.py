@@ -336,6 +336,13 @@ class RegionRegistry:
             entry["byte_size"] += region.request.byte_size
         return found
 
+    def by_kind(self) -> dict[str, tuple[int, int]]:
+        """Kind, "system" or "cuda" -> number and bytes of all such regions."""
+        sizes: dict[str, list[int]] = {kind: [] for kind in _KINDS}
+        for region in self._regions.values():
+            sizes[region.kind].append(region.request.byte_size)
+        return {kind: (len(found), sum(found)) for kind, found in sizes.items()}
+
     def close(self) -> None:
         """Gives the descriptors back."""
         for task in self._reclaims:

@@ -32,6 +32,8 @@ from daemon.control_socket import ControlSocket
 from daemon.devices import Device, find_devices
 from daemon.fronts import Fronts
 from daemon.log_settings import LogSettings
+from daemon.metrics.collection import Collection
+from daemon.metrics.endpoint import Endpoint
 from daemon.models import Models
 from daemon.notify import Notifier
 from daemon.operations import Operations
@@ -130,6 +132,10 @@ class Supervisor:
             self._workers.ready,
             self._fronts.settled,
         )
+        collection = Collection(
+            workers, self._fronts, self._posts, self._regions, options.regions, self._models.lifecycle.ready_models
+        )
+        self._metrics = Endpoint(options.metrics, collection.snapshot)
         self._tasks: set[asyncio.Task[None]] = set()
         self._shutdown = Shutdown()
         self._exit_status = 0
@@ -145,6 +151,7 @@ class Supervisor:
         control = ControlSocket(self.options.supervisor, self._environment, self._operations, self.describe)
         regions = RegionSocket(self.options.regions, self._environment, self._regions, self._fronts.settled)
         try:
+            await self._metrics.open()
             await control.open()
             regions.open()
             self._workers.start_all(devices)
@@ -157,6 +164,7 @@ class Supervisor:
         finally:
             self.phase = Phase.STOPPING
             await self._bury()
+            self._metrics.close()
             control.close()
             self._models.close()
             regions.close()
@@ -365,6 +373,7 @@ class Supervisor:
             "phase": self.phase.value,
             "http": self._fronts.url("http"),
             "grpc": self._fronts.url("grpc"),
+            "metrics": self._metrics.url,
             "workers": process_list.of_workers(self._workers, self._posts, now_ns),
             "fronts": process_list.of_fronts(self._fronts, self._posts, now_ns),
             "refused": self._models.refused,

@@ -36,8 +36,8 @@ class Workforce:
     ) -> None:
         """``program`` as ``python -m`` takes it. ``options()`` are those in force."""
         self.by_incarnation: dict[int, Worker] = {}
-        #: Of every post, whether it is filled now or not.
-        self.devices: list[str] = []
+        #: Name of every post, whether it is filled now or not -> its device.
+        self.posts: dict[str, str] = {}
         self._program = program
         self._options = options
         self._incarnation = incarnation
@@ -47,9 +47,15 @@ class Workforce:
 
     def start_all(self, devices: Sequence[Device]) -> None:
         """A worker for each. Raises OSError: there is no room for a process."""
-        self.devices = [device.name for device in devices]
-        for index, device in enumerate(devices):
-            self.start(f"worker-{index}", device)
+        posts = {f"worker-{index}": device for index, device in enumerate(devices)}
+        self.posts = {name: device.name for name, device in posts.items()}
+        for name, device in posts.items():
+            self.start(name, device)
+
+    @property
+    def devices(self) -> list[str]:
+        """Of every post."""
+        return list(self.posts.values())
 
     def start(self, name: str, device: Device) -> None:
         """Fills a post. Raises OSError: there is no room for a process."""

@@ -52,6 +52,7 @@ class DaemonProcess:
                 "write_timeout": PATIENCE,
             },
             "grpc": {"port": 0, "head_timeout": PATIENCE, "write_timeout": PATIENCE},
+            "metrics": {"port": 0},
             "workers": {"device": "cpu", "pin": False, "idle_timeout": PATIENCE},
             "arenas": {"byte_size": 1 << 20, "wait": PATIENCE},
             "requests": {"worker_wait": PATIENCE},
@@ -67,7 +68,7 @@ class DaemonProcess:
         self._reader: threading.Thread | None = None
         self.port = 0
         #: What the log says once it serves.
-        self.served_on = r"http://127\.0\.0\.1:(\d+)"
+        self.served_on = r"serving http on http://127\.0\.0\.1:(\d+)"
 
     def write_config(self, sections: dict[str, dict[str, Any]]) -> None:
         """Replaces the configuration file (a SIGHUP makes the daemon read it)."""
@@ -101,7 +102,7 @@ class DaemonProcess:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self.wait_log(self.served_on)
-        ports = re.findall(r"http://127\.0\.0\.1:(\d+)", self.log)
+        ports = re.findall(r"serving http on http://127\.0\.0\.1:(\d+)", self.log)
         self.port = int(ports[-1]) if ports else 0
 
     def stop(self) -> int:
@@ -139,6 +140,12 @@ class DaemonProcess:
         """HOST:PORT of the gRPC front; waits until it serves."""
         self.wait_log(r"grpc://127\.0\.0\.1:(\d+)")
         return "127.0.0.1:" + re.findall(r"grpc://127\.0\.0\.1:(\d+)", self.log)[-1]
+
+    @property
+    def metrics_url(self) -> str:
+        """HOST:PORT that Prometheus scrapes."""
+        self.wait_log(r"serving metrics on ")
+        return re.findall(r"serving metrics on http://(\S+)/metrics", self.log)[-1]
 
     @property
     def pid(self) -> int:

@@ -76,6 +76,7 @@ class FakeDaemon:
             "repository": {"paths": [str(folder / "models")]},
             "http": {"port": 0},
             "grpc": {"enabled": False},
+            "metrics": {"port": 0},
             # A test of a bound sets that one.
             "workers": {"device": "cpu", "cpu": 2, "idle_timeout": PATIENCE},
             "supervisor": {"control_socket": str(self.control), "restart_delay": 0.05, "start_timeout": 2 * PATIENCE},
@@ -131,6 +132,12 @@ class FakeDaemon:
     def port(self) -> int:
         self.wait_log(r"serving http on")
         return int(re.findall(r"serving http on http://127\.0\.0\.1:(\d+)", self.log)[-1])
+
+    @property
+    def metrics(self) -> str:
+        """HOST:PORT that Prometheus scrapes."""
+        self.wait_log(r"serving metrics on")
+        return re.findall(r"serving metrics on http://(\S+)/metrics", self.log)[-1]
 
     def ask(self, question: dict[str, Any] | None = None) -> Any:
         """What the front knows, or its answer to an operation."""

@@ -19,6 +19,7 @@ import msgspec
 from daemon.connection import Connection
 from shm.channel import Channel
 from shm.errors import ServingError
+from shm.figures import Counts, Figures, VersionFigures
 from shm.messages import (
     Call,
     ChildReady,
@@ -34,6 +35,7 @@ from shm.messages import (
     ToWorkerControl,
     Unload,
     Unloaded,
+    WorkerFigures,
     decoder,
 )
 from shm.parent import die_with_parent
@@ -50,6 +52,7 @@ class FakeWorker:
         self.models: dict[tuple[str, int], int] = {}
         self.regions: dict[str, int] = {}
         self.lanes: list[int] = []
+        self.began_ns = time.monotonic_ns()
         channel = Channel(socket.socket(fileno=control_fd), decoder(ToWorkerControl))
         self.connection = Connection(channel, self.received, self.done.set)
 
@@ -110,6 +113,13 @@ class FakeWorker:
                     os.close(fd)
             case RegionRecords():
                 self.connection.send(Reply(call_id, result=msgspec.json.encode(self.regions)))
+            case WorkerFigures():
+                versions = tuple(
+                    VersionFigures(name, version, self.began_ns, 2, Counts(success=loads, copied_byte_size=os.getpid()))
+                    for (name, version), loads in self.models.items()
+                )
+                figures = Figures(versions, {"system": len(self.regions), "cuda": 0})
+                self.connection.send(Reply(call_id, result=msgspec.json.encode(figures)))
             case ModelStatistics():
                 stats = [{"name": n, "version": str(v), "inference_count": 3} for n, v in self.models]
                 self.connection.send(Reply(call_id, result=msgspec.json.encode({"model_stats": stats})))

@@ -11,6 +11,8 @@ import pytest
 
 from tests.daemon.fake_daemon import ROOT, write_model
 
+FREE_PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0")
+
 
 def tensord(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -56,6 +58,7 @@ def test_check_of_a_good_and_a_bad_repository(tmp_path: Path) -> None:
         ("[http]\nprot = 1\n", [], "unknown key http.prot; did you mean http.port?"),
         ("[http]\nport = 'x'\n", [], "http.port: expected int, got str, given 'x'"),
         ("", ["--grpc-port=99999"], "--grpc-port: grpc.port: expected int <= 65535, given '99999'"),
+        ("", ["--metrics-address=unix:/x"], "metrics.address: expected an address of TCP, given 'unix:/x'"),
         ("", ["--http-port=99999"], "--http-port: http.port: expected int <= 65535, given '99999'"),
     ],
 )
@@ -91,14 +94,18 @@ def test_what_serve_cannot_do(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        done = tensord("serve", models, f"--http-port={port}", "--device=cpu")
-    assert done.returncode == 1
-    assert f"tensord: cannot listen on 127.0.0.1:{port}: Address already in use\n" in done.stderr
-    done = tensord(
-        "serve", f"--model-repository={tmp_path / 'nowhere'}", "--http-port=0", "--grpc-port=0", "--device=cpu"
-    )
+        sentence = f"tensord: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+        for taken_for in (
+            [f"--http-port={port}"],
+            ["--http-port=0", "--grpc-port=0", f"--metrics-port={port}"],
+        ):
+            done = tensord("serve", models, *taken_for, "--device=cpu")
+            assert done.returncode == 1
+            assert sentence in done.stderr
+            assert "Traceback" not in done.stderr
+    done = tensord("serve", f"--model-repository={tmp_path / 'nowhere'}", *FREE_PORTS, "--device=cpu")
     assert done.returncode == 1
     assert "nowhere': No such file or directory" in done.stderr
-    done = tensord("serve", models, "--device=cuda", "--http-port=0", "--grpc-port=0", CUDA_VISIBLE_DEVICES="")
+    done = tensord("serve", models, "--device=cuda", *FREE_PORTS, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1
     assert "no GPU is visible" in done.stderr

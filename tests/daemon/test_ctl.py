@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -71,7 +72,7 @@ def test_a_daemon_started_by_hand_is_found(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "daemon.ctl"]
         found = subprocess.check_output([*command, "status"], cwd=ROOT, env=os.environ | environment, text=True)
         assert found.startswith("tensord: serving, http://127.0.0.1:")
-        assert ", no grpc\n" in found
+        assert re.search(r", no grpc, http://127\.0\.0\.1:\d+/metrics\n", found)
     finally:
         assert running.stop() == 0
 

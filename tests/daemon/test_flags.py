@@ -30,7 +30,11 @@ def test_a_triton_command_line() -> None:
         "--allow-grpc=false",
         "--grpc-port=9001",
         "--metrics-port=9002",
+        "--metrics-address=0.0.0.0",
+        "--metrics-interval-ms=500",
+        "--metrics-config=counter_latencies=true",
         "--allow-metrics=0",
+        "--allow-gpu-metrics=false",
         "--exit-timeout-secs=5",
         "--exit-on-error=false",
         "--strict-readiness=true",
@@ -43,6 +47,7 @@ def test_a_triton_command_line() -> None:
     assert options.repository.paths == ("/a,b", "/c")
     assert (options.repository.control_mode, options.repository.load) == ("explicit", ("x", "*"))
     assert (options.http.port, options.http.address) == (9000, "0.0.0.0")
+    assert (options.metrics.enabled, options.metrics.port, options.metrics.address) == (False, 9002, "0.0.0.0")
     assert (options.supervisor.exit_timeout, options.repository.exit_on_error) == (5.0, False)
     assert (options.log.verbose, options.log.info, options.log.format, options.server_name) == (1, False, "json", "me")
 
@@ -62,7 +67,9 @@ def test_switches_take_a_value_or_none() -> None:
     ("arguments", "words"),
     [
         (["--grpc-keepalive-time=2h"], "--grpc-keepalive-time=2h: a number of milliseconds is expected"),
-        (["--allow-metrics"], "the metrics endpoint comes with a later version"),
+        (["--allow-gpu-metrics=true"], "--allow-gpu-metrics=true: the metrics are of the daemon only; of GPUs"),
+        (["--allow-cpu-metrics"], "--allow-cpu-metrics=true: the metrics are of the daemon only; of the host"),
+        (["--metrics-config=summary_latencies=true"], "durations are counters"),
         (["--trace-config=level=TIMESTAMPS"], "trace.level: needs trace.file"),
         (["--trace-config", "opentelemetry,url=x"], "traces are written to files only"),
         (["--trace-config=mode=opentelemetry"], "traces are written to files only"),

@@ -161,3 +161,12 @@ async def test_a_place_that_is_taken() -> None:
         other.fronts.listen({})
     assert other.fronts.url("grpc") is None
     owner.fronts.close()
+
+
+async def test_posts_are_there_whether_they_are_filled_or_not() -> None:
+    owner = Owner()
+    assert owner.fronts.posts() == {}
+    owner.fronts.listen({})
+    assert owner.fronts.posts() == {"http-0": "http", "http-1": "http"}
+    assert not list(owner.fronts)
+    owner.fronts.close()

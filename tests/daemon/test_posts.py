@@ -42,6 +42,7 @@ async def test_replaced_once_a_death() -> None:
         made.died(dead(started_ns=1 << 62), started.release)
         await started.acquire()
         assert (made.deaths("http-0"), made.deaths("http-1")) == (deaths, 0)
+        assert (made.restarts("http-0"), made.restarts("http-1")) == (deaths, 0)
     assert started.locked()
 
 
@@ -55,9 +56,11 @@ async def test_a_start_that_fails_is_tried_again(caplog: pytest.LogCaptureFixtur
             raise OSError(11, "Resource temporarily unavailable")
         started.set()
 
-    posts().died(dead(), start)
+    made = posts()
+    made.died(dead(), start)
     await started.wait()
     assert attempts == [0, 1, 2]
+    assert made.restarts("http-0") == 1
     assert caplog.text.count("http-0 cannot be started: Resource temporarily unavailable") == 2
 
 

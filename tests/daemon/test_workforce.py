@@ -42,6 +42,7 @@ async def test_life_of_two() -> None:
     workforce = owner.workforce
     workforce.start_all(DEVICES)
     assert (workforce.devices, workforce.ready()) == (["cpu:0", "cpu:1"], [])
+    assert workforce.posts == {"worker-0": "cpu:0", "worker-1": "cpu:1"}
     assert await owner.hear(2) == [("joined", "worker-0", "cpu:0"), ("joined", "worker-1", "cpu:1")]
     first, second = workforce.ready()
     assert all(worker.page is not None for worker in (first, second))

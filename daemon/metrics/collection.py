@@ -1,0 +1,116 @@
+"""Gathers a snapshot: what the supervisor knows itself, and what each worker says it has counted.
+
+Belongs to the supervisor's loop, and waits for nobody longer than a moment: a worker that executes a long batch, or hangs, is
+shown with what it said last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+
+import msgspec
+
+from config.options import Regions as RegionOptions
+from daemon.child import Worker
+from daemon.fronts import Fronts
+from daemon.metrics.ledger import Ledger
+from daemon.metrics.snapshot import FrontPost, Regions, Snapshot, WorkerPost
+from daemon.posts import Posts
+from daemon.region_registry import RegionRegistry
+from daemon.workforce import Workforce
+from shm.errors import ServingError
+from shm.figures import Figures
+from shm.messages import WorkerFigures
+
+_log = logging.getLogger(__name__)
+#: Seconds. A scrape of Prometheus gives up after ten.
+_PATIENCE = 2.0
+
+
+class Collection:
+    """Owns the ledger. ``served()`` are the READY versions by name."""
+
+    def __init__(
+        self,
+        workers: Workforce,
+        fronts: Fronts,
+        posts: Posts,
+        regions: RegionRegistry,
+        limits: RegionOptions,
+        served: Callable[[], dict[str, list[int]]],
+    ) -> None:
+        self._workers = workers
+        self._fronts = fronts
+        self._posts = posts
+        self._regions = regions
+        self._limits = limits
+        self._served = served
+        self._ledger = Ledger()
+        #: Incarnation -> what it said last of the leases on regions.
+        self._leases: dict[int, dict[str, int]] = {}
+
+    async def snapshot(self) -> Snapshot:
+        """The daemon now. Never fails because of a worker."""
+        asked = self._workers.ready()
+        answers = await asyncio.gather(*(self._ask(worker) for worker in asked))
+        answered = {worker.incarnation for worker, answer in zip(asked, answers, strict=True) if answer}
+        living = self._workers.by_incarnation.keys()
+        served = [(name, number) for name, numbers in self._served().items() for number in numbers]
+        self._ledger.keep(living, set(served))
+        self._leases = {incarnation: held for incarnation, held in self._leases.items() if incarnation in living}
+        return Snapshot(
+            self._ledger.totals(served),
+            self._worker_posts(answered),
+            self._front_posts(),
+            self._region_kinds(),
+            self._limits.max_count if self._limits.enabled else 0,
+            self._limits.max_total_byte_size if self._limits.enabled else 0,
+            {"supervisor": os.getpid(), **{child.name: child.pid for child in (*self._workers, *self._fronts)}},
+        )
+
+    async def _ask(self, worker: Worker) -> bool:
+        """Notes what a worker has counted. False: it did not say so in time."""
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                answer, fds = await worker.call(WorkerFigures())
+            for fd in fds:
+                os.close(fd)
+            figures = msgspec.json.decode(answer, type=Figures)
+        except (ServingError, TimeoutError):
+            return False
+        except msgspec.MsgspecError as error:
+            _log.error("%s (process %d) counts in a form that is not understood: %s", worker.name, worker.pid, error)
+            return False
+        # At once, before anything else is waited for: of two answers of a worker the later one holds.
+        self._ledger.update(worker.incarnation, figures)
+        self._leases[worker.incarnation] = figures.leases
+        return True
+
+    def _worker_posts(self, answered: set[int]) -> list[WorkerPost]:
+        filled = {worker.name: worker for worker in self._workers}
+        found = []
+        for name, device in self._workers.posts.items():
+            worker = filled.get(name)
+            up = worker is not None and worker.ready
+            told = worker is not None and worker.incarnation in answered
+            found.append(WorkerPost(name, device, up, told, self._posts.restarts(name)))
+        return found
+
+    def _front_posts(self) -> list[FrontPost]:
+        filled = {front.name: front for front in self._fronts}
+        found = []
+        for name, protocol in self._fronts.posts().items():
+            front = filled.get(name)
+            connections = self._fronts.connections(front) if front is not None else 0
+            up = front is not None and front.ready
+            found.append(FrontPost(name, protocol, up, connections, self._posts.restarts(name)))
+        return found
+
+    def _region_kinds(self) -> list[Regions]:
+        return [
+            Regions(kind, count, byte_size, sum(held.get(kind, 0) for held in self._leases.values()))
+            for kind, (count, byte_size) in self._regions.by_kind().items()
+        ]

@@ -1,0 +1,168 @@
+"""A snapshot as the text that Prometheus reads: Triton's names where Triton has the figure, ``tensord_`` before all others.
+
+Runs in a thread of its own; nothing here is kept between two scrapes. Source: Triton docs/user_guide/metrics.md; the Prometheus
+exposition format 0.0.4 and OpenMetrics 1.0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, exposition
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, UnknownMetricFamily
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector
+
+from daemon.metrics.snapshot import Snapshot
+from shm.figures import Counts
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_MODEL = ("model", "version")
+
+#: Triton's counters of a model: name, help, value. Durations are microseconds.
+_COUNTERS: tuple[tuple[str, str, Callable[[Counts], int]], ...] = (
+    ("nv_inference_request_success", "Successful inference requests, whatever their batch", lambda c: c.success),
+    ("nv_inference_count", "Inferences: a request with a batch of n counts n", lambda c: c.inference),
+    ("nv_inference_exec_count", "Executions of the model, each for one batch", lambda c: c.execution),
+    (
+        "nv_inference_request_duration_us",
+        "Time from arrival to answer, of all successful requests together",
+        lambda c: c.request_ns // 1000,
+    ),
+    ("nv_inference_queue_duration_us", "Of that, waiting for their turn", lambda c: c.queue_ns // 1000),
+    (
+        "nv_inference_compute_input_duration_us",
+        "Of that, gathering the inputs",
+        lambda c: c.compute_input_ns // 1000,
+    ),
+    ("nv_inference_compute_infer_duration_us", "Of that, running the model", lambda c: c.compute_infer_ns // 1000),
+    (
+        "nv_inference_compute_output_duration_us",
+        "Of that, placing the outputs",
+        lambda c: c.compute_output_ns // 1000,
+    ),
+)
+_FAILURES: tuple[tuple[str, Callable[[Counts], int]], ...] = (
+    ("REJECTED", lambda c: c.rejected),
+    ("CANCELED", lambda c: c.canceled),
+    ("BACKEND", lambda c: c.backend),
+    ("OTHER", lambda c: c.other),
+)
+
+
+def render(snapshot: Snapshot, accept: str) -> tuple[bytes, str]:
+    """The text and its content type.
+
+    Args:
+      accept: the request's header; names OpenMetrics where that is wanted.
+    """
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Snapshots(snapshot))
+    wanted = {kind.partition(";")[0].strip().lower() for kind in accept.split(",")}
+    if "application/openmetrics-text" in wanted:
+        return openmetrics.generate_latest(registry), openmetrics.CONTENT_TYPE_LATEST
+    # The library knows no counters but those that end in _total. Triton's do not; their lines are right but for the type.
+    # No other line can end like this: samples end in a number, and a line break within a label is written \n.
+    text = exposition.generate_latest(registry).replace(b" untyped\n", b" counter\n")
+    return text, exposition.CONTENT_TYPE_PLAIN_0_0_4
+
+
+class _Snapshots(Collector):
+    """One snapshot, in the library's form."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterator[Metric]:
+        yield from _models(self._snapshot)
+        yield from _regions(self._snapshot)
+        yield from _workers(self._snapshot)
+        yield from _fronts(self._snapshot)
+        yield _memory(self._snapshot.processes)
+        version = importlib.metadata.version("tensord")
+        yield _filled(GaugeMetricFamily("tensord_build_info", "Always 1", labels=["version"]), [((version,), 1)])
+
+
+def _models(snapshot: Snapshot) -> Iterator[Metric]:
+    models = [((total.name, str(total.version)), total) for total in snapshot.models]
+    failure = UnknownMetricFamily(
+        "nv_inference_request_failure",
+        "Failed inference requests: waited too long, cancelled, refused by the model, or otherwise",
+        labels=[*_MODEL, "reason"],
+    )
+    yield _filled(failure, [((*labels, why), of(total.counts)) for labels, total in models for why, of in _FAILURES])
+    for name, text, of in _COUNTERS:
+        family = UnknownMetricFamily(name, text, labels=_MODEL)
+        yield _filled(family, [(labels, of(total.counts)) for labels, total in models])
+    pending = GaugeMetricFamily(
+        "nv_inference_pending_request_count", "Inference requests that wait for their turn now", labels=_MODEL
+    )
+    yield _filled(pending, [(labels, total.pending) for labels, total in models])
+    copied = CounterMetricFamily(
+        "tensord_copied_bytes_total",
+        "Bytes of tensors that workers have copied for requests, in and out",
+        labels=_MODEL,
+    )
+    yield _filled(copied, [(labels, total.counts.copied_byte_size) for labels, total in models])
+
+
+def _regions(snapshot: Snapshot) -> Iterator[Metric]:
+    kinds = [((regions.kind,), regions) for regions in snapshot.regions]
+    count = GaugeMetricFamily("tensord_regions", "Regions that clients have registered", labels=["kind"])
+    yield _filled(count, [(kind, regions.count) for kind, regions in kinds])
+    size = GaugeMetricFamily("tensord_region_bytes", "Bytes of registered regions", labels=["kind"])
+    yield _filled(size, [(kind, regions.byte_size) for kind, regions in kinds])
+    leases = GaugeMetricFamily("tensord_region_leases", "Tensors of requests in regions now", labels=["kind"])
+    yield _filled(leases, [(kind, regions.leases) for kind, regions in kinds])
+    yield GaugeMetricFamily("tensord_regions_max", "Regions that may be registered", snapshot.max_regions)
+    yield GaugeMetricFamily(
+        "tensord_region_bytes_max", "Bytes that all regions together may have", snapshot.max_region_byte_size
+    )
+
+
+def _workers(snapshot: Snapshot) -> Iterator[Metric]:
+    workers = [((post.name, post.device), post) for post in snapshot.workers]
+    labels = ("worker", "device")
+    up = GaugeMetricFamily("tensord_worker_up", "Whether the worker's process is up", labels=labels)
+    yield _filled(up, [(of, post.up) for of, post in workers])
+    answered = GaugeMetricFamily(
+        "tensord_worker_answered",
+        "Whether it told its figures for this scrape; if not, its last ones are shown",
+        labels=labels,
+    )
+    yield _filled(answered, [(of, post.answered) for of, post in workers])
+    restarts = CounterMetricFamily("tensord_worker_restarts_total", "How often it died and was replaced", labels=labels)
+    yield _filled(restarts, [(of, post.restarts) for of, post in workers])
+
+
+def _fronts(snapshot: Snapshot) -> Iterator[Metric]:
+    fronts = [((post.name, post.protocol), post) for post in snapshot.fronts]
+    labels = ("front", "protocol")
+    up = GaugeMetricFamily("tensord_front_up", "Whether the front's process is up", labels=labels)
+    yield _filled(up, [(of, post.up) for of, post in fronts])
+    connections = GaugeMetricFamily("tensord_front_connections", "Connections of clients now", labels=labels)
+    yield _filled(connections, [(of, post.connections) for of, post in fronts])
+    restarts = CounterMetricFamily("tensord_front_restarts_total", "How often it died and was replaced", labels=labels)
+    yield _filled(restarts, [(of, post.restarts) for of, post in fronts])
+
+
+def _memory(processes: Mapping[str, int]) -> Metric:
+    family = GaugeMetricFamily(
+        "tensord_process_resident_memory_bytes", "Resident memory, shared pages included", labels=["process"]
+    )
+    for name, pid in processes.items():
+        with contextlib.suppress(OSError):  # it has just ended
+            family.add_metric([name], int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE)
+    return family
+
+
+def _filled(
+    family: CounterMetricFamily | GaugeMetricFamily | UnknownMetricFamily, rows: Iterable[tuple[Sequence[str], float]]
+) -> Metric:
+    for labels, value in rows:
+        family.add_metric(labels, value)
+    return family

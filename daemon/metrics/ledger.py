@@ -1,0 +1,68 @@
+"""Counters of model versions over all workers, which never go back while a version is served. Pure.
+
+    figures of a worker ─▶ what it has counted so far          totals = all of these, and what those came to that have ended
+    worker or load gone ─▶ what was last known of it is kept
+
+A worker counts from zero when it is replaced. A plain sum over workers would go back then, and Prometheus would take what is left
+for new. What a worker counted after it was asked last dies with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from dataclasses import dataclass
+
+from shm.figures import Counts, Figures, VersionFigures
+
+#: Name and number of a model version.
+Key = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """One version over all workers."""
+
+    name: str
+    version: int
+    counts: Counts
+    #: Requests that wait now.
+    pending: int
+
+
+class Ledger:
+    """One for the life of the daemon. Workers go by their incarnations."""
+
+    def __init__(self) -> None:
+        #: Incarnation -> what it said last.
+        self._workers: dict[int, dict[Key, VersionFigures]] = {}
+        self._ended: dict[Key, Counts] = {}
+
+    def update(self, incarnation: int, figures: Figures) -> None:
+        """What a worker says now."""
+        before = self._workers.get(incarnation, {})
+        now = {(version.name, version.version): version for version in figures.versions}
+        self._workers[incarnation] = now
+        self._end(last for key, last in before.items() if key not in now or now[key].began_ns != last.began_ns)
+
+    def keep(self, incarnations: Set[int], served: Set[Key]) -> None:
+        """Only these workers live, and only these versions are served: what others counted is kept, and forgotten."""
+        for incarnation in self._workers.keys() - incarnations:
+            self._end(self._workers.pop(incarnation).values())
+        self._ended = {key: counts for key, counts in self._ended.items() if key in served}
+
+    def _end(self, versions: Iterable[VersionFigures]) -> None:
+        for version in versions:
+            key = (version.name, version.version)
+            self._ended[key] = self._ended.get(key, Counts()) + version.counts
+
+    def totals(self, served: Iterable[Key]) -> list[Total]:
+        """Of each version that is served."""
+        found = []
+        for key in served:
+            counts, pending = self._ended.get(key, Counts()), 0
+            for versions in self._workers.values():
+                if (version := versions.get(key)) is not None:
+                    counts += version.counts
+                    pending += version.pending
+            found.append(Total(*key, counts, pending))
+        return found

@@ -1,0 +1,59 @@
+"""The daemon at one moment, as metrics show it. Gathered on the supervisor's loop, written as text in another thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from daemon.metrics.ledger import Total
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPost:
+    """A worker's place, whether it is filled now or not."""
+
+    name: str
+    device: str
+    #: A process is there and has reported.
+    up: bool
+    #: It has said what it counts in time; else what is shown of it is what it said last.
+    answered: bool
+    #: How often a dead one was replaced.
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class FrontPost:
+    """A front's place, whether it is filled now or not."""
+
+    name: str
+    protocol: str
+    up: bool
+    connections: int
+    restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Regions:
+    """Registered regions of one kind, "system" or "cuda"."""
+
+    kind: str
+    count: int
+    byte_size: int
+    #: Tensors of requests that are in them now.
+    leases: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All of it."""
+
+    models: Sequence[Total]
+    workers: Sequence[WorkerPost]
+    fronts: Sequence[FrontPost]
+    regions: Sequence[Regions]
+    #: What may be registered, all kinds together.
+    max_regions: int
+    max_region_byte_size: int
+    #: Name -> id of each process.
+    processes: Mapping[str, int]

@@ -1,0 +1,114 @@
+"""The text: Triton's names and labels to the letter, types that Prometheus understands, both formats readable."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+from prometheus_client import parser
+from prometheus_client.openmetrics import parser as openmetrics
+
+from daemon.metrics.exposition import render
+from daemon.metrics.ledger import Total
+from daemon.metrics.snapshot import FrontPost, Regions, Snapshot, WorkerPost
+from shm.figures import Counts
+
+COUNTS = Counts(10, 1, 2, 3, 4, 40, 20, 11_999, 22_000, 33_000, 44_000, 55_000, 1 << 40)
+SNAPSHOT = Snapshot(
+    [Total("m", 3, COUNTS, 7), Total('a "b"\n\\', 1, Counts(), 0)],
+    [WorkerPost("worker-0", "cpu:0", True, False, 2)],
+    [FrontPost("http-0", "http", True, 5, 1)],
+    [Regions("system", 2, 8192, 3), Regions("cuda", 0, 0, 0)],
+    4096,
+    1 << 44,
+    {"supervisor": os.getpid(), "gone": 0},
+)
+OPENMETRICS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
+
+
+def text(accept: str = "") -> str:
+    return render(SNAPSHOT, accept)[0].decode()
+
+
+def test_tritons_names() -> None:
+    lines = text().splitlines()
+    for line in (
+        'nv_inference_request_success{model="m",version="3"} 10.0',
+        'nv_inference_request_failure{model="m",reason="REJECTED",version="3"} 1.0',
+        'nv_inference_request_failure{model="m",reason="CANCELED",version="3"} 2.0',
+        'nv_inference_request_failure{model="m",reason="BACKEND",version="3"} 3.0',
+        'nv_inference_request_failure{model="m",reason="OTHER",version="3"} 4.0',
+        'nv_inference_count{model="m",version="3"} 40.0',
+        'nv_inference_exec_count{model="m",version="3"} 20.0',
+        'nv_inference_request_duration_us{model="m",version="3"} 11.0',
+        'nv_inference_queue_duration_us{model="m",version="3"} 22.0',
+        'nv_inference_compute_input_duration_us{model="m",version="3"} 33.0',
+        'nv_inference_compute_infer_duration_us{model="m",version="3"} 44.0',
+        'nv_inference_compute_output_duration_us{model="m",version="3"} 55.0',
+        'nv_inference_pending_request_count{model="m",version="3"} 7.0',
+    ):
+        assert line in lines
+    counters = {line.split()[2] for line in lines if re.fullmatch("# TYPE nv_.* counter", line)}
+    assert "# TYPE nv_inference_pending_request_count gauge" in lines
+    assert counters == {line.split("{")[0] for line in lines if line.startswith("nv_")} - {
+        "nv_inference_pending_request_count"
+    }
+    assert "untyped" not in text()
+
+
+def test_ours() -> None:
+    lines = text().splitlines()
+    for line in (
+        'tensord_copied_bytes_total{model="m",version="3"} 1.099511627776e+12',
+        "# TYPE tensord_copied_bytes_total counter",
+        'tensord_regions{kind="system"} 2.0',
+        'tensord_region_bytes{kind="system"} 8192.0',
+        'tensord_region_leases{kind="system"} 3.0',
+        'tensord_regions{kind="cuda"} 0.0',
+        "tensord_regions_max 4096.0",
+        'tensord_worker_up{device="cpu:0",worker="worker-0"} 1.0',
+        'tensord_worker_answered{device="cpu:0",worker="worker-0"} 0.0',
+        'tensord_worker_restarts_total{device="cpu:0",worker="worker-0"} 2.0',
+        'tensord_front_up{front="http-0",protocol="http"} 1.0',
+        'tensord_front_connections{front="http-0",protocol="http"} 5.0',
+        'tensord_front_restarts_total{front="http-0",protocol="http"} 1.0',
+    ):
+        assert line in lines
+    assert 'tensord_process_resident_memory_bytes{process="supervisor"}' in text()
+    assert 'process="gone"' not in text()
+    assert re.search(r'tensord_build_info\{version="[0-9.]+"\} 1\.0', text())
+
+
+@pytest.mark.parametrize(
+    ("accept", "read", "content_type"),
+    [
+        ("", parser.text_string_to_metric_families, "text/plain; version=0.0.4; charset=utf-8"),
+        ("application/json", parser.text_string_to_metric_families, "text/plain; version=0.0.4; charset=utf-8"),
+        ("text/plain;version=0.0.4", parser.text_string_to_metric_families, "text/plain; version=0.0.4; charset=utf-8"),
+        (
+            OPENMETRICS,
+            openmetrics.text_string_to_metric_families,
+            "application/openmetrics-text; version=1.0.0; charset=utf-8",
+        ),
+        # What the library's own negotiation cannot read.
+        (
+            "application/openmetrics-text;version=x",
+            openmetrics.text_string_to_metric_families,
+            "application/openmetrics-text; version=1.0.0; charset=utf-8",
+        ),
+    ],
+)
+def test_both_formats_say_the_same(accept: str, read: object, content_type: str) -> None:
+    body, said = render(SNAPSHOT, accept)
+    assert said == content_type
+    assert callable(read)
+    samples = {
+        (s.name.removesuffix("_total"), *sorted(s.labels.items())): s.value
+        for family in read(body.decode())
+        for s in family.samples
+    }
+    assert samples["nv_inference_request_success", ("model", 'a "b"\n\\'), ("version", "1")] == 0
+    assert samples["nv_inference_request_success", ("model", "m"), ("version", "3")] == 10
+    assert samples["tensord_copied_bytes", ("model", "m"), ("version", "3")] == 1 << 40
+    assert samples["tensord_region_bytes_max",] == 1 << 44

@@ -1,0 +1,113 @@
+"""Totals over workers never go back while a version is served, whatever dies, reloads or stays silent."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daemon.metrics.ledger import Key, Ledger, Total
+from shm.figures import Counts, Figures, VersionFigures
+
+M = ("m", 1)
+N = ("n", 2)
+
+
+def figures(*versions: VersionFigures) -> Figures:
+    return Figures(versions, {})
+
+
+def of(key: Key, success: int, began_ns: int = 1, pending: int = 0) -> VersionFigures:
+    return VersionFigures(*key, began_ns, pending, Counts(success=success, copied_byte_size=8 * success))
+
+
+def success(ledger: Ledger, key: Key = M) -> int:
+    (total,) = ledger.totals([key])
+    assert total.counts.copied_byte_size == 8 * total.counts.success
+    return total.counts.success
+
+
+def test_the_sum_over_workers() -> None:
+    ledger = Ledger()
+    ledger.update(1, figures(of(M, 5, pending=2), of(N, 1)))
+    ledger.update(2, figures(of(M, 7, pending=1)))
+    assert ledger.totals([M, N]) == [
+        Total("m", 1, Counts(success=12, copied_byte_size=96), 3),
+        Total("n", 2, Counts(success=1, copied_byte_size=8), 0),
+    ]
+    # Later figures replace earlier ones.
+    ledger.update(1, figures(of(M, 6), of(N, 1)))
+    assert success(ledger) == 13
+
+
+def test_a_version_without_figures_stands_at_zero() -> None:
+    assert Ledger().totals([M]) == [Total("m", 1, Counts(), 0)]
+
+
+def test_a_dead_worker_leaves_what_was_known_of_it() -> None:
+    ledger = Ledger()
+    ledger.update(1, figures(of(M, 5, pending=4)))
+    ledger.update(2, figures(of(M, 7)))
+    ledger.keep({2}, {M})
+    assert ledger.totals([M])[0] == Total("m", 1, Counts(success=12, copied_byte_size=96), 0)
+    ledger.update(3, figures(of(M, 2)))
+    ledger.keep({2, 3}, {M})
+    assert success(ledger) == 14
+    ledger.keep(set(), {M})
+    ledger.keep(set(), {M})
+    assert success(ledger) == 14
+
+
+def test_a_version_that_was_unloaded_and_loaded_between_two_answers() -> None:
+    """Although its new counters are already past the old ones."""
+    ledger = Ledger()
+    ledger.update(1, figures(of(M, 5)))
+    ledger.update(1, figures(of(M, 9, began_ns=2)))
+    assert success(ledger) == 14
+
+
+def test_a_version_that_is_not_served_is_forgotten() -> None:
+    ledger = Ledger()
+    ledger.update(1, figures(of(M, 5), of(N, 1)))
+    ledger.update(1, figures(of(N, 1)))
+    ledger.keep({1}, {N})
+    ledger.update(1, figures(of(M, 2, began_ns=2), of(N, 1)))
+    ledger.keep({1}, {M, N})
+    assert (success(ledger, M), success(ledger, N)) == (2, 1)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("count"), st.integers(0, 1), st.integers(0, 9)),
+            st.tuples(st.just("die"), st.integers(0, 1), st.just(0)),
+            st.tuples(st.just("reload"), st.integers(0, 1), st.just(0)),
+            st.tuples(st.just("scrape"), st.integers(0, 3), st.just(0)),
+        ),
+        max_size=40,
+    )
+)
+def test_totals_never_go_back_and_lose_only_what_nobody_was_told(events: list[tuple[str, int, int]]) -> None:
+    """Two posts; ``scrape`` asks those whose bit is set, the others do not answer."""
+    ledger, last = Ledger(), 0
+    incarnations, began, counts, told = [0, 1], [1, 1], [0, 0], [0, 0]
+    kept = 0
+    for event, at, number in events:
+        match event:
+            case "count":
+                counts[at] += number
+            case "die":
+                kept += told[at]
+                incarnations[at], began[at], counts[at], told[at] = max(incarnations) + 1, 1, 0, 0
+            case "reload":
+                kept += told[at]
+                began[at], counts[at], told[at] = began[at] + 1, 0, 0
+            case "scrape":
+                for post in (0, 1):
+                    if at & 1 << post:
+                        told[post] = counts[post]
+                        ledger.update(incarnations[post], figures(of(M, counts[post], began[post])))
+                ledger.keep(set(incarnations), {M})
+                now = success(ledger)
+                assert now == kept + sum(told)
+                assert now >= last
+                last = now
