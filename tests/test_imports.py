@@ -30,7 +30,7 @@ FENCED = {
     "grpc_health": ("daemon/grpc/",),
     "grpc_reflection": ("daemon/grpc/",),
     "hpack": ("daemon/grpc/",),
-    "h11": ("daemon/metrics/endpoint.py",),
+    "h11": ("daemon/metrics/exchange.py",),
     "prometheus_client": ("daemon/metrics/exposition.py",),
     "re2": ("config/header_pattern.py",),
     "numpy": ("shm/arrays.py", "workers/", "daemon/http/", "daemon/grpc/"),

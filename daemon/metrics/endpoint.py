@@ -2,21 +2,17 @@
 
     connection ─▶ head, whole in time ─▶ snapshot ─▶ text, written in a thread ─▶ answer, taken in time ─▶ closed
 
-The loop parses a head of at most 16 KiB and waits for nobody: whoever sends nothing, or takes nothing, is cut off after a while,
-or when his place is needed. Nobody is authenticated; a scrape changes nothing.
+The loop parses a bounded head and waits for nobody: whoever sends nothing, or takes nothing, is cut off after a while, or when
+his place is needed. Nobody is authenticated; a scrape changes nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from http import HTTPStatus
-
-import h11
-import msgspec
 
 from config.options import Metrics
 from daemon import listening
@@ -25,11 +21,12 @@ from daemon.metrics.snapshot import Snapshot
 
 _log = logging.getLogger(__name__)
 PATH = "/metrics"
+#: Imported in the thread, for the first connection: neither the start of the daemon nor its loop waits for that.
+_SCRAPE = "daemon.metrics.scrape"
 #: At a time; the oldest one makes room.
 MAX_CONNECTIONS = 32
-_MAX_HEAD = 16 << 10
-#: What is read of a body that nobody asked for, so that its sender reads the answer instead of a reset connection.
-_MAX_BODY = 64 << 10
+#: Bytes of one that wait to be looked at.
+_MAX_WAITING = 16 << 10
 #: Seconds for all of a connection. Prometheus gives up after ten.
 _TIMEOUT = 20.0
 
@@ -45,13 +42,15 @@ class Endpoint:
         self._connections: dict[asyncio.Task[None], None] = {}
         #: One: texts are written one after the other, and take no thread from those who read files.
         self._thread = ThreadPoolExecutor(1, "metrics")
+        #: What a scrape takes is there.
+        self._imported = False
 
     async def open(self) -> None:
         """Serves on the running loop, where it is enabled. Raises ListenError: address, port and reason."""
         if not self._options.enabled:
             return
         self._listener = listening.listen(self._options.address, self._options.port, "http")
-        self._server = await asyncio.start_server(self._serve, sock=self._listener.socket, limit=_MAX_HEAD)
+        self._server = await asyncio.start_server(self._serve, sock=self._listener.socket, limit=_MAX_WAITING)
         _log.info("serving metrics on %s", self.url)
 
     @property
@@ -73,96 +72,26 @@ class Endpoint:
         task = asyncio.current_task()
         assert task is not None
         if len(self._connections) >= MAX_CONNECTIONS:
-            next(iter(self._connections)).cancel()
+            oldest = next(iter(self._connections))
+            del self._connections[oldest]
+            oldest.cancel()
         self._connections[task] = None
         try:
             async with asyncio.timeout(_TIMEOUT):
-                await self._exchange(reader, writer)
+                await self._scrape(reader, writer)
                 writer.close()
                 await writer.wait_closed()
         except (OSError, TimeoutError, asyncio.CancelledError):
             pass  # it went away, took too long, or had to make room
         finally:
-            del self._connections[task]
+            self._connections.pop(task, None)
             # What it has not taken by now is thrown away.
             writer.transport.abort()
 
-    async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One request and its answer."""
-        connection = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD)
-        method = b""
-        try:
-            request = await _request(connection, reader)
-        except h11.RemoteProtocolError as error:
-            answer = _refusal(error.error_status_hint, "Bad Request")
-        else:
-            if request is None:
-                return
-            method = request.method
-            answer = await self._answer(request)
-        writer.write(_sent(connection, answer, method))
-        await writer.drain()
+    async def _scrape(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self._imported:
+            await asyncio.get_running_loop().run_in_executor(self._thread, importlib.import_module, _SCRAPE)
+            self._imported = True
+        from daemon.metrics import scrape
 
-    async def _answer(self, request: h11.Request) -> _Answer:
-        if request.target.partition(b"?")[0] != PATH.encode():
-            return _refusal(404, "Not Found")
-        if request.method != b"GET":
-            return _refusal(405, "Method Not Allowed", ("Allow", "GET"))
-        accept = b",".join(value for name, value in request.headers if name == b"accept").decode("latin-1")
-        try:
-            snapshot = await self._snapshot()
-            loop = asyncio.get_running_loop()
-            text, content_type = await loop.run_in_executor(self._thread, _render, snapshot, accept)
-        except Exception:
-            _log.exception("a scrape of the metrics failed")
-            return _refusal(500, "internal error; the server's log has the details")
-        return _Answer(200, text, (("Content-Type", content_type),))
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    status: int
-    body: bytes
-    headers: tuple[tuple[str, str], ...]
-
-
-def _refusal(status: int, reason: str, *headers: tuple[str, str]) -> _Answer:
-    return _Answer(status, msgspec.json.encode({"error": reason}), (("Content-Type", "application/json"), *headers))
-
-
-def _render(snapshot: Snapshot, accept: str) -> tuple[bytes, str]:
-    # Imported by the first scrape, in its thread: the start of the daemon does not wait for it.
-    from daemon.metrics import exposition
-
-    return exposition.render(snapshot, accept)
-
-
-async def _request(connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Request | None:
-    """The request, with what came of its body thrown away; None: the client went away before it was whole.
-
-    Raises: RemoteProtocolError: it is none, or its head is too large.
-    """
-    request: h11.Request | None = None
-    left = _MAX_BODY
-    while left > 0:
-        event = connection.next_event()
-        if event is h11.NEED_DATA:
-            if connection.they_are_waiting_for_100_continue:
-                break
-            connection.receive_data(await reader.read(_MAX_HEAD))
-        elif isinstance(event, h11.Request):
-            request = event
-        elif isinstance(event, h11.Data):
-            left -= len(event.data)
-        else:
-            break
-    return request
-
-
-def _sent(connection: h11.Connection, answer: _Answer, method: bytes) -> bytes:
-    """The answer as bytes; the connection ends with it."""
-    headers = [*answer.headers, ("Content-Length", str(len(answer.body))), ("Connection", "close")]
-    reason = HTTPStatus(answer.status).phrase
-    head = connection.send(h11.Response(status_code=answer.status, headers=headers, reason=reason))
-    body = b"" if method == b"HEAD" else answer.body
-    return b"".join(filter(None, (head, connection.send(h11.Data(data=body)), connection.send(h11.EndOfMessage()))))
+        await scrape.serve(reader, writer, self._snapshot, self._thread)

@@ -61,7 +61,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
 
 @pytest.fixture
 def client(daemon: DaemonProcess) -> Iterator[Any]:
-    with httpclient.InferenceServerClient(daemon.url) as client:
+    with httpclient.InferenceServerClient(daemon.url, connection_timeout=PATIENCE, network_timeout=PATIENCE) as client:
         yield client
 
 

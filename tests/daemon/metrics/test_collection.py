@@ -56,9 +56,10 @@ def repository(tmp_path: Path) -> Path:
 def start(tmp_path: Path, repository: Path) -> Iterator[Callable[..., Watched]]:
     running: list[Watched] = []
 
-    def begin(**options: dict[str, Any]) -> Watched:
+    def begin(wait: bool = True, **options: dict[str, Any]) -> Watched:
         running.append(Watched(tmp_path, options))
-        running[-1].wait_ready()
+        if wait:
+            running[-1].wait_ready()
         return running[-1]
 
     yield begin
@@ -138,6 +139,15 @@ def test_a_front_that_dies(start: Callable[..., Watched]) -> None:
         lambda samples: samples.value("tensord_front_restarts_total", front="http-0", protocol="http") == 1, "restart"
     )
     daemon.until(lambda samples: samples.value("tensord_front_up", front="http-0", protocol="http") == 1, "front")
+
+
+def test_while_it_starts(start: Callable[..., Watched], tmp_path: Path) -> None:
+    """A load is never answered: there is no readiness, and figures nevertheless."""
+    write_model(tmp_path / "models", "never")
+    daemon = start(wait=False)
+    samples = daemon.until_counted(2)
+    assert samples.of(SUCCESS, "model").keys() == {"good"}
+    assert "ready: " not in daemon.log
 
 
 def test_models_come_and_go(start: Callable[..., Watched]) -> None:

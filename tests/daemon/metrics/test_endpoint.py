@@ -1,63 +1,19 @@
-"""Whoever connects: one answer for a request, a refusal for anything else, and nobody is kept waiting by others."""
+"""Whoever connects finds room, and nobody who hangs is waited for."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+import threading
 
 import pytest
 
 from config.options import Metrics
 from daemon.listening import ListenError
-from daemon.metrics import endpoint
+from daemon.metrics import endpoint, exposition
 from daemon.metrics.endpoint import MAX_CONNECTIONS, Endpoint
 from daemon.metrics.snapshot import Snapshot
-from tests.daemon.metrics.test_exposition import SNAPSHOT
-
-GET = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
-
-
-class Served:
-    """An endpoint, and a snapshot that may wait or fail."""
-
-    def __init__(self) -> None:
-        self.endpoint = Endpoint(Metrics(port=0), self.snapshot)
-        self.asked = 0
-        self.waits = asyncio.Event()
-        self.waits.set()
-        self.fails = False
-
-    async def snapshot(self) -> Snapshot:
-        self.asked += 1
-        await self.waits.wait()
-        if self.fails:
-            raise RuntimeError("no")
-        return SNAPSHOT
-
-    @property
-    def address(self) -> tuple[str, int]:
-        assert self.endpoint.url is not None
-        host, port = self.endpoint.url.removeprefix("http://").removesuffix("/metrics").split(":")
-        return host, int(port)
-
-    async def send(self, content: bytes, end: bool = False) -> bytes:
-        """All that comes back until the connection ends."""
-        reader, writer = await asyncio.open_connection(*self.address)
-        writer.write(content)
-        if end:
-            writer.write_eof()
-        answer = await reader.read()
-        writer.close()
-        return answer
-
-
-@pytest.fixture
-async def served() -> AsyncIterator[Served]:
-    made = Served()
-    await made.endpoint.open()
-    yield made
-    made.endpoint.close()
+from tests.daemon.metrics.served import GET, Served, status
 
 
 async def ended(reader: asyncio.StreamReader) -> bool:
@@ -68,85 +24,19 @@ async def ended(reader: asyncio.StreamReader) -> bool:
         return True
 
 
-def status(answer: bytes) -> int:
-    return int(answer.split()[1])
-
-
-async def test_a_scrape(served: Served) -> None:
-    head, _, body = (await served.send(GET)).partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
-    assert b"Content-Type: text/plain; version=0.0.4; charset=utf-8\r\n" in head
-    assert f"Content-Length: {len(body)}\r\n".encode() in head
-    assert b'nv_inference_request_success{model="m",version="3"} 10.0\n' in body
-    old = await served.send(b"GET /metrics?x=1 HTTP/1.0\r\nAccept: application/openmetrics-text\r\n\r\n")
-    assert b"Content-Type: application/openmetrics-text" in old
-    assert old.endswith(b"# EOF\n")
-
-
-@pytest.mark.parametrize(
-    ("request_", "expected", "words"),
-    [
-        (b"POST /metrics HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc", 405, b'{"error":"Method Not Allowed"}'),
-        (b"HEAD /metrics HTTP/1.1\r\nHost: x\r\n\r\n", 405, b""),
-        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", 404, b'{"error":"Not Found"}'),
-        (b"GET /metrics/ HTTP/1.1\r\nHost: x\r\n\r\n", 404, b'{"error":"Not Found"}'),
-        (b"GET /metrics HTTP/1.1\r\n\r\n", 400, b'{"error":"Bad Request"}'),
-        (b"nonsense\r\n\r\n", 400, b'{"error":"Bad Request"}'),
-        (b"\x16\x03\x01\x02\x00\x01\x00\x01", 400, b'{"error":"Bad Request"}'),
-        (b"GET /metrics HTTP/1.1\r\nX: " + b"a" * (64 << 10), 431, b'{"error":"Bad Request"}'),
-        (b"GET /metrics HTTP/1.1\r\nHost: x\r\nX: \x00\r\n\r\n", 400, b'{"error":"Bad Request"}'),
-        (
-            b"POST /metrics HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 9\r\n\r\n",
-            405,
-            b"Not Allowed",
-        ),
-    ],
-)
-async def test_what_is_no_scrape(served: Served, request_: bytes, expected: int, words: bytes) -> None:
-    answer = await served.send(request_)
-    head, _, body = answer.partition(b"\r\n\r\n")
-    assert status(answer) == expected
-    assert words in body
-    assert b"Connection: close" in head
-    assert (b"Allow: GET\r\n" in head) is (expected == 405)
-    assert served.asked == 0
-
-
-async def test_who_goes_away_early(served: Served) -> None:
-    assert await served.send(b"", end=True) == b""
-    assert status(await served.send(b"GET /met", end=True)) == 400
-    assert status(await served.send(GET)) == 200
-
-
-async def test_a_snapshot_that_fails_is_logged(served: Served, caplog: pytest.LogCaptureFixture) -> None:
-    served.fails = True
-    answer = await served.send(GET)
-    assert status(answer) == 500
-    assert b"RuntimeError" not in answer
-    assert "RuntimeError: no" in caplog.text
-
-
 async def test_the_oldest_makes_room(served: Served) -> None:
-    """As many as there is room for send nothing; one more is answered, and the first of them is cut off."""
-    silent = [await asyncio.open_connection(*served.address) for _ in range(MAX_CONNECTIONS)]
-    while len(served.endpoint._connections) < MAX_CONNECTIONS:
-        await asyncio.sleep(0.001)
+    """More than there is room for send nothing, all at once; the first are cut off, also for one that asks."""
+    silent = []
+    for _ in range(MAX_CONNECTIONS + 20):
+        silent.append(await asyncio.open_connection(*served.address))
+        assert len(served.endpoint._connections) <= MAX_CONNECTIONS
+    for reader, _ in silent[:20]:
+        assert await ended(reader)
     assert status(await served.send(GET)) == 200
-    first, *others = silent
-    assert await ended(first[0])
-    assert not any(reader.at_eof() for reader, _ in others)
+    assert await ended(silent[20][0])
+    assert not any(reader.at_eof() for reader, _ in silent[21:])
     for _, writer in silent:
         writer.close()
-
-
-async def test_one_that_waits_holds_up_nobody(served: Served) -> None:
-    served.waits.clear()
-    slow = asyncio.create_task(served.send(GET))
-    while not served.asked:
-        await asyncio.sleep(0.001)
-    assert status(await served.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")) == 404
-    served.waits.set()
-    assert status(await slow) == 200
 
 
 @pytest.mark.parametrize("sends", [b"", b"GET /metrics HTTP/1.1\r\n"])
@@ -159,17 +49,32 @@ async def test_who_takes_too_long_is_cut_off(served: Served, sends: bytes, monke
 
 
 async def test_who_never_reads_is_cut_off(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its answer does not fit into what the kernel takes."""
-    monkeypatch.setattr(endpoint, "_TIMEOUT", 0.5)
-    monkeypatch.setattr(endpoint, "_render", lambda snapshot, accept: (bytes(64 << 20), "text/plain"))
+    """Its answer does not fit into what the kernel takes; its time is up when it was written."""
+    rendered = threading.Event()
+
+    def render(snapshot: Snapshot, accept: str) -> tuple[bytes, str]:
+        rendered.set()
+        return bytes(64 << 20), "text/plain"
+
+    limits: list[asyncio.Timeout] = []
+    timeout = asyncio.timeout
+
+    def noted(seconds: float | None) -> asyncio.Timeout:
+        limits.append(timeout(seconds))
+        return limits[-1]
+
+    monkeypatch.setattr(exposition, "render", render)
+    monkeypatch.setattr(asyncio, "timeout", noted)
+    loop = asyncio.get_running_loop()
     with socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         deaf.setblocking(False)
-        loop = asyncio.get_running_loop()
         await loop.sock_connect(deaf, served.address)
         await loop.sock_sendall(deaf, GET)
-        while not served.asked:
+        while not rendered.is_set():
             await asyncio.sleep(0.001)
+        assert served.endpoint._connections
+        limits[0].reschedule(loop.time())
         while served.endpoint._connections:
             await asyncio.sleep(0.001)
     monkeypatch.undo()

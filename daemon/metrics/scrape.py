@@ -1,0 +1,55 @@
+"""One scrape, from its request to its answer. With it come the libraries, so it is imported once somebody scrapes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+
+from daemon.metrics import exposition
+from daemon.metrics.exchange import Answer, BadRequest, Exchange, Request, refusal
+from daemon.metrics.snapshot import Snapshot
+
+_log = logging.getLogger(__name__)
+_PATH = b"/metrics"
+
+TakeSnapshot = Callable[[], Awaitable[Snapshot]]
+
+
+async def serve(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, snapshot: TakeSnapshot, thread: Executor
+) -> None:
+    """Returns when the answer is on its way, or nobody asked. The connection stays the caller's.
+
+    Args:
+      snapshot: asked once the request has come.
+      thread: where the text is written.
+    Raises: OSError: the client went away.
+    """
+    exchange = Exchange()
+    try:
+        request = await exchange.request(reader)
+    except BadRequest as error:
+        answer = refusal(error.status, "Bad Request")
+    else:
+        if request is None:
+            return
+        answer = await _answer(request, snapshot, thread)
+    writer.write(exchange.answered(answer))
+    await writer.drain()
+
+
+async def _answer(request: Request, snapshot: TakeSnapshot, thread: Executor) -> Answer:
+    if request.path != _PATH:
+        return refusal(404, "Not Found")
+    if request.method != b"GET":
+        return refusal(405, "Method Not Allowed", ("Allow", "GET"))
+    try:
+        taken = await snapshot()
+        loop = asyncio.get_running_loop()
+        text, content_type = await loop.run_in_executor(thread, exposition.render, taken, request.accept)
+    except Exception:
+        _log.exception("a scrape of the metrics failed")
+        return refusal(500, "internal error; the server's log has the details")
+    return Answer(200, text, (("Content-Type", content_type),))
