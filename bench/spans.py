@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import tritonclient.http as httpclient
@@ -115,15 +116,14 @@ def run(command: list[str]) -> tuple[float, str]:
         return (used.ru_utime + used.ru_stime) * 1e6, said.read()
 
 
-def known_rows(peer: Path) -> dict[str, Any]:
-    """compare.py's table: name -> protocol, concurrency, arguments of perf_analyzer."""
+def compare_module(peer: Path) -> ModuleType:
+    """compare.py: its ``ROWS`` (name -> protocol, concurrency, arguments of perf_analyzer), and ``measure``."""
     spec = importlib.util.spec_from_file_location("compare", peer / "compare.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    rows: dict[str, Any] = module.ROWS
-    return rows
+    return module
 
 
 def report(rows: dict[str, Measured]) -> None:
@@ -160,7 +160,7 @@ def main() -> int:
     arguments = parser.parse_args()
     peer = arguments.peer.resolve()
     subprocess.run([peer / "setup.sh"], check=True, stdout=subprocess.DEVNULL)
-    known = known_rows(peer)
+    known: dict[str, Any] = compare_module(peer).ROWS
     tensord = [sys.executable, "-m", "daemon", "serve", "--config", "bench/serve.toml"]
     measured: dict[str, Measured] = {}
     with tempfile.TemporaryDirectory() as folder:

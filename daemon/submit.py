@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
-import os
 import socket
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from config.options import Options
+from daemon.busy_poll import BusyPoll
 from daemon.model_table import ModelTable
 from daemon.region_places import RegionPlaces
 from shm.arena import Arena, Lease, LeaseKey
@@ -32,7 +32,6 @@ from shm.channel import ChannelClosed
 from shm.errors import Internal, InvalidArgument, NotFound, ServingError, Unavailable
 from shm.lane import SubmitterLane
 from shm.messages import Completion, LaneOpened, ModelGone, ModelState, RegionPlace, Submit, WorkerFenced
-from shm.spin import Spin
 from shm.status_page import StatusPage
 
 _log = logging.getLogger(__name__)
@@ -98,8 +97,8 @@ class Submitter:
         self._room: deque[tuple[float, int, OnLease]] = deque()
         self._dirty: set[Worker] = set()
         self._next_id = 1
-        self._spin = Spin(options.lanes.spin_us * 1000)
         self._loop = asyncio.get_running_loop()
+        self._busy_poll = BusyPoll(self._loop, options.lanes.spin_us * 1000, self.in_flight)
         self._sweeper: asyncio.TimerHandle | None = None
 
     # -------------------------------------------------------------------------------------------- requests
@@ -312,14 +311,16 @@ class Submitter:
             if not worker.closed:
                 self._flush_worker(worker)
         if len(self._pending) == 1 and len(dirty) == 1:
-            self._look(dirty.pop())
+            self._busy_poll.look(functools.partial(self._look, dirty.pop()))
+        else:
+            self._busy_poll.flushed()
 
-    def _look(self, worker: Worker) -> None:
-        """Looks for the answer to the only request in flight, for a moment in which this front does nothing else."""
-        until_ns = self._spin.begin(time.monotonic_ns())
-        while worker.in_flight and not worker.closed and len(self._pending) == 1 and time.monotonic_ns() < until_ns:
-            self._readable(worker)
-            os.sched_yield()
+    def _look(self, worker: Worker) -> bool:
+        """Looks for the answer to the only request in flight. False: it cannot come, now."""
+        if not worker.in_flight or worker.closed:
+            return False
+        self._readable(worker)
+        return True
 
     def _flush_worker(self, worker: Worker) -> None:
         done = worker.lane.flush()
@@ -358,8 +359,7 @@ class Submitter:
             return
         if completion.final:
             del worker.in_flight[completion.request_id]
-            if len(self._pending) == 1:
-                self._spin.end(time.monotonic_ns())
+            self._busy_poll.answered()
         if pending.cancelled:
             if completion.lease is not None:
                 self.release(worker.lane, completion.lease)

@@ -1,0 +1,229 @@
+"""A server that does nothing but what cannot be left out: the chain of processes that tensord is, without a single check.
+
+    python -m bench.bare_chain PORT UPSTREAM MODEL {front|process|chain}
+
+    front     answers a request that it has seen before with the answer it gave before
+    process   ... after running the model itself on what waits together, in the same process
+    chain     ... after having a second process run it, over a socket pair, as tensord does
+
+Only one MODEL of ``bench/models`` is served, to clients that send binary tensors of its shapes with the same head again and
+again; whatever else is asked goes to UPSTREAM, a tensord with the same models, and so does the first request with each head,
+whose answer is compared with what was computed here. It counts what it answers into the statistics that it passes on, because
+perf_analyzer wants to see them grow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvloop
+
+_MODELS = Path(__file__).parent / "models"
+#: Of each model: the shapes of one request's inputs, and the elements of its outputs.
+_INPUTS = {"addsub": {"INPUT0": (1, 16), "INPUT1": (1, 16)}, "mlp": {"x": (1, 784)}}
+_OUTPUTS = {"addsub": {"OUTPUT0": 16, "OUTPUT1": 16}, "mlp": {"logits": 10}}
+#: So many requests run together, the rest of the rows being anything.
+_LENGTHS = (1, 2, 4, 8, 16, 32)
+#: A connection's number, before its inputs and before its outputs.
+_NUMBER = 4
+_MAX_DATAGRAM = 1 << 17
+
+
+class Function:
+    """The jitted function over several requests at once, each ``input_byte_size`` bytes in and ``output_byte_size`` out."""
+
+    def __init__(self, model: str) -> None:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "0"
+        import jax
+
+        specification = importlib.util.spec_from_file_location(model, _MODELS / model / "1" / "model.py")
+        assert specification is not None
+        assert specification.loader is not None
+        module = importlib.util.module_from_spec(specification)
+        specification.loader.exec_module(module)
+        apply, self._parameters = module.create(_MODELS / model, {}, jax.devices()[0])
+        shapes = _INPUTS[model]
+        self._outputs = list(_OUTPUTS[model])
+        self.input_byte_size = sum(4 * int(np.prod(shape)) for shape in shapes.values())
+        self.output_byte_size = 4 * sum(_OUTPUTS[model].values())
+        self._compiled: dict[int, tuple[Any, dict[str, np.ndarray[Any, Any]]]] = {}
+        for length in _LENGTHS:
+            arguments = {name: np.zeros((length, *shape[1:]), np.float32) for name, shape in shapes.items()}
+            self._compiled[length] = jax.jit(apply).lower(self._parameters, arguments).compile(), arguments
+            self.run([bytes(self.input_byte_size)] * length)
+
+    def run(self, requests: Sequence[bytes | memoryview]) -> list[bytes]:
+        """The outputs of each request."""
+        answers = []
+        for first in range(0, len(requests), _LENGTHS[-1]):
+            some = requests[first : first + _LENGTHS[-1]]
+            call, arguments = self._compiled[next(length for length in _LENGTHS if length >= len(some))]
+            for row, request in enumerate(some):
+                at = 0
+                for array in arguments.values():
+                    size = array[row].nbytes
+                    array[row] = np.frombuffer(request, np.float32, size // 4, at)
+                    at += size
+            made = call(self._parameters, arguments)
+            rows = [np.asarray(made[name]) for name in self._outputs]
+            answers += [b"".join([array[row].tobytes() for array in rows]) for row in range(len(some))]
+        return answers
+
+
+def _work(sock: socket.socket, function: Function) -> None:
+    """The second process."""
+    size = _NUMBER + function.input_byte_size
+    while datagram := sock.recv(_MAX_DATAGRAM):
+        records = [datagram[at : at + size] for at in range(0, len(datagram), size)]
+        answers = function.run([record[_NUMBER:] for record in records])
+        sock.send(b"".join([record[:_NUMBER] + answer for record, answer in zip(records, answers, strict=True)]))
+
+
+class Chain:
+    """What all connections share."""
+
+    def __init__(self, upstream: str, model: str, kind: str) -> None:
+        self.upstream = upstream
+        self.function = Function(model)
+        self.kind = kind
+        self.answered = 0
+        self._connections: dict[bytes, Connection] = {}
+        self._waiting: list[bytes] = []
+        self._loop = asyncio.get_running_loop()
+        if kind == "chain":
+            self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            command = [sys.executable, "-m", "bench.bare_chain", str(theirs.fileno()), "", model, "worker"]
+            # It ends when this end of the pair is closed.
+            subprocess.Popen(command, pass_fds=[theirs.fileno()])
+            theirs.close()
+            self._sock.setblocking(False)
+            self._loop.add_reader(self._sock.fileno(), self._readable)
+
+    def join(self, connection: Connection) -> bytes:
+        """A number for a connection."""
+        number = len(self._connections).to_bytes(_NUMBER, "little")
+        self._connections[number] = connection
+        return number
+
+    def ask(self, connection: Connection, inputs: bytes) -> None:
+        """Has a request answered, with those that come in the same turn of the loop."""
+        if self.kind == "front":
+            self._answer(connection, connection.last)
+            return
+        if not self._waiting:
+            self._loop.call_soon(self._flush)
+        self._waiting.append(connection.number + inputs)
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        if self.kind == "chain":
+            self._sock.send(b"".join(waiting))
+            return
+        for record, outputs in zip(waiting, self.function.run([one[_NUMBER:] for one in waiting]), strict=True):
+            self._answer(self._connections[record[:_NUMBER]], outputs)
+
+    def _readable(self) -> None:
+        datagram = self._sock.recv(_MAX_DATAGRAM)
+        size = _NUMBER + self.function.output_byte_size
+        for at in range(0, len(datagram), size):
+            self._answer(self._connections[datagram[at : at + _NUMBER]], datagram[at + _NUMBER : at + size])
+
+    def _answer(self, connection: Connection, outputs: bytes) -> None:
+        self.answered += 1
+        connection.transport.write(connection.answer_head + outputs)
+
+
+class Connection(asyncio.Protocol):
+    """A client that asks one thing at a time."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, chain: Chain) -> None:
+        self._chain = chain
+        self.number = chain.join(self)
+        self._received = b""
+        #: The head that was answered last, the head of its answer, and its outputs.
+        self._head: bytes | None = None
+        self.answer_head = self.last = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        size = self._chain.function.input_byte_size
+        if self._head is not None and len(data) == len(self._head) + size and data.startswith(self._head):
+            self._chain.ask(self, data[-size:])
+            return
+        self._received += data
+        head, found, body = self._received.partition(b"\r\n\r\n")
+        if found and len(body) >= int(_raw(head, "content-length") or 0):
+            request, self._received = self._received, b""
+            self._forward(request, head, body)
+
+    def _forward(self, request: bytes, head: bytes, body: bytes) -> None:
+        method, path, _ = head.split(b"\r\n", 1)[0].decode().split(" ")
+        length = _raw(head, "inference-header-content-length").decode()
+        fields = {"inference-header-content-length": length} if length else {}
+        upstream = http.client.HTTPConnection(self._chain.upstream)
+        upstream.request(method, path, body, fields)
+        answer = upstream.getresponse()
+        content = answer.read()
+        kept = [f"{name}: {value}" for name, value in answer.getheaders() if name.lower() != "content-length"]
+        upstream.close()
+        if path.endswith("/stats"):
+            content = _counted(content, self._chain.answered)
+        answer_head = "\r\n".join(
+            [f"HTTP/1.1 {answer.status} OK", *kept, f"content-length: {len(content)}", "", ""]
+        ).encode()
+        function = self._chain.function
+        if path.endswith("/infer") and answer.status == 200:
+            (outputs,) = function.run([body[-function.input_byte_size :]])
+            theirs, computed = (np.frombuffer(one[-len(outputs) :], np.float32) for one in (content, outputs))
+            if not np.allclose(theirs, computed, atol=1e-3):
+                raise SystemExit("what is computed here is not what tensord answers")
+            self._head, self.last = request[: -function.input_byte_size], outputs
+            self.answer_head = answer_head + content[: -len(outputs)]
+        self.transport.write(answer_head + content)
+
+
+def _raw(head: bytes, name: str) -> bytes:
+    lines = [line.partition(b":") for line in head.split(b"\r\n")]
+    return next((value.strip() for key, _, value in lines if key.lower() == name.encode()), b"")
+
+
+def _counted(content: bytes, count: int) -> bytes:
+    """The statistics as if the upstream had answered these as well."""
+    statistics = json.loads(content)
+    for model in statistics["model_stats"]:
+        for name in ("inference_count", "execution_count", "last_inference"):
+            model[name] += count
+        for name in ("success", "queue", "compute_input", "compute_infer", "compute_output"):
+            model["inference_stats"][name]["count"] += count
+    return json.dumps(statistics).encode()
+
+
+async def _serve(port: int, make: Callable[[], Chain]) -> None:
+    chain = make()
+    server = await asyncio.get_running_loop().create_server(lambda: Connection(chain), "127.0.0.1", port)
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    _port, _upstream, _model, _kind = sys.argv[1:]
+    if _kind == "worker":
+        _work(socket.socket(fileno=int(_port)), Function(_model))
+    else:
+        uvloop.run(_serve(int(_port), lambda: Chain(_upstream, _model, _kind)))
