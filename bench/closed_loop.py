@@ -1,7 +1,7 @@
-"""A closed-loop HTTP client that costs as little as Python can: prebuilt requests, raw sockets, one thread and one poll loop.
+"""A closed-loop client that costs as little as Python can: prebuilt requests, raw sockets, one thread and one poll loop.
 
 Each connection sends, waits for its whole answer, checks it and sends again. It is no match for perf_analyzer in load, but it
-needs nothing installed and shows whether a change helped.
+needs nothing installed and shows whether a change helped. HTTP is here, gRPC in bench/grpc_connection.py.
 """
 
 from __future__ import annotations
@@ -12,10 +12,41 @@ import selectors
 import socket
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+
+class Connection:
+    """One keep-alive HTTP connection and the answer it is reading."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.socket = socket.create_connection(address)
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.received = bytearray()
+        self.needed = 0
+        self.started = 0.0
+
+    def send(self, request: bytes) -> None:
+        self.received.clear()
+        self.needed = 0
+        self.started = time.perf_counter()
+        self.socket.sendall(request)
+
+    def read(self) -> bool:
+        """True once the answer is whole."""
+        chunk = self.socket.recv(1 << 20)
+        if not chunk:
+            raise ConnectionError("the server hung up")
+        self.received += chunk
+        if not self.needed:
+            head, found, _ = self.received.partition(b"\r\n\r\n")
+            if not found:
+                return False
+            length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
+            self.needed = len(head) + 4 + int(length.split(b":")[1])
+        return len(self.received) >= self.needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +60,8 @@ class Row:
     values: np.ndarray
     #: It is in the binary part; else it is in the JSON, where each server writes numbers in its own way.
     binary: bool = True
+    #: Speaks the protocol of the request.
+    connection: type[Connection] = Connection
 
     def check(self, answer: bytes | bytearray) -> None:
         """Raises AssertionError: the answer does not carry the tensor."""
@@ -76,13 +109,24 @@ def json_request(model: str, name: str, values: np.ndarray) -> bytes:
 
 def rows() -> list[Row]:
     """The rows that need no model of ours to know the answer."""
+    return [*binary_rows("http", infer_request, Connection, (1, 16)), json_row()]
+
+
+def binary_rows(
+    protocol: str,
+    request: Callable[[str, list[tuple[str, np.ndarray]], str], bytes],
+    connection: type[Connection],
+    mebibytes: Sequence[int],
+) -> list[Row]:
+    """Small requests and some of so many MiB, as ``request`` makes them of model, input tensors and the output's name."""
     a, b = np.arange(16, dtype=np.float32).reshape(1, 16), np.full((1, 16), 2, np.float32)
-    small = infer_request("addsub", [("INPUT0", a), ("INPUT1", b)], "OUTPUT0")
-    made = [Row(f"small-http-c{n}", n, small, a + b) for n in (1, 4, 16)]
-    for name, count in (("1MiB", 1 << 18), ("16MiB", 1 << 22)):
-        values = np.arange(count, dtype=np.float32)
-        made.append(Row(f"{name}-http-c1", 1, infer_request("identity", [("INPUT0", values)], "OUTPUT0"), values))
-    return [*made, json_row()]
+    small = request("addsub", [("INPUT0", a), ("INPUT1", b)], "OUTPUT0")
+    made = [Row(f"small-{protocol}-c{n}", n, small, a + b, connection=connection) for n in (1, 4, 16)]
+    for count in mebibytes:
+        values = np.arange(count << 18, dtype=np.float32)
+        large = request("identity", [("INPUT0", values)], "OUTPUT0")
+        made.append(Row(f"{count}MiB-{protocol}-c1", 1, large, values, connection=connection))
+    return made
 
 
 def json_row() -> Row:
@@ -91,44 +135,15 @@ def json_row() -> Row:
     return Row("json-1MiB-http-c1", 1, json_request("identity", "INPUT0", values), values, binary=False)
 
 
-class Connection:
-    """One keep-alive connection and the answer it is reading."""
-
-    def __init__(self, address: tuple[str, int]) -> None:
-        self.socket = socket.create_connection(address)
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.received = bytearray()
-        self.needed = 0
-        self.started = 0.0
-
-    def send(self, request: bytes) -> None:
-        self.received.clear()
-        self.needed = 0
-        self.started = time.perf_counter()
-        self.socket.sendall(request)
-
-    def read(self) -> bool:
-        """True once the answer is whole."""
-        chunk = self.socket.recv(1 << 20)
-        if not chunk:
-            raise ConnectionError("the server hung up")
-        self.received += chunk
-        if not self.needed:
-            head, found, _ = self.received.partition(b"\r\n\r\n")
-            if not found:
-                return False
-            length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:"))
-            self.needed = len(head) + 4 + int(length.split(b":")[1])
-        return len(self.received) >= self.needed
-
-
 @contextlib.contextmanager
-def connected(address: str, count: int) -> Iterator[tuple[selectors.BaseSelector, list[Connection]]]:
+def connected(
+    address: str, kind: type[Connection], count: int
+) -> Iterator[tuple[selectors.BaseSelector, list[Connection]]]:
     """Connections to HOST:PORT, registered for reading with themselves as data; closed when the block ends."""
     host, port = address.rsplit(":", 1)
     with contextlib.ExitStack() as stack:
         poll = stack.enter_context(selectors.DefaultSelector())
-        connections = [Connection((host, int(port))) for _ in range(count)]
+        connections = [kind((host, int(port))) for _ in range(count)]
         for connection in connections:
             stack.enter_context(connection.socket)
             poll.register(connection.socket, selectors.EVENT_READ, connection)
@@ -140,7 +155,7 @@ def measure(address: str, row: Row, seconds: float) -> tuple[float, float, float
 
     Every binary answer is compared; of JSON answers the first, and of the others the length, or reading them would be measured.
     """
-    with connected(address, row.connections) as (poll, connections):
+    with connected(address, row.connection, row.connections) as (poll, connections):
         for connection in connections:
             connection.send(row.request)
         return _run(poll, row, seconds)

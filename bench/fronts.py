@@ -1,12 +1,13 @@
-"""What several HTTP fronts bring and cost: rate, latency, and the processor time of one request, for each number of them.
+"""What several fronts bring and cost: rate, latency, and the processor time of one request, for each number of them.
 
-    python -m bench.fronts [--processes 1,2] [--rounds 5] [--seconds 2] [--rate 1000] [--per-front 1,4,8]
+    python -m bench.fronts [--protocols http,grpc] [--processes 1,2] [--rounds 5] [--seconds 2] [--rate 1000] [--per-front 1,4,8]
 
-One daemon for each number, all at once, measured in turn: closed loops of small requests with so many connections for each front,
-one of large requests, and an open loop of small ones at the stated rate. A front that has many requests waiting handles several
-for each time it wakes up, so the cost of one request compares only between fronts that are equally busy: hence connections for
-each front. Beside the median over the rounds stands the least, because other work on a machine only ever adds. Every answer is
-compared, and what was asked with what the daemon says it has answered.
+A table for each protocol. One daemon for each number, all at once, measured in turn: closed loops of small requests
+with so many connections for each front, one of large requests, and an open loop of small ones at the stated rate. A
+front that has many requests waiting handles several for each time it wakes up, so the cost of one request compares only
+between equally busy fronts: hence connections for each front. Beside the median over the rounds stands the least,
+because other work on a machine only ever adds. Every answer is compared, and what was asked with what the daemon says
+it has answered.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import closed_loop, open_loop
+from bench import closed_loop, grpc_connection, open_loop
 from bench.server import Usage, answered, children, serving
 
 _FIRST_PORT = 18120
+_FIRST_GRPC_PORT = 18220
 _CONNECTIONS = 16
 #: Measures the server at an address: answers per second, median latency in microseconds, and how many answers came.
 Load = Callable[[str], tuple[float, float, int]]
@@ -45,26 +47,29 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A daemon with so many fronts."""
+    """A daemon with so many fronts for one protocol, "http" or "grpc"."""
 
+    protocol: str
     fronts: int
     pid: int
+    #: Where those fronts listen, and where HTTP is served, which says how many requests were answered.
     address: str
+    http: str
 
     def run(self, measure: Load) -> Run:
         """One measurement, with what it cost the processes."""
         processes = children(self.pid)
-        before, counted = {pid: Usage.of(pid) for pid in processes}, answered(self.address)
+        before, counted = {pid: Usage.of(pid) for pid in processes}, answered(self.http)
         rate, p50_us, count = measure(self.address)
         used = {pid: Usage.of(pid).since(usage) for pid, usage in before.items()}
-        counted = answered(self.address) - counted
+        counted = answered(self.http) - counted
 
         def spent(module: str) -> list[float]:
             return [
                 (used[pid].user_us + used[pid].kernel_us) / counted for pid, name in processes.items() if name == module
             ]
 
-        fronts, workers = spent("daemon.http"), spent("workers")
+        fronts, workers = spent(f"daemon.{self.protocol}"), spent("workers")
         busiest = max(fronts) / sum(fronts) if any(fronts) else 1.0
         return Run(rate, p50_us, sum(fronts), sum(workers), busiest, count - counted)
 
@@ -94,6 +99,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="bench.fronts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--protocols", default="http,grpc")
     parser.add_argument("--processes", default="1,2", help="numbers of fronts")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="length of one measurement")
@@ -101,37 +107,66 @@ def main() -> int:
     parser.add_argument("--per-front", default="1,4,8", help="connections for each front")
     parser.add_argument("--logs", type=Path, default=Path("/tmp"), help="where the daemons' logs go")
     arguments = parser.parse_args()
-    rows = {row.name: row for row in closed_loop.rows()}
-    small = rows["small-http-c1"]
-
-    def loads(fronts: int) -> Iterator[tuple[str, Load]]:
-        for count in map(int, arguments.per_front.split(",")):
-            row = dataclasses.replace(small, connections=count * fronts)
-            yield f"small, {count} for each front", closed(row, arguments.seconds)
-        row = dataclasses.replace(rows["1MiB-http-c1"], connections=fronts)
-        yield "1 MiB, 1 for each front", closed(row, arguments.seconds)
-        yield f"open loop, {arguments.rate:g}/s", opened(small, open_loop.arrivals(arguments.rate, arguments.seconds))
-
-    with contextlib.ExitStack() as stack:
-        servers = []
-        for fronts in map(int, arguments.processes.split(",")):
-            address = f"127.0.0.1:{_FIRST_PORT + fronts}"
-            command = [sys.executable, "-m", "daemon", "serve", "--config", "bench/serve.toml", "--allow-grpc=false"]
-            command += [f"--http-port={_FIRST_PORT + fronts}", f"--http-processes={fronts}"]
-            pid = stack.enter_context(serving(command, address, arguments.logs / f"bench-fronts-{fronts}.log"))
-            servers.append(Server(fronts, pid, address))
-        print("| load | fronts | rate/s | p50 us | fronts' us | least | worker's us | least | busiest front | lost |")
-        print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-        for several in zip(*(loads(server.fronts) for server in servers), strict=True):
-            runs: list[list[Run]] = [[] for _ in servers]
-            for server, (_, load) in zip(servers, several, strict=True):
-                load(server.address)
-            for _ in range(arguments.rounds):
-                for server, (_, load), done in zip(servers, several, runs, strict=True):
-                    done.append(server.run(load))
-            for server, (name, _), done in zip(servers, several, runs, strict=True):
-                print(_line(name, server.fronts, done), flush=True)
+    protocols = arguments.protocols.split(",")
+    for protocol in protocols:
+        if protocol not in ("http", "grpc"):
+            parser.error(f"no protocol '{protocol}', there are http, grpc")
+    for protocol in protocols:
+        with contextlib.ExitStack() as stack:
+            servers = [
+                stack.enter_context(_served(protocol, fronts, arguments.logs))
+                for fronts in map(int, arguments.processes.split(","))
+            ]
+            _report(protocol, servers, arguments)
     return 0
+
+
+def flags(protocol: str, fronts: int) -> list[str]:
+    """What a daemon is started with besides bench/serve.toml: it shares no port with those of other numbers beside it."""
+    chosen = [f"--http-port={_FIRST_PORT + fronts}", f"--grpc-port={_FIRST_GRPC_PORT + fronts}"]
+    chosen += ["--allow-metrics=false", f"--{protocol}-processes={fronts}"]
+    return [*chosen, "--allow-grpc=false"] if protocol == "http" else chosen
+
+
+@contextlib.contextmanager
+def _served(protocol: str, fronts: int, logs: Path) -> Iterator[Server]:
+    """A daemon that runs while the block does."""
+    http = f"127.0.0.1:{_FIRST_PORT + fronts}"
+    address = f"127.0.0.1:{_FIRST_GRPC_PORT + fronts}" if protocol == "grpc" else http
+    command = [sys.executable, "-m", "daemon", "serve", "--config", "bench/serve.toml", *flags(protocol, fronts)]
+    with serving(command, http, logs / f"bench-fronts-{protocol}-{fronts}.log") as pid:
+        yield Server(protocol, fronts, pid, address, http)
+
+
+def _loads(
+    small: closed_loop.Row, large: closed_loop.Row, fronts: int, arguments: argparse.Namespace
+) -> Iterator[tuple[str, Load]]:
+    """What so many fronts are measured with: names as in the table."""
+    for count in map(int, arguments.per_front.split(",")):
+        row = dataclasses.replace(small, connections=count * fronts)
+        yield f"small, {count} for each front", closed(row, arguments.seconds)
+    row = dataclasses.replace(large, connections=fronts)
+    yield "1 MiB, 1 for each front", closed(row, arguments.seconds)
+    yield f"open loop, {arguments.rate:g}/s", opened(small, open_loop.arrivals(arguments.rate, arguments.seconds))
+
+
+def _report(protocol: str, servers: list[Server], arguments: argparse.Namespace) -> None:
+    """Measures them in turn and prints the table."""
+    rows = {row.name: row for row in (grpc_connection if protocol == "grpc" else closed_loop).rows()}
+    small, large = rows[f"small-{protocol}-c1"], rows[f"1MiB-{protocol}-c1"]
+    print(
+        f"| {protocol}: load | fronts | rate/s | p50 us | fronts' us | least | worker's us | least | busiest front | lost |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for several in zip(*(_loads(small, large, server.fronts, arguments) for server in servers), strict=True):
+        runs: list[list[Run]] = [[] for _ in servers]
+        for server, (_, load) in zip(servers, several, strict=True):
+            load(server.address)
+        for _ in range(arguments.rounds):
+            for server, (_, load), done in zip(servers, several, runs, strict=True):
+                done.append(server.run(load))
+        for server, (name, _), done in zip(servers, several, runs, strict=True):
+            print(_line(name, server.fronts, done), flush=True)
 
 
 def _line(name: str, fronts: int, runs: list[Run]) -> str:

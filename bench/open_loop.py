@@ -1,4 +1,4 @@
-"""An open-loop HTTP client: requests are due at times that do not depend on the answers, as those of many independent users.
+"""An open-loop client: requests are due at times that do not depend on the answers, as those of many independent users.
 
     python -m bench.open_loop --rate 2000 [--seconds 10] [--connections 64] [--row small-http-c1] ADDRESS [ADDRESS ...]
 
@@ -53,7 +53,7 @@ def measure(address: str, row: Row, times: list[float], connections: int) -> Loa
 
     Raises: AssertionError: an answer's tensor is wrong.  ConnectionError: the server hung up.
     """
-    with connected(address, connections) as (poll, every):
+    with connected(address, row.connection, connections) as (poll, every):
         return _run(poll, list(every), row, times)
 
 

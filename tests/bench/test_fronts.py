@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
-from bench.closed_loop import rows
-from bench.fronts import Server, closed, opened
+import pytest
+
+from bench import closed_loop, grpc_connection
+from bench.fronts import Server, closed, flags, opened
 from bench.open_loop import arrivals
+from config import layers
+from config.options import Options
+from daemon.flags import parse
 from tests.daemon_process import ROOT, DaemonProcess
 
 
-def test_nothing_is_lost(tmp_path: Path, leaves_nothing: None) -> None:
-    small = next(row for row in rows() if row.name == "small-http-c4")
-    options = {"http": {"port": 0, "processes": 2}, "grpc": {"enabled": False}}
-    with DaemonProcess(tmp_path, [ROOT / "bench" / "models"], options) as daemon:
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_nothing_is_lost(protocol: str, tmp_path: Path, leaves_nothing: None) -> None:
+    rows = {row.name: row for row in [*closed_loop.rows(), *grpc_connection.rows()]}
+    small = rows[f"small-{protocol}-c4"]
+    with DaemonProcess(tmp_path, [ROOT / "bench" / "models"], {protocol: {"processes": 2}}) as daemon:
         daemon.wait_ready()
-        server = Server(2, daemon.pid, daemon.url)
+        address = daemon.grpc_url if protocol == "grpc" else daemon.url
+        server = Server(protocol, 2, daemon.pid, address, daemon.url)
         run = server.run(opened(small, arrivals(500, 1.0)))
         assert run.lost == 0
         # What was still on its way when the loop ended may be counted by the daemon, and not by the loop.
@@ -23,3 +31,16 @@ def test_nothing_is_lost(tmp_path: Path, leaves_nothing: None) -> None:
         assert run.lost <= 0
         assert 0.5 <= run.busiest <= 1
         assert min(run.rate, run.p50_us) > 0
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_daemons_beside_each_other_share_no_port(protocol: str) -> None:
+    def ports(options: Options) -> set[int]:
+        listeners = (options.http, options.grpc, options.metrics)
+        return {listener.port for listener in listeners if listener.enabled}
+
+    config = ROOT / "bench" / "serve.toml"
+    every = [layers.load(config, {}, parse(flags(protocol, fronts))) for fronts in (1, 2, 64)]
+    for one, other in itertools.combinations(every, 2):
+        assert not ports(one) & ports(other)
+    assert [getattr(options, protocol).processes for options in every] == [1, 2, 64]
