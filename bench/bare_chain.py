@@ -1,6 +1,6 @@
 """A server that does nothing but what cannot be left out: the chain of processes that tensord is, without a single check.
 
-    python -m bench.bare_chain PORT UPSTREAM MODEL {front|process|chain}
+    python -m bench.bare_chain PORT UPSTREAM MODEL {front|process|chain}      PORT 0: any; it says which
 
     front     answers a request that it has seen before with the answer it gave before
     process   ... after running the model itself on what waits together, in the same process
@@ -158,8 +158,7 @@ class Connection(asyncio.Protocol):
         self._head: bytes | None = None
         self.answer_head = self.last = b""
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:
@@ -218,6 +217,7 @@ def _counted(content: bytes, count: int) -> bytes:
 async def _serve(port: int, make: Callable[[], Chain]) -> None:
     chain = make()
     server = await asyncio.get_running_loop().create_server(lambda: Connection(chain), "127.0.0.1", port)
+    print(f"listening on {server.sockets[0].getsockname()[1]}", flush=True)
     await server.serve_forever()
 
 

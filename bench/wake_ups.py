@@ -1,0 +1,75 @@
+"""What it costs on this machine to wake a process that sleeps: the reason why fronts and workers look before they sleep.
+
+    python -m bench.wake_ups [--count 3000]
+
+Two processes pass a byte to and fro over a socket pair like a lane's. On one core nobody is woken on an idle processor; on two
+cores each of them is, because the core of the other one has nothing to do meanwhile. Half of the difference is one wake-up, and
+``lanes.spin_us`` should be several times that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import sys
+import time
+
+from shm import channel
+
+
+def round_trips(ours: set[int], theirs: set[int], count: int) -> list[float]:
+    """Microseconds of each, from a process on one of our cores to one on theirs and back."""
+    before = os.sched_getaffinity(0)
+    near, far = channel.pair()
+    child = os.fork()
+    if not child:
+        near.close()
+        _echo(far, theirs)
+    far.close()
+    try:
+        os.sched_setaffinity(0, ours)
+        took = []
+        for _ in range(count):
+            began = time.perf_counter_ns()
+            near.send(b"x")
+            near.recv(1)
+            took.append((time.perf_counter_ns() - began) / 1e3)
+        return took
+    finally:
+        near.close()
+        os.waitpid(child, 0)
+        os.sched_setaffinity(0, before)
+
+
+def _echo(sock: socket.socket, cores: set[int]) -> None:
+    """The other process, until the pair is closed."""
+    try:
+        os.sched_setaffinity(0, cores)
+        while sock.recv(1):
+            sock.send(b"x")
+    finally:
+        os._exit(0)
+
+
+def main() -> int:
+    """Parses the command line and measures."""
+    parser = argparse.ArgumentParser(
+        prog="bench.wake_ups", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--count", type=int, default=3000, help="round trips of each kind")
+    arguments = parser.parse_args()
+    first, *others = sorted(os.sched_getaffinity(0))
+    pairs = {"one core": ({first}, {first})}
+    if others:
+        pairs["two cores"] = ({first}, {others[0]})
+    print("| a round trip on | p10 us | p50 us | p90 us |\n| --- | --- | --- | --- |")
+    for name, (ours, theirs) in pairs.items():
+        deciles = statistics.quantiles(round_trips(ours, theirs, arguments.count), n=10)
+        print(f"| {name} | {deciles[0]:.0f} | {deciles[4]:.0f} | {deciles[8]:.0f} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
