@@ -123,7 +123,7 @@ def complete_small(
     tensors: list[Tensor] = []
     writes: list[tuple[RegionSlice, bytes]] = []
     wishes, copied = request.outputs, 0
-    for name, datatype, content, size, shape in made.outputs:
+    for name, datatype, content, start, step, size, shape in made.outputs:
         region: RegionSlice | None = None
         if wishes:
             wanted = wishes.get(name)
@@ -132,7 +132,8 @@ def complete_small(
             region = wanted.region
             if wanted.classification or (region is not None and region.byte_size < rows * size):
                 return None
-        part = content[row * size : (row + rows) * size]
+        at = start + row * step
+        part = content[at : at + rows * size]
         copied += len(part)
         tensors.append(Tensor(name, datatype, (rows, *shape) if made.batches else shape, region or Inline(part)))
         if region is not None and part:

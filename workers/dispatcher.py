@@ -24,7 +24,8 @@ from workers.model_table import ModelTable
 from workers.model_version import ModelVersion
 from workers.models.executables import Executable, Executables, Wanted
 from workers.models.execution import Execution, run
-from workers.models.series import Series, SeriesExecutable
+from workers.models.series import Series
+from workers.models.series_program import SeriesProgram
 from workers.outbox import Outbox
 from workers.region_table import RegionTable
 from workers.request import Request
@@ -193,7 +194,7 @@ class Dispatcher:
             batch = self._take(version, now_ns)
             if not batch:
                 continue
-            executable: Executable | SeriesExecutable | None = None
+            executable: Executable | None = None
             if version.jitted is not None and (executable := version.jitted.find(batch)) is None:
                 self._park(version, batch, version.jitted.wanted_by(batch))
                 continue
@@ -216,9 +217,11 @@ class Dispatcher:
         model = version.jitted
         if not batch or model is None:
             return False
+        executable: Executable | SeriesProgram | None = None
         if model.series is not None and not self._outbox.blocked:
-            self._extend(version, model.series, batch)
-        executable = model.find(batch)
+            executable = self._extend(version, model.series, batch)
+        if executable is None:
+            executable = model.find(batch)
         if executable is None:
             self._park(version, batch, model.wanted_by(batch))
             return True
@@ -232,16 +235,20 @@ class Dispatcher:
         self._finish(version, execution)
         return True
 
-    def _extend(self, version: ModelVersion, series: Series, batch: list[Request]) -> None:
-        """Adds requests that wait behind the first one and can share its call."""
+    def _extend(self, version: ModelVersion, series: Series, batch: list[Request]) -> SeriesProgram | None:
+        """Adds requests that wait behind the first one and can share its call. Returns the program for them, if there is one."""
         key = batch[0].key
-        more = series.length(key, version.queue.rows(key) + 1) - 1
-        if more:
-            batch += version.queue.take(key, more)
+        waiting = version.queue.rows(key)
+        if not waiting:
+            return None
+        program = series.find(key, waiting + 1)
+        if program is not None:
+            batch += version.queue.take(key, program.wanted.length - 1)
         wish = series.take_wish() if series.wish is not None else None
         if wish is not None and version.jitted is not None:
             parameters = version.jitted.executables.parameters
             self._compiler.do(lambda: series.compile(wish, parameters), functools.partial(_adopt, version, series))
+        return program
 
     # -------------------------------------------------------------------------------------------------------- compiling
 
@@ -338,7 +345,7 @@ def _earlier(a: int | None, b: int) -> int:
     return b if a is None else min(a, b)
 
 
-def _adopt(version: ModelVersion, series: Series, outcome: SeriesExecutable | Exception) -> None:
+def _adopt(version: ModelVersion, series: Series, outcome: SeriesProgram | Exception) -> None:
     if isinstance(outcome, Exception):
         # Its requests go on being run one by one; it is not wished for again.
         _log.error("compiling a series for model '%s' failed", version.name, exc_info=outcome)

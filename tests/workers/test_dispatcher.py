@@ -25,6 +25,7 @@ from workers.model_table import ModelTable
 from workers.model_version import ModelVersion
 from workers.models.executable_cache import ExecutableCache
 from workers.models.loader import Loader
+from workers.models.series_program import SeriesWanted
 from workers.region_policy import RegionPolicy
 from workers.region_table import RegionTable
 from workers.submitter import Submitter
@@ -145,6 +146,37 @@ def test_what_waits_runs_together(bench: Bench) -> None:
     assert version.statistics.execution_count == 1
     assert bench.submitter.in_flight == {}
     assert bench.turn() is None
+
+
+def test_what_waits_without_a_batch_dimension_shares_a_program_when_one_is_ready(bench: Bench) -> None:
+    version = bench.load("any")
+    assert version.jitted is not None
+    series = version.jitted.series
+    assert series is not None
+    bench.submit("any", 1, 2)
+    bench.turn()
+    bench.compiler.work()
+    bench.turn()
+    (key,) = {known.key for known in version.familiar._known.values()}
+    series.note(key, {}, 0)
+    programs = [series.compile(SeriesWanted(length, key), version.jitted.executables.parameters) for length in (4, 2)]
+    for program in programs:
+        series.add(program)
+    bench.lane.sent.clear()
+    executed = version.statistics.execution_count
+    numbers = [bench.submit("any", i, 10 * i) for i in range(7)]
+    bench.submit("any", 1, 2, 4, 5)
+    while bench.turn() is not None:
+        pass
+    bench.compiler.work()
+    bench.turn()
+    given = {answer.request_id: cast(Inline, answer.outputs[0].place).content for answer in bench.lane.sent}
+    assert [np.frombuffer(given[n], np.float32).tolist() for n in numbers] == [[2 * i, 20 * i] for i in range(7)]
+    assert list(given)[:7] == numbers
+    stacked = [program._arguments[0].tolist() for program in programs]
+    assert stacked == [[[0, 0], [1, 10], [2, 20], [3, 30]], [[4, 40], [5, 50]]]
+    assert version.statistics.execution_count == executed + 8
+    assert len(bench.submitter.in_flight) == 0
 
 
 def test_models_take_turns_by_the_age_of_their_oldest_request(bench: Bench) -> None:

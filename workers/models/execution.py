@@ -19,7 +19,7 @@ from workers.request import Request
 if TYPE_CHECKING:
     from workers.models.batch_outputs import BatchOutputs
     from workers.models.executables import Executable
-    from workers.models.series import SeriesExecutable
+    from workers.models.series_program import SeriesProgram
 
 _log = logging.getLogger(__name__)
 _PATH = re.compile(r"(?<![\w.])/[^\s'\"():,;]+")
@@ -45,7 +45,7 @@ class Execution:
     )
 
     def __init__(
-        self, requests: Sequence[Request], began_ns: int, executable: Executable | SeriesExecutable | None = None
+        self, requests: Sequence[Request], began_ns: int, executable: Executable | SeriesProgram | None = None
     ) -> None:
         self.requests = requests
         #: How often the model was applied: once to a batch, or to each request of a series.

@@ -53,7 +53,7 @@ class GatherBuffer:
                 copied += end - at
             else:
                 array = request.arrays[name]
-                _copy_into(self._slots[row : row + request.rows], array)
+                copy_into(self._slots[row : row + request.rows], array)
                 copied += array.nbytes
             row += request.rows
             at = end
@@ -65,7 +65,7 @@ class GatherBuffer:
         return f"<GatherBuffer {self._name!r} {self.array.dtype}{list(self.array.shape)}>"
 
 
-def _copy_into(part: Array, array: Array) -> None:
+def copy_into(part: Array, array: Array) -> None:
     """One copy; what the array does not cover becomes zero. Without a batch dimension the array is the part's one slot."""
     if len(array.shape) < part.ndim:
         part = part[0]

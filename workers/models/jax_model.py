@@ -15,7 +15,8 @@ from workers.models.batch_outputs import uncut
 from workers.models.buckets import Buckets, Shapes, sliced
 from workers.models.executables import Executable, Executables, Wanted, is_numeric, precision
 from workers.models.execution import Execution, Result
-from workers.models.series import Series, SeriesExecutable
+from workers.models.series import Series
+from workers.models.series_program import SeriesProgram
 from workers.models.signature import Signature
 from workers.request import Request
 
@@ -34,7 +35,6 @@ class JaxModel:
                     "declare 'host = True' in model.py"
                 )
         self.executables = executables
-        self._names = tuple(signature.outputs)
         reshaped = any(spec.reshaped for spec in signature.outputs.values())
         #: Where requests cannot share a batch, quick ones may share a call.
         alone = bool(signature.batches or buckets.axes or reshaped or instances > 1)
@@ -99,21 +99,19 @@ class JaxModel:
         rows = first.rows if len(requests) == 1 else sum([request.rows for request in requests])
         return Wanted(self._buckets.rows(rows), shapes)
 
-    def find(self, requests: Sequence[Request]) -> Executable | SeriesExecutable | None:
+    def find(self, requests: Sequence[Request]) -> Executable | None:
         """Their executable, if it is compiled."""
-        if self.series is not None and len(requests) > 1:
-            return self.series.find(requests[0].key, len(requests))
         return self.executables.find(self.wanted_by(requests))
 
     def execute(self, execution: Execution) -> None:
         """Raises LookupError: its executable is not compiled; ask ``find`` first."""
         requests = execution.requests
-        executable = execution.executable
+        executable: Executable | SeriesProgram | None = execution.executable
         if executable is None:
             executable = self.find(requests)
             if executable is None:
                 raise LookupError(f"no executable for {self.wanted_by(requests)}")
-        if isinstance(executable, SeriesExecutable):
+        if isinstance(executable, SeriesProgram):
             self._execute_series(execution, executable)
             return
         arguments, execution.copied_byte_size = executable.gather(requests)
@@ -147,17 +145,13 @@ class JaxModel:
         # Not arrays of the host yet: where they go decides which way they leave the device.
         return {name: cast(Array, device.keep(made[name])) for name in self._signature.outputs}
 
-    def _execute_series(self, execution: Execution, executable: SeriesExecutable) -> None:
-        execution.copied_byte_size = executable.gather(execution.requests)
+    def _execute_series(self, execution: Execution, program: SeriesProgram) -> None:
+        execution.copied_byte_size = program.gather(execution.requests)
         execution.gathered_ns = time.monotonic_ns()
-        with precision(self._signature):
-            outputs = executable.run(self.executables.parameters, self._names)
+        stacks = program.run(self.executables.parameters)
         execution.computed_ns = time.monotonic_ns()
-        execution.runs = count = len(execution.requests)
-        execution.computed(
-            uncut(self._signature, outputs, True),
-            lambda: [{name: array[i] for name, array in outputs.items()} for i in range(count)],
-        )
+        execution.runs = len(execution.requests)
+        execution.computed(program.uncut(stacks), lambda: program.split(stacks))
 
     def _split(self, requests: Sequence[Request], bucket: int, outputs: dict[str, Array]) -> list[Result]:
         batches = self._signature.batches

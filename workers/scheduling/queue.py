@@ -165,8 +165,7 @@ class RequestQueue(Generic[W]):
         taken: list[W] = []
         rows = 0
         for number, line in enumerate(self._lines):
-            waiting = line.get(key)
-            if waiting is None:
+            if not line or (waiting := line.get(key)) is None:
                 continue
             before = len(taken)
             while waiting and (rows + waiting[0].rows <= max_rows or not taken):

@@ -1,16 +1,16 @@
-"""Series: several requests in one call, each computed by itself; wished for only where they are missed, quick and small."""
+"""Series: programs for several requests are wished for only where they are missed, quick and small."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
 from config.model_config import parse_pbtxt
 from tests.workers import requests
-from workers.models.series import LENGTHS, Series, SeriesWanted
+from workers.models.series import LENGTHS, Series
+from workers.models.series_program import SeriesWanted
 from workers.models.signature import signature
 from workers.request import Request
 
@@ -27,6 +27,7 @@ SIGNATURE = signature(
     {},
 )
 KEY = ((3,), (2,))
+PARAMETERS = {"scale": np.float32(3)}
 
 
 def apply(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -47,7 +48,7 @@ def series() -> Series:
 
 def wish_of(made: Series, waiting: int) -> SeriesWanted:
     for _ in range(200):
-        assert made.length(KEY, waiting) == 1
+        assert made.find(KEY, waiting) is None
         if made.wish is not None:
             break
     wish = made.take_wish()
@@ -56,43 +57,44 @@ def wish_of(made: Series, waiting: int) -> SeriesWanted:
     return wish
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-def test_each_request_gets_what_it_would_get_alone(length: int) -> None:
-    made, parameters = series(), jax.device_put({"scale": np.float32(3)})
-    program = made.compile(SeriesWanted(length, KEY), parameters)
-    alone = jax.jit(apply)
-    for round_ in range(3):
-        waiting = [request_of(100 * round_ + i) for i in range(length)]
-        assert program.gather(waiting) == length * 20
-        made_of_all = program.run(parameters, tuple(SIGNATURE.outputs))
-        assert list(made_of_all) == ["sum", "largest"]
-        for i, request in enumerate(waiting):
-            expected = alone(parameters, request.arrays)
-            for name, values in made_of_all.items():
-                assert len(values) == length
-                np.testing.assert_array_equal(values[i], np.asarray(expected[name]))
-
-
 def test_a_program_is_wished_for_when_it_was_missed_often_and_then_used() -> None:
     made = series()
     wish = wish_of(made, 5)
     assert wish == SeriesWanted(4, KEY)
     for _ in range(200):
-        assert made.length(KEY, 5) == 1
+        assert made.find(KEY, 5) is None
     assert made.wish is None, "one at a time"
-    made.add(made.compile(wish, jax.device_put({"scale": np.float32(1)})))
-    assert made.length(KEY, 5) == 4
-    assert made.length(KEY, 4) == 4
-    assert made.length(KEY, 3) == 1
-    assert made.find(KEY, 4) is not None
-    assert made.find(KEY, 2) is None
+    four = made.compile(wish, PARAMETERS)
+    made.add(four)
+    assert [made.find(KEY, waiting) for waiting in (5, 4, 3)] == [four, four, None]
+
+
+@pytest.mark.parametrize("order", [LENGTHS, LENGTHS[::-1]])
+def test_the_longest_that_is_ready_for_those_who_wait(order: tuple[int, ...]) -> None:
+    made = series()
+    for length in order:
+        made.add(made.compile(SeriesWanted(length, KEY), PARAMETERS))
+    lengths = [0 if program is None else program.wanted.length for program in [made.find(KEY, n) for n in range(12)]]
+    assert lengths == [0, 0, 2, 2, 4, 4, 4, 4, 8, 8, 8, 8]
+    for _ in range(500):
+        assert made.find(KEY, 11) is not None
+    assert made.wish is None
+
+
+def test_a_shorter_one_is_used_while_a_longer_one_is_missed() -> None:
+    made = series()
+    two = made.compile(SeriesWanted(2, KEY), PARAMETERS)
+    made.add(two)
+    for _ in range(200):
+        assert made.find(KEY, 9) is two
+    assert made.take_wish() == SeriesWanted(8, KEY)
 
 
 def test_nobody_waits_nothing_is_missed() -> None:
     made = series()
     for _ in range(500):
-        assert made.length(KEY, 1) == 1
-        assert made.length("another shape", 8) == 1
+        assert made.find(KEY, 1) is None
+        assert made.find("another shape", 8) is None
     assert made.wish is None
 
 
@@ -103,14 +105,14 @@ def test_slow_or_large_runs_go_alone() -> None:
     large.note(KEY, {"a": np.zeros(1 << 20, np.float32)}, 10_000)
     for made in (slow, large):
         for _ in range(500):
-            assert made.length(KEY, 8) == 1
+            assert made.find(KEY, 8) is None
         assert made.wish is None
 
 
 def test_what_becomes_slow_goes_alone_again() -> None:
     made = series()
-    made.add(made.compile(SeriesWanted(2, KEY), jax.device_put({"scale": np.float32(1)})))
-    assert made.length(KEY, 2) == 2
+    made.add(made.compile(SeriesWanted(2, KEY), PARAMETERS))
+    assert made.find(KEY, 2) is not None
     for _ in range(50):
         made.note(KEY, {}, 10_000_000)
-    assert made.length(KEY, 2) == 1
+    assert made.find(KEY, 2) is None

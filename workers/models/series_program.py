@@ -1,0 +1,137 @@
+"""A program that applies a model to several requests, one after the other, and to each as if it had come alone.
+
+    argument   | request 0: its inputs | request 1: its inputs | ... |      one for each dtype among the inputs (``packing.py``)
+    program    loop: unpack ▸ apply ▸ pack
+    result     | request 0: its outputs | request 1: its outputs | ... |    one for each dtype among the outputs
+
+``apply`` stays a computation of its own inside the loop. Were it compiled together with what is around it, XLA would put other
+operations into one kernel than it does for a request alone, and a product that is added to something would be rounded, or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental.xla_metadata import set_xla_metadata
+
+from shm.arrays import Array
+from workers.models.batch_outputs import BatchOutputs, uncut_rows
+from workers.models.buckets import Shapes
+from workers.models.executables import Apply, precision
+from workers.models.execution import Result
+from workers.models.gather_buffer import aligned, copy_into
+from workers.models.packing import Packing
+from workers.models.signature import Signature
+from workers.request import Request
+
+
+class SeriesWanted(NamedTuple):
+    """A program: how many requests of which shapes."""
+
+    length: int
+    shapes: Shapes
+
+
+class _Place(NamedTuple):
+    """Where one input of one request goes."""
+
+    name: str
+    array: Array
+    #: The same memory.
+    content: memoryview
+
+
+class SeriesProgram:
+    """One compiled program with the memory its requests are stacked in. Used by the execution thread only."""
+
+    __slots__ = ("_arguments", "_byte_size", "_call", "_outputs", "_places", "_signature", "wanted")
+
+    def __init__(
+        self, wanted: SeriesWanted, signature: Signature, call: Callable[..., Any], inputs: Packing, outputs: Packing
+    ) -> None:
+        self.wanted = wanted
+        self._signature = signature
+        self._call = call
+        self._outputs = outputs
+        self._arguments = tuple([aligned((wanted.length, size), dtype) for dtype, size in inputs.rows])
+        self._byte_size = sum([stack.nbytes for stack in self._arguments])
+        #: Of each request in turn.
+        self._places = [
+            [
+                _Place(name, array, array.reshape(-1).view(np.uint8).data)
+                for name, array in inputs.unpack([stack[i] for stack in self._arguments]).items()
+            ]
+            for i in range(wanted.length)
+        ]
+
+    def gather(self, requests: Sequence[Request]) -> int:
+        """Stacks the inputs; returns the bytes copied."""
+        for request, places in zip(requests, self._places, strict=True):
+            contents = request.contents
+            for name, array, target in places:
+                content = None if contents is None else contents[name]
+                if isinstance(content, (bytes, memoryview)):
+                    target[:] = content
+                else:
+                    copy_into(array, request.arrays[name])
+        return self._byte_size
+
+    def run(self, parameters: Any) -> list[Array]:
+        """Computes what was gathered; returns when nobody reads it any more. The results' first dimension counts the requests."""
+        if self._signature.wide:
+            with precision(self._signature):
+                made, _ = self._call(parameters, self._arguments)
+        else:
+            made, _ = self._call(parameters, self._arguments)
+        return [np.asarray(stack) for stack in made]
+
+    def uncut(self, stacks: Sequence[Array]) -> BatchOutputs | None:
+        """What ``run`` gave, for answers that are cut from it as bytes. None: it is too large for this."""
+        return uncut_rows(self._signature, self._outputs, stacks)
+
+    def split(self, stacks: Sequence[Array]) -> list[Result]:
+        """What ``run`` gave, for each request by itself."""
+        return [self._outputs.unpack([stack[i] for stack in stacks]) for i in range(self.wanted.length)]
+
+    def __repr__(self) -> str:
+        return f"<SeriesProgram {self.wanted}>"
+
+
+def compile_series(wanted: SeriesWanted, signature: Signature, apply: Apply, parameters: Any) -> SeriesProgram:
+    """Makes a program; in any thread. Raises whatever tracing raises."""
+
+    def inner(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+        # What the model calls in turn is compiled as ever.
+        with set_xla_metadata(inlineable=None):
+            return apply(parameters, inputs)
+
+    alone = jax.jit(inner)
+    given = {
+        spec.name: jax.ShapeDtypeStruct(shape, spec.dtype)
+        for spec, shape in zip(signature.inputs.values(), wanted.shapes, strict=True)
+        if shape is not None
+    }
+    with precision(signature):
+        known = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), parameters)
+        made = jax.eval_shape(apply, known, given)
+        inputs = Packing([(name, spec.shape, spec.dtype) for name, spec in given.items()])
+        outputs = Packing([(name, made[name].shape, made[name].dtype) for name in signature.outputs])
+
+        def series(parameters: Any, stacks: tuple[Any, ...]) -> tuple[Any, Any]:
+            def step(_: None, rows: tuple[Any, ...]) -> tuple[None, tuple[Any, Any]]:
+                tensors = inputs.unpack(rows)
+                with set_xla_metadata(inlineable="false"):
+                    results = alone(parameters, tensors)
+                # Nobody asks for what is not declared, but without it another program would be compiled.
+                undeclared = {name: result for name, result in results.items() if name not in signature.outputs}
+                return None, (outputs.pack(results), undeclared)
+
+            made: tuple[Any, Any] = jax.lax.scan(step, None, stacks, length=wanted.length)[1]
+            return made
+
+        stacks = tuple([jax.ShapeDtypeStruct((wanted.length, size), dtype) for dtype, size in inputs.rows])
+        call = jax.jit(series).lower(known, stacks).compile()
+    return SeriesProgram(wanted, signature, call, inputs, outputs)
