@@ -55,12 +55,11 @@ def main() -> int:
             if model not in servers:
                 servers[model] = _bare(stack, model, _FIRST_PORT + len(servers) * len(_KINDS), arguments.logs)
             addresses = [*servers[model].values(), _OURS, _PEER]
-            rates: list[list[float]] = []
+            rounds: list[list[float | None]] = []
             for _ in range(arguments.rounds):
                 figures = [compare.measure(address, protocol, concurrency, extra, 1500)[0] for address in addresses]
-                if all(figures):
-                    rates.append([figure["infer_per_s"] for figure in figures])
-            print(_line(name, rates), flush=True)
+                rounds.append([None if figure is None else figure["infer_per_s"] for figure in figures])
+            print(_line(name, rounds), flush=True)
     return 0
 
 
@@ -77,15 +76,17 @@ def _bare(stack: contextlib.ExitStack, model: str, port: int, logs: Path) -> dic
     return addresses
 
 
-def _line(name: str, rates: list[list[float]]) -> str:
-    if not rates:
-        return f"| {name} | not measured: no round in which perf_analyzer found every server's figure stable |"
+def _line(name: str, rounds: list[list[float | None]]) -> str:
+    """Of each server, the medians of the rounds in which perf_analyzer found a figure stable."""
     cells = []
-    for server in range(len(rates[0]) - 1):
-        rate = statistics.median(figures[server] for figures in rates)
-        ratio = statistics.median(figures[server] / figures[-1] for figures in rates)
-        cells.append(f"{rate:.0f}, {ratio:.2f}")
-    return f"| {name} | {' | '.join(cells)} | {statistics.median(figures[-1] for figures in rates):.0f} |"
+    for server in range(len(rounds[0])):
+        rates = [figures[server] for figures in rounds if figures[server]]
+        ratios = [figures[server] / figures[-1] for figures in rounds if figures[server] and figures[-1]]
+        cell = f"{statistics.median(rates):.0f}" if rates else "never stable"
+        if ratios and server < len(rounds[0]) - 1:
+            cell += f", {statistics.median(ratios):.2f}"
+        cells.append(cell)
+    return f"| {name} | {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":
