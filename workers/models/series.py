@@ -22,6 +22,8 @@ _MOST = LENGTHS[0]
 _LONGEST = [max([length for length in LENGTHS if length <= waiting], default=0) for waiting in range(_MOST + 1)]
 #: Single runs that take longer, or whose inputs are larger, gain nothing worth their neighbours' waiting.
 _QUICK_NS = 100_000
+#: Single runs as short as this are mostly call: rather than two series, one that is not full.
+_TINY_NS = 50_000
 _SMALL_BYTE_SIZE = 16 << 10
 #: So often requests have waited together before a program is compiled for them.
 _MISSED = 32
@@ -69,11 +71,14 @@ class Series:
             self._shapes[key] = _Shape(single_ns)
 
     def find(self, key: Hashable, waiting: int) -> SeriesProgram | None:
-        """What to run so many waiting requests of that shape with, or the first of them; None: the first alone."""
+        """What to run so many waiting requests of that shape with, or the first of them; None: the first alone.
+
+        It may be for more than there are.
+        """
         shape = self._shapes.get(key)
         if shape is None or waiting < 2 or shape.single_ns > _QUICK_NS:
             return None
-        if waiting >= _MOST:
+        if waiting > _MOST // 2 and (waiting >= _MOST or shape.single_ns <= _TINY_NS):
             waiting = _MOST
         program = shape.fitting[waiting]
         longest = _LONGEST[waiting]

@@ -57,7 +57,8 @@ class SeriesProgram:
         self._call = call
         self._outputs = outputs
         self._arguments = tuple([aligned((wanted.length, size), dtype) for dtype, size in inputs.rows])
-        self._byte_size = sum([stack.nbytes for stack in self._arguments])
+        #: The inputs of one request.
+        self._byte_size = sum([stack[0].nbytes for stack in self._arguments])
         #: Of each request in turn.
         self._places = [
             [
@@ -68,8 +69,11 @@ class SeriesProgram:
         ]
 
     def gather(self, requests: Sequence[Request]) -> int:
-        """Stacks the inputs; returns the bytes copied."""
-        for request, places in zip(requests, self._places, strict=True):
+        """Stacks the inputs of at most ``wanted.length`` requests; returns the bytes copied.
+
+        What earlier requests left behind them is computed once more, and nobody looks at it.
+        """
+        for request, places in zip(requests, self._places, strict=False):
             contents = request.contents
             for name, array, target in places:
                 content = None if contents is None else contents[name]
@@ -77,7 +81,7 @@ class SeriesProgram:
                     target[:] = content
                 else:
                     copy_into(array, request.arrays[name])
-        return self._byte_size
+        return self._byte_size * len(requests)
 
     def run(self, parameters: Any) -> list[Array]:
         """Computes what was gathered; returns when nobody reads it any more. The results' first dimension counts the requests."""
@@ -93,7 +97,7 @@ class SeriesProgram:
         return uncut_rows(self._signature, self._outputs, stacks)
 
     def split(self, stacks: Sequence[Array]) -> list[Result]:
-        """What ``run`` gave, for each request by itself."""
+        """What ``run`` gave, for each request by itself, and for each that there was room for."""
         return [self._outputs.unpack([stack[i] for stack in stacks]) for i in range(self.wanted.length)]
 
     def __repr__(self) -> str:

@@ -40,9 +40,9 @@ def request_of(seed: int) -> Request:
     return requests.request_of({"a": rng.random(3, np.float32), "b": rng.random(2, np.float32)}, key=KEY)
 
 
-def series() -> Series:
+def series(single_ns: int = 60_000) -> Series:
     made = Series(SIGNATURE, apply)
-    made.note(KEY, request_of(0).arrays, 20_000)
+    made.note(KEY, request_of(0).arrays, single_ns)
     return made
 
 
@@ -79,6 +79,17 @@ def test_the_longest_that_is_ready_for_those_who_wait(order: tuple[int, ...]) ->
     for _ in range(500):
         assert made.find(KEY, 11) is not None
     assert made.wish is None
+
+
+def test_tiny_requests_rather_share_a_series_that_is_not_full() -> None:
+    made = series(single_ns=20_000)
+    wish = wish_of(made, 5)
+    assert wish.length == 8
+    for length in (2, 4, 8):
+        made.add(made.compile(SeriesWanted(length, KEY), PARAMETERS))
+    lengths = [0 if program is None else program.wanted.length for program in [made.find(KEY, n) for n in range(12)]]
+    # Three are not worth one of four: with so few in flight, two batches keep client, front and worker busy at a time.
+    assert lengths == [0, 0, 2, 2, 4, 8, 8, 8, 8, 8, 8, 8]
 
 
 def test_a_shorter_one_is_used_while_a_longer_one_is_missed() -> None:

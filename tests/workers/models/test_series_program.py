@@ -114,7 +114,9 @@ def test_each_request_gets_what_it_would_get_alone(name: str) -> None:
     for length in LENGTHS:
         program = program_of(model, length)
         for round_ in range(6):
-            given = [some(model) for _ in range(length)]
+            # Not always full: then it holds what the round before left.
+            count = length - round_ % 2
+            given = [some(model) for _ in range(count)]
             whole = sum([array.nbytes for array in given[0].values()])
             requests = [
                 in_record(one, model.key(one)) if (i + round_) % 2 else request_of(one, key=model.key(one))
@@ -122,8 +124,8 @@ def test_each_request_gets_what_it_would_get_alone(name: str) -> None:
             ]
             together = Execution(requests, 0, program)
             model.execute(together)
-            assert together.copied_byte_size == length * whole
-            assert together.runs == length
+            assert together.copied_byte_size == count * whole
+            assert together.runs == count
             assert together.outputs is not None
             for i, one in enumerate(given):
                 (expected,), result = run(model, one), together.results[i]
