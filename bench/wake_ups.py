@@ -13,44 +13,42 @@ import argparse
 import os
 import socket
 import statistics
+import subprocess
 import sys
 import time
 
+from bench.server import ROOT
 from shm import channel
 
 
-def round_trips(ours: set[int], theirs: set[int], count: int) -> list[float]:
-    """Microseconds of each, from a process on one of our cores to one on theirs and back."""
+def round_trips(ours: int, theirs: int, count: int) -> list[float]:
+    """Microseconds of each, from a process on our core to one on theirs and back."""
     before = os.sched_getaffinity(0)
     near, far = channel.pair()
-    child = os.fork()
-    if not child:
-        near.close()
-        _echo(far, theirs)
-    far.close()
-    try:
-        os.sched_setaffinity(0, ours)
-        took = []
-        for _ in range(count):
-            began = time.perf_counter_ns()
+    echo = [sys.executable, "-m", "bench.wake_ups", "--echo", str(far.fileno()), str(theirs)]
+    with far, subprocess.Popen(echo, cwd=ROOT, pass_fds=[far.fileno()]):
+        far.close()
+        try:
+            os.sched_setaffinity(0, {ours})
             near.send(b"x")
-            near.recv(1)
-            took.append((time.perf_counter_ns() - began) / 1e3)
-        return took
-    finally:
-        near.close()
-        os.waitpid(child, 0)
-        os.sched_setaffinity(0, before)
+            near.recv(1)  # it is there
+            took = []
+            for _ in range(count):
+                began = time.perf_counter_ns()
+                near.send(b"x")
+                near.recv(1)
+                took.append((time.perf_counter_ns() - began) / 1e3)
+            return took
+        finally:
+            near.close()
+            os.sched_setaffinity(0, before)
 
 
-def _echo(sock: socket.socket, cores: set[int]) -> None:
+def _echo(sock: socket.socket, core: int) -> None:
     """The other process, until the pair is closed."""
-    try:
-        os.sched_setaffinity(0, cores)
-        while sock.recv(1):
-            sock.send(b"x")
-    finally:
-        os._exit(0)
+    os.sched_setaffinity(0, {core})
+    while sock.recv(1):
+        sock.send(b"x")
 
 
 def main() -> int:
@@ -59,11 +57,16 @@ def main() -> int:
         prog="bench.wake_ups", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--count", type=int, default=3000, help="round trips of each kind")
+    parser.add_argument("--echo", type=int, nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.echo:
+        fd, core = arguments.echo
+        _echo(socket.socket(fileno=fd), core)
+        return 0
     first, *others = sorted(os.sched_getaffinity(0))
-    pairs = {"one core": ({first}, {first})}
+    pairs = {"one core": (first, first)}
     if others:
-        pairs["two cores"] = ({first}, {others[0]})
+        pairs["two cores"] = (first, others[0])
     print("| a round trip on | p10 us | p50 us | p90 us |\n| --- | --- | --- | --- |")
     for name, (ours, theirs) in pairs.items():
         deciles = statistics.quantiles(round_trips(ours, theirs, arguments.count), n=10)

@@ -58,7 +58,7 @@ class SeriesProgram:
         self._outputs = outputs
         self._arguments = tuple([aligned((wanted.length, size), dtype) for dtype, size in inputs.rows])
         #: The inputs of one request.
-        self._byte_size = sum([stack[0].nbytes for stack in self._arguments])
+        self._byte_size: int = sum([stack.nbytes for stack in self._arguments]) // wanted.length
         #: Of each request in turn.
         self._places = [
             [
