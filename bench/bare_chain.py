@@ -159,18 +159,22 @@ class Connection(asyncio.Protocol):
         self.answer_head = self.last = b""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        # As tensord does: a write goes to the socket at once.
+        transport.set_write_buffer_limits(high=0)
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:
         size = self._chain.function.input_byte_size
+        if self._received:
+            data, self._received = self._received + data, b""
         if self._head is not None and len(data) == len(self._head) + size and data.startswith(self._head):
             self._chain.ask(self, data[-size:])
             return
-        self._received += data
-        head, found, body = self._received.partition(b"\r\n\r\n")
+        head, found, body = data.partition(b"\r\n\r\n")
         if found and len(body) >= int(_raw(head, "content-length") or 0):
-            request, self._received = self._received, b""
-            self._forward(request, head, body)
+            self._forward(data, head, body)
+        else:
+            self._received = data
 
     def _forward(self, request: bytes, head: bytes, body: bytes) -> None:
         method, path, _ = head.split(b"\r\n", 1)[0].decode().split(" ")
@@ -191,8 +195,9 @@ class Connection(asyncio.Protocol):
         if path.endswith("/infer") and answer.status == 200:
             (outputs,) = function.run([body[-function.input_byte_size :]])
             theirs, computed = (np.frombuffer(one[-len(outputs) :], np.float32) for one in (content, outputs))
-            if not np.allclose(theirs, computed, atol=1e-3):
-                raise SystemExit("what is computed here is not what tensord answers")
+            # In another batch sums are rounded otherwise; perf_analyzer sends any bits as FP32.
+            if not np.allclose(theirs, computed, rtol=1e-3, atol=1e-3, equal_nan=True):
+                raise SystemExit(f"{computed} is computed here, tensord answers {theirs}")
             self._head, self.last = request[: -function.input_byte_size], outputs
             self.answer_head = answer_head + content[: -len(outputs)]
         self.transport.write(answer_head + content)
