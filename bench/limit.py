@@ -2,9 +2,9 @@
 
     python -m bench.limit --peer DIR [--rounds 5] [--rows NAME,...]      DIR as for ``python -m bench``
 
-``bench.bare_chain`` says what each of them leaves out, which is nearly everything. Beyond what the one with a second process
-reaches is nothing for a front and a worker in Python that also look at what they are asked. All servers are measured in turn
-with perf_analyzer; ``x`` is the median of the rounds' ratios to the peer.
+``bench.bare_chain`` says what each of them leaves out, which is nearly everything; but they sleep whenever they wait, where
+tensord looks first (``lanes.spin_us``), so they show what checks and bookkeeping cost rather than a bound. All servers are measured
+in turn with perf_analyzer; ``x`` is the median of the rounds' ratios to the peer.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import contextlib
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-from bench.server import ready, serving
-from bench.spans import compare_module
+from bench.server import serving
+from bench.spans import ADDRESS, compare_module
 
-_OURS, _PEER = "127.0.0.1:18100", "127.0.0.1:18000"
+_PEER = "127.0.0.1:18000"
 _FIRST_PORT = 18130
 _KINDS = {"front": "a front alone", "process": "front and model in one process", "chain": "front and worker"}
 _ROWS = "small-http-c1,small-http-c4,small-http-c16,mlp-http-c32"
@@ -43,7 +42,7 @@ def main() -> int:
     subprocess.run([peer / "setup.sh"], check=True, stdout=subprocess.DEVNULL)
     with contextlib.ExitStack() as stack:
         ours = [sys.executable, "-m", "daemon", "serve", "--config", "bench/serve.toml"]
-        stack.enter_context(serving(ours, _OURS, arguments.logs / "bench-tensord.log"))
+        stack.enter_context(serving(ours, ADDRESS, arguments.logs / "bench-tensord.log"))
         triton = [str(peer / "triton.sh"), str(peer / "models")]
         stack.enter_context(serving(triton, _PEER, arguments.logs / "bench-peer.log"))
         print(f"| row | {' | '.join(f'{kind}/s, x' for kind in _KINDS.values())} | tensord/s, x | Triton/s |")
@@ -54,7 +53,7 @@ def main() -> int:
             model = extra[extra.index("-m") + 1]
             if model not in servers:
                 servers[model] = _bare(stack, model, _FIRST_PORT + len(servers) * len(_KINDS), arguments.logs)
-            addresses = [*servers[model].values(), _OURS, _PEER]
+            addresses = [*servers[model].values(), ADDRESS, _PEER]
             rounds: list[list[float | None]] = []
             for _ in range(arguments.rounds):
                 figures = [compare.measure(address, protocol, concurrency, extra, 1500)[0] for address in addresses]
@@ -68,11 +67,9 @@ def _bare(stack: contextlib.ExitStack, model: str, port: int, logs: Path) -> dic
     addresses = {}
     for number, kind in enumerate(_KINDS):
         address = f"127.0.0.1:{port + number}"
-        command = [sys.executable, "-m", "bench.bare_chain", str(port + number), _OURS, model, kind]
+        command = [sys.executable, "-m", "bench.bare_chain", str(port + number), ADDRESS, model, kind]
         stack.enter_context(serving(command, address, logs / f"bench-{kind}.log"))
         addresses[kind] = address
-    while not all(map(ready, addresses.values())):
-        time.sleep(0.1)
     return addresses
 
 
