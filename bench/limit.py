@@ -3,8 +3,8 @@
     python -m bench.limit --peer DIR [--rounds 5] [--rows NAME,...]      DIR as for ``python -m bench``
 
 ``bench.bare_chain`` says what each of them leaves out, which is nearly everything; but they sleep whenever they wait, where
-tensord looks first (``lanes.spin_us``), so they show what checks and bookkeeping cost rather than a bound. All servers are measured
-in turn with perf_analyzer; ``x`` is the median of the rounds' ratios to the peer.
+tensord looks first (``lanes.spin_us``), so they show what checks and bookkeeping cost rather than a bound.
+All servers are measured in turn with perf_analyzer; ``x`` is the median of the rounds' ratios to the peer.
 """
 
 from __future__ import annotations
