@@ -22,7 +22,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,19 +180,12 @@ class Connection(asyncio.Protocol):
         method, path, _ = head.split(b"\r\n", 1)[0].decode().split(" ")
         length = _raw(head, "inference-header-content-length").decode()
         fields = {"inference-header-content-length": length} if length else {}
-        upstream = http.client.HTTPConnection(self._chain.upstream)
-        upstream.request(method, path, body, fields)
-        answer = upstream.getresponse()
-        content = answer.read()
-        kept = [f"{name}: {value}" for name, value in answer.getheaders() if name.lower() != "content-length"]
-        upstream.close()
+        status, kept, content = fetch(self._chain.upstream, method, path, body, fields)
         if path.endswith("/stats"):
             content = _counted(content, self._chain.answered)
-        answer_head = "\r\n".join(
-            [f"HTTP/1.1 {answer.status} OK", *kept, f"content-length: {len(content)}", "", ""]
-        ).encode()
+        answer_head = head_of(status, kept, len(content))
         function = self._chain.function
-        if path.endswith("/infer") and answer.status == 200:
+        if path.endswith("/infer") and status == 200:
             (outputs,) = function.run([body[-function.input_byte_size :]])
             theirs, computed = (np.frombuffer(one[-len(outputs) :], np.float32) for one in (content, outputs))
             # In another batch sums are rounded otherwise; perf_analyzer sends any bits as FP32.
@@ -203,19 +196,43 @@ class Connection(asyncio.Protocol):
         self.transport.write(answer_head + content)
 
 
+def fetch(
+    upstream: str, method: str, path: str, body: bytes, fields: Mapping[str, str]
+) -> tuple[int, list[str], bytes]:
+    """What a server answers: status, header fields besides the length, and the body."""
+    connection = http.client.HTTPConnection(upstream)
+    connection.request(method, path, body, fields)
+    answer = connection.getresponse()
+    content = answer.read()
+    kept = [f"{name}: {value}" for name, value in answer.getheaders() if name.lower() != "content-length"]
+    connection.close()
+    return answer.status, kept, content
+
+
+def head_of(status: int, fields: Sequence[str], size: int) -> bytes:
+    """What stands before a body of so many bytes."""
+    return "\r\n".join([f"HTTP/1.1 {status} OK", *fields, f"content-length: {size}", "", ""]).encode()
+
+
 def _raw(head: bytes, name: str) -> bytes:
     lines = [line.partition(b":") for line in head.split(b"\r\n")]
     return next((value.strip() for key, _, value in lines if key.lower() == name.encode()), b"")
 
 
+def counters(statistics: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where statistics hold what grows with every request: objects and the name in them."""
+    for model in statistics["model_stats"]:
+        for name in ("inference_count", "execution_count", "last_inference"):
+            yield model, name
+        for name in ("success", "queue", "compute_input", "compute_infer", "compute_output"):
+            yield model["inference_stats"][name], "count"
+
+
 def _counted(content: bytes, count: int) -> bytes:
     """The statistics as if the upstream had answered these as well."""
     statistics = json.loads(content)
-    for model in statistics["model_stats"]:
-        for name in ("inference_count", "execution_count", "last_inference"):
-            model[name] += count
-        for name in ("success", "queue", "compute_input", "compute_infer", "compute_output"):
-            model["inference_stats"][name]["count"] += count
+    for where, name in counters(statistics):
+        where[name] += count
     return json.dumps(statistics).encode()
 
 

@@ -2,26 +2,40 @@
 
     python -m bench.limit --peer DIR [--rounds 5] [--rows NAME,...]      DIR as for ``python -m bench``
 
-``bench.bare_chain`` says what each of them leaves out, which is nearly everything; but they sleep whenever they wait, where
-tensord looks first (``lanes.spin_us``), so they show what checks and bookkeeping cost rather than a bound.
-All servers are measured in turn with perf_analyzer; ``x`` is the median of the rounds' ratios to the peer.
+``bench.bare_chain`` says what each of those in Python leaves out, which is nearly everything; but they sleep whenever they wait,
+where tensord looks first (``lanes.spin_us``), so they show what checks and bookkeeping cost rather than a bound.
+
+The bound is the chain in C (``native_chain.c``), for ``addsub`` and where there is a C compiler: a front process and a worker
+process that do nothing but pass bytes over a socket pair, once sleeping whenever they wait, once looking for 300 us before. What
+the faster of the two reaches is what any server made of a front process and a worker process can reach on this machine with this
+client, as far as two ways of waiting can tell: nothing is left in it that such a server could do without, but other ways to wait,
+to pass bytes (memory that the other end looks at) or to place the processes on cores are not tried.
+
+All servers are measured in turn with perf_analyzer; ``x`` is the median of the rounds' ratios to the peer. An empty cell: that
+server does not have the row's model.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import statistics
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from bench import native_chain
 from bench.server import serving
 from bench.spans import ADDRESS, compare_module
 
 _PEER = "127.0.0.1:18000"
 _FIRST_PORT = 18130
 _KINDS = {"front": "a front alone", "process": "front and model in one process", "chain": "front and worker"}
+#: Microseconds that the chain in C looks before it sleeps.
+_NATIVE = {0: "front and worker in C", 300: "the same, looking 300 us"}
 _ROWS = "small-http-c1,small-http-c4,small-http-c16,mlp-http-c32"
 
 
@@ -40,49 +54,75 @@ def main() -> int:
     peer = arguments.peer.resolve()
     compare = compare_module(peer)
     subprocess.run([peer / "setup.sh"], check=True, stdout=subprocess.DEVNULL)
+    ports = itertools.count(_FIRST_PORT)
     with contextlib.ExitStack() as stack:
         ours = [sys.executable, "-m", "daemon", "serve", "--config", "bench/serve.toml"]
         stack.enter_context(serving(ours, ADDRESS, arguments.logs / "bench-tensord.log"))
         triton = [str(peer / "triton.sh"), str(peer / "models")]
         stack.enter_context(serving(triton, _PEER, arguments.logs / "bench-peer.log"))
-        print(f"| row | {' | '.join(f'{kind}/s, x' for kind in _KINDS.values())} | tensord/s, x | Triton/s |")
-        print(f"| --- |{' --- |' * (len(_KINDS) + 2)}")
-        servers: dict[str, dict[str, str]] = {}
+        in_c = native(stack, ports, arguments.logs)
+        columns = [*_KINDS.values(), *in_c, "tensord", "Triton"]
+        print(f"| row | {'/s, x | '.join(columns)}/s |\n| --- |{' --- |' * len(columns)}", flush=True)
+        bare: dict[str, dict[str, str]] = {}
         for name in arguments.rows.split(","):
             protocol, concurrency, extra = compare.ROWS[name]
             model = extra[extra.index("-m") + 1]
-            if model not in servers:
-                servers[model] = _bare(stack, model, _FIRST_PORT + len(servers) * len(_KINDS), arguments.logs)
-            addresses = [*servers[model].values(), ADDRESS, _PEER]
-            rounds: list[list[float | None]] = []
+            if model not in bare:
+                bare[model] = _bare(stack, model, ports, arguments.logs)
+            servers = bare[model] | (in_c if model == native_chain.MODEL else {})
+            servers |= {"tensord": ADDRESS, "Triton": _PEER}
+            rounds: list[dict[str, float | None]] = []
             for _ in range(arguments.rounds):
-                figures = [compare.measure(address, protocol, concurrency, extra, 1500)[0] for address in addresses]
-                rounds.append([None if figure is None else figure["infer_per_s"] for figure in figures])
-            print(_line(name, rounds), flush=True)
+                figures = {
+                    column: compare.measure(address, protocol, concurrency, extra, 1500)[0]
+                    for column, address in servers.items()
+                }
+                rounds.append({column: figure and figure["infer_per_s"] for column, figure in figures.items()})
+            print(line(name, columns, rounds), flush=True)
     return 0
 
 
-def _bare(stack: contextlib.ExitStack, model: str, port: int, logs: Path) -> dict[str, str]:
-    """Starts the bare servers of a model; kind -> address."""
+def _bare(stack: contextlib.ExitStack, model: str, ports: Iterator[int], logs: Path) -> dict[str, str]:
+    """Starts the bare servers of a model; column -> address."""
     addresses = {}
-    for number, kind in enumerate(_KINDS):
-        address = f"127.0.0.1:{port + number}"
-        command = [sys.executable, "-m", "bench.bare_chain", str(port + number), ADDRESS, model, kind]
-        stack.enter_context(serving(command, address, logs / f"bench-{kind}.log"))
-        addresses[kind] = address
+    for kind, column in _KINDS.items():
+        port = next(ports)
+        addresses[column] = f"127.0.0.1:{port}"
+        command = [sys.executable, "-m", "bench.bare_chain", str(port), ADDRESS, model, kind]
+        stack.enter_context(serving(command, addresses[column], logs / f"bench-{kind}.log"))
     return addresses
 
 
-def _line(name: str, rounds: list[list[float | None]]) -> str:
-    """Of each server, the medians of the rounds in which perf_analyzer found a figure stable."""
+def native(stack: contextlib.ExitStack, ports: Iterator[int], logs: Path) -> dict[str, str]:
+    """Compiles and starts the chains in C, and checks what they answer; column -> address, none where there is no compiler."""
+    program = native_chain.compiled(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+    if program is None:
+        print("no C compiler (cc): the chain in C is left out, so there is no bound in this table", file=sys.stderr)
+        return {}
+    addresses = {}
+    for spin_us, column in _NATIVE.items():
+        addresses[column] = f"127.0.0.1:{next(ports)}"
+        log = logs / f"bench-native-{spin_us}.log"
+        stack.enter_context(native_chain.chain(program, ADDRESS, addresses[column], spin_us, log))
+    return addresses
+
+
+def line(name: str, columns: Sequence[str], rounds: Sequence[Mapping[str, float | None]]) -> str:
+    """A row of the table: of each column the median rate, and of all but the last the median ratio to the last one's.
+
+    Args:
+      rounds: answers per second; None where perf_analyzer found no stable figure, which counts in no median. A column that no
+        round has is left empty.
+    """
     cells = []
-    for server in range(len(rounds[0])):
-        rates = [figures[server] for figures in rounds if figures[server]]
-        ratios = [figures[server] / figures[-1] for figures in rounds if figures[server] and figures[-1]]
+    for column in columns:
+        of_both = [(figures.get(column), figures[columns[-1]]) for figures in rounds]
+        rates = [rate for rate, _ in of_both if rate]
+        ratios = [rate / other for rate, other in of_both if rate and other]
         cell = f"{statistics.median(rates):.0f}" if rates else "never stable"
-        if ratios and server < len(rounds[0]) - 1:
+        if ratios and column != columns[-1]:
             cell += f", {statistics.median(ratios):.2f}"
-        cells.append(cell)
+        cells.append(cell if any(column in figures for figures in rounds) else "")
     return f"| {name} | {' | '.join(cells)} |"
 
 
