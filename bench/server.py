@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 import urllib.error
@@ -20,7 +21,13 @@ _TICK_US = 1e6 / os.sysconf("SC_CLK_TCK")
 
 @contextlib.contextmanager
 def serving(command: Sequence[str], address: str, log: Path) -> Iterator[int]:
-    """Runs a server until the block ends, once it is ready; yields its process id."""
+    """Runs a server until the block ends, once it is ready; yields its process id.
+
+    Raises SystemExit: it ended, or somebody else listens at the address, who would be measured in its place.
+    """
+    host, port = address.rsplit(":", 1)
+    with contextlib.suppress(ConnectionRefusedError), socket.create_connection((host, int(port)), 5):
+        raise SystemExit(f"{command[0]} cannot serve on {address}: somebody else does")
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
     try:
