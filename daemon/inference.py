@@ -18,18 +18,31 @@ from dataclasses import dataclass
 
 import msgspec
 
-from daemon.submit import OnCompletion, Submitter
+from daemon.submit import OnCompletion, OnFormed, Submitter
 from daemon.tracer import Trace
 from shm.arena import Lease
 from shm.errors import ServingError, from_code
+from shm.forms import Form, request_template, whole_request
 from shm.lane import SubmitterLane
-from shm.messages import Completion, Inline, Parameter, Place, RegionSlice, RequestedOutput, Slice, Submit, Tensor
+from shm.messages import (
+    Completion,
+    FormSubmit,
+    Inline,
+    Parameter,
+    Place,
+    RegionSlice,
+    RequestedOutput,
+    Slice,
+    Submit,
+    Tensor,
+)
 
 _ALIGNMENT = 64
 
 #: What an input's bytes are: themselves (BYTES length-prefixed), or where they lie: in a client's region, in the request's lease.
 Content = bytes | memoryview | RegionSlice | Slice
 _PLACES = (RegionSlice, Slice)
+_EMPTY = Inline(b"")
 
 
 class InferenceRequest(msgspec.Struct):
@@ -55,17 +68,27 @@ class InferenceRequest(msgspec.Struct):
     trace: Trace | None = None
     #: Where the Slices among its inputs lie. ``begin`` takes it over, also where it raises.
     lease: Lease | None = None
+    #: Where it is one of a known kind: instead of everything but ``id`` and ``deadline_ns``, and the tensors it has of its own.
+    form: Form[Submit] | None = None
+    contents: tuple[bytes, ...] = ()
 
 
 class Inference:
     """A request under way. Its owner may ``cancel`` it; after that no callback comes."""
 
-    __slots__ = ("_cancelled", "_on_completion", "_request", "_request_id", "_submitter")
+    __slots__ = ("_cancelled", "_on_completion", "_on_formed", "_request", "_request_id", "_submitter")
 
-    def __init__(self, submitter: Submitter, request: InferenceRequest, on_completion: OnCompletion) -> None:
+    def __init__(
+        self,
+        submitter: Submitter,
+        request: InferenceRequest,
+        on_completion: OnCompletion,
+        on_formed: OnFormed | None = None,
+    ) -> None:
         self._submitter = submitter
         self._request = request
         self._on_completion = on_completion
+        self._on_formed = on_formed
         #: 0: not sent yet.
         self._request_id = 0
         self._cancelled = False
@@ -94,25 +117,18 @@ class Inference:
     def send(self, lease: Lease | None) -> None:
         """Puts the tensors into their places and submits. Raises Unavailable: too many are in flight; leases are given back."""
         request, submitter, trace = self._request, self._submitter, self._request.trace
-        request_id = submitter.next_id()
-        record = Submit(
-            request_id,
-            request.model,
-            request.version,
-            _placed(request, lease, submitter.inline_byte_size),
-            request.outputs,
-            request.parameters,
-            request.id,
-            deadline_ns=request.deadline_ns,
-            received_ns=time.monotonic_ns(),
-            priority=request.priority,
-            timeout_us=request.timeout_us,
-            sequence_id=request.sequence_id,
-            sequence_start=request.sequence_start,
-            sequence_end=request.sequence_end,
-            trace=0 if trace is None else trace.level,
-        )
+        request_id, form, now_ns = submitter.next_id(), request.form, time.monotonic_ns()
+        if form is not None:
+            formed = FormSubmit(request_id, form.number, request.contents, request.id, request.deadline_ns, now_ns)
+            if trace is None and self._on_formed is not None:
+                submitter.submit_formed(form, formed, self._on_completion, self._on_formed)
+                self._request_id = request_id
+                return
+            record = whole_request(form.template, formed)
+        else:
+            record = _record(request, request_id, _placed(request, lease, submitter.inline_byte_size), now_ns)
         if trace is not None:
+            record = msgspec.structs.replace(record, trace=trace.level)
             trace.client_id = request.id
             trace.stamp("REQUEST_START")
             self._on_completion = _traced(trace, self._on_completion)
@@ -128,17 +144,23 @@ class Inference:
         self._request_id = request_id
 
 
-def begin(submitter: Submitter, request: InferenceRequest, on_completion: OnCompletion) -> Inference:
+def begin(
+    submitter: Submitter,
+    request: InferenceRequest,
+    on_completion: OnCompletion,
+    on_formed: OnFormed | None = None,
+) -> Inference:
     """Sends a request now, or when there is room for its tensors; ``on_completion`` is never called from here.
 
-    A refusal that comes later arrives as a Completion with a code.
+    A refusal that comes later arrives as a Completion with a code. ``on_formed``: called instead where the request has a form and
+    its answer too.
     Raises: InvalidArgument: its tensors could never fit.  Unavailable: too many requests are in flight.
     """
     inline, size = submitter.inline_byte_size, 0
     for _, _, _, content in request.inputs:
         if not isinstance(content, _PLACES) and len(content) > inline:
             size += -(-len(content) // _ALIGNMENT) * _ALIGNMENT
-    inference = Inference(submitter, request, on_completion)
+    inference = Inference(submitter, request, on_completion, on_formed)
     if not size:
         inference.send(None)
         return inference
@@ -152,6 +174,38 @@ def begin(submitter: Submitter, request: InferenceRequest, on_completion: OnComp
     else:
         submitter.wait_for_room(size, inference.granted)
     return inference
+
+
+def form_of(submitter: Submitter, request: InferenceRequest) -> Form[Submit] | None:
+    """The form of requests that differ from that one in their ids, deadlines and small tensors. None: it has large ones."""
+    tensors: list[Tensor] = []
+    for name, datatype, shape, content in request.inputs:
+        place: Place = _EMPTY
+        if isinstance(content, RegionSlice):
+            place = content
+        elif isinstance(content, Slice) or len(content) > submitter.inline_byte_size:
+            return None
+        tensors.append(Tensor(name, datatype, shape, place))
+    return submitter.forms.form(request_template(_record(request, 0, tuple(tensors), 0)))
+
+
+def _record(request: InferenceRequest, request_id: int, tensors: tuple[Tensor, ...], received_ns: int) -> Submit:
+    return Submit(
+        request_id,
+        request.model,
+        request.version,
+        tensors,
+        request.outputs,
+        request.parameters,
+        request.id,
+        deadline_ns=request.deadline_ns,
+        received_ns=received_ns,
+        priority=request.priority,
+        timeout_us=request.timeout_us,
+        sequence_id=request.sequence_id,
+        sequence_start=request.sequence_start,
+        sequence_end=request.sequence_end,
+    )
 
 
 def _give_back(submitter: Submitter, request: InferenceRequest) -> None:

@@ -30,33 +30,70 @@ from daemon.region_places import RegionPlaces
 from shm.arena import Arena, Lease, LeaseKey
 from shm.channel import ChannelClosed
 from shm.errors import Internal, InvalidArgument, NotFound, ServingError, Unavailable
+from shm.forms import Form, Forms, whole_answer, whole_request
 from shm.lane import SubmitterLane
-from shm.messages import Completion, LaneOpened, ModelGone, ModelState, RegionPlace, Submit, WorkerFenced
+from shm.messages import (
+    Completion,
+    FormCompletion,
+    FormSubmit,
+    LaneOpened,
+    ModelGone,
+    ModelState,
+    RegionPlace,
+    Submit,
+    WorkerFenced,
+)
 from shm.status_page import StatusPage
 
 _log = logging.getLogger(__name__)
 
 #: The owner of a request: the completion, and the lane whose response arena holds its slices (None: nothing to view).
 OnCompletion = Callable[[Completion, SubmitterLane | None], None]
+#: The same of an answer of a form: what those have in common, and its own. (Equal templates of one lane are one object.)
+OnFormed = Callable[[Completion, FormCompletion], None]
 OnLease = Callable[[Lease | ServingError], None]
 
 _STRIKES = 2
+_UNDELIVERED = "an answer could not be delivered"
 _SWEEP_SECONDS = 0.1
 
 
 class Pending:
     """One request in flight."""
 
-    __slots__ = ("cancelled", "leases", "on_completion", "record", "sent_at", "worker")
+    __slots__ = ("cancelled", "form", "leases", "on_completion", "on_formed", "record", "sent_at", "worker")
 
-    def __init__(self, record: Submit, leases: Sequence[Lease], on_completion: OnCompletion, now: float) -> None:
+    def __init__(
+        self,
+        record: Submit | FormSubmit,
+        leases: Sequence[Lease],
+        on_completion: OnCompletion,
+        now: float,
+        form: Form[Submit] | None = None,
+        on_formed: OnFormed | None = None,
+    ) -> None:
         self.record = record
+        #: Of a FormSubmit.
+        self.form = form
+        self.on_formed = on_formed
         #: Where its inputs lie; given back with its final completion.
         self.leases = leases
         self.on_completion = on_completion
         self.worker: Worker | None = None
         self.sent_at = now
         self.cancelled = False
+
+    @property
+    def submit(self) -> Submit:
+        """What says which model is asked for, with which regions."""
+        return self.record if self.form is None else self.form.template  # type: ignore[return-value]
+
+    def unform(self) -> Submit:
+        """Makes it a request like those without a form."""
+        if self.form is not None:
+            self.record = whole_request(self.form.template, self.record)  # type: ignore[arg-type]
+            self.form = None
+        return self.record  # type: ignore[return-value]
 
 
 class Worker:
@@ -87,6 +124,8 @@ class Submitter:
         arenas = options.arenas
         #: Tensors up to this size travel inside their record.
         self.inline_byte_size = arenas.inline_byte_size
+        #: The kinds of requests that its clients repeat.
+        self.forms: Forms[Submit] = Forms()
         self._arena = Arena(arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
         self._workers: dict[int, Worker] = {}
         self._places = RegionPlaces()
@@ -113,12 +152,20 @@ class Submitter:
 
         Raises: Unavailable: too many requests are in flight; the leases stay the caller's.
         """
+        self._begin(Pending(record, leases, on_completion, self._loop.time()))
+
+    def submit_formed(
+        self, form: Form[Submit], record: FormSubmit, on_completion: OnCompletion, on_formed: OnFormed
+    ) -> None:
+        """The same of a request of a form; an answer of a form comes to ``on_formed`` instead. Raises as ``submit``."""
+        self._begin(Pending(record, (), on_completion, self._loop.time(), form, on_formed))
+
+    def _begin(self, pending: Pending) -> None:
         if len(self._pending) >= self._options.requests.max_in_flight:
             raise Unavailable(
                 f"{len(self._pending)} requests are in flight, at most {self._options.requests.max_in_flight} are allowed"
             )
-        pending = Pending(record, leases, on_completion, self._loop.time())
-        self._pending[record.request_id] = pending
+        self._pending[pending.record.request_id] = pending
         if self._options.requests.timeout:
             self._sweep_later()
         self._dispatch(pending)
@@ -245,19 +292,20 @@ class Submitter:
             self._finish(pending)
             return
         if was_executing:
-            strikes = pending.record.strikes + 1
+            record = pending.unform()
+            strikes = record.strikes + 1
             if strikes >= _STRIKES:
                 self._fail(
                     pending,
                     Internal(f"the request was given up: {strikes} worker processes died while they executed it"),
                 )
                 return
-            if not self._stateless(pending.record):
+            if not self._stateless(record):
                 self._fail(
                     pending, Internal("the worker process died while it executed the request; its sequence is lost")
                 )
                 return
-            pending.record = msgspec.structs.replace(pending.record, strikes=strikes)
+            pending.record = msgspec.structs.replace(record, strikes=strikes)
         self._dispatch(pending)
 
     def _stateless(self, record: Submit) -> bool:
@@ -270,10 +318,10 @@ class Submitter:
 
     def _dispatch(self, pending: Pending) -> None:
         """Sends to the least loaded worker that has the model, or waits for one."""
-        record = pending.record
+        record, submit = pending.record, pending.submit
         try:
-            state = self._table.find(record.model, record.version)
-            device = self._places.device_of(record) if self._places else ""
+            state = self._table.find(submit.model, submit.version)
+            device = self._places.device_of(submit) if self._places else ""
         except ServingError as error:
             self._loop.call_soon(self._fail, pending, error)
             return
@@ -293,7 +341,10 @@ class Submitter:
             return
         pending.worker = chosen
         chosen.in_flight[record.request_id] = pending
-        chosen.lane.submit(record)
+        if pending.form is None:
+            chosen.lane.submit(submit)
+        else:
+            chosen.lane.submit_formed(pending.form, record)  # type: ignore[arg-type]
         if pending.leases and len(chosen.in_flight) == 1 and not chosen.writing:
             # The worker has nothing to do, and this is worth waking it: other connections may have large bodies to be read first.
             self._flush_worker(chosen)
@@ -351,8 +402,15 @@ class Submitter:
             self._give_up(worker, Internal("the worker's answer could not be understood"))
         return False
 
-    def _complete(self, worker: Worker, completion: Completion) -> None:
+    def _complete(self, worker: Worker, completion: Completion | FormCompletion) -> None:
         pending = worker.in_flight.get(completion.request_id)
+        if type(completion) is FormCompletion:
+            template = worker.lane.answer_template(completion.form)
+            if pending is not None and pending.on_formed is not None:
+                self._complete_formed(worker, pending, template, completion)
+                return
+            completion = whole_answer(template, completion)
+        assert isinstance(completion, Completion)
         if pending is None:
             if completion.lease is not None:
                 self.release(worker.lane, completion.lease)
@@ -367,6 +425,19 @@ class Submitter:
             _tell(pending, completion, worker.lane)
         if completion.final:
             self._finish(pending)
+
+    def _complete_formed(
+        self, worker: Worker, pending: Pending, template: Completion, completion: FormCompletion
+    ) -> None:
+        del worker.in_flight[completion.request_id]
+        self._busy_poll.answered()
+        if not pending.cancelled:
+            assert pending.on_formed is not None
+            try:
+                pending.on_formed(template, completion)
+            except Exception:
+                _log.exception(_UNDELIVERED)
+        self._finish(pending)
 
     def _give_up(self, worker: Worker, error: ServingError) -> None:
         """Answers what is in flight there. The process lives and may still read: memory comes back when it is fenced."""
@@ -422,7 +493,7 @@ class Submitter:
         ):
             _, pending = self._waiting.popleft()
             if pending.record.request_id in self._pending:
-                self._fail(pending, self._no_worker(pending.record))
+                self._fail(pending, self._no_worker(pending.submit))
         while self._room and self._room[0][0] <= now:
             _, byte_size, on_lease = self._room.popleft()
             on_lease(
@@ -461,4 +532,4 @@ def _tell(pending: Pending, completion: Completion, lane: SubmitterLane | None) 
     try:
         pending.on_completion(completion, lane)
     except Exception:
-        _log.exception("an answer could not be delivered")
+        _log.exception(_UNDELIVERED)

@@ -2,9 +2,9 @@
 
     submitter                                            worker
     request arena (owner)  ── SegmentOpened + fd ──▶     ArenaMap, read-only
-    Submit, Cancel         ─────────────────────▶
+    Submit, Cancel         ─────────────────────▶           (requests of one form: RequestForm once, then FormSubmit)
     ArenaMap, read-only    ◀── SegmentOpened + fd ──     response arena (owner)
-                           ◀───── Completion ───────
+                           ◀───── Completion ───────       (answers of one form: AnswerForm once, then FormCompletion)
     Release                ─────────────────────▶        leases return to the arena
 
 The request arena belongs to the submitter and is shared by all its lanes, so a request can be given to another worker without
@@ -20,10 +20,15 @@ from collections.abc import Iterable
 from shm.arena import Arena, ArenaMap, Lease, LeaseKey, OnSegment
 from shm.channel import Channel
 from shm.errors import InvalidArgument
+from shm.forms import Form, Forms, HeardForms, SaidForms
 from shm.messages import (
+    AnswerForm,
     Cancel,
     Completion,
+    FormCompletion,
+    FormSubmit,
     Release,
+    RequestForm,
     SegmentClosed,
     SegmentOpened,
     Slice,
@@ -35,6 +40,8 @@ from shm.messages import (
 
 _FROM_WORKER = decoder(ToSubmitter)
 _FROM_SUBMITTER = decoder(ToWorker)
+_COMPLETIONS = (Completion, FormCompletion)
+_REQUESTS = (FormSubmit, Submit, RequestForm, Cancel)
 
 
 class _Announcer:
@@ -70,6 +77,8 @@ class SubmitterLane:
         self._announcer = _Announcer(self._channel, arena)
         self._responses = ArenaMap()
         self._releases: list[LeaseKey] = []
+        self._said: SaidForms[Submit] = SaidForms(self._channel, RequestForm)
+        self._heard: HeardForms[Completion] = HeardForms()
 
     def fileno(self) -> int:
         return self._channel.fileno()
@@ -84,6 +93,11 @@ class SubmitterLane:
         for tensor in record.inputs:
             if type(tensor.place) is Slice:
                 self._announcer.announce(tensor.place.segment)
+        self._channel.put(record)
+
+    def submit_formed(self, form: Form[Submit], record: FormSubmit) -> None:
+        """Queues a request of a form, whose inputs are in the record or in regions."""
+        self._said.say(form)
         self._channel.put(record)
 
     def cancel(self, request_id: int) -> None:
@@ -102,7 +116,7 @@ class SubmitterLane:
             self._releases.clear()
         return self._channel.flush()
 
-    def receive(self) -> list[Completion] | None:
+    def receive(self) -> list[Completion | FormCompletion] | None:
         """One datagram's completions (possibly none); None when nothing is waiting.
 
         Raises: ChannelClosed: the worker is going; requests may be run again only once it is fenced.  InvalidArgument: malformed.
@@ -111,13 +125,23 @@ class SubmitterLane:
         if received is None:
             return None
         records, fds = received
-        if len(records) == 1 and type(records[0]) is not Completion:
+        if len(records) == 1 and type(records[0]) is SegmentOpened:
             _apply_segment(records[0], fds, self._responses)
             return []
         _refuse_descriptors(fds)
-        return [
-            record for record in records if type(record) is Completion or _apply_segment(record, [], self._responses)
-        ]
+        return [record for record in records if type(record) in _COMPLETIONS or self._note(record)]
+
+    def _note(self, record: object) -> bool:
+        """What comes before answers; always False, so that it can stand in a filter."""
+        if type(record) is AnswerForm:
+            self._heard.learn(record.number, record.completion)
+        else:
+            _apply_segment(record, [], self._responses)
+        return False
+
+    def answer_template(self, form: int) -> Completion:
+        """What the answers of that form have in common. Raises InvalidArgument: there is no such form."""
+        return self._heard.find(form)
 
     def view(self, place: Slice) -> memoryview:
         """Bytes of an answer in the worker's response arena, read-only. Raises InvalidArgument: outside it."""
@@ -145,6 +169,8 @@ class WorkerLane:
         self._arena = Arena(byte_size, max_byte_size, keep_byte_size, on_segment)
         self._announcer = _Announcer(self._channel, self._arena)
         self._requests = ArenaMap(on_segment)
+        self._forms: Forms[Completion] = Forms()
+        self._said: SaidForms[Completion] = SaidForms(self._channel, AnswerForm)
 
     def fileno(self) -> int:
         return self._channel.fileno()
@@ -159,8 +185,8 @@ class WorkerLane:
         """The response arena, for statistics."""
         return self._arena
 
-    def receive(self) -> list[Submit | Cancel] | None:
-        """One datagram's requests and cancellations (possibly none); None when nothing is waiting.
+    def receive(self) -> list[Submit | RequestForm | FormSubmit | Cancel] | None:
+        """One datagram's requests, forms and cancellations (possibly none), in order; None when nothing is waiting.
 
         Raises: ChannelClosed: the submitter is gone.  InvalidArgument: malformed, or a lease given back that is not on loan.
         """
@@ -172,9 +198,9 @@ class WorkerLane:
             _apply_segment(records[0], fds, self._requests)
             return []
         _refuse_descriptors(fds)
-        wanted: list[Submit | Cancel] = []
+        wanted: list[Submit | RequestForm | FormSubmit | Cancel] = []
         for record in records:
-            if type(record) is Submit or type(record) is Cancel:
+            if type(record) in _REQUESTS:
                 wanted.append(record)
             elif type(record) is Release:
                 self._take_back(record.leases)
@@ -194,6 +220,15 @@ class WorkerLane:
         """Queues an answer whose bytes are in place."""
         if record.lease is not None:
             self._announcer.announce(record.lease[0])
+        self._channel.put(record)
+
+    def answer_form(self, template: Completion) -> Form[Completion]:
+        """The form of answers like that (``shm.forms.answer_template``)."""
+        return self._forms.form(template)
+
+    def complete_formed(self, form: Form[Completion], record: FormCompletion) -> None:
+        """Queues an answer of a form: its outputs are in the record, or in place."""
+        self._said.say(form)
         self._channel.put(record)
 
     def flush(self) -> bool:

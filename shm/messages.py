@@ -5,7 +5,8 @@ that knows the union of a direction decodes and type-checks in one pass; anythin
 
                 submitter --> worker                     worker --> submitter
     lane        SegmentOpened SegmentClosed              SegmentOpened SegmentClosed
-                Submit Release Cancel                    Completion
+                Submit RequestForm FormSubmit            Completion AnswerForm FormCompletion
+                Release Cancel
 
                 supervisor --> front                     front --> supervisor
     control     Start Stop LaneOpened WorkerFenced       ChildReady Call
@@ -171,8 +172,46 @@ class Completion(Record, frozen=True, tag="C"):
     trace: Timeline | None = None
 
 
-ToWorker = SegmentOpened | SegmentClosed | Submit | Release | Cancel
-ToSubmitter = SegmentOpened | SegmentClosed | Completion
+class RequestForm(Record, frozen=True, tag="Q+"):
+    """What requests of one kind have in common (``shm.forms``); from now on the number stands for it.
+
+    ``submit`` is one of them without what each has of its own: its id and its client's, its moments, the tensors in its record.
+    """
+
+    number: int
+    submit: Submit
+
+
+class FormSubmit(Record, frozen=True, tag="q"):
+    """A request of a form: what it has of its own, as in Submit."""
+
+    request_id: int
+    form: int
+    #: Of the inputs that travel in the record, in their order.
+    contents: tuple[bytes, ...]
+    client_id: str = ""
+    deadline_ns: int = 0
+    received_ns: int = 0
+
+
+class AnswerForm(Record, frozen=True, tag="C+"):
+    """What answers of one kind have in common; ``completion`` is one of them without its id and the tensors in its record."""
+
+    number: int
+    completion: Completion
+
+
+class FormCompletion(Record, frozen=True, tag="c"):
+    """An answer of a form, final and good."""
+
+    request_id: int
+    form: int
+    #: Of the outputs that travel in the record, in their order.
+    contents: tuple[bytes, ...]
+
+
+ToWorker = SegmentOpened | SegmentClosed | Submit | RequestForm | FormSubmit | Release | Cancel
+ToSubmitter = SegmentOpened | SegmentClosed | Completion | AnswerForm | FormCompletion
 
 
 # ------------------------------------------------------------------------------------------------------------- control

@@ -16,13 +16,15 @@ import numpy as np
 from shm.arrays import Array, byte_content, datatype_of
 from shm.cuda_regions import CudaRegion
 from shm.errors import Internal, ServingError
-from shm.messages import Completion, Inline, RegionSlice, Slice, Tensor
+from shm.forms import Form
+from shm.messages import Completion, FormCompletion, Inline, RegionSlice, Slice, Tensor
 from shm.regions import Region, check_range
 from shm.snapshot_region import SnapshotRegion
 from workers import large_copy
 from workers.classification import classify
 from workers.device_array import DeviceArray
-from workers.models.batch_outputs import BatchOutputs
+from workers.known_form import AnswerPlan, Part
+from workers.models.batch_outputs import BatchOutputs, OutputLayout
 from workers.models.signature import Signature
 from workers.region_table import AnyRegion, check_intact
 from workers.request import Request
@@ -100,11 +102,45 @@ def complete(
         raise
     request.copied_byte_size += copied
     return Completion(
-        request.submit.request_id,
+        request.request_id,
         version=version,
         outputs=tuple(tensors),
         lease=lease.key if lease is not None else None,
     )
+
+
+def complete_planned(request: Request, plan: AnswerPlan, made: BatchOutputs, row: int) -> FormCompletion | None:
+    """A small answer to a request of a form, of which an earlier one was answered out of outputs that lay alike.
+
+    Returns: None: a region is a GPU's now; nothing was written anywhere.
+    Raises: as ``complete``.
+    """
+    rows, copied = request.rows, 0
+    contents: list[bytes] = []
+    writes: list[tuple[RegionSlice, bytes]] = []
+    for content, start, step, size, region in plan.parts:
+        at = start + row * step
+        part = made.contents[content][at : at + rows * size]
+        copied += len(part)
+        if region is None:
+            contents.append(part)
+        elif part:
+            writes.append((region, part))
+    if request.regions and not _write_small(request, writes):
+        return None
+    request.copied_byte_size += copied
+    return FormCompletion(request.request_id, plan.form.number, tuple(contents))
+
+
+def plan_answer(form: Form[Completion], request: Request, layout: OutputLayout) -> AnswerPlan:
+    """How ``complete_small`` answers such a request, for the next ones."""
+    parts: list[Part] = []
+    for name, _, content, start, step, size, _ in layout.outputs:
+        if request.outputs and name not in request.outputs:
+            continue
+        wanted = request.outputs.get(name)
+        parts.append(Part(content, start, step, size, None if wanted is None else wanted.region))
+    return AnswerPlan(form, parts)
 
 
 def complete_small(
@@ -117,13 +153,13 @@ def complete_small(
     Returns: None: it is another kind of answer; nothing was written anywhere.
     Raises: as ``complete``.
     """
-    rows = request.rows
-    if rows * made.row_byte_size > inline_byte_size:
+    rows, layout = request.rows, made.layout
+    if rows * layout.row_byte_size > inline_byte_size:
         return None
     tensors: list[Tensor] = []
     writes: list[tuple[RegionSlice, bytes]] = []
     wishes, copied = request.outputs, 0
-    for name, datatype, content, start, step, size, shape in made.outputs:
+    for name, datatype, content, start, step, size, shape in layout.outputs:
         region: RegionSlice | None = None
         if wishes:
             wanted = wishes.get(name)
@@ -133,22 +169,28 @@ def complete_small(
             if wanted.classification or (region is not None and region.byte_size < rows * size):
                 return None
         at = start + row * step
-        part = content[at : at + rows * size]
+        part = made.contents[content][at : at + rows * size]
         copied += len(part)
-        tensors.append(Tensor(name, datatype, (rows, *shape) if made.batches else shape, region or Inline(part)))
+        tensors.append(Tensor(name, datatype, (rows, *shape) if layout.batches else shape, region or Inline(part)))
         if region is not None and part:
             writes.append((region, part))
-    if request.regions:
-        for used in request.regions:
-            if isinstance(used, CudaRegion):
-                return None
-        for place, part in writes:
-            target = _leased(request, place.region)
-            assert not isinstance(target, CudaRegion)
-            target.write(place.offset, part)
-        check_intact(request.regions)
+    if request.regions and not _write_small(request, writes):
+        return None
     request.copied_byte_size += copied
-    return Completion(request.submit.request_id, version=version, outputs=tuple(tensors))
+    return Completion(request.request_id, version=version, outputs=tuple(tensors))
+
+
+def _write_small(request: Request, writes: list[tuple[RegionSlice, bytes]]) -> bool:
+    """Writes outputs into regions. False: a region of the request is a GPU's; nothing was written."""
+    for used in request.regions:
+        if isinstance(used, CudaRegion):
+            return False
+    for place, part in writes:
+        target = _leased(request, place.region)
+        assert not isinstance(target, CudaRegion)
+        target.write(place.offset, part)
+    check_intact(request.regions)
+    return True
 
 
 def _choose(

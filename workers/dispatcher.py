@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable
 
 from config.options import Options
 from shm.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable, Unsupported
-from shm.messages import Submit
+from shm.messages import FormSubmit, Submit
 from shm.status_page import StatusPage, WorkerState
 from workers.answers import failure
 from workers.instance import Instance
@@ -30,7 +30,7 @@ from workers.outbox import Outbox
 from workers.region_table import RegionTable
 from workers.request import Request
 from workers.submitter import Submitter
-from workers.validation import validate
+from workers.validation import validate, validate_formed
 from workers.work_thread import WorkThread
 
 _log = logging.getLogger(__name__)
@@ -66,20 +66,28 @@ class Dispatcher:
 
     # ---------------------------------------------------------------------------------------------------------- arrival
 
-    def submit(self, submitter: Submitter, record: Submit, now_ns: int) -> None:
-        """Queues a request, or answers it with what is wrong. Raises InvalidArgument: its id is in flight already."""
+    def submit(self, submitter: Submitter, record: Submit | FormSubmit, now_ns: int) -> None:
+        """Queues a request, or answers it with what is wrong.
+
+        Raises: InvalidArgument: its id is in flight already, or nothing was said of its form.
+        """
         if record.request_id in submitter.in_flight:
             raise InvalidArgument(f"request id {record.request_id} is in flight already")
+        form = submitter.forms.find(record.form) if type(record) is FormSubmit else None
+        submit: Submit = record if form is None else form.submit  # type: ignore[assignment]
         try:
-            version = self._models.find(record.model, record.version)
+            version = self._models.find(submit.model, submit.version)
             if version.loaded.unsupported:
                 raise Unsupported(version.loaded.unsupported)
-            request = validate(record, submitter, version, self._regions, now_ns)
+            if form is None:
+                request = validate(submit, submitter, version, self._regions, now_ns)
+            else:
+                request = validate_formed(record, form, submitter, version, self._regions, now_ns)  # type: ignore[arg-type]
         except ServingError as error:
             submitter.answer(failure(record.request_id, error))
             return
         except Exception as error:  # a defect of ours must not cost the other requests
-            _log.exception("validating a request for model '%s' failed", record.model)
+            _log.exception("validating a request for model '%s' failed", submit.model)
             submitter.answer(failure(record.request_id, Internal(f"the request failed with {type(error).__name__}")))
             return
         submitter.in_flight[record.request_id] = request
@@ -227,7 +235,7 @@ class Dispatcher:
             return True
         execution = Execution(batch, now_ns, executable)
         # Written before and cleared after, so that a batch that kills this process is known by its requests.
-        self._page.begin(LOOP_DESK, [(request.submitter.peer, request.submit.request_id) for request in batch])
+        self._page.begin(LOOP_DESK, [(request.submitter.peer, request.request_id) for request in batch])
         self._page.set_state(WorkerState.EXECUTING, now_ns)
         run(model, execution)
         self._page.end(LOOP_DESK)
@@ -270,7 +278,7 @@ class Dispatcher:
         # Those of that key which still queue join, so that none of them asks for the same again.
         version.compiling[key] = batch + version.queue.take(key, version.queue.rows(key))
         _log.info("compiling model '%s' version %d for %s", version.name, version.version, wanted)
-        running = [(request.submitter.peer, request.submit.request_id) for request in batch]
+        running = [(request.submitter.peer, request.request_id) for request in batch]
         self._compiler.do(lambda: self._compile(model.executables, wanted, running), self._compiled(version, key))
 
     def _compile(self, executables: Executables, wanted: Wanted, running: list[tuple[int, int]]) -> Executable:

@@ -90,7 +90,7 @@ class Instance:
                 return
             execution, done = job
             self._page.begin(
-                self.desk, [(request.submitter.peer, request.submit.request_id) for request in execution.requests]
+                self.desk, [(request.submitter.peer, request.request_id) for request in execution.requests]
             )
             try:
                 run(model, execution)

@@ -16,7 +16,8 @@ import logging
 from config.options import Arenas
 from shm.arrays import Array
 from shm.errors import Cancelled, Internal, ServingError, Unavailable
-from workers.answers import complete, complete_small, failure
+from shm.forms import answer_template
+from workers.answers import complete, complete_planned, complete_small, failure, plan_answer
 from workers.models.batch_outputs import BatchOutputs
 from workers.models.execution import Execution, Result
 from workers.request import Request
@@ -44,7 +45,7 @@ class Outbox:
 
     def fail(self, request: Request, error: ServingError) -> None:
         """Answers with an error and ends the request."""
-        answer = failure(request.submit.request_id, error, request.version.version)
+        answer = failure(request.request_id, error, request.version.version)
         request.submitter.answer(answer if request.timeline is None else request.timeline.attach(answer))
         self.end(request)
 
@@ -52,7 +53,7 @@ class Outbox:
         """The request is over: its regions are free, its id may be forgotten."""
         if request.regions:
             request.release()
-        request.submitter.in_flight.pop(request.submit.request_id, None)
+        request.submitter.in_flight.pop(request.request_id, None)
 
     def answer_all(self, execution: Execution, now_ns: int) -> dict[Request, Failure]:
         """Answers every request of a batch. Returns those that got an error, and why."""
@@ -74,16 +75,26 @@ class Outbox:
         submitter = request.submitter
         if submitter.blocked or submitter.closed or request.cancelled or request.timeline is not None:
             return False
-        version = request.version
+        version, form = request.version, request.form
+        plan = None if form is None else form.plans.get(made.layout)
         try:
-            completion = complete_small(request, made, row, version.version, self._options.inline_byte_size)
+            if plan is not None:
+                formed = complete_planned(request, plan, made, row)
+                if formed is None:
+                    return False
+                submitter.answer_formed(plan.form, formed)
+            else:
+                completion = complete_small(request, made, row, version.version, self._options.inline_byte_size)
+                if completion is None:
+                    return False
+                submitter.answer(completion)
+                if form is not None and form.familiar is version.familiar:
+                    kind = submitter.lane.answer_form(answer_template(completion))
+                    form.plans[made.layout] = plan_answer(kind, request, made.layout)
         except ServingError:
             # What is wrong with a region is found again, and said, by the long way.
             return False
-        if completion is None:
-            return False
         version.statistics.copied(request.copied_byte_size)
-        submitter.answer(completion)
         self.end(request)
         return True
 

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from shm.arrays import DTYPES, Array
-from shm.messages import RequestedOutput, Submit
+from shm.messages import FormSubmit, RequestedOutput, Submit
 from workers.region_tensor import LateTensor
 from workers.scheduling.queue import Waiting
 from workers.timeline import RequestTimeline
 
 if TYPE_CHECKING:
+    from workers.known_form import KnownForm
     from workers.model_version import ModelVersion
     from workers.region_table import AnyRegion
     from workers.submitter import Submitter
@@ -28,10 +29,13 @@ class Request(Waiting):
     __slots__ = (
         "_arrays",
         "cancelled",
+        "client_id",
         "contents",
         "copied_byte_size",
+        "form",
         "outputs",
         "regions",
+        "request_id",
         "submit",
         "submitter",
         "timeline",
@@ -46,22 +50,32 @@ class Request(Waiting):
         key: Hashable,
         rows: int,
         arrays: dict[str, Array] | None,
-        outputs: dict[str, RequestedOutput],
+        outputs: Mapping[str, RequestedOutput],
         regions: list[AnyRegion],
         now_ns: int,
         copied_byte_size: int = 0,
         contents: Mapping[str, bytes | memoryview | LateTensor] | None = None,
+        form: KnownForm | None = None,
+        record: FormSubmit | None = None,
     ) -> None:
-        """``arrays`` or ``contents`` are given; these where the tensors are plain, so that their bytes are the arrays'."""
+        """``arrays`` or ``contents`` are given; these where the tensors are plain, so that their bytes are the arrays'.
+
+        ``record``: where it came as one of a form, and ``submit`` is what those have in common.
+        """
+        own = submit if record is None else record
         # As Waiting.__init__, which is another call for every request.
         self.key = key
         self.rows = rows
-        self.arrived_ns = submit.received_ns or now_ns
+        self.arrived_ns = own.received_ns or now_ns
         self.line = -1
         self.sequence = 0
         self.version = version
         self.submitter = submitter
+        self.request_id = own.request_id
+        self.client_id = own.client_id
+        #: Of a form: its template.
         self.submit = submit
+        self.form = form
         self._arrays = arrays
         #: Input name -> its bytes, where they say it all.
         self.contents = contents
@@ -73,7 +87,7 @@ class Request(Waiting):
         self.copied_byte_size = copied_byte_size
         #: The submitter no longer waits.
         self.cancelled = False
-        self.deadline_ns = submit.deadline_ns
+        self.deadline_ns = own.deadline_ns
         self.timeout_ns = submit.timeout_us * 1000
         self.priority = submit.priority
         #: Of a sampled request.
@@ -103,7 +117,7 @@ class Request(Waiting):
     @property
     def label(self) -> str:
         """How Triton's messages begin, so that a client finds its request."""
-        return label(self.submit)
+        return label(self.client_id)
 
     def release(self) -> None:
         """Ends the use of regions. Idempotent."""
@@ -112,7 +126,7 @@ class Request(Waiting):
         self.regions = []
 
     def __repr__(self) -> str:
-        return f"<Request {self.submit.request_id} for {self.submit.model!r}, {self.rows} rows>"
+        return f"<Request {self.request_id} for {self.submit.model!r}, {self.rows} rows>"
 
 
 def _array(content: bytes | memoryview | LateTensor, datatype: str, shape: tuple[int, ...]) -> Array:
@@ -121,6 +135,6 @@ def _array(content: bytes | memoryview | LateTensor, datatype: str, shape: tuple
     return cast(Array, content)
 
 
-def label(submit: Submit) -> str:
+def label(client_id: str) -> str:
     """``[request id: X] `` with the client's id."""
-    return f"[request id: {submit.client_id or '<id_unknown>'}] "
+    return f"[request id: {client_id or '<id_unknown>'}] "

@@ -9,8 +9,10 @@ from collections import deque
 from dataclasses import dataclass
 
 from shm.arrays import Array
+from shm.forms import Form, HeardForms
 from shm.lane import WorkerLane
-from shm.messages import Completion
+from shm.messages import Completion, FormCompletion
+from workers.known_form import KnownForm
 from workers.request import Request
 
 
@@ -27,13 +29,25 @@ class BlockedAnswer:
 class Submitter:
     """``peer`` is its incarnation; request ids are unique per submitter."""
 
-    __slots__ = ("blocked", "blocked_byte_size", "closed", "held", "in_flight", "lane", "peer", "unflushed", "writing")
+    __slots__ = (
+        "blocked",
+        "blocked_byte_size",
+        "closed",
+        "forms",
+        "held",
+        "in_flight",
+        "lane",
+        "peer",
+        "unflushed",
+        "writing",
+    )
 
     def __init__(self, peer: int, lane: WorkerLane) -> None:
         self.peer = peer
         self.lane = lane
         #: Request id -> request, from its validation to its final completion.
         self.in_flight: dict[int, Request] = {}
+        self.forms: HeardForms[KnownForm] = HeardForms()
         #: Oldest first: none is placed before those that wait longer.
         self.blocked: deque[BlockedAnswer] = deque()
         #: Bytes those answers hold in the worker's own memory.
@@ -50,6 +64,12 @@ class Submitter:
         """Queues a completion; the loop flushes once a turn."""
         if not self.closed:
             self.lane.complete(completion)
+            self.unflushed = True
+
+    def answer_formed(self, form: Form[Completion], completion: FormCompletion) -> None:
+        """The same of an answer of a form."""
+        if not self.closed:
+            self.lane.complete_formed(form, completion)
             self.unflushed = True
 
     def __repr__(self) -> str:

@@ -7,6 +7,7 @@ BYTES are copied before their lengths are read. Whatever is refused here was nev
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import cast
 
 import numpy as np
@@ -15,11 +16,13 @@ from shm.arrays import Array, IncompleteString, array
 from shm.cuda_regions import CudaRegion
 from shm.datatypes import MAX_ELEMENTS
 from shm.errors import InvalidArgument, ServingError
-from shm.messages import Inline, RegionSlice, RequestedOutput, Slice, Submit, Tensor
+from shm.forms import whole_request
+from shm.messages import FormSubmit, Inline, RegionSlice, RequestedOutput, Slice, Submit, Tensor
 from shm.regions import Region, check_range
 from shm.snapshot_region import SnapshotRegion
 from workers.cuda_tensor import CudaTensor
-from workers.familiar import Known
+from workers.familiar import Inputs, Known
+from workers.known_form import KnownForm
 from workers.model_version import ModelVersion
 from workers.models.signature import Signature, TensorSpec
 from workers.region_table import AnyRegion, RegionTable
@@ -43,7 +46,7 @@ def validate(submit: Submit, submitter: Submitter, version: ModelVersion, region
     signature = version.signature
     leased: list[AnyRegion] = []
     try:
-        inputs = tuple([(tensor.name, tensor.datatype, tensor.shape) for tensor in submit.inputs])
+        inputs = _described(submit)
         known = version.familiar.find(inputs)
         if known is not None and submit.strikes == 0:
             familiar = _familiar(submit, submitter, known, regions, leased)
@@ -83,7 +86,76 @@ def validate(submit: Submit, submitter: Submitter, version: ModelVersion, region
         raise
 
 
+def validate_formed(
+    record: FormSubmit,
+    form: KnownForm,
+    submitter: Submitter,
+    version: ModelVersion,
+    regions: RegionTable,
+    now_ns: int,
+) -> Request:
+    """The same of a request of a form: what was found when one of them was validated is not looked at again.
+
+    Raises: ServingError: as ``validate``.  InvalidArgument: it has other tensors than its form.
+    """
+    known = form.known if form.familiar is version.familiar else None
+    if known is not None:
+        leased: list[AnyRegion] = []
+        submit = form.submit
+        try:
+            contents = _formed(record, form, known, submitter, regions, leased)
+            if contents is not None:
+                outputs = form.outputs
+                if outputs is None:
+                    outputs = _outputs(submit, version.signature, regions, leased)
+                return Request(
+                    version,
+                    submitter,
+                    submit,
+                    known.key,
+                    known.rows,
+                    None,
+                    outputs,
+                    leased,
+                    now_ns,
+                    0,
+                    contents,
+                    form,
+                    record,
+                )
+        except BaseException:
+            for region in leased:
+                region.unlease()
+            raise
+    request = validate(whole_request(form.submit, record), submitter, version, regions, now_ns)
+    form.learn(version.familiar, version.familiar.find(_described(form.submit)), request.outputs)
+    return request
+
+
 # --------------------------------------------------------------------------------------------------------------- inputs
+
+
+def _described(submit: Submit) -> Inputs:
+    return tuple([(tensor.name, tensor.datatype, tensor.shape) for tensor in submit.inputs])
+
+
+def _formed(
+    record: FormSubmit,
+    form: KnownForm,
+    known: Known,
+    submitter: Submitter,
+    regions: RegionTable,
+    leased: list[AnyRegion],
+) -> Mapping[str, Content] | None:
+    """As ``_familiar``."""
+    if form.names is None:
+        submit = form.submit
+        if not form.elsewhere or record.contents:
+            submit = whole_request(submit, record)
+        return _familiar(submit, submitter, known, regions, leased)
+    contents = record.contents
+    # Of other sizes, or another number of them: the long way says what is wrong.
+    return dict(zip(form.names, contents, strict=True)) if [*map(len, contents)] == form.sizes else None
 
 
 def _familiar(
@@ -154,7 +226,7 @@ def _check_names(submit: Submit, signature: Signature) -> None:
     given = [tensor.name for tensor in submit.inputs]
     for position, name in enumerate(given):
         if name in given[:position]:
-            raise InvalidArgument(f"{label(submit)}input '{name}' already exists in request")
+            raise InvalidArgument(f"{label(submit.client_id)}input '{name}' already exists in request")
     required, most = signature.required, len(signature.inputs)
     if not required <= len(given) <= most:
         raise _wrong_count(submit, signature, given)
@@ -172,7 +244,7 @@ def _wrong_count(submit: Submit, signature: Signature, given: list[str]) -> Serv
     )
     missing = [spec.name for spec in signature.inputs.values() if spec.name not in given and not spec.optional]
     return InvalidArgument(
-        f"{label(submit)}{expected} but got {len(submit.inputs)} inputs for model '{signature.model}'. "
+        f"{label(submit.client_id)}{expected} but got {len(submit.inputs)} inputs for model '{signature.model}'. "
         f"Got input(s) [{_quoted(given[::-1])}], but missing required input(s) [{_quoted(missing)}]. "
         "Please provide all required input(s)."
     )
@@ -188,22 +260,22 @@ def _batch_size(submit: Submit, signature: Signature) -> int:
     for tensor in reversed(submit.inputs):
         if not tensor.shape:
             raise InvalidArgument(
-                f"{label(submit)}input '{tensor.name}' has no shape but model requires batch dimension "
+                f"{label(submit.client_id)}input '{tensor.name}' has no shape but model requires batch dimension "
                 f"for '{signature.model}'"
             )
         if rows is not None and tensor.shape[0] != rows:
             raise InvalidArgument(
-                f"{label(submit)}input '{tensor.name}' batch size does not match other inputs for '{signature.model}'"
+                f"{label(submit.client_id)}input '{tensor.name}' batch size does not match other inputs for '{signature.model}'"
             )
         rows = tensor.shape[0]
     rows = 1 if rows is None else rows  # only a model whose inputs are all optional gets here without any
     if rows > signature.max_batch_size:
         raise InvalidArgument(
-            f"{label(submit)}inference request batch-size must be <= {signature.max_batch_size} for '{signature.model}'"
+            f"{label(submit.client_id)}inference request batch-size must be <= {signature.max_batch_size} for '{signature.model}'"
         )
     if rows < 1:
         raise InvalidArgument(
-            f"{label(submit)}inference request batch-size must be at least 1 for '{signature.model}', got {rows}"
+            f"{label(submit.client_id)}inference request batch-size must be at least 1 for '{signature.model}', got {rows}"
         )
     return rows
 
@@ -213,7 +285,7 @@ def _checked(submit: Submit, signature: Signature, tensor: Tensor, content: Cont
     spec, shape = signature.inputs[tensor.name], tensor.shape
     if tensor.datatype != spec.datatype:
         raise InvalidArgument(
-            f"{label(submit)}inference input '{spec.name}' data-type is '{tensor.datatype}', "
+            f"{label(submit.client_id)}inference input '{spec.name}' data-type is '{tensor.datatype}', "
             f"but model '{signature.model}' expects '{spec.datatype}'"
         )
     lead = shape[:1] if signature.batches else ()
@@ -227,7 +299,7 @@ def _checked(submit: Submit, signature: Signature, tensor: Tensor, content: Cont
         except IncompleteString:
             raise
         except InvalidArgument as error:
-            raise InvalidArgument(label(submit) + error.message) from None
+            raise InvalidArgument(label(submit.client_id) + error.message) from None
     else:
         count = 1
         for size in shape:
@@ -235,7 +307,7 @@ def _checked(submit: Submit, signature: Signature, tensor: Tensor, content: Cont
         needed = count * spec.dtype.itemsize
         if needed != len(content) or needed > MAX_ELEMENTS:
             raise InvalidArgument(
-                f"{label(submit)}input byte size mismatch for input '{spec.name}' for model '{signature.model}'. "
+                f"{label(submit.client_id)}input byte size mismatch for input '{spec.name}' for model '{signature.model}'. "
                 f"Expected {needed}, got {len(content)}"
             )
         if isinstance(content, LateTensor):
@@ -252,7 +324,7 @@ def _checked(submit: Submit, signature: Signature, tensor: Tensor, content: Cont
 def _unexpected_shape(submit: Submit, signature: Signature, spec: TensorSpec, shape: tuple[int, ...]) -> ServingError:
     dims = (-1, *spec.dims) if signature.batches else spec.dims
     return InvalidArgument(
-        f"{label(submit)}unexpected shape for input '{spec.name}' for model '{signature.model}'. "
+        f"{label(submit.client_id)}unexpected shape for input '{spec.name}' for model '{signature.model}'. "
         f"Expected {_dims(dims)}, got {_dims(shape)}. {_BATCH_NOTE if signature.batches else ''}"
     )
 

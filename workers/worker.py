@@ -26,7 +26,7 @@ from shm.channel import Channel, ChannelClosed
 from shm.cuda_regions import DeviceLost, Driver, NoCuda
 from shm.errors import InvalidArgument
 from shm.lane import WorkerLane
-from shm.messages import Cancel, ChildReady
+from shm.messages import Cancel, ChildReady, RequestForm
 from shm.spin import Spin
 from shm.status_page import DESKS, StatusPage, WorkerState
 from workers import dlpack
@@ -35,6 +35,7 @@ from workers.device import DeviceName
 from workers.device_cuda import CudaDevice
 from workers.dispatcher import FIRST_INSTANCE_DESK, Dispatcher
 from workers.inbox import Inbox
+from workers.known_form import KnownForm
 from workers.model_table import ModelTable
 from workers.model_version import ModelVersion
 from workers.models.executable_cache import ExecutableCache, cache_directory, use_persistent_cache
@@ -199,6 +200,8 @@ class Worker:
                 for record in submitter.lane.receive() or ():
                     if type(record) is Cancel:
                         self._dispatcher.cancel(submitter, record.request_id)
+                    elif type(record) is RequestForm:
+                        submitter.forms.learn(record.number, KnownForm(record.submit))
                     else:
                         self._dispatcher.submit(submitter, record, now_ns)  # type: ignore[arg-type]
                 # Asking whether more came costs less than trying to receive it in vain.

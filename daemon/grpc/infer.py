@@ -26,7 +26,7 @@ from daemon.submit import Submitter
 from daemon.tracer import Trace, Tracer
 from shm.errors import ServingError, Unsupported
 from shm.lane import SubmitterLane
-from shm.messages import Completion, ModelState
+from shm.messages import Completion, FormCompletion, ModelState
 
 _log = logging.getLogger(__name__)
 _DEFECT = "internal error; the server's log has the details"
@@ -94,6 +94,20 @@ class Inferring:
         """A ModelStreamInfer."""
         return _StreamInfer(self, stream)
 
+    @staticmethod
+    def write_formed(
+        decoded: DecodedHead,
+        request: InferenceRequest,
+        template: Completion,
+        answer: FormCompletion,
+        final: bool | None,
+    ) -> list[Buffer]:
+        """A good answer of a form as the pieces of a ModelInferResponse; ``final``: as for ``response_codec.encode``."""
+        writer = decoded.writer
+        if writer is None or not writer.fits(template, final):
+            writer = decoded.writer = response_codec.FormWriter(template, request.model, final)
+        return writer.write(request.id, answer.contents)
+
     def releaser(
         self, completion: Completion, lane: SubmitterLane | None, trace: Trace | None
     ) -> Callable[[], None] | None:
@@ -135,12 +149,13 @@ class _Sent:
 class _UnaryInfer(Call):
     """One request, one answer."""
 
-    __slots__ = ("_inference", "_inferring", "_message", "_request", "_stream", "_waits_since")
+    __slots__ = ("_decoded", "_inference", "_inferring", "_message", "_request", "_stream", "_waits_since")
 
     def __init__(self, inferring: Inferring, stream: Stream) -> None:
         self._inferring = inferring
         self._stream = stream
         self._message: Buffer | Reception | None = None
+        self._decoded: DecodedHead | None = None
         self._request: InferenceRequest | None = None
         self._inference: Inference | None = None
         #: CLOCK_MONOTONIC ns, if it may be traced.
@@ -168,7 +183,7 @@ class _UnaryInfer(Call):
             return
         read_ns = time.monotonic_ns() if self._waits_since else 0
         try:
-            _, request, state = inferring.decode(stream, message)
+            self._decoded, request, state = inferring.decode(stream, message)
             if state.decoupled:
                 inferring.drop(request)
                 raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
@@ -176,7 +191,7 @@ class _UnaryInfer(Call):
             if read_ns:
                 inferring.sample(request, self._waits_since, read_ns)
             request.deadline_ns = stream.deadline_ns
-            self._inference = begin(inferring.submitter, request, self._completed)
+            self._inference = begin(inferring.submitter, request, self._completed, self._formed)
         except RefusedRequest as refused:
             stream.finish(number(refused.error), refused.error.message)
         except ServingError as error:
@@ -205,6 +220,11 @@ class _UnaryInfer(Call):
             return
         self._stream.answer(parts, release)
 
+    def _formed(self, template: Completion, answer: FormCompletion) -> None:
+        assert self._request is not None
+        assert self._decoded is not None
+        self._stream.answer(self._inferring.write_formed(self._decoded, self._request, template, answer, None))
+
     def _refuse(self, code: int, message: str) -> None:
         if self._request is not None and self._request.trace is not None:
             self._stream.send_later(_Sent(self._request.trace, None))
@@ -225,6 +245,9 @@ class _Asked:
 
     def completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
         self._call.completed(self, completion, lane)
+
+    def formed(self, template: Completion, answer: FormCompletion) -> None:
+        self._call.formed(self, template, answer)
 
 
 class _StreamInfer(Call):
@@ -290,6 +313,14 @@ class _StreamInfer(Call):
         if self._waiting or self._half_closed or self._stream.held:
             self._go_on()
 
+    def formed(self, asked: _Asked, template: Completion, answer: FormCompletion) -> None:
+        """A good answer of a form."""
+        self._in_flight.discard(asked)
+        parts = self._inferring.write_formed(asked.decoded, asked.request, template, answer, True)
+        self._send(response_codec.streamed(parts))
+        if self._waiting or self._half_closed or self._stream.held:
+            self._go_on()
+
     # ------------------------------------------------------------------------------------------------- requests
 
     def _has_room(self) -> bool:
@@ -309,7 +340,7 @@ class _StreamInfer(Call):
         try:
             if read_ns:
                 self._inferring.sample(request, waited_ns or read_ns, read_ns)
-            asked.inference = begin(self._inferring.submitter, request, asked.completed)
+            asked.inference = begin(self._inferring.submitter, request, asked.completed, asked.formed)
             self._in_flight.add(asked)
         except ServingError as error:
             sent = None if request.trace is None else _Sent(request.trace, None)

@@ -15,10 +15,12 @@ from collections.abc import Sequence
 from daemon.grpc.reception import Reception
 from daemon.grpc.request_codec import DecodedHead, decode_head
 from daemon.grpc.request_fields import Buffer, RefusedRequest, split
-from daemon.inference import Content, InferenceRequest
+from daemon.inference import Content, InferenceRequest, form_of
 from daemon.model_table import ModelTable
+from daemon.submit import Submitter
 from shm.errors import InvalidArgument, ServingError
-from shm.messages import ModelState
+from shm.forms import Form
+from shm.messages import ModelState, RegionSlice, Submit
 
 _Place = tuple[int, int]
 
@@ -26,10 +28,18 @@ _Place = tuple[int, int]
 class _Layout:
     """Messages of one size that differ in their id and in their raw tensors' bytes alone."""
 
-    __slots__ = ("_id", "_inputs", "decoded", "fixed")
+    __slots__ = ("_contents", "_form", "_id", "_inputs", "decoded", "fixed")
 
-    def __init__(self, message: bytes, client_id: _Place, raws: list[_Place], decoded: DecodedHead) -> None:
+    def __init__(
+        self,
+        message: bytes,
+        client_id: _Place,
+        raws: list[_Place],
+        decoded: DecodedHead,
+        form: Form[Submit] | None,
+    ) -> None:
         self.decoded = decoded
+        self._form = form
         self._id = slice(*client_id)
         places = iter(raws)
         #: Name, datatype, shape, and the content or where in the message it is.
@@ -37,6 +47,8 @@ class _Layout:
             (name, datatype, shape, slice(*next(places)) if content is None else content)
             for name, datatype, shape, content in decoded.inputs
         ]
+        #: Of a form: what it leaves open, in its order.
+        self._contents = [where for _, _, _, where in self._inputs if not isinstance(where, RegionSlice)]
         #: What does not differ.
         self.fixed: list[tuple[slice, bytes]] = []
         at = 0
@@ -49,6 +61,13 @@ class _Layout:
 
     def request(self, message: Buffer) -> InferenceRequest:
         """A message of this layout. Raises RefusedRequest: its id is no text."""
+        if self._form is not None:
+            request = _request(self.decoded, _text(bytes(message[self._id])), [])
+            request.form = self._form
+            request.contents = tuple(
+                [bytes(message[where] if type(where) is slice else where) for where in self._contents]  # type: ignore[arg-type]
+            )
+            return request
         inputs: list[tuple[str, str, tuple[int, ...], Content]] = [
             (name, datatype, shape, message[where] if type(where) is slice else where)
             for name, datatype, shape, where in self._inputs
@@ -64,8 +83,10 @@ class Recognised:
     MAX_MESSAGE = 64 << 10
     MAX_COUNT = 512
 
-    def __init__(self, table: ModelTable) -> None:
+    def __init__(self, table: ModelTable, submitter: Submitter | None = None) -> None:
+        """``submitter``: whose forms messages become; None: none, because something is still added to each request."""
         self._table = table
+        self._submitter = submitter
         self._decoded: dict[tuple[bytes, bool], DecodedHead] = {}
         self._layouts: dict[int, _Layout] = {}
 
@@ -88,7 +109,8 @@ class Recognised:
         if len(head) <= self.MAX_HEAD and len(message) <= self.MAX_MESSAGE and raws:
             if len(self._layouts) >= self.MAX_COUNT:
                 self._layouts.clear()
-            self._layouts[len(message)] = _Layout(bytes(message), id_at, raws, decoded)
+            form = None if self._submitter is None else form_of(self._submitter, understood[1])
+            self._layouts[len(message)] = _Layout(bytes(message), id_at, raws, decoded, form)
         return understood
 
     def decode_received(self, message: Reception) -> tuple[DecodedHead, InferenceRequest, ModelState]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from shm.messages import Completion, Inline, Parameter, Slice
 
@@ -54,6 +54,49 @@ def encode(
         raws.append(_raw(len(content)))
         raws.append(content)
     return pieces + raws
+
+
+class FormWriter:
+    """Writes the good answers of one form: nothing of them but the id and the tensors' bytes is new."""
+
+    __slots__ = ("_after", "_before", "_final", "_raws", "template")
+
+    def __init__(self, template: Completion, model: str, final: bool | None) -> None:
+        """``final``: as for ``encode``."""
+        self.template = template
+        self._final = final
+        pieces = encode(template, model, "", no_view, final)
+        outputs = len(template.outputs)
+        self._before = bytes(pieces[0])
+        self._after = b"".join(pieces[1 : len(pieces) - 2 * outputs])
+        #: Of each output: whether its bytes are in the record.
+        self._raws = [type(tensor.place) is Inline for tensor in template.outputs]
+
+    def fits(self, template: Completion, final: bool | None) -> bool:
+        """Whether answers of that form are like those."""
+        return template is self.template and final is self._final
+
+    def write(self, client_id: str, contents: Sequence[bytes]) -> list[Buffer]:
+        """An answer. ``contents``: of the outputs that do not go to regions.
+
+        Raises: ValueError: too many or too few.
+        """
+        pieces: list[Buffer] = [self._before]
+        if client_id:
+            pieces.append(field(0x1A, client_id.encode()))
+        pieces.append(self._after)
+        if len(contents) != sum(self._raws):
+            raise ValueError(f"{len(contents)} tensors came in an answer whose form has {sum(self._raws)} there")
+        rest = iter(contents)
+        for inside in self._raws:
+            content = next(rest) if inside else b""
+            pieces += (_raw(len(content)), content)
+        return pieces
+
+
+def no_view(place: Slice) -> memoryview:
+    """The view of answers without a lease."""
+    raise AssertionError(f"{place} in an answer without a lease")
 
 
 def streamed(parts: list[Buffer]) -> list[Buffer]:

@@ -36,7 +36,7 @@ class GrpcFront(Front):
         pattern = options.grpc.header_forward_pattern
         inferring = Inferring(
             self.submitter,
-            Recognised(self.table),
+            Recognised(self.table, None if pattern else self.submitter),
             options.grpc.max_stream_requests,
             Forwarding(pattern) if pattern else None,
             self.tracer,

@@ -25,8 +25,9 @@ from daemon.http.serving import Serving
 from daemon.status import http_status
 from daemon.tracer import Trace
 from shm.errors import ServingError
+from shm.forms import whole_answer
 from shm.lane import SubmitterLane
-from shm.messages import Completion
+from shm.messages import Completion, FormCompletion, Slice
 
 _log = logging.getLogger(__name__)
 
@@ -112,12 +113,6 @@ class Answering(ABC):
         assert lane is not None
         assert self.decoded is not None
         decoded = self.decoded
-        if self._known is not None and self.keep_alive:
-            whole = self._known.answer(completion)
-            if whole is not None:
-                self.phase = Phase.ANSWERED
-                self._hand_over([whole])
-                return
         if completion.lease is not None:
             self._unwritten = (lane, completion.lease)
             if response_codec.is_large(completion, decoded.binary, decoded.all_binary):
@@ -126,9 +121,14 @@ class Answering(ABC):
                 )
                 self._job = self._serving.conversions.run(steps, self._answer_converted, self._not_converted)
                 return
+        self._encode(completion, lane.view)
+
+    def _encode(self, completion: Completion, view: Callable[[Slice], memoryview]) -> None:
+        assert self.decoded is not None
+        decoded = self.decoded
         try:
             head, parts = response_codec.encode(
-                completion, self._head.model, decoded.id, decoded.binary, decoded.all_binary, lane.view
+                completion, self._head.model, decoded.id, decoded.binary, decoded.all_binary, view
             )
         except ServingError as error:
             self._answer_error(http_status(error), error.message)
@@ -137,6 +137,17 @@ class Answering(ABC):
             self._answer_defect()
             return
         self._answer([head], parts)
+
+    def _formed(self, template: Completion, completion: FormCompletion) -> None:
+        """A good answer of a form, to a request that is known."""
+        assert self._known is not None
+        self._request_id = 0
+        answer = self._known.answer(template, completion) if self.keep_alive else None
+        if answer is not None:
+            self.phase = Phase.ANSWERED
+            self._hand_over([answer])
+            return
+        self._encode(whole_answer(template, completion), response_codec.no_view)
 
     def _answer_converted(self, answer: tuple[list[response_codec.Buffer], list[response_codec.Buffer]]) -> None:
         self._job = None

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from daemon.http.json_array import JsonArray
 from daemon.http.json_strings import JsonStrings
-from shm.messages import Parameter, RegionSlice, RequestedOutput
+from shm.messages import Parameter, RegionSlice, RequestedOutput, Submit, Tensor
+
+if TYPE_CHECKING:
+    from daemon.http.message_head import InferHead
 
 
 @dataclass(slots=True)
@@ -37,3 +41,24 @@ class DecodedRequest:
     sequence_id: int | str = 0
     sequence_start: bool = False
     sequence_end: bool = False
+
+    def record(
+        self, request_id: int, head: InferHead, inputs: tuple[Tensor, ...], received_ns: int, trace: int = 0
+    ) -> Submit:
+        """The request with that head, its tensors in place."""
+        return Submit(
+            request_id,
+            head.model,
+            head.version,
+            inputs,
+            self.outputs,
+            {**self.parameters, **head.forwarded} if head.forwarded else self.parameters,
+            self.id,
+            received_ns=received_ns,
+            priority=self.priority,
+            timeout_us=self.timeout_us,
+            sequence_id=self.sequence_id,
+            sequence_start=self.sequence_start,
+            sequence_end=self.sequence_end,
+            trace=trace,
+        )

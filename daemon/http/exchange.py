@@ -13,6 +13,8 @@ import logging
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from daemon.http import placement
 from daemon.http.answering import Answering, Phase
 from daemon.http.body import PlacedBody
@@ -27,7 +29,8 @@ from daemon.http.serving import Serving
 from daemon.status import http_status
 from shm.arena import Lease
 from shm.errors import InvalidArgument, ServingError, Unsupported
-from shm.messages import Submit, Tensor
+from shm.forms import whole_request
+from shm.messages import FormSubmit, Submit, Tensor
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +118,7 @@ class Exchange(Answering):
             self._admit()
             if self._trace is not None:
                 self._trace.stamp("HTTP_RECV_END")
-            self._send(known.decoded, known.inputs(chunk))
+            self._send_known(known, chunk)
         except ServingError as error:
             self._answer_error(http_status(error), error.message)
         except Exception:
@@ -204,28 +207,35 @@ class Exchange(Answering):
             leases = [*reception.take_leases(), *leases]
         submitter = self._serving.submitter
         self._request_id = submitter.next_id()
-        record = Submit(
-            self._request_id,
-            self._head.model,
-            self._head.version,
-            inputs,
-            decoded.outputs,
-            {**decoded.parameters, **self._head.forwarded} if self._head.forwarded else decoded.parameters,
-            decoded.id,
-            received_ns=time.monotonic_ns(),
-            priority=decoded.priority,
-            timeout_us=decoded.timeout_us,
-            sequence_id=decoded.sequence_id,
-            sequence_start=decoded.sequence_start,
-            sequence_end=decoded.sequence_end,
-            trace=0 if self._trace is None else self._trace.level,
-        )
-        if self._trace is not None:
-            self._trace.client_id = decoded.id
-            self._trace.stamp("REQUEST_START")
+        level = 0 if self._trace is None else self._trace.level
+        record = decoded.record(self._request_id, self._head, inputs, time.monotonic_ns(), level)
         self._leases = leases
-        submitter.submit(record, leases, self._completed)
+        self._submit_whole(record)
         self._leases = []
+        self.phase = Phase.SUBMITTED
+
+    def _submit_whole(self, record: Submit) -> None:
+        if self._trace is not None:
+            self._trace.client_id = record.client_id
+            self._trace.stamp("REQUEST_START")
+        self._serving.submitter.submit(record, self._leases, self._completed)
+
+    def _send_known(self, known: KnownRequest, chunk: bytes) -> None:
+        submitter, form = self._serving.submitter, known.form
+        self._request_id = submitter.next_id()
+        record = FormSubmit(
+            self._request_id,
+            form.number,
+            known.contents(chunk),
+            known.decoded.id,
+            received_ns=time.monotonic_ns(),
+        )
+        if self._trace is None:
+            submitter.submit_formed(form, record, self._completed, self._formed)
+        else:
+            # What is to be noted of it is said in the record, which is its own then.
+            whole = whole_request(form.template, record)
+            self._submit_whole(msgspec.structs.replace(whole, trace=self._trace.level))
         self.phase = Phase.SUBMITTED
 
     # ------------------------------------------------------------------------------------------------ the end

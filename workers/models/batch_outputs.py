@@ -1,6 +1,8 @@
 """What one run computed for all of its requests, uncut: small answers are cut out of it as bytes, without an array for each.
 
 content   | row 0 | row 1 | ... |      of one output, or of several whose rows are side by side
+
+Where each output lies is the same in every run of a program: its ``OutputLayout``, by which answers are planned.
 """
 
 from __future__ import annotations
@@ -16,48 +18,59 @@ from workers.models.signature import Signature
 _LIMIT = 1 << 18
 
 
-#: One output of all requests: name, datatype, content, start, step, byte size and shape of a row. Row n begins at
+#: One output of all requests: name, datatype, which of the contents, start, step, byte size and shape of a row. Row n begins at
 #: ``start + n * step``; if others lie between its rows, each request has one. Without names for its parts, because it is
 #: taken apart for every answer.
-Output = tuple[str, str, bytes, int, int, int, tuple[int, ...]]
+Output = tuple[str, str, int, int, int, int, tuple[int, ...]]
+
+
+class OutputLayout:
+    """How the outputs of a program's runs lie. Two of them are never equal."""
+
+    __slots__ = ("batches", "outputs", "row_byte_size")
+
+    def __init__(self, outputs: Sequence[Output], batches: bool) -> None:
+        #: In the order of the model.
+        self.outputs = tuple(outputs)
+        #: One row of all of them.
+        self.row_byte_size = sum([size for _, _, _, _, _, size, _ in outputs])
+        #: Whether an answer's shape begins with its number of rows: the model has a batch dimension.
+        self.batches = batches
+
+    def __repr__(self) -> str:
+        return f"<OutputLayout {len(self.outputs)} outputs, {self.row_byte_size} bytes a row>"
 
 
 class BatchOutputs(NamedTuple):
-    """The outputs, in the order of the model."""
+    """The outputs of a run."""
 
-    outputs: tuple[Output, ...]
-    #: One row of all of them.
-    row_byte_size: int
-    #: Whether an answer's shape begins with its number of rows: the model has a batch dimension.
-    batches: bool
+    layout: OutputLayout
+    contents: list[bytes]
 
 
-def uncut(signature: Signature, arrays: Mapping[str, Array], slots: bool) -> BatchOutputs | None:
-    """``slots``: each array begins with a dimension for the rows of a batch; else it is one row.
-
-    None: they are too large for this.
-    """
+def layout_of(signature: Signature, arrays: Mapping[str, Array], slots: bool) -> OutputLayout:
+    """``slots``: each array begins with a dimension for the rows of a batch; else it is one row."""
     outputs: list[Output] = []
-    left, row_byte_size = _LIMIT, 0
-    for name, array in arrays.items():
-        left -= array.nbytes
-        if left < 0:
-            return None
+    for number, (name, array) in enumerate(arrays.items()):
         size = array.nbytes // len(array) if slots else array.nbytes
         shape = array.shape[1:] if slots else array.shape
-        outputs.append((name, signature.outputs[name].datatype, array.tobytes(), 0, size, size, shape))
-        row_byte_size += size
-    return BatchOutputs(tuple(outputs), row_byte_size, signature.batches)
+        outputs.append((name, signature.outputs[name].datatype, number, 0, size, size, shape))
+    return OutputLayout(outputs, signature.batches)
 
 
-def uncut_rows(signature: Signature, packing: Packing, stacks: Sequence[Array]) -> BatchOutputs | None:
-    """``stacks``: packed outputs, a row for each request. None: they are too large for this."""
-    if sum([stack.nbytes for stack in stacks]) > _LIMIT:
-        return None
-    rows = [(stack.tobytes(), stack.itemsize, stack.shape[1] * stack.itemsize) for stack in stacks]
+def layout_of_rows(signature: Signature, packing: Packing) -> OutputLayout:
+    """Of packed outputs, a row for each request."""
     outputs: list[Output] = []
     for name, row, start, stop, shape in packing.parts:
-        content, item, step = rows[row]
+        dtype, elements = packing.rows[row]
+        item = dtype.itemsize
         datatype = signature.outputs[name].datatype
-        outputs.append((name, datatype, content, start * item, step, (stop - start) * item, shape))
-    return BatchOutputs(tuple(outputs), sum([step for _, _, step in rows]), signature.batches)
+        outputs.append((name, datatype, row, start * item, elements * item, (stop - start) * item, shape))
+    return OutputLayout(outputs, signature.batches)
+
+
+def uncut(layout: OutputLayout, arrays: Sequence[Array]) -> BatchOutputs | None:
+    """None: they are too large for this."""
+    if sum([array.nbytes for array in arrays]) > _LIMIT:
+        return None
+    return BatchOutputs(layout, [array.tobytes() for array in arrays])

@@ -22,6 +22,7 @@ import numpy as np
 from shm.arrays import DTYPES, Array, datatype_of
 from shm.errors import Internal
 from workers.device_cuda import CudaDevice
+from workers.models.batch_outputs import OutputLayout
 from workers.models.buckets import Buckets, Shapes
 from workers.models.executable_cache import ExecutableCache
 from workers.models.gather_buffer import ALIGNMENT, GatherBuffer
@@ -45,7 +46,7 @@ class Wanted(NamedTuple):
 class Executable:
     """One compiled program with the buffers its batches are gathered in. Used by one execution thread only."""
 
-    __slots__ = ("__weakref__", "_batches", "_buffers", "_device", "_signature", "_specs", "call", "wanted")
+    __slots__ = ("__weakref__", "_batches", "_buffers", "_device", "_signature", "_specs", "call", "layout", "wanted")
 
     def __init__(
         self,
@@ -60,6 +61,8 @@ class Executable:
         self._device = device
         self._signature = signature
         self._batches = signature.batches
+        #: How its outputs lie, once it has run.
+        self.layout: OutputLayout | None = None
         self._specs = [
             (spec, shape)
             for spec, shape in zip(signature.inputs.values(), wanted.shapes, strict=True)

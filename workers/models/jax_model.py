@@ -11,7 +11,7 @@ import numpy as np
 
 from shm.arrays import Array
 from shm.errors import InvalidArgument, Unsupported
-from workers.models.batch_outputs import uncut
+from workers.models.batch_outputs import BatchOutputs, layout_of, uncut
 from workers.models.buckets import Buckets, Shapes, sliced
 from workers.models.executables import Executable, Executables, Wanted, is_numeric, precision
 from workers.models.execution import Execution, Result
@@ -126,7 +126,7 @@ class JaxModel:
         execution.computed_ns = time.monotonic_ns()
         rows = executable.wanted.rows
         execution.computed(
-            uncut(self._signature, outputs, self._signature.batches) if self._plain else None,
+            self._uncut(executable, outputs) if self._plain else None,
             lambda: self._split(requests, rows, outputs),
         )
         if self.series is not None:
@@ -144,6 +144,11 @@ class JaxModel:
             raise
         # Not arrays of the host yet: where they go decides which way they leave the device.
         return {name: cast(Array, device.keep(made[name])) for name in self._signature.outputs}
+
+    def _uncut(self, executable: Executable, outputs: dict[str, Array]) -> BatchOutputs | None:
+        if executable.layout is None:
+            executable.layout = layout_of(self._signature, outputs, self._signature.batches)
+        return uncut(executable.layout, list(outputs.values()))
 
     def _execute_series(self, execution: Execution, program: SeriesProgram) -> None:
         execution.copied_byte_size = program.gather(execution.requests)

@@ -93,7 +93,7 @@ class PythonModel:
     def _request(self, request: Request) -> python_backend.InferenceRequest:
         submit = request.submit
         return python_backend.InferenceRequest(
-            request_id=submit.client_id,
+            request_id=request.client_id,
             correlation_id=submit.sequence_id,
             # What is fetched when it is its turn is fetched here, in the model's own thread.
             inputs=[python_backend.Tensor.borrowed(name, np.asarray(array)) for name, array in request.arrays.items()],

@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from shm.arrays import Array
-from workers.models.batch_outputs import BatchOutputs, uncut_rows
+from workers.models.batch_outputs import BatchOutputs, layout_of_rows, uncut
 from workers.models.buckets import Shapes
 from workers.models.executables import Apply, precision
 from workers.models.execution import Result
@@ -47,7 +47,7 @@ class _Place(NamedTuple):
 class SeriesProgram:
     """One compiled program with the memory its requests are stacked in. Used by the execution thread only."""
 
-    __slots__ = ("_arguments", "_byte_size", "_call", "_outputs", "_places", "_signature", "wanted")
+    __slots__ = ("_arguments", "_byte_size", "_call", "_layout", "_outputs", "_places", "_signature", "wanted")
 
     def __init__(
         self, wanted: SeriesWanted, signature: Signature, call: Callable[..., Any], inputs: Packing, outputs: Packing
@@ -56,6 +56,7 @@ class SeriesProgram:
         self._signature = signature
         self._call = call
         self._outputs = outputs
+        self._layout = layout_of_rows(signature, outputs)
         self._arguments = tuple([aligned((wanted.length, size), dtype) for dtype, size in inputs.rows])
         #: The inputs of one request.
         self._byte_size: int = sum([stack.nbytes for stack in self._arguments]) // wanted.length
@@ -94,7 +95,7 @@ class SeriesProgram:
 
     def uncut(self, stacks: Sequence[Array]) -> BatchOutputs | None:
         """What ``run`` gave, for answers that are cut from it as bytes. None: it is too large for this."""
-        return uncut_rows(self._signature, self._outputs, stacks)
+        return uncut(self._layout, stacks)
 
     def split(self, stacks: Sequence[Array]) -> list[Result]:
         """What ``run`` gave, for each request by itself, and for each that there was room for."""

@@ -1,0 +1,159 @@
+"""Forms: what requests, or answers, of one kind have in common, said once on a lane and not with each of them.
+
+    submitter                                                          worker
+    RequestForm 7: model, names, datatypes, shapes, regions   ──▶      what was found when the first one was validated
+    FormSubmit 7: id, bytes   FormSubmit 7: id, bytes   ...   ──▶
+                                                       ◀──      AnswerForm 3: names, datatypes, shapes, regions
+                                                       ◀──      FormCompletion 3: id, bytes   ...
+
+A client asks the same again and again, with other tensors. Whoever sends numbers its forms, and after ``MAX_FORMS`` begins again at
+0; a lane is told a form whenever its number last stood for another one. Records are read in the order in which they were sent, so a
+number means what was said of it last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import msgspec
+
+from shm.channel import Channel
+from shm.errors import InvalidArgument
+from shm.messages import Completion, FormCompletion, FormSubmit, Inline, Record, Submit, Tensor, encoder
+
+#: Forms of one sender that have a number at the same time.
+MAX_FORMS = 1024
+_EMPTY = Inline(b"")
+
+T = TypeVar("T", Submit, Completion)
+R = TypeVar("R")
+
+
+class Form(Generic[T]):
+    """One kind. Two of them may have the same number, one after the other: what tells them apart is the object."""
+
+    __slots__ = ("number", "template")
+
+    def __init__(self, number: int, template: T) -> None:
+        self.number = number
+        #: A record of that kind without what each has of its own.
+        self.template: T = template
+
+    def __repr__(self) -> str:
+        return f"<Form {self.number} of {type(self.template).__name__}>"
+
+
+class Forms(Generic[T]):
+    """The forms of one sender: equal templates are one form."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, Form[T]] = {}
+        self._next = 0
+
+    def form(self, template: T) -> Form[T]:
+        """Numbers a template; see ``emptied``."""
+        key = encoder.encode(template)
+        form = self._known.get(key)
+        if form is None:
+            if len(self._known) >= MAX_FORMS:
+                self._known.clear()
+            form = self._known[key] = Form(self._next, template)
+            self._next = (self._next + 1) % MAX_FORMS
+        return form
+
+    def __repr__(self) -> str:
+        return f"<Forms {len(self._known)}>"
+
+
+class SaidForms(Generic[T]):
+    """What the other end of a lane was told."""
+
+    def __init__(self, channel: Channel, record: Callable[[int, T], Record]) -> None:
+        """``record``: RequestForm or AnswerForm."""
+        self._channel = channel
+        self._record: Callable[[int, T], Record] = record
+        self._said: dict[int, Form[T]] = {}
+
+    def say(self, form: Form[T]) -> None:
+        """Before a record of the form: queues what it is, unless that number says so already."""
+        if self._said.get(form.number) is not form:
+            self._channel.put(self._record(form.number, form.template))
+            self._said[form.number] = form
+
+
+class HeardForms(Generic[R]):
+    """What the other end of a lane told, as its reader has understood it."""
+
+    __slots__ = ("_heard",)
+
+    def __init__(self) -> None:
+        self._heard: dict[int, R] = {}
+
+    def learn(self, number: int, form: R) -> None:
+        """Raises InvalidArgument: no sender numbers like that."""
+        if not 0 <= number < MAX_FORMS:
+            raise InvalidArgument(f"form {number} was told, forms have numbers below {MAX_FORMS}")
+        self._heard[number] = form
+
+    def find(self, number: int) -> R:
+        """Raises InvalidArgument: nothing was said of it."""
+        form = self._heard.get(number)
+        if form is None:
+            raise InvalidArgument(f"form {number} was never told")
+        return form
+
+
+def request_template(submit: Submit) -> Submit:
+    """What a request has in common with others of its kind."""
+    return msgspec.structs.replace(
+        submit, request_id=0, inputs=_emptied(submit.inputs), client_id="", deadline_ns=0, received_ns=0, trace=0
+    )
+
+
+def answer_template(completion: Completion) -> Completion:
+    """What an answer has in common with others of its kind."""
+    return msgspec.structs.replace(completion, request_id=0, outputs=_emptied(completion.outputs))
+
+
+def whole_request(template: Submit, record: FormSubmit) -> Submit:
+    """A request of a form, as if it had been sent whole. Raises InvalidArgument: it has too many tensors, or too few."""
+    return msgspec.structs.replace(
+        template,
+        request_id=record.request_id,
+        inputs=_filled(template.inputs, record.contents),
+        client_id=record.client_id,
+        deadline_ns=record.deadline_ns,
+        received_ns=record.received_ns,
+    )
+
+
+def whole_answer(template: Completion, record: FormCompletion) -> Completion:
+    """An answer of a form, as if it had been sent whole. Raises InvalidArgument: it has too many tensors, or too few."""
+    return msgspec.structs.replace(
+        template, request_id=record.request_id, outputs=_filled(template.outputs, record.contents)
+    )
+
+
+def _emptied(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(
+        [
+            Tensor(tensor.name, tensor.datatype, tensor.shape, _EMPTY) if type(tensor.place) is Inline else tensor
+            for tensor in tensors
+        ]
+    )
+
+
+def _filled(tensors: tuple[Tensor, ...], contents: tuple[bytes, ...]) -> tuple[Tensor, ...]:
+    inline = sum([type(tensor.place) is Inline for tensor in tensors])
+    if inline != len(contents):
+        raise InvalidArgument(f"{len(contents)} tensors came in a record whose form has {inline} there")
+    rest = iter(contents)
+    return tuple(
+        [
+            Tensor(tensor.name, tensor.datatype, tensor.shape, Inline(next(rest)))
+            if type(tensor.place) is Inline
+            else tensor
+            for tensor in tensors
+        ]
+    )
