@@ -6,9 +6,9 @@
                                                        ◀──      AnswerForm 3: names, datatypes, shapes, regions
                                                        ◀──      FormCompletion 3: id, bytes   ...
 
-A client asks the same again and again, with other tensors. Whoever sends numbers its forms, and after ``MAX_FORMS`` begins again at
-0; a lane is told a form whenever its number last stood for another one. Records are read in the order in which they were sent, so a
-number means what was said of it last.
+A client asks the same again and again, with other tensors. Whoever sends numbers its forms, and after ``MAX_FORMS`` begins again
+at 0; a lane is told a form whenever its number last stood for another one. Records are read in the order in which they were sent,
+so a number means what was said of it last.
 """
 
 from __future__ import annotations

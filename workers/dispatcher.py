@@ -174,7 +174,7 @@ class Dispatcher:
 
     def _run_on(self, version: ModelVersion, until_ns: int) -> None:
         """Further batches of the only model with work, for a moment: their answers then share a flush and a wake-up."""
-        while (now_ns := self._clock()) < until_ns and self._run_jitted(version, now_ns):
+        while len(version.queue) and (now_ns := self._clock()) < until_ns and self._run_jitted(version, now_ns):
             pass
 
     def _expire(self, version: ModelVersion, now_ns: int) -> None:
@@ -247,10 +247,8 @@ class Dispatcher:
         """Adds requests that wait behind the first one and can share its call. Returns the program for them, if there is one."""
         key = batch[0].key
         waiting = version.queue.rows(key)
-        if not waiting:
-            return None
         program = series.find(key, waiting + 1)
-        if program is not None:
+        if program is not None and waiting:
             batch += version.queue.take(key, program.wanted.length - 1)
         wish = series.take_wish() if series.wish is not None else None
         if wish is not None and version.jitted is not None:

@@ -130,8 +130,7 @@ class JaxModel:
             lambda: self._split(requests, rows, outputs),
         )
         if self.series is not None:
-            first = requests[0]
-            self.series.note(first.key, first.arrays, execution.computed_ns - execution.gathered_ns)
+            self.series.note(requests[0], execution.computed_ns - execution.gathered_ns)
 
     def _outputs(self, made: dict[str, Any]) -> dict[str, Array]:
         device = self.executables.device
@@ -156,6 +155,8 @@ class JaxModel:
         stacks = program.run(self.executables.parameters)
         execution.computed_ns = time.monotonic_ns()
         execution.runs = len(execution.requests)
+        if execution.runs == 1 and self.series is not None:
+            self.series.note(execution.requests[0], execution.computed_ns - execution.gathered_ns)
         execution.computed(program.uncut(stacks), lambda: program.split(stacks))
 
     def _split(self, requests: Sequence[Request], bucket: int, outputs: dict[str, Array]) -> list[Result]:

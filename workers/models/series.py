@@ -7,18 +7,18 @@ requests that wait anyhow, and its programs are compiled beside the serving, whe
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from typing import Any
 
-from shm.arrays import Array
 from workers.models.executables import Apply
 from workers.models.series_program import SeriesProgram, SeriesWanted, compile_series
 from workers.models.signature import Signature
+from workers.request import Request
 
-#: Lengths of series, longest first.
-LENGTHS = (8, 4, 2)
+#: Lengths of series, longest first. One of a single request saves nothing but arguments and results.
+LENGTHS = (8, 4, 2, 1)
 _MOST = LENGTHS[0]
-#: By the number of requests that wait: the longest series of them; nothing for less than two.
+#: By the number of requests that wait: the longest series of them.
 _LONGEST = [max([length for length in LENGTHS if length <= waiting], default=0) for waiting in range(_MOST + 1)]
 #: Single runs that take longer, or whose inputs are larger, gain nothing worth their neighbours' waiting.
 _QUICK_NS = 100_000
@@ -60,23 +60,24 @@ class Series:
         #: The next program to compile, if one is missed; see ``take_wish``.
         self.wish: SeriesWanted | None = None
 
-    def note(self, key: Hashable, arrays: Mapping[str, Array], single_ns: int) -> None:
-        """A single run of that shape took so long."""
+    def note(self, request: Request, single_ns: int) -> None:
+        """That request alone took so long."""
+        key = request.key
         shape = self._shapes.get(key)
         if shape is not None:
             shape.single_ns += (single_ns - shape.single_ns) // 8
-        elif single_ns < _QUICK_NS and sum([array.nbytes for array in arrays.values()]) <= _SMALL_BYTE_SIZE:
+        elif single_ns < _QUICK_NS and sum([array.nbytes for array in request.arrays.values()]) <= _SMALL_BYTE_SIZE:
             if len(self._shapes) >= _MAX_SHAPES:
                 self._shapes.clear()
             self._shapes[key] = _Shape(single_ns)
 
     def find(self, key: Hashable, waiting: int) -> SeriesProgram | None:
-        """What to run so many waiting requests of that shape with, or the first of them; None: the first alone.
+        """What to run so many waiting requests of that shape with, or the first of them; None: the first as it is.
 
         It may be for more than there are.
         """
         shape = self._shapes.get(key)
-        if shape is None or waiting < 2 or shape.single_ns > _QUICK_NS:
+        if shape is None or shape.single_ns > _QUICK_NS:
             return None
         if waiting > _MOST // 2 and (waiting >= _MOST or shape.single_ns <= _TINY_NS):
             waiting = _MOST
