@@ -38,23 +38,21 @@ class Duration:
         self.count = 0
         self.ns = 0
 
-    def add(self, ns: int, count: int = 1) -> None:
-        self.count += count
+    def add(self, ns: int) -> None:
+        self.count += 1
         self.ns += ns
-
-    def to_dict(self) -> dict[str, int]:
-        return {"count": self.count, "ns": self.ns}
 
 
 class BatchStatistics:
-    """Executions of one batch size."""
+    """Executions of one batch size. Plain numbers, because they are counted with every batch."""
 
-    __slots__ = ("compute_infer", "compute_input", "compute_output")
+    __slots__ = ("count", "infer_ns", "input_ns", "output_ns")
 
     def __init__(self) -> None:
-        self.compute_input = Duration()
-        self.compute_infer = Duration()
-        self.compute_output = Duration()
+        self.count = 0
+        self.input_ns = 0
+        self.infer_ns = 0
+        self.output_ns = 0
 
 
 class ModelStatistics:
@@ -68,17 +66,20 @@ class ModelStatistics:
         #: Of the load before this one, and what it came to once it was over.
         self._former: ModelStatistics | None = None
         self._inherited = Counts()
-        self.success = Duration()
+        #: Requests that were answered well, and what all of them took together.
+        self.success_count = 0
+        self.request_ns = 0
+        self.queue_ns = 0
+        self.compute_input_ns = 0
+        self.compute_infer_ns = 0
+        self.compute_output_ns = 0
         self.fail = Duration()
         #: The same requests by reason.
         self.failures: Counter[Failure] = Counter()
-        self.queue = Duration()
-        self.compute_input = Duration()
-        self.compute_infer = Duration()
-        self.compute_output = Duration()
         self.inference_count = 0
         self.execution_count = 0
-        self.last_inference_ms = 0
+        #: CLOCK_MONOTONIC; 0: never.
+        self.last_inference_ns = 0
         #: Bytes of tensors that the worker copied (docs/data-plane.md): not in Triton's answer, but in ours.
         self.copied_byte_size = 0
         self._batches: dict[int, BatchStatistics] = {}
@@ -95,29 +96,36 @@ class ModelStatistics:
         good = len(answered)
         if not good:
             return
-        rows = sum([request.rows for request in answered])
-        arrived = [request.arrived_ns for request in answered]
-        self.success.add(good * now_ns - sum(arrived), good)
-        # One that arrived while this began has not waited.
-        self.queue.add(
-            good * began - sum(arrived if max(arrived) <= began else [min(ns, began) for ns in arrived]), good
-        )
-        runs = execution.runs
+        if good == 1:
+            request = answered[0]
+            rows, arrived_ns = request.rows, request.arrived_ns
+            # One that arrived while this began has not waited.
+            waited_ns = max(0, began - arrived_ns)
+        else:
+            rows = sum([request.rows for request in answered])
+            arrived = [request.arrived_ns for request in answered]
+            arrived_ns = sum(arrived)
+            waited_ns = good * began - (arrived_ns if max(arrived) <= began else sum([min(ns, began) for ns in arrived]))
+        input_ns, infer_ns, output_ns, runs = gathered - began, computed - gathered, now_ns - computed, execution.runs
+        self.success_count += good
+        self.request_ns += good * now_ns - arrived_ns
+        self.queue_ns += waited_ns
         # As in Triton every request of a batch waited for the whole batch.
-        self.compute_input.add((gathered - began) * good, good)
-        self.compute_infer.add((computed - gathered) * good, good)
-        self.compute_output.add((now_ns - computed) * good, good)
+        self.compute_input_ns += input_ns * good
+        self.compute_infer_ns += infer_ns * good
+        self.compute_output_ns += output_ns * good
         self.inference_count += rows
         self.execution_count += runs
-        self.last_inference_ms = time.time_ns() // 1_000_000
+        self.last_inference_ns = now_ns
         self.copied_byte_size += execution.copied_byte_size
         size = rows // runs
         batch = self._batches.get(size)
         if batch is None:
             batch = self._batches[size] = BatchStatistics()
-        batch.compute_input.add(gathered - began, runs)
-        batch.compute_infer.add(computed - gathered, runs)
-        batch.compute_output.add(now_ns - computed, runs)
+        batch.count += runs
+        batch.input_ns += input_ns
+        batch.infer_ns += infer_ns
+        batch.output_ns += output_ns
 
     def copied(self, byte_size: int) -> None:
         """Counts what was copied for one request alone."""
@@ -141,37 +149,37 @@ class ModelStatistics:
         """What metrics show of it: since the first of the loads that replaced each other."""
         former = self._inherited if self._former is None else self._former.counts()
         return former + Counts(
-            success=self.success.count,
+            success=self.success_count,
             rejected=self.failures[Failure.REJECTED],
             canceled=self.failures[Failure.CANCELED],
             backend=self.failures[Failure.BACKEND],
             other=self.failures[Failure.OTHER],
             inference=self.inference_count,
             execution=self.execution_count,
-            request_ns=self.success.ns,
-            queue_ns=self.queue.ns,
-            compute_input_ns=self.compute_input.ns,
-            compute_infer_ns=self.compute_infer.ns,
-            compute_output_ns=self.compute_output.ns,
+            request_ns=self.request_ns,
+            queue_ns=self.queue_ns,
+            compute_input_ns=self.compute_input_ns,
+            compute_infer_ns=self.compute_infer_ns,
+            compute_output_ns=self.compute_output_ns,
             copied_byte_size=self.copied_byte_size,
         )
 
     def to_dict(self) -> dict[str, Any]:
         """One entry of ``model_stats``."""
-        never = Duration().to_dict()
+        good, never = self.success_count, _duration(0, 0)
         return {
             "name": self._name,
             "version": str(self._version),
-            "last_inference": self.last_inference_ms,
+            "last_inference": self._last_inference_ms(),
             "inference_count": self.inference_count,
             "execution_count": self.execution_count,
             "inference_stats": {
-                "success": self.success.to_dict(),
-                "fail": self.fail.to_dict(),
-                "queue": self.queue.to_dict(),
-                "compute_input": self.compute_input.to_dict(),
-                "compute_infer": self.compute_infer.to_dict(),
-                "compute_output": self.compute_output.to_dict(),
+                "success": _duration(good, self.request_ns),
+                "fail": _duration(self.fail.count, self.fail.ns),
+                "queue": _duration(good, self.queue_ns),
+                "compute_input": _duration(good, self.compute_input_ns),
+                "compute_infer": _duration(good, self.compute_infer_ns),
+                "compute_output": _duration(good, self.compute_output_ns),
                 "cache_hit": never,
                 "cache_miss": never,
             },
@@ -179,9 +187,9 @@ class ModelStatistics:
             "batch_stats": [
                 {
                     "batch_size": size,
-                    "compute_input": batch.compute_input.to_dict(),
-                    "compute_infer": batch.compute_infer.to_dict(),
-                    "compute_output": batch.compute_output.to_dict(),
+                    "compute_input": _duration(batch.count, batch.input_ns),
+                    "compute_infer": _duration(batch.count, batch.infer_ns),
+                    "compute_output": _duration(batch.count, batch.output_ns),
                 }
                 for size, batch in sorted(self._batches.items())
             ],
@@ -189,5 +197,15 @@ class ModelStatistics:
             "copied_byte_size": self.copied_byte_size,
         }
 
+    def _last_inference_ms(self) -> int:
+        """Since 1970; 0: never."""
+        if not self.last_inference_ns:
+            return 0
+        return (time.time_ns() - time.monotonic_ns() + self.last_inference_ns) // 1_000_000
+
     def __repr__(self) -> str:
-        return f"<ModelStatistics {self._name}:{self._version} {self.success.count} ok, {self.fail.count} failed>"
+        return f"<ModelStatistics {self._name}:{self._version} {self.success_count} ok, {self.fail.count} failed>"
+
+
+def _duration(count: int, ns: int) -> dict[str, int]:
+    return {"count": count, "ns": ns}

@@ -3,8 +3,8 @@
 Pure: it knows shapes only as an opaque compatibility key, sizes as rows, and time as what it is told. Owned by the model version;
 one thread uses it.
 
-    line 2 * level        requests of that priority level, on time         each line: key -> deque, oldest first
-    line 2 * level + 1    those whose timeout passed and may be delayed
+    line 2 * (level - 1)        requests of that priority level, on time         each line: key -> deque, oldest first
+    line 2 * (level - 1) + 1    those whose timeout passed and may be delayed
 """
 
 from __future__ import annotations
@@ -87,10 +87,11 @@ class RequestQueue(Generic[W]):
     def __init__(self, rules: QueueRules) -> None:
         self._rules = rules
         #: The one line that requests without a deadline stand in; -1: the rules know more than one, or watch those who wait.
-        self._line = 2 if rules.plain else -1
-        self._lines: list[dict[Hashable, deque[W]]] = [{} for _ in range(2 * (rules.levels + 1))]
+        self._line = 0 if rules.plain else -1
+        self._lines: list[dict[Hashable, deque[W]]] = [{} for _ in range(2 * rules.levels)]
         self._rows: dict[Hashable, int] = {}
-        self._level_sizes = [0] * (rules.levels + 1)
+        #: Of the first level, the second, ...
+        self._level_sizes = [0] * rules.levels
         self._size = 0
         self._sequence = 0
         #: (when, sequence, request) of those that can expire; entries of requests that left are skipped.
@@ -112,11 +113,11 @@ class RequestQueue(Generic[W]):
             return
         level = self._rules.level(request.priority)
         policy = self._rules.policy(level)
-        if self._size >= self._rules.max_size or 0 < policy.max_size <= self._level_sizes[level]:
+        if self._size >= self._rules.max_size or 0 < policy.max_size <= self._level_sizes[level - 1]:
             raise Unavailable("Exceeds maximum queue size")
         self._sequence += 1
         request.sequence = self._sequence
-        self._insert(request, 2 * level)
+        self._insert(request, 2 * (level - 1))
         self._watch(request, policy)
 
     def restore(self, requests: list[W]) -> None:
@@ -126,7 +127,7 @@ class RequestQueue(Generic[W]):
         """
         for request in reversed(requests):
             level = self._rules.level(request.priority)
-            self._insert(request, 2 * level, first=True)
+            self._insert(request, 2 * (level - 1), first=True)
             self._watch(request, self._rules.policy(level))
 
     def _watch(self, request: W, policy: QueuePolicy) -> None:
@@ -201,13 +202,13 @@ class RequestQueue(Generic[W]):
             _, _, request = heapq.heappop(self._expiries)
             if request.line < 0:
                 continue
-            level = request.line // 2
+            level = request.line // 2 + 1
             gone = 0 < request.deadline_ns <= now_ns
             self.remove(request)
             if gone or not self._rules.policy(level).delay:
                 refused.append(request)
                 continue
-            self._insert(request, 2 * level + 1)
+            self._insert(request, 2 * (level - 1) + 1)
             if request.deadline_ns:
                 heapq.heappush(self._expiries, (request.deadline_ns, request.sequence, request))
         return refused
