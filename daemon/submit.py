@@ -3,7 +3,8 @@
 The numbered story of one request:
 
 1. ``submit`` notes it under its id, then chooses a worker and puts the record on that worker's lane.
-2. Everything put on lanes in one turn of the loop leaves in one datagram a lane.
+2. What is put on a lane in one turn of the loop leaves in one datagram; but a worker that has nothing to do gets its first
+   request at once.
 3. The Completion comes back on the lane; its callback gets it, with the lane its tensors lie in.
 4. The callback's owner calls ``release`` when the answer's bytes have left.
 
@@ -345,13 +346,13 @@ class Submitter:
             chosen.lane.submit(submit)
         else:
             chosen.lane.submit_formed(pending.form, record)  # type: ignore[arg-type]
-        if pending.leases and len(chosen.in_flight) == 1 and not chosen.writing:
-            # The worker has nothing to do, and this is worth waking it: other connections may have large bodies to be read first.
+        if len(chosen.in_flight) == 1 and not chosen.writing:
+            # The worker has nothing to do: it begins while this front reads what else came.
             self._flush_worker(chosen)
         self._flush_later(chosen)
 
     def _flush_later(self, worker: Worker) -> None:
-        """At the end of this turn: small requests that came in it share a datagram, a wake-up and most often a batch."""
+        """At the end of this turn: what came in it for a busy worker shares a datagram, a wake-up and most often a batch."""
         if not self._dirty:
             self._loop.call_soon(self._flush)
         self._dirty.add(worker)

@@ -34,8 +34,10 @@ from workers.validation import validate, validate_formed
 from workers.work_thread import WorkThread
 
 _log = logging.getLogger(__name__)
-#: How long batches are run in one turn of the loop before anything else is looked at.
+#: How long batches are run in one turn of the loop before anything else is looked at, and how many requests must wait for that:
+#: what few wait for leaves at once, so that the front is not idle meanwhile.
 _RUN_ON_NS = 250_000
+_MANY = 4
 #: Places on the status page: this thread's and the compiler's. Instances have the others.
 LOOP_DESK, COMPILER_DESK, FIRST_INSTANCE_DESK = range(3)
 
@@ -173,9 +175,10 @@ class Dispatcher:
         return next_ns
 
     def _run_on(self, version: ModelVersion, until_ns: int) -> None:
-        """Further batches of the only model with work, for a moment: their answers then share a flush and a wake-up."""
-        while len(version.queue) and (now_ns := self._clock()) < until_ns and self._run_jitted(version, now_ns):
-            pass
+        """Further batches of the only model with much work, for a moment: their answers then share a flush and a wake-up."""
+        while len(version.queue) >= _MANY and (now_ns := self._clock()) < until_ns:
+            if not self._run_jitted(version, now_ns):
+                return
 
     def _expire(self, version: ModelVersion, now_ns: int) -> None:
         if not 0 < version.queue.next_expiry_ns <= now_ns:

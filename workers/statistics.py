@@ -105,7 +105,9 @@ class ModelStatistics:
             rows = sum([request.rows for request in answered])
             arrived = [request.arrived_ns for request in answered]
             arrived_ns = sum(arrived)
-            waited_ns = good * began - (arrived_ns if max(arrived) <= began else sum([min(ns, began) for ns in arrived]))
+            waited_ns = good * began - (
+                arrived_ns if max(arrived) <= began else sum([min(ns, began) for ns in arrived])
+            )
         input_ns, infer_ns, output_ns, runs = gathered - began, computed - gathered, now_ns - computed, execution.runs
         self.success_count += good
         self.request_ns += good * now_ns - arrived_ns
