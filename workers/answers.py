@@ -115,21 +115,20 @@ def complete_planned(request: Request, plan: AnswerPlan, made: BatchOutputs, row
     Returns: None: a region is a GPU's now; nothing was written anywhere.
     Raises: as ``complete``.
     """
-    rows, copied = request.rows, 0
-    contents: list[bytes] = []
-    writes: list[tuple[RegionSlice, bytes]] = []
-    for content, start, step, size, region in plan.parts:
-        at = start + row * step
-        part = made.contents[content][at : at + rows * size]
-        copied += len(part)
-        if region is None:
-            contents.append(part)
-        elif part:
-            writes.append((region, part))
-    if request.regions and not _write_small(request, writes):
-        return None
-    request.copied_byte_size += copied
-    return FormCompletion(request.request_id, plan.form.number, tuple(contents))
+    rows, contents = request.rows, made.contents
+    parts = [
+        contents[number][(at := start + row * step) : at + rows * size] for number, start, step, size, _ in plan.parts
+    ]
+    if request.regions:
+        places = [part.region for part in plan.parts]
+        if not _write_small(
+            request, [(place, part) for place, part in zip(places, parts, strict=True) if place and part]
+        ):
+            return None
+        if not plan.inside:
+            parts = [part for place, part in zip(places, parts, strict=True) if not place]
+    request.copied_byte_size += rows * plan.row_byte_size
+    return FormCompletion(request.request_id, plan.form.number, tuple(parts))
 
 
 def plan_answer(form: Form[Completion], request: Request, layout: OutputLayout) -> AnswerPlan:
@@ -140,7 +139,7 @@ def plan_answer(form: Form[Completion], request: Request, layout: OutputLayout) 
             continue
         wanted = request.outputs.get(name)
         parts.append(Part(content, start, step, size, None if wanted is None else wanted.region))
-    return AnswerPlan(form, parts)
+    return AnswerPlan(form, parts, sum([part.byte_size for part in parts]), all(part.region is None for part in parts))
 
 
 def complete_small(

@@ -32,6 +32,10 @@ class AnswerPlan(NamedTuple):
     form: Form[Completion]
     #: In the order of the answer's outputs.
     parts: list[Part]
+    #: Of all parts together, for one row.
+    row_byte_size: int
+    #: Whether all of them go into the record.
+    inside: bool
 
 
 class KnownForm:

@@ -82,7 +82,8 @@ class Outbox:
                 formed = complete_planned(request, plan, made, row)
                 if formed is None:
                     return False
-                submitter.answer_formed(plan.form, formed)
+                submitter.lane.complete_formed(plan.form, formed)
+                submitter.unflushed = True
             else:
                 completion = complete_small(request, made, row, version.version, self._options.inline_byte_size)
                 if completion is None:

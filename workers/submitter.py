@@ -9,9 +9,9 @@ from collections import deque
 from dataclasses import dataclass
 
 from shm.arrays import Array
-from shm.forms import Form, HeardForms
+from shm.forms import HeardForms
 from shm.lane import WorkerLane
-from shm.messages import Completion, FormCompletion
+from shm.messages import Completion
 from workers.known_form import KnownForm
 from workers.request import Request
 
@@ -64,12 +64,6 @@ class Submitter:
         """Queues a completion; the loop flushes once a turn."""
         if not self.closed:
             self.lane.complete(completion)
-            self.unflushed = True
-
-    def answer_formed(self, form: Form[Completion], completion: FormCompletion) -> None:
-        """The same of an answer of a form."""
-        if not self.closed:
-            self.lane.complete_formed(form, completion)
             self.unflushed = True
 
     def __repr__(self) -> str:
