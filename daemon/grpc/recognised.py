@@ -28,7 +28,7 @@ _Place = tuple[int, int]
 class _Layout:
     """Messages of one size that differ in their id and in their raw tensors' bytes alone."""
 
-    __slots__ = ("_contents", "_form", "_id", "_inputs", "decoded", "fixed")
+    __slots__ = ("_contents", "_form", "_id", "_inputs", "_submitter", "decoded", "fixed")
 
     def __init__(
         self,
@@ -36,10 +36,12 @@ class _Layout:
         client_id: _Place,
         raws: list[_Place],
         decoded: DecodedHead,
-        form: Form[Submit] | None,
+        submitter: Submitter | None,
     ) -> None:
         self.decoded = decoded
-        self._form = form
+        #: The form of such messages is asked for when the second one comes.
+        self._submitter = submitter
+        self._form: Form[Submit] | None = None
         self._id = slice(*client_id)
         places = iter(raws)
         #: Name, datatype, shape, and the content or where in the message it is.
@@ -61,8 +63,9 @@ class _Layout:
 
     def request(self, message: Buffer) -> InferenceRequest:
         """A message of this layout. Raises RefusedRequest: its id is no text."""
+        client_id = _text(bytes(message[self._id]))
         if self._form is not None:
-            request = _request(self.decoded, _text(bytes(message[self._id])), [])
+            request = _request(self.decoded, client_id, [])
             request.form = self._form
             request.contents = tuple(
                 [bytes(message[where] if type(where) is slice else where) for where in self._contents]  # type: ignore[arg-type]
@@ -72,7 +75,10 @@ class _Layout:
             (name, datatype, shape, message[where] if type(where) is slice else where)
             for name, datatype, shape, where in self._inputs
         ]
-        return _request(self.decoded, _text(bytes(message[self._id])), inputs)
+        request = _request(self.decoded, client_id, inputs)
+        if self._submitter is not None:
+            self._form, self._submitter = form_of(self._submitter, request), None
+        return request
 
 
 class Recognised:
@@ -109,8 +115,7 @@ class Recognised:
         if len(head) <= self.MAX_HEAD and len(message) <= self.MAX_MESSAGE and raws:
             if len(self._layouts) >= self.MAX_COUNT:
                 self._layouts.clear()
-            form = None if self._submitter is None else form_of(self._submitter, understood[1])
-            self._layouts[len(message)] = _Layout(bytes(message), id_at, raws, decoded, form)
+            self._layouts[len(message)] = _Layout(bytes(message), id_at, raws, decoded, self._submitter)
         return understood
 
     def decode_received(self, message: Reception) -> tuple[DecodedHead, InferenceRequest, ModelState]:

@@ -221,7 +221,8 @@ class Exchange(Answering):
         self._serving.submitter.submit(record, self._leases, self._completed)
 
     def _send_known(self, known: KnownRequest, chunk: bytes) -> None:
-        submitter, form = self._serving.submitter, known.form
+        submitter = self._serving.submitter
+        form = known.form(submitter.forms)
         self._request_id = submitter.next_id()
         record = FormSubmit(
             self._request_id,

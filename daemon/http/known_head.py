@@ -14,7 +14,6 @@ from daemon.http.decoded_request import DecodedRequest
 from daemon.http.known_request import KnownRequest, recognise
 from daemon.http.message_head import InferHead
 from daemon.http.reception import COLLECT_BYTE_SIZE
-from daemon.submit import Submitter
 
 #: Longer heads are not worth remembering with every connection.
 _MAX_HEAD = 2048
@@ -36,7 +35,7 @@ class KnownHead:
         return len(chunk) == self.request_size and chunk.startswith(self.head)
 
 
-def learn(chunk: bytes, meaning: InferHead, decoded: DecodedRequest | None, submitter: Submitter) -> KnownHead | None:
+def learn(chunk: bytes, meaning: InferHead, decoded: DecodedRequest | None, inline_byte_size: int) -> KnownHead | None:
     """From a chunk that was exactly one request, parsed as ``meaning``; None: not to be remembered.
 
     ``decoded``: what its JSON said, where it came so far.
@@ -53,5 +52,5 @@ def learn(chunk: bytes, meaning: InferHead, decoded: DecodedRequest | None, subm
     plain = not (meaning.coding or meaning.accepts or meaning.keep_alive_line)
     if decoded is not None and plain and text_size > 0 and length <= COLLECT_BYTE_SIZE:
         start = len(head) + text_size
-        request = recognise(chunk[len(head) : start], start, meaning, decoded, submitter)
+        request = recognise(chunk[len(head) : start], start, meaning, decoded, inline_byte_size)
     return KnownHead(head, meaning, len(chunk), request)

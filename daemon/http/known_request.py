@@ -11,8 +11,7 @@ from __future__ import annotations
 from daemon.http.decoded_request import DecodedRequest, Part
 from daemon.http.message_head import InferHead
 from daemon.http.response_codec import encode, no_view, response_head
-from daemon.submit import Submitter
-from shm.forms import Form, request_template, whole_answer
+from shm.forms import Form, Forms, request_template, whole_answer
 from shm.messages import Completion, FormCompletion, Inline, Place, RegionSlice, Submit, Tensor
 
 #: Longer texts are not worth remembering with every connection.
@@ -24,22 +23,34 @@ _MAX_ANSWER_HEAD = 2048
 class KnownRequest:
     """One connection's. Its tensors travel in the record or lie in regions."""
 
-    __slots__ = ("_answer", "_answered", "_byte_size", "_parts", "decoded", "form", "model", "text")
+    __slots__ = ("_answer", "_answered", "_byte_size", "_form", "_head", "_parts", "_tensors", "decoded", "text")
 
     def __init__(
-        self, model: str, text: bytes, decoded: DecodedRequest, form: Form[Submit], parts: list[tuple[int, int]]
+        self,
+        head: InferHead,
+        text: bytes,
+        decoded: DecodedRequest,
+        tensors: tuple[Tensor, ...],
+        parts: list[tuple[int, int]],
     ) -> None:
-        self.model = model
+        self._head = head
         self.text = text
         self.decoded = decoded
-        self.form = form
-        #: Where in the chunk the tensors begin and end that it holds.
+        #: Its inputs but for their bytes, and where in the chunk those begin and end that it holds.
+        self._tensors = tensors
         self._parts = parts
+        self._form: Form[Submit] | None = None
         #: What the last answer's form is, and the bytes before its parts: empty where such answers are not remembered.
         self._answered: Completion | None = None
         self._answer = b""
         #: How long the parts are.
         self._byte_size = 0
+
+    def form(self, forms: Forms[Submit]) -> Form[Submit]:
+        """What it has in common with others of its kind. Made when it comes again, which most texts with an id never do."""
+        if self._form is None:
+            self._form = forms.form(request_template(self.decoded.record(0, self._head, self._tensors, 0)))
+        return self._form
 
     def contents(self, chunk: bytes) -> tuple[bytes, ...]:
         """The tensors in the request that is that chunk."""
@@ -59,14 +70,14 @@ class KnownRequest:
             if type(tensor.place) is Inline and not decoded.binary.get(tensor.name, decoded.all_binary):
                 return  # its values are in the JSON
         whole = whole_answer(template, completion)
-        text, parts = encode(whole, self.model, decoded.id, decoded.binary, decoded.all_binary, no_view)
+        text, parts = encode(whole, self._head.model, decoded.id, decoded.binary, decoded.all_binary, no_view)
         head = response_head(len(text), parts) + text
         if len(head) <= _MAX_ANSWER_HEAD:
             self._answer, self._byte_size = head, sum(map(len, parts))
 
 
 def recognise(
-    text: bytes, start: int, head: InferHead, decoded: DecodedRequest, submitter: Submitter
+    text: bytes, start: int, head: InferHead, decoded: DecodedRequest, inline_byte_size: int
 ) -> KnownRequest | None:
     """What to remember of a request with that head, whose JSON is ``text`` and whose parts begin at ``start`` of its chunk.
 
@@ -80,12 +91,11 @@ def recognise(
         place: Place
         if isinstance(source, RegionSlice):
             place = source
-        elif isinstance(source, Part) and source.byte_size <= submitter.inline_byte_size:
+        elif isinstance(source, Part) and source.byte_size <= inline_byte_size:
             begin = start + source.offset
             parts.append((begin, begin + source.byte_size))
             place = Inline(b"")
         else:
             return None
         tensors.append(Tensor(name, datatype, shape, place))
-    template = request_template(decoded.record(0, head, tuple(tensors), 0, 0))
-    return KnownRequest(head.model, text, decoded, submitter.forms.form(template), parts)
+    return KnownRequest(head, text, decoded, tuple(tensors), parts)

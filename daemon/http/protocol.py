@@ -122,7 +122,7 @@ class InferProtocol(AnswerOrder):
             # The chunk was exactly one request.
             last = self._order[-1] if self._order else None
             decoded = last.decoded if isinstance(last, Exchange) else None
-            self._known = learn(data, self._meaning, decoded, self.serving.submitter)
+            self._known = learn(data, self._meaning, decoded, self.serving.submitter.inline_byte_size)
 
     def _repeat(self, known: KnownHead, data: bytes) -> None:
         """A whole request whose head needs no parsing."""
