@@ -391,8 +391,8 @@ class Submitter:
             completions = worker.lane.receive()
             if completions is None:
                 return False
-            for completion in completions:
-                self._complete(worker, completion)
+            for completion, own in completions:
+                self._complete(worker, completion, own)
             return True
         except ChannelClosed:
             self._close(worker)
@@ -403,15 +403,15 @@ class Submitter:
             self._give_up(worker, Internal("the worker's answer could not be understood"))
         return False
 
-    def _complete(self, worker: Worker, completion: Completion | FormCompletion) -> None:
-        pending = worker.in_flight.get(completion.request_id)
-        if type(completion) is FormCompletion:
-            template = worker.lane.answer_template(completion.form)
+    def _complete(self, worker: Worker, completion: Completion, own: FormCompletion | None) -> None:
+        """``own``: of an answer of a form, whose ``completion`` is what those have in common."""
+        if own is not None:
+            pending = worker.in_flight.get(own.request_id)
             if pending is not None and pending.on_formed is not None:
-                self._complete_formed(worker, pending, template, completion)
+                self._complete_formed(worker, pending, completion, own)
                 return
-            completion = whole_answer(template, completion)
-        assert isinstance(completion, Completion)
+            completion = whole_answer(completion, own)
+        pending = worker.in_flight.get(completion.request_id)
         if pending is None:
             if completion.lease is not None:
                 self.release(worker.lane, completion.lease)

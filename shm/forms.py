@@ -135,6 +135,11 @@ def whole_answer(template: Completion, record: FormCompletion) -> Completion:
     )
 
 
+def inline_count(tensors: tuple[Tensor, ...]) -> int:
+    """How many of them are in the record."""
+    return sum([type(tensor.place) is Inline for tensor in tensors])
+
+
 def _emptied(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(
         [
@@ -145,7 +150,7 @@ def _emptied(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _filled(tensors: tuple[Tensor, ...], contents: tuple[bytes, ...]) -> tuple[Tensor, ...]:
-    inline = sum([type(tensor.place) is Inline for tensor in tensors])
+    inline = inline_count(tensors)
     if inline != len(contents):
         raise InvalidArgument(f"{len(contents)} tensors came in a record whose form has {inline} there")
     rest = iter(contents)

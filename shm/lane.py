@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from shm.arena import Arena, ArenaMap, Lease, LeaseKey, OnSegment
 from shm.channel import Channel
 from shm.errors import InvalidArgument
-from shm.forms import Form, Forms, HeardForms, SaidForms
+from shm.forms import Form, Forms, HeardForms, SaidForms, inline_count
 from shm.messages import (
     AnswerForm,
     Cancel,
@@ -40,7 +40,6 @@ from shm.messages import (
 
 _FROM_WORKER = decoder(ToSubmitter)
 _FROM_SUBMITTER = decoder(ToWorker)
-_COMPLETIONS = (Completion, FormCompletion)
 _REQUESTS = (FormSubmit, Submit, RequestForm, Cancel)
 
 
@@ -78,7 +77,8 @@ class SubmitterLane:
         self._responses = ArenaMap()
         self._releases: list[LeaseKey] = []
         self._said: SaidForms[Submit] = SaidForms(self._channel, RequestForm)
-        self._heard: HeardForms[Completion] = HeardForms()
+        #: With the number of tensors in each answer's record.
+        self._heard: HeardForms[tuple[Completion, int]] = HeardForms()
 
     def fileno(self) -> int:
         return self._channel.fileno()
@@ -116,10 +116,11 @@ class SubmitterLane:
             self._releases.clear()
         return self._channel.flush()
 
-    def receive(self) -> list[Completion | FormCompletion] | None:
-        """One datagram's completions (possibly none); None when nothing is waiting.
+    def receive(self) -> list[tuple[Completion, FormCompletion | None]] | None:
+        """One datagram's completions (possibly none); None when nothing is waiting. One of a form comes behind its form.
 
-        Raises: ChannelClosed: the worker is going; requests may be run again only once it is fenced.  InvalidArgument: malformed.
+        Raises: ChannelClosed: the worker is going; requests may be run again only once it is fenced.  InvalidArgument: malformed,
+          or of a form that was never told, or not like it.
         """
         received = self._channel.receive()
         if received is None:
@@ -129,19 +130,23 @@ class SubmitterLane:
             _apply_segment(records[0], fds, self._responses)
             return []
         _refuse_descriptors(fds)
-        return [record for record in records if type(record) in _COMPLETIONS or self._note(record)]
-
-    def _note(self, record: object) -> bool:
-        """What comes before answers; always False, so that it can stand in a filter."""
-        if type(record) is AnswerForm:
-            self._heard.learn(record.number, record.completion)
-        else:
-            _apply_segment(record, [], self._responses)
-        return False
-
-    def answer_template(self, form: int) -> Completion:
-        """What the answers of that form have in common. Raises InvalidArgument: there is no such form."""
-        return self._heard.find(form)
+        completions: list[tuple[Completion, FormCompletion | None]] = []
+        for record in records:
+            if type(record) is FormCompletion:
+                # Looked up now: behind it the number may stand for another form.
+                template, inline = self._heard.find(record.form)
+                if len(record.contents) != inline:
+                    raise InvalidArgument(
+                        f"{len(record.contents)} tensors came in an answer whose form has {inline} there"
+                    )
+                completions.append((template, record))
+            elif type(record) is Completion:
+                completions.append((record, None))
+            elif type(record) is AnswerForm:
+                self._heard.learn(record.number, (record.completion, inline_count(record.completion.outputs)))
+            else:
+                _apply_segment(record, [], self._responses)
+        return completions
 
     def view(self, place: Slice) -> memoryview:
         """Bytes of an answer in the worker's response arena, read-only. Raises InvalidArgument: outside it."""
