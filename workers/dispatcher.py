@@ -29,6 +29,7 @@ from workers.models.series_program import SeriesProgram
 from workers.outbox import Outbox
 from workers.region_table import RegionTable
 from workers.request import Request
+from workers.statistics import Failure
 from workers.submitter import Submitter
 from workers.validation import validate, validate_formed
 from workers.work_thread import WorkThread
@@ -61,6 +62,8 @@ class Dispatcher:
         self._compiler = compiler
         self._clock = clock
         self._outbox = Outbox(options.arenas)
+        #: Executions whose answers are placed, and when they were; see ``count``.
+        self._uncounted: list[tuple[ModelVersion, Execution, dict[Request, Failure], int]] = []
         #: What the status page says between executions.
         self.resting_state = WorkerState.IDLE
         #: Versions with queued requests.
@@ -336,7 +339,13 @@ class Dispatcher:
 
     def _finish(self, version: ModelVersion, execution: Execution) -> None:
         failed = self._outbox.answer_all(execution, self._clock())
-        version.statistics.executed(execution, failed, self._clock())
+        self._uncounted.append((version, execution, failed, self._clock()))
+
+    def count(self) -> None:
+        """Counts what was executed; after its answers have left, because nobody waits for that."""
+        for version, execution, failed, now_ns in self._uncounted:
+            version.statistics.executed(execution, failed, now_ns)
+        self._uncounted.clear()
 
     def __repr__(self) -> str:
         return f"<Dispatcher {len(self._active)} models with work>"

@@ -3,7 +3,7 @@
     epoll ─▶ control channel: records of the supervisor      ─▶ Control
           ─▶ lanes: requests, cancellations, leases back     ─▶ Dispatcher
           ─▶ inbox: what other threads have finished
-    then     one jitted batch, batches for free instances, one flush per lane, one beat on the status page
+    then     one jitted batch, batches for free instances, one flush per lane, statistics, one beat on the status page
 
 Beside it: a loader thread, a compiler thread, and one thread per instance of a model that is not jitted or has several. None of
 them touches the loop's state; they post to the inbox.
@@ -138,6 +138,7 @@ class Worker:
             self._regions.settle()
             self._models.settle()
             self._flush()
+            self._dispatcher.count()
             if self._driver.lost:
                 raise DeviceLost(f"the GPU failed ({self._driver.lost}), and no call on it can succeed any more")
             if self._stop_ns and (self._finished() or time.monotonic_ns() >= self._stop_ns):
