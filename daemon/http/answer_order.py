@@ -215,7 +215,7 @@ class AnswerOrder(HttpToolsProtocol):
     @property
     def idle(self) -> bool:
         """Whether no request is under way."""
-        return not self._order and not self._times.head_since
+        return not self._order and not self._times.head_since and not self._times.body_since
 
 
 def _disconnect(cycle: RequestResponseCycle) -> None:

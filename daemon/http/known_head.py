@@ -34,6 +34,10 @@ class KnownHead:
         """Whether the chunk is exactly one more request with this head."""
         return len(chunk) == self.request_size and chunk.startswith(self.head)
 
+    def begins(self, chunk: bytes) -> bool:
+        """Whether the chunk is this head and less than all of a small body: many clients send them one after the other."""
+        return self.request is not None and len(chunk) < self.request_size and chunk.startswith(self.head)
+
 
 def learn(chunk: bytes, meaning: InferHead, decoded: DecodedRequest | None, inline_byte_size: int) -> KnownHead | None:
     """From a chunk that was exactly one request, parsed as ``meaning``; None: not to be remembered.

@@ -60,6 +60,8 @@ class InferProtocol(AnswerOrder):
         self._known: KnownHead | None = None
         self._begun = 0
         self._meaning: InferHead | None = None
+        #: A request that begins with that head, until its body is whole; that is a small one.
+        self._held = b""
         #: Headers of the message that are forwarded, with their names as they were sent.
         self._forwarded: list[tuple[bytes, bytes]] = []
         self._head_size = 0
@@ -81,9 +83,17 @@ class InferProtocol(AnswerOrder):
         if self._closing:
             return
         between = not self._order and self._receiving is None and not self._times.head_since
-        if between and self._known is not None and self._known.is_head_of(data):
-            self._repeat(self._known, data)
-            return
+        if self._held:
+            data, self._held = self._held + data, b""
+            self._times.body_since = 0.0
+        if between and self._known is not None:
+            if self._known.is_head_of(data):
+                self._repeat(self._known, data)
+                return
+            if self._known.begins(data):
+                self._held = data
+                self._times.idle_since, self._times.body_since = 0.0, time.monotonic()
+                return
         self._begun, self._known = 0, None
         if self._receiving is None:
             self._head_size += len(data)
@@ -165,7 +175,7 @@ class InferProtocol(AnswerOrder):
         """The client sends no more, and may still read. True: the connection stays open for what it is owed."""
         self._ended = True
         if not self._closing:
-            if self._times.head_since or self._receiving is not None:
+            if self._times.head_since or self._held or self._receiving is not None:
                 self._refuse(400, "the connection ended in the middle of a request")
             else:
                 self.announce_end()
