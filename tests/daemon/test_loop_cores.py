@@ -10,6 +10,7 @@ from config.options import Lanes, Options, Workers
 from daemon.devices import Device
 from daemon.loop_cores import FEW, LoopCores, arguments, choose, of_daemon
 
+APART = Lanes(apart=True)
 CORES = st.sets(st.integers(0, 300), min_size=1, max_size=6)
 
 
@@ -63,15 +64,15 @@ def test_places(usable: list[int], masks: list[list[int]], workers: tuple[int, .
 @pytest.mark.parametrize(
     ("options", "devices", "workers", "fronts"),
     [
-        (Options(), ["cpu:0"], (2,), (0, 1, 2)),
-        (Options(lanes=Lanes(apart=False)), ["cpu:0"], (), ()),
-        (Options(workers=Workers(pin=False)), ["cpu:0"], (), ()),
+        (Options(), ["cpu:0"], (), ()),
+        (Options(lanes=APART), ["cpu:0"], (2,), (0, 1, 2)),
+        (Options(lanes=APART, workers=Workers(pin=False)), ["cpu:0"], (), ()),
         # The shares that the workers themselves take.
-        (Options(workers=Workers(cpu=2)), ["cpu:0", "cpu:1"], (0, 2), (1, 0, 2)),
-        (Options(workers=Workers(cores=("0",))), ["cpu:0"], (0,), (1, 2, 0)),
-        (Options(workers=Workers(cpu=2, cores=("0-1", "1-2"))), ["cpu:0", "cpu:1"], (1, 2), (0, 1, 2)),
+        (Options(lanes=APART, workers=Workers(cpu=2)), ["cpu:0", "cpu:1"], (0, 2), (1, 0, 2)),
+        (Options(lanes=APART, workers=Workers(cores=("0",))), ["cpu:0"], (0,), (1, 2, 0)),
+        (Options(lanes=APART, workers=Workers(cpu=2, cores=("0-1", "1-2"))), ["cpu:0", "cpu:1"], (1, 2), (0, 1, 2)),
         # GPU workers have neither shares nor entries.
-        (Options(workers=Workers(cpu=2, cores=("0", "0"))), ["cuda:0", "cuda:1"], (2, 1), (0, 1, 2)),
+        (Options(lanes=APART, workers=Workers(cpu=2, cores=("0", "0"))), ["cuda:0", "cuda:1"], (2, 1), (0, 1, 2)),
     ],
 )
 def test_what_the_operator_says_holds(

@@ -143,6 +143,7 @@ def test_loops_of_fronts_and_workers_are_kept_on_different_cores_and_their_other
     sections = {
         "http": {"processes": 2},
         "repository": {"control_mode": "explicit"},
+        "lanes": {"apart": True},
         "workers": {"pin": True},
         "supervisor": {"control_socket": str(control)},
         "trace": {"level": ["TIMESTAMPS"], "rate": 1, "file": str(traces)},
@@ -186,7 +187,8 @@ def test_loops_of_fronts_and_workers_are_kept_on_different_cores_and_their_other
 
 
 @pytest.mark.parametrize(
-    "section", [{"lanes": {"apart": False}, "workers": {"pin": True}}, {"workers": {"pin": False}}]
+    "section",
+    [{"lanes": {"apart": False}, "workers": {"pin": True}}, {"lanes": {"apart": True}, "workers": {"pin": False}}],
 )
 def test_loops_run_where_the_kernel_puts_them_if_they_are_not_to_be_kept(
     tmp_path: Path, section: dict[str, dict[str, Any]]
