@@ -23,12 +23,15 @@ import msgspec
 from config.options import Options
 from daemon.tally import Tally
 from shm.channel import Channel, pair
+from shm.forms import HeardForms, answer_template, whole_request
 from shm.lane import WorkerLane
 from shm.messages import (
     Call,
     Cancel,
     ChildReady,
     Completion,
+    FormCompletion,
+    FormSubmit,
     FromFront,
     Inline,
     LaneOpened,
@@ -36,6 +39,7 @@ from shm.messages import (
     Record,
     RegionSlice,
     Reply,
+    RequestForm,
     Serve,
     Settle,
     Start,
@@ -70,6 +74,33 @@ def _wait_readable(fd: int, seconds: float = PATIENCE_SECONDS) -> bool:
         return bool(selector.select(seconds))
 
 
+class WholeRequests:
+    """Reads requests from a lane as if each had been sent whole, whatever was said of it before."""
+
+    def __init__(self) -> None:
+        self._heard: HeardForms[Submit] = HeardForms()
+        #: Forms that were told, again and again ones too.
+        self.told: list[RequestForm] = []
+
+    def read(self, record: Submit | RequestForm | FormSubmit) -> Submit | None:
+        """None: that was a form, no request."""
+        if isinstance(record, RequestForm):
+            self.told.append(record)
+            self._heard.learn(record.number, record.submit)
+            return None
+        return whole_request(self._heard.find(record.form), record) if isinstance(record, FormSubmit) else record
+
+
+def answer_formed(lane: WorkerLane, completion: Completion) -> None:
+    """Queues a good answer without a lease as one of a form."""
+    assert not completion.code
+    assert completion.lease is None
+    assert completion.final
+    form = lane.answer_form(answer_template(completion))
+    contents = tuple(tensor.place.content for tensor in completion.outputs if isinstance(tensor.place, Inline))
+    lane.complete_formed(form, FormCompletion(completion.request_id, form.number, contents))
+
+
 class EchoWorker:
     """The worker's end of a lane. Nothing is answered until the test says so."""
 
@@ -78,7 +109,12 @@ class EchoWorker:
         self.lane = WorkerLane(sock, 1 * MIB, 256 * MIB, 0)
         self.page = StatusPage.create()
         self.cancelled: list[int] = []
-        self._requests: deque[Submit] = deque()
+        self.requests = WholeRequests()
+        #: The record in which the last of ``next`` came.
+        self.record: Submit | FormSubmit | None = None
+        #: Whether good answers without a lease are answers of a form, as a real worker's are when a request repeats itself.
+        self.formed = False
+        self._requests: deque[tuple[Submit, Submit | FormSubmit]] = deque()
 
     def poll(self) -> None:
         """Takes what has arrived. Raises ChannelClosed: the front is gone."""
@@ -86,15 +122,17 @@ class EchoWorker:
             for record in records:
                 if isinstance(record, Cancel):
                     self.cancelled.append(record.request_id)
-                else:
-                    self._requests.append(record)
+                elif (whole := self.requests.read(record)) is not None:
+                    assert not isinstance(record, RequestForm)
+                    self._requests.append((whole, record))
 
     def next(self) -> Submit:
-        """The next request; waits for it."""
+        """The next request, whole, however it came; waits for it."""
         while not self._requests:
             assert _wait_readable(self.lane.fileno()), "no request came"
             self.poll()
-        return self._requests.popleft()
+        whole, self.record = self._requests.popleft()
+        return whole
 
     def idle(self, seconds: float = 0.2) -> bool:
         """Whether no request comes for a moment."""
@@ -132,7 +170,7 @@ class EchoWorker:
             while True:
                 self.poll()
                 while self._requests:
-                    self.echo(self._requests.popleft())
+                    self.echo(self.next())
                 ready = selector.select(PATIENCE_SECONDS)
                 assert ready, "neither a request nor an answer came"
                 if any(key.data is client for key, _ in ready):
@@ -140,7 +178,11 @@ class EchoWorker:
 
     def complete(self, request_id: int, **fields: Any) -> None:
         """Sends any Completion; a lane whose other end is gone swallows it."""
-        self.lane.complete(Completion(request_id, version=1, **fields))
+        completion = Completion(request_id, **{"version": 1, **fields})
+        if self.formed and completion.final and not completion.code and completion.lease is None:
+            answer_formed(self.lane, completion)
+        else:
+            self.lane.complete(completion)
         until(self.lane.flush)
 
     @property

@@ -23,8 +23,9 @@ from daemon.submit import Submitter
 from daemon.tally import Tally
 from shm.channel import pair
 from shm.lane import WorkerLane
-from shm.messages import Completion, LaneOpened, ModelState, Submit
+from shm.messages import Cancel, Completion, FormSubmit, LaneOpened, ModelState, Submit
 from shm.status_page import StatusPage
+from tests.fakes import WholeRequests, answer_formed
 from tests.work.counter import Work
 
 MIB = 1 << 20
@@ -99,6 +100,7 @@ class Bench:
         ours, theirs = pair()
         arenas = OPTIONS.arenas
         self.worker = WorkerLane(theirs, arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
+        self._whole = WholeRequests()
         self.submitter.open_lane(LaneOpened(7, "cpu:0"), [ours.detach(), os.dup(self.page.fd)])
         for name in ("addsub", "identity"):
             self.submitter.model_changed(ModelState(name, 1, "READY", workers=(7,), metadata=b"{}", config=b"{}"))
@@ -126,7 +128,7 @@ class Bench:
     ) -> int:
         """All of the requests arrive in one turn of the loop. Returns, once all are answered, in how many datagrams they left.
 
-        Only what the front does is counted.
+        A request of a form is answered with one, as the worker does. Only what the front does is counted.
         """
         written = [len(transport.writes) for transport, _ in requests]
         with work.counting():
@@ -139,11 +141,19 @@ class Bench:
             with work.counting():
                 await asyncio.sleep(0)
             while (records := self.worker.receive()) is not None:
-                submits = [record for record in records if isinstance(record, Submit)]
+                submits = [record for record in records if isinstance(record, Submit | FormSubmit)]
                 datagrams += bool(submits)
                 got += len(submits)
-                for record in submits:
-                    self.worker.complete(complete(self.worker, record))
+                for record in records:
+                    assert not isinstance(record, Cancel)
+                    whole = self._whole.read(record)
+                    if whole is None:
+                        continue
+                    completion = complete(self.worker, whole)
+                    if isinstance(record, FormSubmit) and completion.lease is None:
+                        answer_formed(self.worker, completion)
+                    else:
+                        self.worker.complete(completion)
         assert self.worker.flush()
         # Some turns more: what is given back to the worker leaves at the end of the one in which the answer left.
         for _ in range(_TURNS):
