@@ -22,10 +22,15 @@ from daemon.submit import Submitter
 from shm.arena import Lease
 from shm.channel import pair
 from shm.errors import InvalidArgument, ServingError, Unavailable
+from shm.forms import MAX_FORMS, Form, Forms, answer_template, request_template, whole_answer
 from shm.lane import SubmitterLane
 from shm.messages import (
+    AnswerForm,
     Cancel,
     Completion,
+    FormCompletion,
+    FormSubmit,
+    Inline,
     LaneOpened,
     ModelGone,
     ModelState,
@@ -234,6 +239,7 @@ class Histories(RuleBasedStateMachine):
                 if isinstance(record, Cancel):
                     assert self.asked[record.request_id].cancelled
                     continue
+                assert isinstance(record, Submit)
                 asked = self.asked[record.request_id]
                 assert not asked.finals, "it is answered already"
                 assert worker.content(record) == self.content_of(record.request_id)
@@ -462,3 +468,305 @@ def test_a_forgotten_lease_is_told_at_the_end(caplog: pytest.LogCaptureFixture) 
             if forgotten
             else []
         )
+
+
+# ---------------------------------------------------------------------------------------------------------------- forms
+
+
+class Formed:
+    """A request of a form, as its owner sees it. Its tensor is its number."""
+
+    def __init__(self, setting: Setting, form: Form[Submit], number: int = 0) -> None:
+        submitter = setting.submitter
+        self.request_id = submitter.next_id()
+        self.number = number
+        #: Answers of a form, whole; and the others.
+        self.formed: list[Completion] = []
+        self.finals: list[Completion] = []
+        record = FormSubmit(self.request_id, form.number, (b"%04d" % number,), f"id{number}", 5, 6)
+        submitter.submit_formed(form, record, self._completed, self._formed)
+        assert not self.formed + self.finals, "never from within submit"
+
+    def _completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
+        self.finals.append(completion)
+
+    def _formed(self, template: Completion, completion: FormCompletion) -> None:
+        self.formed.append(whole_answer(template, completion))
+
+    def came_whole(self, submit: Submit, strikes: int = 0, name: str = "m") -> bool:
+        """Whether that is the request, whole."""
+        tensors = (
+            Tensor("x", "UINT8", (4,), Inline(b"%04d" % self.number)),
+            Tensor("r", "UINT8", (1,), RegionSlice("r", 0, 1)),
+        )
+        wanted = Submit(
+            self.request_id,
+            name,
+            0,
+            tensors,
+            parameters={"p": 1},
+            client_id=f"id{self.number}",
+            deadline_ns=5,
+            received_ns=6,
+            priority=2,
+            strikes=strikes,
+        )
+        return submit == wanted
+
+
+def form_of(setting: Setting, name: str = "m") -> Form[Submit]:
+    tensors = (Tensor("x", "UINT8", (4,), Inline(b"")), Tensor("r", "UINT8", (1,), RegionSlice("r", 0, 1)))
+    template = request_template(Submit(0, name, 0, tensors, parameters={"p": 1}, priority=2))
+    return setting.submitter.forms.form(template)
+
+
+def y_of(content: bytes) -> tuple[Tensor, ...]:
+    return (Tensor("y", "UINT8", (len(content),), Inline(content)),)
+
+
+def test_requests_of_a_form_and_both_kinds_of_answers(setting: Setting) -> None:
+    worker = setting.open_worker()
+    setting.ready(worker)
+    form = form_of(setting)
+    asked = [Formed(setting, form, number) for number in range(4)]
+    setting.turn()
+    for one in asked:
+        assert one.came_whole(worker.next())
+        assert isinstance(worker.record, FormSubmit)
+    assert len(worker.requests.told) == 1
+    worker.formed = True
+    worker.complete(asked[0].request_id, version=3, outputs=y_of(b"ab"))
+    worker.complete(asked[1].request_id, version=3, outputs=y_of(b"cd"))
+    worker.formed = False
+    worker.complete(asked[2].request_id, version=3, outputs=y_of(b"ef"))
+    worker.complete(asked[3].request_id, code="INTERNAL", message="no")
+    while setting.submitter.in_flight():
+        setting.turn()
+    assert [one.formed for one in asked[:2]] == [
+        [Completion(one.request_id, version=3, outputs=y_of(content))]
+        for one, content in zip(asked, (b"ab", b"cd"), strict=False)
+    ]
+    assert [one.finals for one in asked[:2]] == [[], []]
+    assert asked[2].finals == [Completion(asked[2].request_id, version=3, outputs=y_of(b"ef"))]
+    assert [final.message for final in asked[3].finals] == ["no"]
+    assert asked[2].formed == asked[3].formed == []
+
+
+def test_an_answer_of_a_form_to_a_request_without_one(setting: Setting) -> None:
+    worker = setting.open_worker()
+    setting.ready(worker)
+    asked = setting.ask()
+    setting.turn()
+    worker.formed = True
+    worker.complete(worker.next().request_id, outputs=y_of(b"ab"))
+    while setting.submitter.in_flight():
+        setting.turn()
+    assert asked.finals == [Completion(asked.request_id, version=1, outputs=y_of(b"ab"))]
+
+
+def test_answers_of_two_forms_with_one_number_that_come_together(setting: Setting) -> None:
+    """A worker has numbered more kinds than there are numbers, and answers an old and a new one in the same turn."""
+    worker = setting.open_worker()
+    setting.ready(worker)
+    form = form_of(setting)
+    asked = [Formed(setting, form, number) for number in range(3)]
+    setting.turn()
+    contents = (b"a", b"bb", b"c")
+    templates = [answer_template(Completion(0, version=1, outputs=y_of(content))) for content in contents[:2]]
+    # Two senders' first forms have the number that one sender's first and ``MAX_FORMS``-th next have.
+    kinds = [Forms[Completion]().form(template) for template in templates]
+    for one, content, kind in zip(asked, contents, (kinds[0], kinds[1], kinds[0]), strict=True):
+        worker.lane.complete_formed(kind, FormCompletion(one.request_id, kind.number, (content,)))
+    assert worker.lane.flush()
+    while setting.submitter.in_flight():
+        setting.turn()
+    assert [[answer.outputs for answer in one.formed] for one in asked] == [[y_of(content)] for content in contents]
+
+
+def test_more_forms_than_numbers(setting: Setting) -> None:
+    """Each is told again when its number stood for another one; all that are in flight mean what they meant."""
+    setting = Setting(requests=Requests(max_in_flight=10_000))
+    worker = setting.open_worker()
+    names = [f"m{number}" for number in range(MAX_FORMS + 20)]
+    for name in names:
+        setting.submitter.model_changed(ModelState(name, 1, "READY", workers=(worker.incarnation,)))
+    forms = {name: form_of(setting, name) for name in names}
+    order = [*names, *names[:20], *names[MAX_FORMS:], *names[30:40]]
+    asked = [(name, Formed(setting, forms[name], number)) for number, name in enumerate(order)]
+    for name, one in asked:
+        while worker.idle(0):
+            setting.turn()
+        assert one.came_whole(worker.next(), name=name)
+    assert len(worker.requests.told) == len(names) + 20 + 20
+    worker.formed = True
+    for _, one in asked:
+        worker.complete(one.request_id, outputs=y_of(b"%d" % one.number))
+        setting.turn()
+    while setting.submitter.in_flight():
+        setting.turn()
+    for _, one in asked:
+        assert [answer.outputs for answer in one.formed] == [y_of(b"%d" % one.number)]
+    setting.close()
+
+
+def test_a_worker_dies_under_requests_of_a_form(setting: Setting) -> None:
+    """1. two workers die with requests, one executing; 2. the next one is told the form; 3. a second strike ends the request."""
+    form = form_of(setting)
+    first = setting.open_worker()
+    setting.ready(first)
+    executing, queued = Formed(setting, form, 1), Formed(setting, form, 2)
+    setting.turn()
+    assert executing.came_whole(first.next())
+    first.page.begin(0, [(INCARNATION, executing.request_id)])
+    first.die()
+    second = setting.open_worker()
+    setting.ready(second)
+    setting.submitter.fence(WorkerFenced(first.incarnation))
+    setting.turn()
+    arrived = {submit.request_id: submit for submit in (second.next(), second.next())}
+    assert executing.came_whole(arrived[executing.request_id], strikes=1)
+    assert queued.came_whole(arrived[queued.request_id])
+    second.page.begin(0, [(INCARNATION, executing.request_id)])
+    second.die()
+    third = setting.open_worker()
+    setting.ready(third)
+    setting.submitter.fence(WorkerFenced(second.incarnation))
+    setting.turn()
+    assert queued.came_whole(third.next())
+    assert third.idle(0.01)
+    third.formed = True
+    third.complete(queued.request_id, outputs=y_of(b"ab"))
+    while setting.submitter.in_flight():
+        setting.turn()
+    assert [final.code for final in executing.finals] == ["INTERNAL"]
+    assert "2 worker processes died" in executing.finals[0].message
+    assert [answer.outputs for answer in queued.formed] == [y_of(b"ab")]
+
+
+def test_a_struck_request_of_a_form_is_answered(setting: Setting) -> None:
+    """By whichever kind of answer."""
+    form = form_of(setting)
+    for formed in (False, True):
+        first = setting.open_worker()
+        setting.ready(first)
+        asked = Formed(setting, form)
+        setting.turn()
+        first.next()
+        first.page.begin(0, [(INCARNATION, asked.request_id)])
+        first.die()
+        second = setting.open_worker()
+        setting.ready(second)
+        setting.submitter.fence(WorkerFenced(first.incarnation))
+        setting.turn()
+        assert asked.came_whole(second.next(), strikes=1)
+        second.formed = formed
+        second.complete(asked.request_id, outputs=y_of(b"ab"))
+        while setting.submitter.in_flight():
+            setting.turn()
+        assert [answer.outputs for answer in (*asked.formed, *asked.finals)] == [y_of(b"ab")]
+
+
+def test_what_a_dead_worker_answered_in_forms_counts(setting: Setting) -> None:
+    worker = setting.open_worker()
+    setting.ready(worker)
+    asked = Formed(setting, form_of(setting))
+    setting.turn()
+    worker.next()
+    worker.formed = True
+    worker.complete(asked.request_id, outputs=y_of(b"ab"))
+    worker.die()
+    setting.submitter.fence(WorkerFenced(worker.incarnation))
+    assert [answer.outputs for answer in asked.formed] == [y_of(b"ab")]
+    assert setting.submitter.in_flight() == 0
+
+
+def test_a_cancelled_request_of_a_form(setting: Setting) -> None:
+    worker = setting.open_worker()
+    setting.ready(worker)
+    form = form_of(setting)
+    cancelled, unsent, other = Formed(setting, form, 1), Formed(setting, form, 2), Formed(setting, form, 3)
+    setting.submitter.cancel(unsent.request_id)
+    setting.turn()
+    for _ in range(3):
+        worker.next()
+    setting.submitter.cancel(cancelled.request_id)
+    setting.turn()
+    worker.poll()
+    assert worker.cancelled == [unsent.request_id, cancelled.request_id]
+    worker.formed = True
+    for one in (cancelled, unsent, other):
+        worker.complete(one.request_id, outputs=y_of(b"ab"))
+    # Once more: late, to be ignored.
+    worker.complete(other.request_id, outputs=y_of(b"cd"))
+    while setting.submitter.in_flight():
+        setting.turn()
+    setting.turn()
+    assert [len(one.formed) + len(one.finals) for one in (cancelled, unsent, other)] == [0, 0, 1]
+
+
+def test_a_cancelled_request_of_a_form_is_not_run_again(setting: Setting) -> None:
+    worker = setting.open_worker()
+    setting.ready(worker)
+    asked = Formed(setting, form_of(setting))
+    setting.turn()
+    setting.submitter.cancel(asked.request_id)
+    worker.die()
+    second = setting.open_worker()
+    setting.ready(second)
+    setting.submitter.fence(WorkerFenced(worker.incarnation))
+    setting.turn()
+    assert setting.submitter.in_flight() == 0
+    assert second.idle(0.01)
+    assert not asked.formed + asked.finals
+
+
+def test_refusals_of_requests_of_a_form(setting: Setting) -> None:
+    """No such model, no worker in time, too many."""
+    form = form_of(setting)
+    asked = Formed(setting, form)
+    setting.turn()
+    assert [final.code for final in asked.finals] == ["NOT_FOUND"]
+    setting.ready()
+    late = [Formed(setting, form) for _ in range(4)]
+    with pytest.raises(Unavailable, match="4 requests are in flight, at most 4"):
+        Formed(setting, form)
+    while setting.submitter.in_flight():
+        setting.sleep(0.05)
+    assert {final.message for one in late for final in one.finals} == {
+        "no worker was ready for model 'm' within 0.05 s"
+    }
+
+
+def test_a_region_of_a_gpu_decides_where_a_request_of_a_form_goes(setting: Setting) -> None:
+    first, second = setting.open_worker("cuda:0"), setting.open_worker("cuda:1")
+    setting.ready(first, second)
+    setting.submitter.region_placed(RegionPlace("r", "cuda:1"))
+    form = form_of(setting)
+    asked = [Formed(setting, form, number) for number in range(3)]
+    setting.turn()
+    for one in asked:
+        assert one.came_whole(second.next())
+    assert first.idle(0)
+
+
+@pytest.mark.parametrize("told", [None, MAX_FORMS, -1])
+def test_a_worker_that_answers_with_a_form_it_never_told(setting: Setting, told: int | None) -> None:
+    """Its lane is closed, and whatever is in flight there is answered."""
+    worker = setting.open_worker()
+    setting.ready(worker)
+    formed, whole = Formed(setting, form_of(setting)), setting.ask()
+    setting.turn()
+    if told is None:
+        worker.lane._channel.put(FormCompletion(formed.request_id, 3, (b"ab",)))  # our own end would tell it first
+    else:
+        worker.lane._channel.put(AnswerForm(told, Completion(0, outputs=y_of(b""))))
+    assert worker.lane.flush()
+    while not (formed.finals and whole.finals):
+        setting.turn()
+    for final in (formed.finals, whole.finals):
+        assert [(one.code, one.message) for one in final] == [
+            ("INTERNAL", "the worker's answer could not be understood")
+        ]
+    assert not formed.formed
+    setting.submitter.fence(WorkerFenced(worker.incarnation))
+    assert setting.submitter.in_flight() == 0

@@ -9,8 +9,27 @@ import pytest
 from shm.arena import Arena
 from shm.channel import Channel, ChannelClosed, pair
 from shm.errors import InvalidArgument
+from shm.forms import MAX_FORMS, Form, Forms, HeardForms, answer_template, request_template, whole_request
 from shm.lane import SubmitterLane, WorkerLane
-from shm.messages import Cancel, Completion, Record, Release, SegmentOpened, Slice, Submit, Tensor, ToSubmitter, decoder
+from shm.messages import (
+    AnswerForm,
+    Cancel,
+    Completion,
+    FormCompletion,
+    FormSubmit,
+    Inline,
+    Record,
+    RegionSlice,
+    Release,
+    RequestForm,
+    SegmentOpened,
+    Slice,
+    Submit,
+    Tensor,
+    ToSubmitter,
+    ToWorker,
+    decoder,
+)
 
 MIB = 1 << 20
 
@@ -27,15 +46,15 @@ def lane_of(arena: Arena) -> tuple[SubmitterLane, WorkerLane]:
     return SubmitterLane(ours, arena), WorkerLane(theirs, 1 * MIB, 64 * MIB, 4 * MIB)
 
 
-def received(worker: WorkerLane) -> list[Submit | Cancel]:
-    found: list[Submit | Cancel] = []
+def received(worker: WorkerLane) -> list[Submit | RequestForm | FormSubmit | Cancel]:
+    found: list[Submit | RequestForm | FormSubmit | Cancel] = []
     while (records := worker.receive()) is not None:
         found += records
     return found
 
 
-def answered(submitter: SubmitterLane) -> list[Completion]:
-    found: list[Completion] = []
+def answered(submitter: SubmitterLane) -> list[Completion | FormCompletion]:
+    found: list[Completion | FormCompletion] = []
     while (records := submitter.receive()) is not None:
         found += records
     return found
@@ -64,6 +83,7 @@ def test_there_and_back(arena: Arena, size: int) -> None:
         assert worker.flush()
 
         (completion,) = answered(submitter)
+        assert isinstance(completion, Completion)
         assert bytes(submitter.view(answer.place)) == content[::-1]
         assert completion.lease is not None
         submitter.release(completion.lease)
@@ -150,3 +170,84 @@ def test_end_of_file_both_ways(arena: Arena) -> None:
     with pytest.raises(ChannelClosed):
         worker.receive()
     worker.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------- forms
+
+
+def request_form(name: str) -> Form[Submit]:
+    """The next one of a new sender: its number is 0."""
+    tensors = (Tensor("x", "UINT8", (2,), Inline(b"")), Tensor("r", "UINT8", (2,), RegionSlice(name, 0, 2)))
+    return Forms[Submit]().form(request_template(Submit(0, name, 0, tensors)))
+
+
+def test_requests_of_forms_come_in_order_each_after_its_form(arena: Arena) -> None:
+    """Also where two forms have one number, and ends, cancellations and other requests are between them."""
+    submitter, worker = lane_of(arena)
+    a, b = request_form("a"), request_form("b")
+    assert a.number == b.number == 0
+    heard: HeardForms[Submit] = HeardForms()
+    for number, form in enumerate((a, a, b, a)):
+        submitter.submit_formed(form, FormSubmit(number, form.number, (b"%02d" % number,), f"id{number}"))
+    submitter.cancel(1)
+    submitter.submit(Submit(9, "whole", 0, ()))
+    submitter.flush()
+    found: list[tuple[int, str]] = []
+    kinds = []
+    for record in received(worker):
+        kinds.append(type(record))
+        if isinstance(record, RequestForm):
+            heard.learn(record.number, record.submit)
+        elif isinstance(record, FormSubmit):
+            whole = whole_request(heard.find(record.form), record)
+            assert whole.inputs[0].place == Inline(b"%02d" % record.request_id)
+            assert whole.client_id == f"id{record.request_id}"
+            found.append((record.request_id, whole.model))
+    assert found == [(0, "a"), (1, "a"), (2, "b"), (3, "a")]
+    q, form_ = FormSubmit, RequestForm
+    assert kinds == [form_, q, q, form_, q, form_, q, Cancel, Submit]
+    submitter.close()
+    worker.close()
+
+
+def test_answers_of_a_form(arena: Arena) -> None:
+    submitter, worker = lane_of(arena)
+    template = answer_template(Completion(7, version=3, outputs=(Tensor("y", "UINT8", (2,), Inline(b"ab")),)))
+    form = worker.answer_form(template)
+    assert worker.answer_form(answer_template(Completion(8, version=3, outputs=template.outputs))) is form
+    for number in range(3):
+        worker.complete_formed(form, FormCompletion(number, form.number, (b"%02d" % number,)))
+        worker.complete(Completion(10 + number))
+        worker.flush()
+        formed, whole = answered(submitter)
+        assert formed == FormCompletion(number, form.number, (b"%02d" % number,))
+        assert submitter.answer_template(form.number) == template
+        assert whole == Completion(10 + number)
+    with pytest.raises(InvalidArgument, match="never told"):
+        submitter.answer_template(form.number + 1)
+    submitter.close()
+    worker.close()
+
+
+@pytest.mark.parametrize("number", [-1, MAX_FORMS])
+def test_a_worker_that_numbers_out_of_range_is_refused(arena: Arena, number: int) -> None:
+    ours, theirs = pair()
+    submitter, enemy = SubmitterLane(ours, arena), Channel(theirs, decoder(ToWorker))
+    enemy.put(AnswerForm(number, Completion(0)))
+    enemy.flush()
+    with pytest.raises(InvalidArgument, match="forms have numbers below"):
+        submitter.receive()
+    submitter.close()
+    enemy.close()
+
+
+def test_records_of_the_other_direction_are_refused(arena: Arena) -> None:
+    for record in (RequestForm(0, Submit(0, "m", 0, ())), FormSubmit(1, 0, ())):
+        ours, theirs = pair()
+        submitter, enemy = SubmitterLane(ours, arena), Channel(theirs, decoder(ToWorker))
+        enemy.put(record)
+        enemy.flush()
+        with pytest.raises(InvalidArgument):
+            submitter.receive()
+        submitter.close()
+        enemy.close()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import Any
+import math
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -16,8 +18,19 @@ from daemon.http.known_request import KnownRequest, recognise
 from daemon.http.message_head import InferHead
 from daemon.http.request_codec import decode
 from daemon.http.response_codec import encode, response_head
+from daemon.submit import Submitter
 from shm.errors import InvalidArgument
-from shm.messages import Completion, Inline, ModelGone, RegionSlice, Slice, Tensor
+from shm.forms import Forms, answer_template, whole_request
+from shm.messages import (
+    Completion,
+    FormCompletion,
+    FormSubmit,
+    Inline,
+    ModelGone,
+    RegionSlice,
+    Slice,
+    Tensor,
+)
 from tests.fakes import Client, FrontProcess, serving
 
 PLAIN: dict[str, Any] = {"name": "x", "datatype": "UINT8", "shape": [4], "parameters": {"binary_data_size": 4}}
@@ -34,10 +47,28 @@ def text(inputs: list[dict[str, Any]], **fields: Any) -> bytes:
     return json.dumps({"inputs": inputs, "outputs": OUTPUTS, **fields}).encode()
 
 
-def known(inputs: list[dict[str, Any]], start: int = 0, **fields: Any) -> KnownRequest | None:
+def head(**fields: Any) -> InferHead:
+    return InferHead(
+        **{"model": "echo", "version": 0, "content_length": 14, "json_size": 10, "keep_alive": True, **fields}
+    )
+
+
+def submitter() -> Submitter:
+    """What is asked of one when a request is remembered."""
+    return cast(Submitter, SimpleNamespace(inline_byte_size=8, forms=Forms()))
+
+
+def known(
+    inputs: list[dict[str, Any]], start: int = 0, numbers: Submitter | None = None, meaning: Any = None, **fields: Any
+) -> KnownRequest | None:
     said = text(inputs, **fields)
     sizes = [entry["parameters"].get("binary_data_size", 0) for entry in inputs if "parameters" in entry]
-    return recognise(said, start, "echo", decode(said, sum(sizes), "echo"), 8)
+    return recognise(said, start, meaning or head(), decode(said, sum(sizes), "echo"), numbers or submitter())
+
+
+def inputs_of(request: KnownRequest, chunk: bytes) -> tuple[Tensor, ...]:
+    """As the worker gets them."""
+    return whole_request(request.form.template, FormSubmit(1, 0, request.contents(chunk))).inputs
 
 
 # --------------------------------------------------------------------------------------------------------------- inputs
@@ -46,18 +77,56 @@ def known(inputs: list[dict[str, Any]], start: int = 0, **fields: Any) -> KnownR
 def test_inputs_lie_where_they_lay_in_the_chunk() -> None:
     request = known([PLAIN, REGION, {**PLAIN, "name": "x2"}], start=3)
     assert request is not None
-    assert request.inputs(b"abc" + b"1234" + b"5678") == (
+    assert request.contents(b"abc" + b"1234" + b"5678") == (b"1234", b"5678")
+    assert inputs_of(request, b"abc" + b"1234" + b"5678") == (
         Tensor("x", "UINT8", (4,), Inline(b"1234")),
         Tensor("r", "UINT8", (4,), RegionSlice("region", 0, 4)),
         Tensor("x2", "UINT8", (4,), Inline(b"5678")),
     )
 
 
-def test_requests_without_bytes_of_their_own_share_their_inputs() -> None:
+def test_requests_without_bytes_of_their_own() -> None:
     request = known([REGION])
     assert request is not None
-    assert request.inputs(b"one") is request.inputs(b"two")
-    assert request.inputs(b"") == (Tensor("r", "UINT8", (4,), RegionSlice("region", 0, 4)),)
+    assert request.contents(b"one") == ()
+    assert inputs_of(request, b"one") == (Tensor("r", "UINT8", (4,), RegionSlice("region", 0, 4)),)
+
+
+def test_connections_that_say_the_same_share_a_form() -> None:
+    """And nothing that says anything else does: not another header that is a parameter, nor another version."""
+    numbers = submitter()
+    first, second = known([PLAIN], 0, numbers), known([PLAIN], 7, numbers)
+    assert first is not None
+    assert second is not None
+    assert first.form is second.form
+    others = [
+        known([PLAIN], 0, numbers, head(forwarded={"x": "1"})),
+        known([PLAIN], 0, numbers, head(version=2)),
+        known([PLAIN], 0, numbers, head(model="other")),
+        known([{**PLAIN, "shape": [2, 2]}], 0, numbers),
+        known([PLAIN], 0, numbers, parameters={"priority": 1}),
+        known([REGION], 0, numbers),
+    ]
+    forms = [other.form for other in others if other is not None]
+    assert len(forms) == len(others)
+    assert len({first.form, *forms}) == len({form.number for form in (first.form, *forms)}) == len(others) + 1
+
+
+def test_a_form_says_all_that_the_request_does() -> None:
+    fields: dict[str, Any] = {
+        "id": "me",
+        "parameters": {"a": 1, "b": "of the body", "sequence_id": 7, "sequence_end": True, "priority": 3, "timeout": 9},
+    }
+    request = known([PLAIN], 0, None, head(version=5, forwarded={"b": "of the head"}), **fields)
+    assert request is not None
+    template = request.form.template
+    record = FormSubmit(1, 0, request.contents(b"1234"), request.decoded.id, received_ns=4)
+    tensors = (Tensor("x", "UINT8", (4,), Inline(b"1234")),)
+    sent = request.decoded.record(1, head(version=5, forwarded={"b": "of the head"}), tensors, 4)
+    assert whole_request(template, record) == sent
+    assert (sent.version, sent.client_id, sent.priority, sent.timeout_us) == (5, "me", 3, 9)
+    assert (sent.sequence_id, sent.sequence_end) == (7, True)
+    assert sent.parameters == {"a": 1, "b": "of the head"}
 
 
 @pytest.mark.parametrize(
@@ -85,20 +154,13 @@ def test_what_is_not_remembered(entry: dict[str, Any]) -> None:
     ],
 )
 def test_only_plain_requests_with_json_are_known_to_their_tensors(changed: dict[str, Any]) -> None:
-    head, json_size = b"POST / HTTP/1.1\r\n\r\n", 10
+    fields, numbers = b"POST / HTTP/1.1\r\n\r\n", submitter()
     decoded = DecodedRequest("", [("x", "UINT8", (4,), Part(0, 4))], (), {}, True, {})
-    meaning: dict[str, Any] = {
-        "model": "echo",
-        "version": 0,
-        "content_length": 14,
-        "json_size": json_size,
-        "keep_alive": True,
-    }
-    plain = learn(head + b"{........}1234", InferHead(**meaning), decoded, 8)
+    plain = learn(fields + b"{........}1234", head(), decoded, numbers)
     assert plain is not None
     assert plain.request is not None
     assert plain.request.text == b"{........}"
-    learned = learn(head + b"{........}1234", InferHead(**{**meaning, **changed}), decoded, 8)
+    learned = learn(fields + b"{........}1234", head(**changed), decoded, numbers)
     assert learned is not None
     if changed == {"json_size": None}:
         # All of it is JSON, which happens to name no tensor in it.
@@ -106,19 +168,23 @@ def test_only_plain_requests_with_json_are_known_to_their_tensors(changed: dict[
         assert learned.request.text == b"{........}1234"
     else:
         assert learned.request is None
-    undecoded = learn(head + b"{........}1234", InferHead(**meaning), None, 8)
+    undecoded = learn(fields + b"{........}1234", head(), None, numbers)
     assert undecoded is not None
     assert undecoded.request is None
 
 
 # -------------------------------------------------------------------------------------------------------------- answers
 
-TENSORS = st.builds(
-    Tensor,
-    st.sampled_from(["y", "z", "other"]),
-    st.sampled_from(["UINT8", "INT8"]),
-    st.sampled_from([(4,), (2, 2), (1,)]),
-    st.binary(max_size=4).map(Inline) | st.just(RegionSlice("region", 0, 4)),
+SHAPES = st.sampled_from([(4,), (2, 2), (1,), (0,)])
+NAMES, DATATYPES = st.sampled_from(["y", "z", "other"]), st.sampled_from(["UINT8", "INT8"])
+TENSORS = st.builds(Tensor, NAMES, DATATYPES, SHAPES, st.just(RegionSlice("region", 0, 4))) | SHAPES.flatmap(
+    lambda shape: st.builds(
+        Tensor,
+        NAMES,
+        DATATYPES,
+        st.just(shape),
+        st.binary(min_size=math.prod(shape), max_size=math.prod(shape)).map(Inline),
+    )
 )
 COMPLETIONS = st.builds(
     Completion,
@@ -126,27 +192,37 @@ COMPLETIONS = st.builds(
     version=st.sampled_from([1, 2]),
     outputs=st.lists(TENSORS, max_size=2).map(tuple),
     parameters=st.sampled_from([{}, {}, {}, {"key": "value"}]),
-    lease=st.sampled_from([None, None, None, (0, 0, 1)]),
 )
 
 
 @given(st.lists(st.tuples(COMPLETIONS, st.integers(1, 3)), max_size=8), st.sampled_from(["", "id-7"]))
 def test_every_answer_is_what_encoding_it_gives(completions: list[tuple[Completion, int]], client_id: str) -> None:
-    """Whatever answers follow each other, some of them several times."""
+    """Whatever answers follow each other, some of them several times, and others of their form."""
     request = known([PLAIN], id=client_id)
     assert request is not None
-    decoded = request.decoded
+    decoded, forms = request.decoded, Forms[Completion]()
     for completion, times in completions:
+        form = forms.form(answer_template(completion))
+        contents = tuple(tensor.place.content for tensor in completion.outputs if type(tensor.place) is Inline)
         for _ in range(times):
-            whole = request.answer(completion)
-            named = all(
+            whole = request.answer(form.template, FormCompletion(1, form.number, contents))
+            if not all(
                 tensor.name in decoded.binary or type(tensor.place) is RegionSlice for tensor in completion.outputs
-            )
-            if completion.lease is not None or completion.parameters or not named:
+            ):
                 assert whole is None
                 continue
             said, parts = encode(completion, "echo", client_id, decoded.binary, decoded.all_binary, _no_lease)
             assert whole == b"".join((response_head(len(said), parts), said, *parts))
+
+
+@pytest.mark.parametrize("contents", [(b"123",), (b"12345",), (), (b"12", b"345")])
+def test_an_answer_of_another_size_is_not_taken_for_the_last_one(contents: tuple[bytes, ...]) -> None:
+    """Whatever it is: it is written anew, or refused there."""
+    request = known([PLAIN])
+    assert request is not None
+    template = answer_template(Completion(1, version=1, outputs=(Tensor("y", "UINT8", (4,), Inline(b"")),)))
+    assert request.answer(template, FormCompletion(1, 0, (b"1234",))) is not None
+    assert request.answer(template, FormCompletion(1, 0, contents)) is None
 
 
 def _no_lease(place: Slice) -> memoryview:
