@@ -17,11 +17,15 @@ from hypothesis import strategies as st
 from config.model_config import parse_pbtxt
 from shm.arena import Arena, Lease
 from shm.arrays import array
+from shm.cuda_regions import CudaRegion
 from shm.errors import Internal, InvalidArgument
-from shm.messages import Completion, Inline, RegionSlice, RequestedOutput, Slice
+from shm.forms import Forms, answer_template, whole_answer
+from shm.messages import Completion, FormCompletion, Inline, RegionSlice, RequestedOutput, Slice
 from shm.regions import Region
 from tests.workers.requests import request_of
-from workers.answers import complete
+from workers.answers import complete, complete_planned, complete_small, plan_answer
+from workers.models.batch_outputs import BatchOutputs, layout_of, layout_of_rows, uncut
+from workers.models.packing import Packing
 from workers.models.signature import Signature, signature
 from workers.request import Request
 
@@ -158,3 +162,146 @@ def test_regions_are_written_all_or_not_at_all(lane: ALane) -> None:
     finally:
         region.close()
         posix_ipc.unlink_shared_memory(name)
+
+
+# -------------------------------------------------------------------------------------------------------------- planned
+
+PLAIN: Signature = signature(
+    parse_pbtxt(
+        """name: "m" max_batch_size: 8
+        output { name: "y" data_type: TYPE_FP32 dims: [ -1 ] }
+        output { name: "n" data_type: TYPE_INT8 dims: [ -1 ] }
+        output { name: "z" data_type: TYPE_FP32 dims: [ 1 ] }""",
+        "m",
+    ),
+    {},
+    {},
+)
+SHM = 4096
+
+
+@pytest.fixture(scope="module")
+def region() -> Iterator[Region]:
+    name = f"/tensord-test-planned-{os.getpid()}"
+    made = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, size=SHM)
+    region = Region("r", name, made.fd, 0, SHM)
+    yield region
+    region.close()
+    posix_ipc.unlink_shared_memory(name)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> tuple[list[BatchOutputs], int, int]:
+    """Two runs of one program whose outputs lie alike, how many rows they have, and how many of them a request has at most."""
+    rows, packed = draw(st.integers(1, 5)), draw(st.booleans())
+    sizes = {"y": draw(st.integers(0, 3)), "n": draw(st.integers(0, 9)), "z": 1}
+    names = draw(st.permutations(sorted(sizes)))[: draw(st.integers(1, 3))]
+    dtypes: dict[str, Any] = {name: np.dtype(np.int8 if name == "n" else np.float32) for name in sizes}
+    arrays = [
+        {
+            name: np.frombuffer(
+                draw(st.binary(min_size=rows * sizes[name] * dtypes[name].itemsize, max_size=1024))[
+                    : rows * sizes[name] * dtypes[name].itemsize
+                ],
+                dtypes[name],
+            ).reshape(rows, sizes[name])
+            for name in names
+        }
+        for _ in range(2)
+    ]
+    if packed:
+        packing = Packing([(name, (sizes[name],), dtypes[name]) for name in names])
+        layout = layout_of_rows(PLAIN, packing)
+        stacks = [
+            [
+                np.concatenate([each[part.name] for part in packing.parts if part.row == number], axis=1)
+                for number in range(len(packing.rows))
+            ]
+            for each in arrays
+        ]
+    else:
+        layout, stacks = layout_of(PLAIN, arrays[0], True), [list(each.values()) for each in arrays]
+    made = [uncut(layout, each) for each in stacks]
+    # A request of a packed run has one row of it.
+    return [each for each in made if each is not None], rows, 1 if packed else rows
+
+
+@settings(deadline=None, max_examples=200)
+@given(run=runs(), data=st.data())
+def test_a_planned_answer_is_the_small_one(
+    region: Region, run: tuple[list[BatchOutputs], int, int], data: st.DataObject
+) -> None:
+    """For any rows of any later run: the same tensors, the same bytes in regions, the same count of what was copied."""
+    made, total, most = run
+    rows = data.draw(st.integers(1, most))
+    held = [name for name, *_ in made[0].layout.outputs]
+    wanted = [
+        RequestedOutput(name, data.draw(st.sampled_from([None, RegionSlice("r", 300 * at, 300)])))
+        for at, name in enumerate(data.draw(st.lists(st.sampled_from(held), unique=True)))
+    ]
+
+    def request() -> Request:
+        fresh = request_of({}, rows, outputs={output.name: output for output in wanted}, request_id=data.draw(IDS))
+        fresh.regions = [region] if any(output.region is not None for output in wanted) else []
+        return fresh
+
+    first = request()
+    completion = complete_small(first, made[0], 0, 5, 1 << 20)
+    assert completion is not None
+    plan = plan_answer(Forms[Completion]().form(answer_template(completion)), first, made[0].layout)
+    for run_ in made:
+        row = data.draw(st.integers(0, total - rows))
+        whole, planned = request(), request()
+        region.view(0, SHM)[:] = bytes(SHM)
+        expected = complete_small(whole, run_, row, 5, 1 << 20)
+        assert expected is not None
+        written = bytes(region.view(0, SHM))
+        region.view(0, SHM)[:] = bytes(SHM)
+        formed = complete_planned(planned, plan, run_, row)
+        assert formed is not None
+        assert formed.form == plan.form.number
+        assert formed.request_id == planned.request_id
+        given_ = whole_answer(plan.form.template, formed)
+        assert (given_.version, given_.outputs, given_.lease) == (expected.version, expected.outputs, None)
+        assert bytes(region.view(0, SHM)) == written
+        assert planned.copied_byte_size == whole.copied_byte_size
+
+
+IDS = st.integers(1, 99)
+
+
+def planned_into(place: RegionSlice, *regions: Any) -> tuple[Request, FormCompletion | None]:
+    """A planned answer whose output goes to that place, of a request that uses those regions."""
+    y = np.arange(4, dtype=np.float32).reshape(1, 4)
+    made = uncut(layout_of(PLAIN, {"y": y}, True), [y])
+    assert made is not None
+    request = request_of({}, 1, outputs={"y": RequestedOutput("y", place)})
+    request.regions = list(regions)
+    template = answer_template(Completion(1, version=5))
+    plan = plan_answer(Forms[Completion]().form(template), request, made.layout)
+    return request, complete_planned(request, plan, made, 0)
+
+
+def test_a_region_that_is_a_gpu_s_now_is_not_written_by_a_plan(region: Region) -> None:
+    """It was registered again meanwhile, under the same name, or is that of an input."""
+    gpu: Any = CudaRegion.__new__(CudaRegion)  # is asked for nothing but what it is
+    gpu.name = "r"
+    for regions in ((gpu,), (region, gpu), (gpu, region)):
+        region.view(0, SHM)[:] = bytes(SHM)
+        request, formed = planned_into(RegionSlice("r", 0, 16), *regions)
+        assert formed is None
+        assert request.copied_byte_size == 0
+        assert bytes(region.view(0, SHM)) == bytes(SHM)
+    request, formed = planned_into(RegionSlice("r", 8, 16), region)
+    assert formed == FormCompletion(1, 0, ())
+    assert np.frombuffer(region.view(8, 16), np.float32).tolist() == [0, 1, 2, 3]
+    assert request.copied_byte_size == 16
+
+
+def test_a_planned_answer_does_not_leave_its_region(region: Region) -> None:
+    """Whoever validated the request would have refused it; nothing is written all the same."""
+    region.view(0, SHM)[:] = bytes(SHM)
+    for place in (RegionSlice("r", SHM - 8, 16), RegionSlice("r", -8, 16)):
+        with pytest.raises(InvalidArgument):
+            planned_into(place, region)
+    assert bytes(region.view(0, SHM)) == bytes(SHM)
