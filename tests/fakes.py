@@ -23,7 +23,7 @@ import msgspec
 from config.options import Options
 from daemon.tally import Tally
 from shm.channel import Channel, pair
-from shm.forms import HeardForms, answer_template, whole_request
+from shm.forms import HeardForms, answer_template, whole_answer, whole_request
 from shm.lane import WorkerLane
 from shm.messages import (
     Call,
@@ -89,6 +89,11 @@ class WholeRequests:
             self._heard.learn(record.number, record.submit)
             return None
         return whole_request(self._heard.find(record.form), record) if isinstance(record, FormSubmit) else record
+
+
+def whole_answers(received: list[tuple[Completion, FormCompletion | None]]) -> list[Completion]:
+    """What came on a lane as if each had been sent whole."""
+    return [completion if own is None else whole_answer(completion, own) for completion, own in received]
 
 
 def answer_formed(lane: WorkerLane, completion: Completion) -> None:

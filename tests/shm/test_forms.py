@@ -153,7 +153,7 @@ def test_another_number_of_tensors_is_refused(submit: Submit, contents: list[byt
     if len(contents) == wanted:
         assert contents_of(whole_request(template, FormSubmit(1, 0, tuple(contents))).inputs) == tuple(contents)
         return
-    words = f"{len(contents)} tensors came in a record whose form has {wanted} there"
+    words = f"^{len(contents)} tensors came in a record whose form has {wanted} there"
     with pytest.raises(InvalidArgument, match=words):
         whole_request(template, FormSubmit(1, 0, tuple(contents)))
     with pytest.raises(InvalidArgument, match=words):

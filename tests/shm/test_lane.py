@@ -9,7 +9,7 @@ import pytest
 from shm.arena import Arena
 from shm.channel import Channel, ChannelClosed, pair
 from shm.errors import InvalidArgument
-from shm.forms import MAX_FORMS, Form, Forms, HeardForms, answer_template, request_template, whole_request
+from shm.forms import MAX_FORMS, Form, Forms, HeardForms, answer_template, request_template, whole_answer, whole_request
 from shm.lane import SubmitterLane, WorkerLane
 from shm.messages import (
     AnswerForm,
@@ -53,8 +53,8 @@ def received(worker: WorkerLane) -> list[Submit | RequestForm | FormSubmit | Can
     return found
 
 
-def answered(submitter: SubmitterLane) -> list[Completion | FormCompletion]:
-    found: list[Completion | FormCompletion] = []
+def answered(submitter: SubmitterLane) -> list[tuple[Completion, FormCompletion | None]]:
+    found: list[tuple[Completion, FormCompletion | None]] = []
     while (records := submitter.receive()) is not None:
         found += records
     return found
@@ -82,8 +82,8 @@ def test_there_and_back(arena: Arena, size: int) -> None:
         worker.complete(Completion(round_, outputs=(Tensor("y", "UINT8", (size,), answer.place),), lease=answer.key))
         assert worker.flush()
 
-        (completion,) = answered(submitter)
-        assert isinstance(completion, Completion)
+        ((completion, own),) = answered(submitter)
+        assert own is None
         assert bytes(submitter.view(answer.place)) == content[::-1]
         assert completion.lease is not None
         submitter.release(completion.lease)
@@ -210,23 +210,79 @@ def test_requests_of_forms_come_in_order_each_after_its_form(arena: Arena) -> No
     worker.close()
 
 
+def answer_of(number: int, size: int = 2) -> Completion:
+    return Completion(number, version=3, outputs=(Tensor("y", "UINT8", (size,), Inline(b"%0*d" % (size, number))),))
+
+
+def complete_formed(worker: WorkerLane, form: Form[Completion], number: int, *contents: bytes) -> None:
+    worker.complete_formed(form, FormCompletion(number, form.number, contents))
+
+
 def test_answers_of_a_form(arena: Arena) -> None:
     submitter, worker = lane_of(arena)
-    template = answer_template(Completion(7, version=3, outputs=(Tensor("y", "UINT8", (2,), Inline(b"ab")),)))
-    form = worker.answer_form(template)
-    assert worker.answer_form(answer_template(Completion(8, version=3, outputs=template.outputs))) is form
+    form = worker.answer_form(answer_template(answer_of(7)))
+    assert worker.answer_form(answer_template(answer_of(8))) is form
+    templates = []
     for number in range(3):
-        worker.complete_formed(form, FormCompletion(number, form.number, (b"%02d" % number,)))
+        complete_formed(worker, form, number, b"%02d" % number)
         worker.complete(Completion(10 + number))
         worker.flush()
-        formed, whole = answered(submitter)
-        assert formed == FormCompletion(number, form.number, (b"%02d" % number,))
-        assert submitter.answer_template(form.number) == template
-        assert whole == Completion(10 + number)
-    with pytest.raises(InvalidArgument, match="never told"):
-        submitter.answer_template(form.number + 1)
+        (template, own), (whole, none) = answered(submitter)
+        assert own is not None
+        assert whole_answer(template, own) == answer_of(number)
+        assert (whole, none) == (Completion(10 + number), None)
+        templates.append(template)
+    # What is remembered of answers like that is found by it.
+    assert templates[0] is templates[1] is templates[2]
     submitter.close()
     worker.close()
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_answers_of_two_forms_with_one_number(arena: Arena, together: bool) -> None:
+    """A worker has numbered more kinds than there are numbers, and answers old and new ones in turn: in one datagram, or in several."""
+    submitter, worker = lane_of(arena)
+    forms = [Forms[Completion]().form(answer_template(answer_of(0, size))) for size in (1, 2)]
+    assert forms[0].number == forms[1].number
+    expected, found = [], []
+    for number in range(6):
+        answer = answer_of(number, 1 + number % 2)
+        expected.append(answer)
+        place = answer.outputs[0].place
+        assert isinstance(place, Inline)
+        complete_formed(worker, forms[number % 2], number, place.content)
+        if not together:
+            worker.flush()
+            found += answered(submitter)
+    worker.flush()
+    found += answered(submitter)
+    assert [whole_answer(template, own) for template, own in found if own is not None] == expected
+    submitter.close()
+    worker.close()
+
+
+@pytest.mark.parametrize("contents", [(), (b"ab", b"cd")])
+def test_an_answer_that_is_not_like_its_form_is_refused(arena: Arena, contents: tuple[bytes, ...]) -> None:
+    submitter, worker = lane_of(arena)
+    form = worker.answer_form(answer_template(answer_of(7)))
+    complete_formed(worker, form, 1, *contents)
+    worker.flush()
+    with pytest.raises(InvalidArgument, match=f"{len(contents)} tensors came in an answer whose form has 1 there"):
+        submitter.receive()
+    submitter.close()
+    worker.close()
+
+
+def test_an_answer_of_a_form_that_was_never_told_is_refused(arena: Arena) -> None:
+    ours, theirs = pair()
+    submitter, enemy = SubmitterLane(ours, arena), Channel(theirs, decoder(ToWorker))
+    enemy.put(AnswerForm(3, answer_template(answer_of(1))))
+    enemy.put(FormCompletion(1, 4, (b"ab",)))
+    enemy.flush()
+    with pytest.raises(InvalidArgument, match="form 4 was never told"):
+        submitter.receive()
+    submitter.close()
+    enemy.close()
 
 
 @pytest.mark.parametrize("number", [-1, MAX_FORMS])

@@ -120,6 +120,13 @@ class Bench:
         self._transports.append(transport)
         return transport
 
+    async def occupy(self) -> None:
+        """The worker has taken a request, and is not done with it."""
+        record = Submit(self.submitter.next_id(), "addsub", 0, ())
+        self.submitter.submit(record, (), lambda completion, lane: None)
+        await asyncio.sleep(0)
+        assert self.worker.receive() == [record]
+
     async def answer(
         self,
         work: Work,

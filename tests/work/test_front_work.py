@@ -224,15 +224,31 @@ def test_nothing_is_left_for_the_garbage_collector(row: Row) -> None:
 
 @pytest.mark.parametrize("count", [2, 16])
 def test_small_requests_that_come_together_are_one_datagram(count: int) -> None:
-    """So they are one wake-up of the worker, and mostly one batch; also when the worker has nothing else to do."""
+    """So they are one wake-up of a worker that is busy, and mostly one batch."""
     row = ROWS[0]
 
     async def test(bench: Bench) -> None:
         transports = [await ask(bench, row, WARM, Work()) for _ in range(count)]
         work = Work()
         requests = [(transport, row.request(0)) for transport in transports]
+        await bench.occupy()
         assert await bench.answer(work, requests, row.complete) == 1
         assert work.system_calls.total() <= 2, work.system_calls
+
+    on_a_bench(test)
+
+
+@pytest.mark.parametrize("count", [2, 16])
+def test_an_idle_worker_begins_with_the_first_of_small_requests_that_come_together(count: int) -> None:
+    """The others are one datagram all the same."""
+    row = ROWS[0]
+
+    async def test(bench: Bench) -> None:
+        transports = [await ask(bench, row, WARM, Work()) for _ in range(count)]
+        work = Work()
+        requests = [(transport, row.request(0)) for transport in transports]
+        assert await bench.answer(work, requests, row.complete) == 2
+        assert work.system_calls.total() <= 4, work.system_calls
 
     on_a_bench(test)
 

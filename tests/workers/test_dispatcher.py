@@ -19,6 +19,7 @@ from shm.errors import InvalidArgument
 from shm.messages import Completion, Inline, Load, Submit, Tensor
 from shm.status_page import StatusPage
 from tests.repositories import scale_model, write_model
+from tests.workers.requests import request_of
 from workers.dispatcher import Dispatcher
 from workers.inbox import Inbox
 from workers.model_table import ModelTable
@@ -158,7 +159,7 @@ def test_what_waits_without_a_batch_dimension_shares_a_program_when_one_is_ready
     bench.compiler.work()
     bench.turn()
     (key,) = {known.key for known in version.familiar._known.values()}
-    series.note(key, {}, 0)
+    series.note(request_of({}, key=key), 0)
     programs = [series.compile(SeriesWanted(length, key), version.jitted.executables.parameters) for length in (4, 2)]
     for program in programs:
         series.add(program)

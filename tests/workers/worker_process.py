@@ -43,6 +43,7 @@ from shm.messages import (
     decoder,
 )
 from shm.status_page import StatusPage
+from tests.fakes import whole_answers
 
 ROOT = Path(__file__).parent.parent.parent
 #: Generous: these machines are shared, and no test decides by time.
@@ -216,7 +217,7 @@ class WorkerProcess:
             if received is None:
                 self._readable(self.lane.fileno())
                 continue
-            for completion in received:
+            for completion in whole_answers(received):
                 assert completion.request_id not in self._completions, "answered twice"
                 self._completions[completion.request_id] = completion
         return self._completions.pop(request_id)

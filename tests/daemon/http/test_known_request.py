@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,9 +17,8 @@ from daemon.http.known_request import KnownRequest, recognise
 from daemon.http.message_head import InferHead
 from daemon.http.request_codec import decode
 from daemon.http.response_codec import encode, response_head
-from daemon.submit import Submitter
 from shm.errors import InvalidArgument
-from shm.forms import Forms, answer_template, whole_request
+from shm.forms import MAX_FORMS, Forms, answer_template, whole_request
 from shm.messages import (
     Completion,
     FormCompletion,
@@ -29,6 +27,7 @@ from shm.messages import (
     ModelGone,
     RegionSlice,
     Slice,
+    Submit,
     Tensor,
 )
 from tests.fakes import Client, FrontProcess, serving
@@ -53,22 +52,17 @@ def head(**fields: Any) -> InferHead:
     )
 
 
-def submitter() -> Submitter:
-    """What is asked of one when a request is remembered."""
-    return cast(Submitter, SimpleNamespace(inline_byte_size=8, forms=Forms()))
-
-
 def known(
-    inputs: list[dict[str, Any]], start: int = 0, numbers: Submitter | None = None, meaning: Any = None, **fields: Any
+    inputs: list[dict[str, Any]], start: int = 0, meaning: InferHead | None = None, **fields: Any
 ) -> KnownRequest | None:
     said = text(inputs, **fields)
     sizes = [entry["parameters"].get("binary_data_size", 0) for entry in inputs if "parameters" in entry]
-    return recognise(said, start, meaning or head(), decode(said, sum(sizes), "echo"), numbers or submitter())
+    return recognise(said, start, meaning or head(), decode(said, sum(sizes), "echo"), 8)
 
 
 def inputs_of(request: KnownRequest, chunk: bytes) -> tuple[Tensor, ...]:
     """As the worker gets them."""
-    return whole_request(request.form.template, FormSubmit(1, 0, request.contents(chunk))).inputs
+    return whole_request(request.form(Forms()).template, FormSubmit(1, 0, request.contents(chunk))).inputs
 
 
 # --------------------------------------------------------------------------------------------------------------- inputs
@@ -94,22 +88,32 @@ def test_requests_without_bytes_of_their_own() -> None:
 
 def test_connections_that_say_the_same_share_a_form() -> None:
     """And nothing that says anything else does: not another header that is a parameter, nor another version."""
-    numbers = submitter()
-    first, second = known([PLAIN], 0, numbers), known([PLAIN], 7, numbers)
-    assert first is not None
-    assert second is not None
-    assert first.form is second.form
+    forms: Forms[Submit] = Forms()
+    same = [known([PLAIN]), known([PLAIN], 7)]
     others = [
-        known([PLAIN], 0, numbers, head(forwarded={"x": "1"})),
-        known([PLAIN], 0, numbers, head(version=2)),
-        known([PLAIN], 0, numbers, head(model="other")),
-        known([{**PLAIN, "shape": [2, 2]}], 0, numbers),
-        known([PLAIN], 0, numbers, parameters={"priority": 1}),
-        known([REGION], 0, numbers),
+        known([PLAIN], 0, head(forwarded={"x": "1"})),
+        known([PLAIN], 0, head(version=2)),
+        known([PLAIN], 0, head(model="other")),
+        known([{**PLAIN, "shape": [2, 2]}]),
+        known([PLAIN], parameters={"priority": 1}),
+        known([REGION]),
     ]
-    forms = [other.form for other in others if other is not None]
-    assert len(forms) == len(others)
-    assert len({first.form, *forms}) == len({form.number for form in (first.form, *forms)}) == len(others) + 1
+    first, second, *made = [request.form(forms) for request in (*same, *others) if request is not None]
+    assert first is second
+    assert len(made) == len(others)
+    assert len({first, *made}) == len({form.number for form in (first, *made)}) == len(others) + 1
+
+
+def test_a_request_keeps_its_form() -> None:
+    """Also when its sender has forgotten it; and until it comes again it has none, because many never do."""
+    forms: Forms[Submit] = Forms()
+    request = known([PLAIN])
+    assert request is not None
+    assert repr(forms) == "<Forms 0>"
+    form = request.form(forms)
+    for number in range(2 * MAX_FORMS):
+        forms.form(Submit(0, f"m{number}", 0, ()))
+    assert request.form(forms) is form
 
 
 def test_a_form_says_all_that_the_request_does() -> None:
@@ -117,9 +121,9 @@ def test_a_form_says_all_that_the_request_does() -> None:
         "id": "me",
         "parameters": {"a": 1, "b": "of the body", "sequence_id": 7, "sequence_end": True, "priority": 3, "timeout": 9},
     }
-    request = known([PLAIN], 0, None, head(version=5, forwarded={"b": "of the head"}), **fields)
+    request = known([PLAIN], 0, head(version=5, forwarded={"b": "of the head"}), **fields)
     assert request is not None
-    template = request.form.template
+    template = request.form(Forms()).template
     record = FormSubmit(1, 0, request.contents(b"1234"), request.decoded.id, received_ns=4)
     tensors = (Tensor("x", "UINT8", (4,), Inline(b"1234")),)
     sent = request.decoded.record(1, head(version=5, forwarded={"b": "of the head"}), tensors, 4)
@@ -154,13 +158,13 @@ def test_what_is_not_remembered(entry: dict[str, Any]) -> None:
     ],
 )
 def test_only_plain_requests_with_json_are_known_to_their_tensors(changed: dict[str, Any]) -> None:
-    fields, numbers = b"POST / HTTP/1.1\r\n\r\n", submitter()
+    fields = b"POST / HTTP/1.1\r\n\r\n"
     decoded = DecodedRequest("", [("x", "UINT8", (4,), Part(0, 4))], (), {}, True, {})
-    plain = learn(fields + b"{........}1234", head(), decoded, numbers)
+    plain = learn(fields + b"{........}1234", head(), decoded, 8)
     assert plain is not None
     assert plain.request is not None
     assert plain.request.text == b"{........}"
-    learned = learn(fields + b"{........}1234", head(**changed), decoded, numbers)
+    learned = learn(fields + b"{........}1234", head(**changed), decoded, 8)
     assert learned is not None
     if changed == {"json_size": None}:
         # All of it is JSON, which happens to name no tensor in it.
@@ -168,7 +172,7 @@ def test_only_plain_requests_with_json_are_known_to_their_tensors(changed: dict[
         assert learned.request.text == b"{........}1234"
     else:
         assert learned.request is None
-    undecoded = learn(fields + b"{........}1234", head(), None, numbers)
+    undecoded = learn(fields + b"{........}1234", head(), None, 8)
     assert undecoded is not None
     assert undecoded.request is None
 

@@ -10,7 +10,7 @@ import pytest
 from config.model_config import parse_pbtxt
 from tests.workers import requests
 from workers.models.series import LENGTHS, Series
-from workers.models.series_program import SeriesWanted
+from workers.models.series_program import SeriesProgram, SeriesWanted
 from workers.models.signature import signature
 from workers.request import Request
 
@@ -42,8 +42,14 @@ def request_of(seed: int) -> Request:
 
 def series(single_ns: int = 60_000) -> Series:
     made = Series(SIGNATURE, apply)
-    made.note(KEY, request_of(0).arrays, single_ns)
+    made.note(request_of(0), single_ns)
     return made
+
+
+def with_program(made: Series, length: int) -> SeriesProgram:
+    program = made.compile(SeriesWanted(length, KEY), PARAMETERS)
+    made.add(program)
+    return program
 
 
 def wish_of(made: Series, waiting: int) -> SeriesWanted:
@@ -67,6 +73,9 @@ def test_a_program_is_wished_for_when_it_was_missed_often_and_then_used() -> Non
     four = made.compile(wish, PARAMETERS)
     made.add(four)
     assert [made.find(KEY, waiting) for waiting in (5, 4, 3)] == [four, four, None]
+    assert wish_of(made, 1) == SeriesWanted(1, KEY)
+    one = with_program(made, 1)
+    assert [made.find(KEY, waiting) for waiting in (5, 4, 3, 1)] == [four, four, one, one]
 
 
 @pytest.mark.parametrize("order", [LENGTHS, LENGTHS[::-1]])
@@ -75,7 +84,7 @@ def test_the_longest_that_is_ready_for_those_who_wait(order: tuple[int, ...]) ->
     for length in order:
         made.add(made.compile(SeriesWanted(length, KEY), PARAMETERS))
     lengths = [0 if program is None else program.wanted.length for program in [made.find(KEY, n) for n in range(12)]]
-    assert lengths == [0, 0, 2, 2, 4, 4, 4, 4, 8, 8, 8, 8]
+    assert lengths == [0, 1, 2, 2, 4, 4, 4, 4, 8, 8, 8, 8]
     for _ in range(500):
         assert made.find(KEY, 11) is not None
     assert made.wish is None
@@ -85,11 +94,11 @@ def test_tiny_requests_rather_share_a_series_that_is_not_full() -> None:
     made = series(single_ns=20_000)
     wish = wish_of(made, 5)
     assert wish.length == 8
-    for length in (2, 4, 8):
+    for length in LENGTHS:
         made.add(made.compile(SeriesWanted(length, KEY), PARAMETERS))
     lengths = [0 if program is None else program.wanted.length for program in [made.find(KEY, n) for n in range(12)]]
     # Three are not worth one of four: with so few in flight, two batches keep client, front and worker busy at a time.
-    assert lengths == [0, 0, 2, 2, 4, 8, 8, 8, 8, 8, 8, 8]
+    assert lengths == [0, 1, 2, 2, 4, 8, 8, 8, 8, 8, 8, 8]
 
 
 def test_a_shorter_one_is_used_while_a_longer_one_is_missed() -> None:
@@ -101,19 +110,21 @@ def test_a_shorter_one_is_used_while_a_longer_one_is_missed() -> None:
     assert made.take_wish() == SeriesWanted(8, KEY)
 
 
-def test_nobody_waits_nothing_is_missed() -> None:
+def test_what_was_never_run_alone_is_not_missed() -> None:
+    """And once there is a program for one, nobody who comes alone misses another."""
     made = series()
+    one = with_program(made, 1)
     for _ in range(500):
-        assert made.find(KEY, 1) is None
+        assert made.find(KEY, 1) is one
         assert made.find("another shape", 8) is None
     assert made.wish is None
 
 
 def test_slow_or_large_runs_go_alone() -> None:
     slow = Series(SIGNATURE, apply)
-    slow.note(KEY, request_of(0).arrays, 5_000_000)
+    slow.note(request_of(0), 5_000_000)
     large = Series(SIGNATURE, apply)
-    large.note(KEY, {"a": np.zeros(1 << 20, np.float32)}, 10_000)
+    large.note(requests.request_of({"a": np.zeros(1 << 20, np.float32)}, key=KEY), 10_000)
     for made in (slow, large):
         for _ in range(500):
             assert made.find(KEY, 8) is None
@@ -125,5 +136,5 @@ def test_what_becomes_slow_goes_alone_again() -> None:
     made.add(made.compile(SeriesWanted(2, KEY), PARAMETERS))
     assert made.find(KEY, 2) is not None
     for _ in range(50):
-        made.note(KEY, {}, 10_000_000)
+        made.note(request_of(0), 10_000_000)
     assert made.find(KEY, 2) is None
