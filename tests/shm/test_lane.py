@@ -240,7 +240,7 @@ def test_answers_of_a_form(arena: Arena) -> None:
 
 @pytest.mark.parametrize("together", [True, False])
 def test_answers_of_two_forms_with_one_number(arena: Arena, together: bool) -> None:
-    """A worker has numbered more kinds than there are numbers, and answers old and new ones in turn: in one datagram, or in several."""
+    """A worker has numbered more kinds than there are numbers; it answers old and new ones in one datagram, or in several."""
     submitter, worker = lane_of(arena)
     forms = [Forms[Completion]().form(answer_template(answer_of(0, size))) for size in (1, 2)]
     assert forms[0].number == forms[1].number

@@ -255,7 +255,8 @@ def exchange(client: Client, worker: Any, said: bytes, body: bytes, **completion
     return record, client.answer()
 
 
-def test_a_connection_that_repeats_itself_gets_what_a_new_one_gets() -> None:
+@pytest.mark.parametrize("formed", [False, True])
+def test_a_connection_that_repeats_itself_gets_what_a_new_one_gets(formed: bool) -> None:
     """The third request of a kind is known; what follows differs from it in one thing each, and must not be taken for it."""
     outputs = (Tensor("y", "UINT8", (2,), Inline(b"ab")), Tensor("z", "UINT8", (1,), Inline(b"c")))
     other = (Tensor("y", "UINT8", (3,), Inline(b"abc")), Tensor("z", "INT8", (1,), Inline(b"d")))
@@ -273,6 +274,7 @@ def test_a_connection_that_repeats_itself_gets_what_a_new_one_gets() -> None:
         (text([REGION]), b"", {"outputs": outputs}),
     ]
     with serving() as (front, (worker,)), front.client() as same:
+        worker.formed = formed
         for said, body, completion in steps:
             with front.client() as fresh:
                 expected = exchange(fresh, worker, said, body, **completion)

@@ -1,0 +1,242 @@
+"""Requests that a connection repeats: they travel as ones of a form, and their answers too; a client sees nothing of it.
+
+Each is sent several times over one connection and once over a new one, where nothing is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemon.trace_turn import TraceTurn
+from shm.forms import answer_template
+from shm.messages import Completion, FormCompletion, FormSubmit, Inline, RegionSlice, Tensor, TraceChanged
+from tests.fakes import Answer, Client, EchoWorker, FrontProcess, front_process, serving, until
+
+TIMES = 5
+REGION = {"shared_memory_region": "region", "shared_memory_offset": 8, "shared_memory_byte_size": 4}
+PART = {"binary_data_size": 4}
+
+
+def asked(body: bytes, *headers: str, inputs: Any = None, **fields: Any) -> bytes:
+    """A request with that body behind its JSON."""
+    inputs = inputs or [{"name": "x", "datatype": "UINT8", "shape": [4], "parameters": PART}]
+    text = json.dumps({"inputs": inputs, **fields}).encode()
+    lines = [
+        *("POST /v2/models/echo/infer HTTP/1.1", "Host: x", f"Inference-Header-Content-Length: {len(text)}"),
+        *(f"Content-Length: {len(text) + len(body)}", *headers),
+    ]
+    return "".join(f"{line}\r\n" for line in lines).encode() + b"\r\n" + text + body
+
+
+def y_of(content: bytes) -> tuple[Tensor, ...]:
+    return (
+        Tensor("y", "UINT8", (len(content),), Inline(content)),
+        Tensor("z", "UINT8", (4,), RegionSlice("region", 0, 4)),
+        Tensor("w", "BYTES", (1,), Inline(b"\3\0\0\0abc")),
+    )
+
+
+def exchange(client: Client, worker: EchoWorker, request: bytes, content: bytes) -> tuple[Any, Answer]:
+    """What the worker got, without what is its alone, and what the client got."""
+    client.send(request)
+    submit = worker.next()
+    worker.complete(submit.request_id, outputs=y_of(content))
+    return (submit.inputs, submit.outputs, submit.parameters, submit.client_id, submit.version), client.answer()
+
+
+BINARY = {"parameters": {"binary_data_output": True}}
+
+
+@pytest.mark.parametrize("formed", [False, True])
+@pytest.mark.parametrize(
+    ("headers", "fields"),
+    [
+        ((), BINARY),
+        ((), {**BINARY, "id": "me"}),
+        ((), {}),
+        ((), {"id": "me", "outputs": [{"name": "y"}, {"name": "w"}]}),
+        ((), {"outputs": [{"name": "w", "parameters": {"binary_data": True}}, {"name": "y"}]}),
+        ((), {"outputs": [{"name": "z", "parameters": REGION}], "parameters": {"sequence_id": 5, "x": 1.5}}),
+        (("Connection: keep-alive",), BINARY),
+        (("Accept-Encoding: gzip",), BINARY),
+        (("X-Fwd-A: 1",), {**BINARY, "parameters": {"binary_data_output": True, "X-Fwd-A": "body"}}),
+    ],
+    ids=["binary", "id", "json", "json-id", "both", "region", "keep-alive", "gzip", "header"],
+)
+def test_answers_are_those_of_a_new_connection(formed: bool, headers: tuple[str, ...], fields: dict[str, Any]) -> None:
+    with serving(http={"port": 0, "header_forward_pattern": "X-Fwd-.*"}) as (front, (worker,)), front.client() as same:
+        worker.formed = formed
+        for number in range(TIMES):
+            request, content = asked(b"%04d" % number, *headers, **fields), b"%d%d" % (number, number)
+            with front.client() as fresh:
+                expected = exchange(fresh, worker, request, content)
+            assert not isinstance(worker.record, FormSubmit)
+            assert expected[1].status == 200
+            assert exchange(same, worker, request, content) == expected
+            assert expected[0][2].get("X-Fwd-A") == ("1" if headers == ("X-Fwd-A: 1",) else None)
+        if headers in ((), ("X-Fwd-A: 1",)):
+            assert isinstance(worker.record, FormSubmit)
+            assert len(worker.requests.told) == 1
+
+
+@pytest.mark.parametrize("formed", [False, True])
+def test_tensors_in_regions_and_beside_them(formed: bool) -> None:
+    inputs = [
+        {"name": "r", "datatype": "UINT8", "shape": [4], "parameters": REGION},
+        {"name": "x", "datatype": "UINT8", "shape": [4], "parameters": PART},
+    ]
+    with serving() as (front, (worker,)), front.client() as same:
+        worker.formed = formed
+        for some, body in ((inputs, b"%04d"), (inputs[:1], b"")):
+            for number in range(TIMES):
+                request = asked(body % number if body else body, inputs=some, **BINARY)
+                with front.client() as fresh:
+                    expected = exchange(fresh, worker, request, b"ab")
+                assert exchange(same, worker, request, b"ab") == expected
+                assert expected[0][0][0].place == RegionSlice("region", 8, 4)
+            assert isinstance(worker.record, FormSubmit)
+            assert worker.record.contents == ((b"%04d" % (TIMES - 1),) if body else ())
+
+
+def test_a_header_that_changes_on_a_connection() -> None:
+    """It is a parameter of its request alone, however often the others came."""
+    with front_process(http={"header_forward_pattern": "x-fwd-.*"}) as front:
+        front.model(front.worker())
+        (worker,) = front.workers
+        worker.formed = True
+        with front.client() as client:
+            for value in ("1", "1", "1", "2", "2", "2", None, None, None, "1", "1"):
+                headers = () if value is None else (f"x-fwd-a: {value}",)
+                (_, _, parameters, _, _), answer = exchange(client, worker, asked(b"abcd", *headers, **BINARY), b"ab")
+                assert parameters == ({} if value is None else {"x-fwd-a": value})
+                assert answer.parts[:2] == b"ab"
+
+
+@pytest.mark.parametrize("formed", [False, True])
+def test_tracing_that_begins_and_ends_in_between(tmp_path: Path, formed: bool) -> None:
+    """A traced request says so to its worker; its trace is whole; those before and after it have none."""
+    file = tmp_path / "trace.json"
+    with serving() as (front, (worker,)), front.client() as client:
+        worker.formed = formed
+
+        def ask(number: int, traced: bool) -> None:
+            client.send(asked(b"%04d" % number, id="me", **BINARY))
+            submit = worker.next()
+            assert submit.trace == int(traced)
+            assert submit.inputs[0].place == Inline(b"%04d" % number)
+            assert (submit.client_id, isinstance(worker.record, FormSubmit)) == ("me", number > 1 and not traced)
+            worker.complete(submit.request_id, outputs=y_of(b"%02d" % number))
+            assert client.answer().parts[:2] == b"%02d" % number
+
+        for number in range(4):
+            ask(number, False)
+        turn = TraceTurn.create(1)
+        front.send(TraceChanged("", 1, 1, 0, str(file)), turn.fd)
+        turn.close()
+        front.sync()
+        for number in range(4, 7):
+            ask(number, True)
+        front.send(TraceChanged("", 0, 1, 0, ""))
+        front.sync()
+        for number in range(7, 9):
+            ask(number, False)
+        names = ["HTTP_RECV_START", "HTTP_RECV_END", "REQUEST_START", "REQUEST_END", "HTTP_SEND_START", "HTTP_SEND_END"]
+        until(lambda: stamps(file) == [("me", "echo", names)] * 3)
+
+
+def stamps(file: Path) -> list[tuple[str, str, list[str]]]:
+    """Request id, model and stamps of each trace."""
+    entries: list[dict[str, Any]] = []
+    with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):  # not there yet, or being written
+        entries = json.loads(file.read_text())
+    found: dict[int, tuple[str, str, list[str]]] = {}
+    for entry in entries:
+        if "model_name" in entry:
+            found[entry["id"]] = (entry.get("request_id", ""), entry["model_name"], [])
+        found[entry["id"]][2].extend(stamp["name"] for stamp in entry.get("timestamps", ()))
+    return list(found.values())
+
+
+@pytest.mark.parametrize("formed", [False, True])
+def test_the_last_answer_of_a_connection_says_so(formed: bool) -> None:
+    """The front stops while a known request is with its worker."""
+    with serving() as (front, (worker,)), front.client() as client:
+        worker.formed = formed
+        for number in range(3):
+            answer = exchange(client, worker, asked(b"%04d" % number, **BINARY), b"ab")[1]
+            assert "connection" not in answer.headers
+        client.send(asked(b"last", **BINARY))
+        submit = worker.next()
+        assert isinstance(worker.record, FormSubmit)
+        front.stop(600)
+        until(lambda: refuses(front))
+        worker.complete(submit.request_id, outputs=y_of(b"cd"))
+        last = client.answer()
+        assert (last.headers["connection"], last.body) == ("close", answer.body.replace(b"ab", b"cd", 1))
+        assert client.ends()
+
+
+def refuses(front: FrontProcess) -> bool:
+    """Whether it takes no more connections, or says that it is going."""
+    try:
+        with front.client() as client:
+            return client.ask("GET", "/v2/health/ready").status != 200
+    except (OSError, EOFError):
+        return True
+
+
+@pytest.mark.parametrize("formed", [False, True])
+def test_errors_do_not_change_what_is_known(formed: bool) -> None:
+    with serving() as (front, (worker,)), front.client() as client:
+        worker.formed = formed
+        request = asked(b"abcd", **BINARY)
+        good = [exchange(client, worker, request, b"ab")[1] for _ in range(3)]
+        client.send(request)
+        worker.complete(worker.next().request_id, code="INVALID_ARGUMENT", message="not that")
+        refused = client.answer()
+        assert (refused.status, refused.error) == (400, "not that")
+        assert exchange(client, worker, request, b"ab")[1] == good[0] == good[1] == good[2]
+
+
+def test_a_client_that_leaves_with_a_known_request_under_way() -> None:
+    with serving() as (front, (worker,)):
+        worker.formed = True
+        with front.client() as client:
+            for _ in range(3):
+                exchange(client, worker, asked(b"abcd", **BINARY), b"ab")
+            client.send(asked(b"abcd", **BINARY))
+            gone = worker.next()
+        until(lambda: worker.poll() or worker.cancelled == [gone.request_id])
+        worker.complete(gone.request_id, outputs=y_of(b"ab"))
+        with front.client() as client:
+            assert exchange(client, worker, asked(b"abcd", **BINARY), b"ab")[1].status == 200
+
+
+def test_a_worker_whose_answer_is_not_like_its_form() -> None:
+    """It is trusted no more, and its client is told; another worker answers the next one."""
+    with serving(workers=2) as (front, (first, second)):
+        first.formed = second.formed = True
+        front.model(first)
+        with front.client() as client:
+            for _ in range(3):
+                exchange(client, first, asked(b"abcd", **BINARY), b"ab")
+            client.send(asked(b"abcd", **BINARY))
+            garble(first)
+            answer = client.answer()
+            assert (answer.status, answer.error) == (500, "the worker's answer could not be understood")
+            front.model(first, second)
+            assert exchange(client, second, asked(b"abcd", **BINARY), b"ab")[1].parts[:2] == b"ab"
+
+
+def garble(worker: EchoWorker) -> None:
+    """Answers the next request with a tensor more than its form has."""
+
+    request = worker.next()
+    form = worker.lane.answer_form(answer_template(Completion(0, version=1, outputs=y_of(b"ab"))))
+    worker.lane.complete_formed(form, FormCompletion(request.request_id, form.number, (b"ab", b"abc", b"cd")))
+    until(worker.lane.flush)
