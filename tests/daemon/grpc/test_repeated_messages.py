@@ -1,0 +1,233 @@
+"""Messages that repeat themselves: they travel as ones of a form, and their answers too; a client sees nothing of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tritonclient.grpc import service_pb2
+
+from daemon.grpc.codes import INTERNAL, INVALID_ARGUMENT, OK
+from daemon.trace_turn import TraceTurn
+from shm.forms import answer_template
+from shm.messages import Completion, FormCompletion, FormSubmit, Inline, RegionSlice, Tensor, TraceChanged
+from tests.daemon.grpc.frame_client import INFER, STREAM, Answer, FrameClient, prefixed, serving
+from tests.daemon.grpc.test_infer import BEGIN, END, traces
+from tests.fakes import EchoWorker, until
+
+TIMES = 4
+Infer = service_pb2.ModelInferRequest
+Parameter = service_pb2.InferParameter
+REGION = {
+    "shared_memory_region": Parameter(string_param="region"),
+    "shared_memory_offset": Parameter(int64_param=8),
+    "shared_memory_byte_size": Parameter(int64_param=4),
+}
+
+
+def message(content: bytes, client_id: str = "", region: bool = False, **fields: Any) -> Any:
+    inputs = [Infer.InferInputTensor(name="x", datatype="UINT8", shape=[len(content)])]
+    if region:
+        inputs.append(Infer.InferInputTensor(name="r", datatype="UINT8", shape=[4], parameters=REGION))
+    return Infer(model_name="echo", id=client_id, inputs=inputs, raw_input_contents=[content], **fields)
+
+
+def y_of(content: bytes) -> tuple[Tensor, ...]:
+    return (
+        Tensor("y", "UINT8", (len(content),), Inline(content)),
+        Tensor("z", "UINT8", (4,), RegionSlice("region", 0, 4)),
+        Tensor("w", "UINT8", (0,), Inline(b"")),
+    )
+
+
+def ask(client: FrameClient, worker: EchoWorker, path: str, asked: Any, content: bytes, **headers: str) -> Any:
+    """What the worker got, without what is its alone, and what the client got."""
+    stream = client.open(path, **headers)
+    client.data(stream, prefixed(asked), end=True)
+    submit = worker.next()
+    worker.complete(submit.request_id, outputs=y_of(content))
+    answer = client.answer(stream)
+    return (submit.inputs, submit.outputs, submit.parameters, submit.client_id, submit.priority), answer
+
+
+@pytest.mark.parametrize("path", [INFER, STREAM])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"client_id": "id-0"},
+        {"client_id": "é"},
+        {"region": True},
+        {"parameters": {"p": Parameter(double_param=1.5), "priority": Parameter(int64_param=3)}},
+        {"parameters": {"triton_enable_empty_final_response": Parameter(bool_param=True)}},
+        {"outputs": [Infer.InferRequestedOutputTensor(name="z", parameters=REGION)]},
+    ],
+    ids=["plain", "id", "text", "region", "parameters", "empty-final", "output"],
+)
+def test_answers_are_those_that_were_written_whole(path: str, fields: dict[str, Any]) -> None:
+    """The same messages to two fronts, of which one gets answers of forms: byte by byte the same, the first and the last."""
+    found: list[list[Any]] = []
+    for formed in (False, True):
+        with serving() as (front, (worker,)), front.frames() as client:
+            worker.formed = formed
+            got = []
+            for number in range(TIMES):
+                seen, answer = ask(
+                    client, worker, path, message(b"%04d" % number, **fields), b"%d%d" % (number, number)
+                )
+                assert answer.status == OK
+                assert seen[0][0].place == Inline(b"%04d" % number)
+                got.append((seen, answer.messages, sorted(answer.headers.items())))
+            assert isinstance(worker.record, FormSubmit)
+            assert len(worker.requests.told) == 1
+            found.append(got)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("formed", [False, True])
+def test_ids_change_and_calls_take_turns(formed: bool) -> None:
+    """Unary and streamed ones of one form; ids as long as each other or not."""
+    with serving() as (front, (worker,)), front.frames() as client:
+        worker.formed = formed
+        for number, client_id in enumerate(("a", "b", "", "cc", "dd", "a", "b", "", "cc")):
+            for path in (INFER, STREAM):
+                seen, answer = ask(client, worker, path, message(b"%04d" % number, client_id), b"ab")
+                assert seen[3] == client_id
+                inner = inner_of(path, answer)
+                assert (inner.id, inner.model_version, list(inner.raw_output_contents)) == (
+                    client_id,
+                    "1",
+                    [b"ab", b"", b""],
+                )
+                assert ("triton_final_response" in inner.parameters) == (path == STREAM)
+
+
+def inner_of(path: str, answer: Answer) -> Any:
+    if path == STREAM:
+        return answer.streamed()[0].infer_response
+    return service_pb2.ModelInferResponse.FromString(answer.messages[0])
+
+
+def test_many_of_a_stream_at_a_time() -> None:
+    """They come back in any order, some in a form, some not, one with an error."""
+    with serving() as (front, (worker,)), front.frames() as client:
+        stream = client.open(STREAM)
+        for number in range(20):
+            client.data(stream, prefixed(message(b"%04d" % number, f"id{number:02}")), end=number == 19)
+        asked = [worker.next() for _ in range(20)]
+        for number, submit in reversed(list(enumerate(asked))):
+            worker.formed = number % 3 != 0
+            if number == 7:
+                worker.complete(submit.request_id, code="INVALID_ARGUMENT", message="no")
+            else:
+                worker.complete(submit.request_id, outputs=y_of(b"%02d" % number))
+        answer = client.answer(stream)
+        assert answer.status == OK
+        found = {one.infer_response.id: one for one in answer.streamed()}
+        assert len(found) == len(answer.messages) == 20
+        for number in range(20):
+            one = found[f"id{number:02}"]
+            assert one.error_message == ("no" if number == 7 else "")
+            if number != 7:
+                assert one.infer_response.raw_output_contents[0] == b"%02d" % number
+
+
+def test_headers_are_parameters_of_their_request_alone() -> None:
+    """With headers that are forwarded something is added to each message, however known it is."""
+    with serving(grpc={"header_forward_pattern": "x-fwd-.*"}) as (front, (worker,)), front.frames() as client:
+        worker.formed = True
+        for value in ("1", "1", "1", "2", "2", "", "", "1"):
+            headers = {"x_fwd_a": value} if value else {}
+            for path in (INFER, STREAM):
+                (_, _, parameters, _, _), answer = ask(client, worker, path, message(b"abcd"), b"ab", **headers)
+                assert parameters == ({"x-fwd-a": value} if value else {})
+                assert list(inner_of(path, answer).raw_output_contents) == [b"ab", b"", b""]
+
+
+@pytest.mark.parametrize("path", [INFER, STREAM])
+@pytest.mark.parametrize("formed", [False, True])
+def test_tracing_that_begins_and_ends_in_between(tmp_path: Path, path: str, formed: bool) -> None:
+    file = tmp_path / "trace.json"
+    with serving() as (front, (worker,)), front.frames() as client:
+        worker.formed = formed
+
+        def asked(number: int, traced: bool) -> None:
+            stream = client.call(message(b"%04d" % number, f"id{number}"), path)
+            submit = worker.next()
+            assert submit.trace == int(traced)
+            assert (submit.inputs[0].place, submit.client_id) == (Inline(b"%04d" % number), f"id{number}")
+            worker.complete(submit.request_id, outputs=y_of(b"%02d" % number))
+            assert inner_of(path, client.answer(stream)).raw_output_contents[0] == b"%02d" % number
+
+        for number in range(3):
+            asked(number, False)
+        assert isinstance(worker.record, FormSubmit)
+        turn = TraceTurn.create(1)
+        front.send(TraceChanged("", 1, 1, 0, str(file)), turn.fd)
+        turn.close()
+        front.sync()
+        for number in range(3, 6):
+            asked(number, True)
+        front.send(TraceChanged("", 0, 1, 0, ""))
+        front.sync()
+        for number in range(6, 8):
+            asked(number, False)
+        assert isinstance(worker.record, FormSubmit)
+        until(lambda: traces(file) == {f"id{number}": BEGIN + END for number in range(3, 6)})
+
+
+def test_a_deadline_of_a_known_message() -> None:
+    with serving() as (front, (worker,)), front.frames() as client:
+        for number in range(3):
+            ask(client, worker, INFER, message(b"%04d" % number), b"ab")
+        stream = client.call(message(b"late"), INFER, grpc_timeout="600S")
+        submit = worker.next()
+        assert isinstance(worker.record, FormSubmit)
+        assert submit.deadline_ns > submit.received_ns > 0
+        worker.complete(submit.request_id, outputs=y_of(b"ab"))
+        assert client.answer(stream).status == OK
+
+
+@pytest.mark.parametrize("path", [INFER, STREAM])
+def test_errors_and_defects_of_workers(path: str) -> None:
+    with serving(workers=2) as (front, (first, second)), front.frames() as client:
+        first.formed = second.formed = True
+        front.model(first)
+        for number in range(3):
+            ask(client, first, path, message(b"%04d" % number), b"ab")
+        stream = client.call(message(b"abcd"), path)
+        first.complete(first.next().request_id, code="INVALID_ARGUMENT", message="not that")
+        assert said(path, client.answer(stream)) == (INVALID_ARGUMENT, "not that")
+        stream = client.call(message(b"abcd"), path)
+        request = first.next()
+        form = first.lane.answer_form(answer_template(Completion(0, version=1, outputs=y_of(b"ab"))))
+        first.lane.complete_formed(form, FormCompletion(request.request_id, form.number, (b"ab",)))
+        until(first.lane.flush)
+        assert said(path, client.answer(stream)) == (INTERNAL, "the worker's answer could not be understood")
+        front.model(first, second)
+        (_, answer) = ask(client, second, path, message(b"abcd"), b"cd")
+        assert inner_of(path, answer).raw_output_contents[0] == b"cd"
+
+
+def said(path: str, answer: Answer) -> tuple[int, str]:
+    """Code and text of an error; a stream has but its text."""
+    if path == INFER:
+        return answer.status, answer.text
+    text = answer.streamed()[0].error_message
+    return {"not that": INVALID_ARGUMENT}.get(text, INTERNAL), text
+
+
+def test_a_client_that_resets_a_known_call() -> None:
+    with serving() as (front, (worker,)):
+        worker.formed = True
+        with front.frames() as client:
+            for number in range(3):
+                ask(client, worker, INFER, message(b"%04d" % number), b"ab")
+            client.call(message(b"gone"))
+            gone = worker.next()
+            assert isinstance(worker.record, FormSubmit)
+        until(lambda: worker.poll() or worker.cancelled == [gone.request_id])
+        worker.complete(gone.request_id, outputs=y_of(b"ab"))
+        with front.frames() as client:
+            assert ask(client, worker, INFER, message(b"abcd"), b"ab")[1].status == OK
