@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -218,12 +220,14 @@ def said(path: str, answer: Answer) -> tuple[int, str]:
     return {"not that": INVALID_ARGUMENT}.get(text, INTERNAL), text
 
 
-def test_a_client_that_resets_a_known_call() -> None:
+def test_a_client_that_leaves_with_a_known_call_under_way() -> None:
     with serving() as (front, (worker,)):
         worker.formed = True
         with front.frames() as client:
             for number in range(3):
                 ask(client, worker, INFER, message(b"%04d" % number), b"ab")
+            # Without the option it would look like a client that still reads.
+            client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             client.call(message(b"gone"))
             gone = worker.next()
             assert isinstance(worker.record, FormSubmit)

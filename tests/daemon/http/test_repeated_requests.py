@@ -17,7 +17,7 @@ import pytest
 from daemon.trace_turn import TraceTurn
 from shm.forms import answer_template
 from shm.messages import Completion, FormCompletion, FormSubmit, Inline, RegionSlice, Tensor, TraceChanged
-from tests.fakes import Answer, Client, EchoWorker, FrontProcess, front_process, serving, until
+from tests.fakes import PATIENCE_SECONDS, Answer, Client, EchoWorker, front_process, serving, until
 
 TIMES = 5
 REGION = {"shared_memory_region": "region", "shared_memory_offset": 8, "shared_memory_byte_size": 4}
@@ -167,7 +167,7 @@ def stamps(file: Path) -> list[tuple[str, str, list[str]]]:
 @pytest.mark.parametrize("formed", [False, True])
 def test_the_last_answer_of_a_connection_says_so(formed: bool) -> None:
     """The front stops while a known request is with its worker."""
-    with serving() as (front, (worker,)), front.client() as client:
+    with serving() as (front, (worker,)), front.client() as client, front.client() as idle:
         worker.formed = formed
         for number in range(3):
             answer = exchange(client, worker, asked(b"%04d" % number, **BINARY), b"ab")[1]
@@ -175,21 +175,13 @@ def test_the_last_answer_of_a_connection_says_so(formed: bool) -> None:
         client.send(asked(b"last", **BINARY))
         submit = worker.next()
         assert isinstance(worker.record, FormSubmit)
-        front.stop(600)
-        until(lambda: refuses(front))
+        front.stop(PATIENCE_SECONDS)
+        # Closed after those that wait for an answer have been told that it is their last.
+        assert idle.ends()
         worker.complete(submit.request_id, outputs=y_of(b"cd"))
         last = client.answer()
         assert (last.headers["connection"], last.body) == ("close", answer.body.replace(b"ab", b"cd", 1))
         assert client.ends()
-
-
-def refuses(front: FrontProcess) -> bool:
-    """Whether it takes no more connections, or says that it is going."""
-    try:
-        with front.client() as client:
-            return client.ask("GET", "/v2/health/ready").status != 200
-    except (OSError, EOFError):
-        return True
 
 
 @pytest.mark.parametrize("formed", [False, True])
