@@ -113,7 +113,7 @@ class Row:
 
 
 ROWS = [
-    Row("small", lambda _: binary("addsub", _SMALL, 128), two_small, 1584),
+    Row("small", lambda _: binary("addsub", _SMALL, 128), two_small, 1550),
     Row("small-shm", lambda _: binary("addsub", _SHARED, 0), two_in_regions, 1487),
     Row("small-ids", with_id, two_small, 3146),
     Row("small-json", as_json, two_small, 3016),
