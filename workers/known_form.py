@@ -14,6 +14,9 @@ from workers.familiar import Familiar, Known
 from workers.models.batch_outputs import OutputLayout
 
 
+_MAX_PLANS = 64
+
+
 class Part(NamedTuple):
     """Where an output is in what a run made, and where it goes. Row n begins at ``start + n * step``."""
 
@@ -68,6 +71,12 @@ class KnownForm:
         self.sizes = [byte_size for _, byte_size in known.tensors] if known is not None else []
         self.outputs = outputs if all(output.region is None for output in outputs.values()) else None
         self.plans = {}
+
+    def plan(self, layout: OutputLayout, plan: AnswerPlan) -> None:
+        """Remembers how answers cut from such outputs are made. There are as many as programs that ran them."""
+        if len(self.plans) >= _MAX_PLANS:
+            self.plans.clear()
+        self.plans[layout] = plan
 
     def __repr__(self) -> str:
         return f"<KnownForm for {self.submit.model!r}, {len(self.plans)} plans>"

@@ -91,7 +91,7 @@ class Outbox:
                 submitter.answer(completion)
                 if form is not None and form.familiar is version.familiar:
                     kind = submitter.lane.answer_form(answer_template(completion))
-                    form.plans[made.layout] = plan_answer(kind, request, made.layout)
+                    form.plan(made.layout, plan_answer(kind, request, made.layout))
         except ServingError:
             # What is wrong with a region is found again, and said, by the long way.
             return False

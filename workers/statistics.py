@@ -78,8 +78,8 @@ class ModelStatistics:
         self.failures: Counter[Failure] = Counter()
         self.inference_count = 0
         self.execution_count = 0
-        #: CLOCK_MONOTONIC; 0: never.
-        self.last_inference_ns = 0
+        #: Since 1970; 0: never.
+        self.last_inference_ms = 0
         #: Bytes of tensors that the worker copied (docs/data-plane.md): not in Triton's answer, but in ours.
         self.copied_byte_size = 0
         self._batches: dict[int, BatchStatistics] = {}
@@ -118,7 +118,7 @@ class ModelStatistics:
         self.compute_output_ns += output_ns * good
         self.inference_count += rows
         self.execution_count += runs
-        self.last_inference_ns = now_ns
+        self.last_inference_ms = time.time_ns() // 1_000_000
         self.copied_byte_size += execution.copied_byte_size
         size = rows // runs
         batch = self._batches.get(size)
@@ -172,7 +172,7 @@ class ModelStatistics:
         return {
             "name": self._name,
             "version": str(self._version),
-            "last_inference": self._last_inference_ms(),
+            "last_inference": self.last_inference_ms,
             "inference_count": self.inference_count,
             "execution_count": self.execution_count,
             "inference_stats": {
@@ -198,12 +198,6 @@ class ModelStatistics:
             "memory_usage": [],
             "copied_byte_size": self.copied_byte_size,
         }
-
-    def _last_inference_ms(self) -> int:
-        """Since 1970; 0: never."""
-        if not self.last_inference_ns:
-            return 0
-        return (time.time_ns() - time.monotonic_ns() + self.last_inference_ns) // 1_000_000
 
     def __repr__(self) -> str:
         return f"<ModelStatistics {self._name}:{self._version} {self.success_count} ok, {self.fail.count} failed>"

@@ -113,6 +113,7 @@ class Bench:
                     self.dispatcher.submit(self.submitter, record, now_ns)
         self.dispatcher.run_due(now_ns)
         self.submitter.lane.flush()
+        self.dispatcher.count()
 
     def close(self) -> None:
         self.dispatcher.drop(self.submitter)

@@ -98,7 +98,9 @@ class Bench:
         return self._number
 
     def turn(self) -> int | None:
-        return self.dispatcher.run_due(time.monotonic_ns())
+        next_ns = self.dispatcher.run_due(time.monotonic_ns())
+        self.dispatcher.count()
+        return next_ns
 
     def sent(self) -> list[tuple[int, str]]:
         """(request id, code) of what was answered since the last time."""
