@@ -13,7 +13,6 @@ from shm.messages import Completion, Inline, RegionSlice, RequestedOutput, Submi
 from workers.familiar import Familiar, Known
 from workers.models.batch_outputs import OutputLayout
 
-
 _MAX_PLANS = 64
 
 

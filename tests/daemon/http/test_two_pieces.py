@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shm.messages import Completion, FormSubmit, Inline, RequestForm, Submit, Tensor
-from tests.fakes import Client, EchoWorker, FrontProcess, binary_request, serving
+from tests.fakes import Client, EchoWorker, FrontProcess, binary_request, in_service, serving
 from tests.work.connection import Bench, KeptTransport
 from tests.work.counter import Work
 
@@ -30,6 +30,7 @@ async def known(bench: Bench) -> KeptTransport:
     transport = bench.connect()
     for _ in range(3):
         await bench.answer(Work(), [(transport, REQUEST)], echo)
+    transport.writes.clear()
     return transport
 
 
@@ -125,8 +126,10 @@ def test_a_client_that_ends_after_its_head() -> None:
 
 
 def test_a_front_that_stops_lets_the_body_come() -> None:
-    with head_only() as (front, worker, client):
+    with head_only() as (front, worker, client), front.client() as idle:
+        in_service(front, worker, idle)
         front.stop(30)
+        assert idle.ends()
         client.send(binary_request(CONTENT)[binary_request(CONTENT).index(b"\r\n\r\n") + 4 :])
         worker.echo(worker.next())
         answer = client.answer()
