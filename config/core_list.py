@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 #: The kernel knows no more.
 MAX_CORE = 8191
@@ -32,10 +32,3 @@ def describe(cores: Iterable[int]) -> str:
         else:
             runs.append([core, core])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
-def share(cores: Sequence[int], index: int, count: int) -> list[int]:
-    """The cores of sharer ``index`` of ``count``: all are given out, as evenly as they go, and nobody is left without."""
-    if count <= len(cores):
-        return list(cores[index * len(cores) // count : (index + 1) * len(cores) // count])
-    return [cores[index % len(cores)]]

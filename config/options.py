@@ -171,8 +171,6 @@ class Lanes(Section, frozen=True):
 
     #: How long either end looks for the next record before it sleeps, while records follow each other that fast. 0: never.
     spin_us: Annotated[int, Meta(ge=0, le=10_000)] = 300
-    #: Of two or three cores, the loops of fronts and of workers are kept on different ones (daemon.loop_cores).
-    apart: bool = False
 
 
 class Requests(Section, frozen=True):

@@ -27,11 +27,6 @@ class Device:
     #: Variables that the worker's environment gets besides ours.
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def number(self) -> int:
-        """Of its worker."""
-        return int(self.name.partition(":")[2])
-
 
 def find_devices(options: Workers, environment: Mapping[str, str], folder: Path = Path("/dev")) -> list[Device]:
     """One device a worker. Raises NoDevice: ``workers.device`` is "cuda" and none is visible, or a core is not ours."""

@@ -30,7 +30,7 @@ from daemon.model_table import ModelTable
 from daemon.submit import Submitter
 from daemon.tally import Tally
 from daemon.tracer import Tracer
-from shm import heap, loop_core
+from shm import heap
 from shm.channel import Channel
 from shm.messages import (
     ChildReady,
@@ -64,8 +64,6 @@ class Place:
     listener: socket.socket
     tally: Tally
     row: int
-    #: That its loop is kept on; None: on none.
-    loop_core: int | None = None
 
 
 class Front(ABC):
@@ -103,7 +101,6 @@ class Front(ABC):
         # What was imported and built lives as long as the process: the collector need not look at it again and again.
         gc.collect()
         gc.freeze()
-        loop_core.keep_on(self.place.loop_core)
         self._connection.send(ChildReady(start.incarnation))
         stop = await self._stop
         endpoints.stopping = True
@@ -170,7 +167,6 @@ def main(program: str, description: str, make: Callable[[socket.socket, Place], 
     parser.add_argument("--listen-fd", type=int, required=True)
     parser.add_argument("--tally-fd", type=int, required=True)
     parser.add_argument("--row", type=int, required=True)
-    parser.add_argument("--loop-core", type=int)
     arguments = parser.parse_args()
     # The supervisor decides; a terminal's Ctrl-C or a service manager's signal reaches it as well.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -178,7 +174,6 @@ def main(program: str, description: str, make: Callable[[socket.socket, Place], 
 
     async def run() -> None:
         listener, tally = socket.socket(fileno=arguments.listen_fd), Tally(arguments.tally_fd)
-        place = Place(listener, tally, arguments.row, arguments.loop_core)
-        await make(socket.socket(fileno=arguments.control_fd), place).run()
+        await make(socket.socket(fileno=arguments.control_fd), Place(listener, tally, arguments.row)).run()
 
     uvloop.run(run())

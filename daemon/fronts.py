@@ -18,10 +18,9 @@ from typing import Any
 import msgspec
 
 from config.options import Options
-from daemon import listening, loop_cores, shares
+from daemon import listening, shares
 from daemon.child import Front, front_name
 from daemon.listening import Listener, ListenError
-from daemon.loop_cores import LoopCores
 from daemon.tally import Tally
 from shm.messages import Call, ChildReady, Record, Seen, Serve
 
@@ -53,7 +52,6 @@ class Fronts:
         self._tallies: dict[str, Tally] = {}
         #: Grows with everything that is sent to all.
         self._edition = 0
-        self._loop_cores = LoopCores()
 
     # --------------------------------------------------------------------------------------------------------- starting
 
@@ -77,9 +75,8 @@ class Fronts:
             self.close()
             raise
 
-    def start_all(self, cores: LoopCores) -> None:
+    def start_all(self) -> None:
         """Every front of every protocol. Raises OSError: there is no room for a process."""
-        self._loop_cores = cores
         for protocol in self._listeners:
             for row in range(self._rows(protocol)):
                 self.start(protocol, row)
@@ -92,10 +89,9 @@ class Fronts:
         """The front of that row. Raises OSError: there is no room for a process."""
         front = Front(self._programs[protocol], protocol, row, self._incarnation(), self._received, self._exited)
         listener, tally = self._listeners[protocol].socket.fileno(), self._tallies[protocol].fd
-        place = ["--listen-fd", str(listener), "--tally-fd", str(tally), "--row", str(row)]
         front.spawn(
             msgspec.msgpack.encode(shares.of_one(self._options(), protocol)),
-            place + loop_cores.arguments(self._loop_cores.of_front(row)),
+            ["--listen-fd", str(listener), "--tally-fd", str(tally), "--row", str(row)],
             {},
             [listener, tally],
         )

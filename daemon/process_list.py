@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-from config import core_list
 from daemon.child import Child, Worker
 from daemon.fronts import Fronts
 from daemon.posts import Posts
@@ -15,10 +14,7 @@ from daemon.posts import Posts
 
 def of_fronts(fronts: Fronts, posts: Posts, now_ns: int) -> list[dict[str, Any]]:
     """One entry a front, with the connections it has."""
-    return [
-        _entry(front, posts, now_ns) | {"connections": fronts.connections(front)} | _cores(front.pid)
-        for front in fronts
-    ]
+    return [_entry(front, posts, now_ns) | {"connections": fronts.connections(front)} for front in fronts]
 
 
 def of_workers(workers: Iterable[Worker], posts: Posts, now_ns: int) -> list[dict[str, Any]]:
@@ -32,19 +28,12 @@ def of_workers(workers: Iterable[Worker], posts: Posts, now_ns: int) -> list[dic
 
 
 def _cores(pid: int) -> dict[str, Any]:
-    """What the kernel says: the cores that its threads may use, those that its loop may use, and how many threads there are.
-
-    The loop's is the main thread, whose number is the process's.
-    """
-    cores: set[int] = set()
+    """What the kernel says: the cores that the process may use, and its threads."""
     with contextlib.suppress(OSError):
-        threads = os.listdir(f"/proc/{pid}/task")
-        for thread in threads:
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
-                cores |= os.sched_getaffinity(int(thread))
-        loop = core_list.describe(os.sched_getaffinity(pid))
-        return {"cores": core_list.describe(cores), "loop": loop, "threads": len(threads)}
-    return {}  # the process has just ended
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        values = dict(line.split(":", 1) for line in lines if ":" in line)
+        return {"cores": values["Cpus_allowed_list"].strip(), "threads": int(values["Threads"])}
+    return {}  # it has just ended
 
 
 def _entry(child: Child, posts: Posts, now_ns: int) -> dict[str, Any]:

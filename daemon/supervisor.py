@@ -26,7 +26,7 @@ import msgspec
 from config import layers, log
 from config.layers import ConfigurationError
 from config.options import Log, Options
-from daemon import loop_cores, process_list, watch
+from daemon import process_list, watch
 from daemon.child import Child, Front, Worker
 from daemon.control_socket import ControlSocket
 from daemon.devices import Device, find_devices
@@ -144,7 +144,6 @@ class Supervisor:
         """From the first bind to the last child. Raises ListenError, NoDevice, InvalidArgument, OSError: it cannot start."""
         loop = asyncio.get_running_loop()
         devices = find_devices(self.options.workers, self._environment)
-        cores = loop_cores.of_daemon(self.options, devices, os.sched_getaffinity(0))
         self._fronts.listen(self._environment)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._shutdown.signalled)
@@ -155,9 +154,9 @@ class Supervisor:
             await self._metrics.open()
             await control.open()
             regions.open()
-            self._workers.start_all(devices, cores)
+            self._workers.start_all(devices)
             outcomes = self._models.begin(await self._models.scan(self.options.repository), self.options.repository)
-            self._fronts.start_all(cores)
+            self._fronts.start_all()
             self._spawn_task(self._watch())
             self._spawn_task(self._become_ready(outcomes))
             await self._shutdown.requested.wait()

@@ -9,7 +9,6 @@ says so once. Source: Triton docs/user_guide/trace.md.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import logging
 import os
@@ -31,8 +30,6 @@ class TraceFiles:
         self._max_byte_size = max_byte_size
         self._waiting: queue.SimpleQueue[tuple[str, bytes, bool] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        #: Of the process, before its loop is kept on one (``lanes.apart``): the thread would have the loop's.
-        self._cores = os.sched_getaffinity(0)
         self._complained = False
 
     def write(self, path: str, traces: bytes, *, indexed: bool) -> None:
@@ -54,8 +51,6 @@ class TraceFiles:
             _log.warning("traces are dropped: %s", reason)
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # they were taken from the process meanwhile
-            os.sched_setaffinity(0, self._cores)
         while (item := self._waiting.get()) is not None:
             path, traces, indexed = item
             try:

@@ -13,10 +13,8 @@ from typing import Any
 import msgspec
 
 from config.options import Options
-from daemon import loop_cores
 from daemon.child import Worker
 from daemon.devices import Device
-from daemon.loop_cores import LoopCores
 from shm.errors import InvalidArgument
 from shm.messages import ChildReady, Loaded, Reply, Unloaded
 from shm.status_page import StatusPage
@@ -46,11 +44,9 @@ class Workforce:
         self._joined = joined
         self._answered = answered
         self._died = died
-        self._loop_cores = LoopCores()
 
-    def start_all(self, devices: Sequence[Device], cores: LoopCores) -> None:
+    def start_all(self, devices: Sequence[Device]) -> None:
         """A worker for each. Raises OSError: there is no room for a process."""
-        self._loop_cores = cores
         posts = {f"worker-{index}": device for index, device in enumerate(devices)}
         self.posts = {name: device.name for name, device in posts.items()}
         for name, device in posts.items():
@@ -69,8 +65,7 @@ class Workforce:
             self._died(worker, device)
 
         worker = Worker(self._program, name, self._incarnation(), device.name, self._received, exited)
-        arguments = ["--device", device.name, *loop_cores.arguments(self._loop_cores.of_worker(device.number))]
-        worker.spawn(msgspec.msgpack.encode(self._options()), arguments, device.environment)
+        worker.spawn(msgspec.msgpack.encode(self._options()), ["--device", device.name], device.environment)
         self.by_incarnation[worker.incarnation] = worker
 
     def ready(self) -> list[Worker]:

@@ -14,7 +14,7 @@ import msgspec
 
 from config import log
 from config.options import Options
-from shm import heap, loop_core
+from shm import heap
 from shm.channel import Channel, ChannelClosed
 from shm.cuda_regions import DeviceLost
 from shm.messages import Start, ToWorkerControl, decoder
@@ -35,7 +35,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="workers", description=__doc__)
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--device", type=DeviceName.parse, required=True)
-    parser.add_argument("--loop-core", type=int)
     arguments = parser.parse_args()
     device_name: DeviceName = arguments.device
     device_name.prepare_environment()
@@ -61,8 +60,6 @@ def main() -> None:
         device_cuda.prepare_environment(options.workers)
     install_python_backend()
     worker = Worker(channel, options, device_name, device_name.open())
-    # Not before: the threads of the back end, the loader and the compiler keep the cores of the process.
-    loop_core.keep_on(arguments.loop_core)
     status = 1
     try:
         worker.run(start.incarnation, behind)

@@ -17,6 +17,13 @@ _log = logging.getLogger(__name__)
 _THREADS_VARIABLE = "PJRT_NPROC"
 
 
+def share_of_cores(cores: list[int], index: int, count: int) -> list[int]:
+    """The cores of worker ``index`` of ``count``: all are given out, as evenly as they go, and nobody is left without."""
+    if count <= len(cores):
+        return cores[index * len(cores) // count : (index + 1) * len(cores) // count]
+    return [cores[index % len(cores)]]
+
+
 def pin(index: int, count: int, lists: Sequence[str] = ()) -> None:
     """Pins this process to its entry of ``lists``, else to its share where there is something to share.
 
@@ -27,7 +34,7 @@ def pin(index: int, count: int, lists: Sequence[str] = ()) -> None:
     elif count < 2:
         return
     else:
-        cores = core_list.share(sorted(os.sched_getaffinity(0)), index, count)
+        cores = share_of_cores(sorted(os.sched_getaffinity(0)), index, count)
     try:
         # Also the threads that importing numpy has started.
         for task in os.listdir("/proc/self/task"):

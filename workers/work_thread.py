@@ -13,18 +13,19 @@ T = TypeVar("T")
 
 
 class WorkThread:
-    """Runs as long as the process. Made before the loop's thread is kept on one core: a thread has the cores of who starts it."""
+    """Starts with its first job."""
 
     def __init__(self, name: str, inbox: Inbox) -> None:
         self._inbox = inbox
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
-        self._thread.start()
         #: Jobs given and not yet answered; the loop's.
         self.pending = 0
 
     def do(self, job: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
         """Runs ``job`` there; ``done`` gets its result, or what it raised, on the loop."""
+        if not self._thread.is_alive():
+            self._thread.start()
         self.pending += 1
 
         def finish(outcome: T | Exception) -> None:

@@ -1,4 +1,4 @@
-"""Lists of cores as Linux writes them, read, written and shared out."""
+"""Lists of cores as Linux writes them, read and written."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config.core_list import MAX_CORE, describe, parse, share
+from config.core_list import MAX_CORE, describe, parse
 
 
 @pytest.mark.parametrize(
@@ -25,15 +25,3 @@ def test_what_is_no_list_is_refused_with_what_was_given(text: str) -> None:
 @given(st.sets(st.integers(0, MAX_CORE), min_size=1, max_size=50))
 def test_there_and_back(cores: set[int]) -> None:
     assert set(parse(describe(cores))) == cores
-
-
-@given(st.integers(1, 64), st.integers(1, 64))
-def test_shares_are_whole_and_even_and_nobody_is_left_without(cores: int, sharers: int) -> None:
-    everything = list(range(100, 100 + cores))
-    shares = [share(everything, index, sharers) for index in range(sharers)]
-    assert all(shares)
-    if sharers <= cores:
-        assert sorted(core for each in shares for core in each) == everything
-        assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    else:
-        assert {core for each in shares for core in each} == set(everything)

@@ -167,7 +167,6 @@ def main() -> None:
     parser.add_argument("--listen-fd", type=int, required=True)
     parser.add_argument("--tally-fd", type=int, required=True)
     parser.add_argument("--row", type=int, required=True)
-    parser.add_argument("--loop-core")
     arguments = parser.parse_args()
 
     async def run() -> None:

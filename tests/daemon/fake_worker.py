@@ -135,7 +135,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--device", required=True)
-    parser.add_argument("--loop-core")
     arguments = parser.parse_args()
 
     async def run() -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from config.options import Grpc, Http, Options
 from daemon.child import Front
 from daemon.fronts import Fronts
 from daemon.listening import ListenError
-from daemon.loop_cores import LoopCores
 from shm.messages import Call, ModelState
 
 READY = ModelState("m", 1, "READY")
@@ -68,7 +66,7 @@ class Owner:
 async def owner(leaves_nothing: None) -> AsyncIterator[Owner]:
     made = Owner()
     made.fronts.listen({})
-    made.fronts.start_all(LoopCores(fronts=(5, 3)))
+    made.fronts.start_all()
     yield made
     made.fronts.stop_listening()
     for front in list(made.fronts):
@@ -84,11 +82,6 @@ async def test_they_know_before_they_serve(owner: Owner) -> None:
     assert [front.name for front in (first, second)] == ["http-0", "http-1"]
     for front in (first, second):
         assert (await owner.known(front))["m/1"]["state"] == "READY"
-
-
-async def test_each_is_told_the_core_of_its_loop(owner: Owner) -> None:
-    told = [Path(f"/proc/{front.pid}/cmdline").read_text().split("\0") for front in await owner.all_ready(2)]
-    assert [words[words.index("--loop-core") + 1] for words in told] == ["5", "3"]
 
 
 async def test_settled_waits_for_all_that_serve(owner: Owner) -> None:

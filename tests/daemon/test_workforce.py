@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import Any
 
 from config.options import Options
 from daemon.child import Worker
 from daemon.devices import Device
-from daemon.loop_cores import LoopCores
 from daemon.workforce import Workforce
 from shm.messages import Load, Loaded, Unload, Unloaded
 
@@ -42,13 +40,11 @@ class Owner:
 async def test_life_of_two() -> None:
     owner = Owner()
     workforce = owner.workforce
-    workforce.start_all(DEVICES, LoopCores(workers=(7, 6)))
+    workforce.start_all(DEVICES)
     assert (workforce.devices, workforce.ready()) == (["cpu:0", "cpu:1"], [])
     assert workforce.posts == {"worker-0": "cpu:0", "worker-1": "cpu:1"}
     assert await owner.hear(2) == [("joined", "worker-0", "cpu:0"), ("joined", "worker-1", "cpu:1")]
     first, second = workforce.ready()
-    told = [Path(f"/proc/{worker.pid}/cmdline").read_text().split("\0") for worker in (first, second)]
-    assert [words[words.index("--loop-core") + 1] for words in told] == ["7", "6"]
     assert all(worker.page is not None for worker in (first, second))
     first.send(Load("good", 1, "/models/good", "/models/good/1", b""))
     assert first.loads_owed == 1

@@ -1,4 +1,4 @@
-"""Where a CPU worker runs and with how many threads."""
+"""The cores are shared out wholly and evenly, and nobody is left without."""
 
 from __future__ import annotations
 
@@ -6,8 +6,23 @@ import os
 import subprocess
 import sys
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from config.core_list import describe
-from workers.device_cpu import pin
+from workers.device_cpu import pin, share_of_cores
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_shares(cores: int, workers: int) -> None:
+    everything = list(range(100, 100 + cores))
+    shares = [share_of_cores(everything, index, workers) for index in range(workers)]
+    assert all(shares)
+    if workers <= cores:
+        assert sorted(core for share in shares for core in share) == everything
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    else:
+        assert {core for share in shares for core in share} == set(everything)
 
 
 def test_pin() -> None:
