@@ -254,7 +254,7 @@ class Dispatcher:
         key = batch[0].key
         waiting = version.queue.rows(key)
         program = series.find(key, waiting + 1)
-        if program is not None and waiting:
+        if program is not None and waiting and program.wanted.length > 1:
             batch += version.queue.take(key, program.wanted.length - 1)
         wish = series.take_wish() if series.wish is not None else None
         if wish is not None and version.jitted is not None:

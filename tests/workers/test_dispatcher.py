@@ -182,6 +182,35 @@ def test_what_waits_without_a_batch_dimension_shares_a_program_when_one_is_ready
     assert len(bench.submitter.in_flight) == 0
 
 
+@pytest.mark.parametrize("lengths", [(1,), (2, 1), (4, 1), (8, 4, 2, 1)])
+def test_whatever_programs_are_ready_each_request_gets_its_own_answer(bench: Bench, lengths: tuple[int, ...]) -> None:
+    """So many wait together that there is one program for each of them, or for some, or for more."""
+    version = bench.load("any")
+    assert version.jitted is not None
+    series = version.jitted.series
+    assert series is not None
+    bench.submit("any", 1, 2)
+    bench.turn()
+    bench.compiler.work()
+    bench.turn()
+    (key,) = {known.key for known in version.familiar._known.values()}
+    series.note(request_of({}, key=key), 0)
+    for length in lengths:
+        series.add(series.compile(SeriesWanted(length, key), version.jitted.executables.parameters))
+    for count in (1, 2, 3, 5, 9, 17):
+        bench.lane.sent.clear()
+        executed = version.statistics.execution_count
+        numbers = [bench.submit("any", i, 10 * i) for i in range(count)]
+        while bench.turn() is not None:
+            pass
+        given = {answer.request_id: cast(Inline, answer.outputs[0].place).content for answer in bench.lane.sent}
+        assert [np.frombuffer(given[n], np.float32).tolist() for n in numbers] == [
+            [2 * i, 20 * i] for i in range(count)
+        ]
+        assert version.statistics.execution_count == executed + count
+        assert len(bench.submitter.in_flight) == 0
+
+
 def test_models_take_turns_by_the_age_of_their_oldest_request(bench: Bench) -> None:
     bench.load("scale")
     bench.load("scale_b")

@@ -73,7 +73,10 @@ class SeriesProgram:
         """Stacks the inputs of at most ``wanted.length`` requests; returns the bytes copied.
 
         What earlier requests left behind them is computed once more, and nobody looks at it.
+        Raises: ValueError: there are more requests than that.
         """
+        if len(requests) > self.wanted.length:
+            raise ValueError(f"{len(requests)} requests for a program of {self.wanted.length}")
         for request, places in zip(requests, self._places, strict=False):
             contents = request.contents
             for name, array, target in places:
