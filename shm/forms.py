@@ -20,7 +20,7 @@ import msgspec
 
 from shm.channel import Channel
 from shm.errors import InvalidArgument
-from shm.messages import Completion, FormCompletion, FormSubmit, Inline, Record, Submit, Tensor, encoder
+from shm.messages import Completion, FormCompletion, FormSubmit, Inline, Record, Slice, Submit, Tensor, encoder
 
 #: Forms of one sender that have a number at the same time.
 MAX_FORMS = 1024
@@ -52,7 +52,7 @@ class Forms(Generic[T]):
         self._next = 0
 
     def form(self, template: T) -> Form[T]:
-        """Numbers a template; see ``emptied``."""
+        """Numbers a template; see ``request_template`` and ``answer_template``."""
         key = encoder.encode(template)
         form = self._known.get(key)
         if form is None:
@@ -133,6 +133,11 @@ def whole_answer(template: Completion, record: FormCompletion) -> Completion:
     return msgspec.structs.replace(
         template, request_id=record.request_id, outputs=_filled(template.outputs, record.contents)
     )
+
+
+def no_view(place: Slice) -> memoryview:
+    """The view of answers of a form: none of them has a lease."""
+    raise AssertionError(f"{place} in an answer without a lease")
 
 
 def inline_count(tensors: tuple[Tensor, ...]) -> int:

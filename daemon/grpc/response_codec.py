@@ -15,6 +15,7 @@ import functools
 import struct
 from collections.abc import Callable, Sequence
 
+from shm.forms import no_view
 from shm.messages import Completion, Inline, Parameter, Slice
 
 Buffer = bytes | memoryview
@@ -87,11 +88,6 @@ class FormWriter:
             content = next(rest) if inside else b""
             pieces += (_raw(len(content)), content)
         return pieces
-
-
-def no_view(place: Slice) -> memoryview:
-    """The view of answers without a lease."""
-    raise AssertionError(f"{place} in an answer without a lease")
 
 
 def streamed(parts: list[Buffer]) -> list[Buffer]:

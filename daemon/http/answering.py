@@ -25,7 +25,7 @@ from daemon.http.serving import Serving
 from daemon.status import http_status
 from daemon.tracer import Trace
 from shm.errors import ServingError
-from shm.forms import whole_answer
+from shm.forms import no_view, whole_answer
 from shm.lane import SubmitterLane
 from shm.messages import Completion, FormCompletion, Slice
 
@@ -147,7 +147,7 @@ class Answering(ABC):
             self.phase = Phase.ANSWERED
             self._hand_over([answer])
             return
-        self._encode(whole_answer(template, completion), response_codec.no_view)
+        self._encode(whole_answer(template, completion), no_view)
 
     def _answer_converted(self, answer: tuple[list[response_codec.Buffer], list[response_codec.Buffer]]) -> None:
         self._job = None

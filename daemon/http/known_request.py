@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from daemon.http.decoded_request import DecodedRequest, Part
 from daemon.http.message_head import InferHead
-from daemon.http.response_codec import encode, no_view, response_head
-from shm.forms import Form, Forms, request_template, whole_answer
+from daemon.http.response_codec import encode, response_head
+from shm.forms import Form, Forms, no_view, request_template, whole_answer
 from shm.messages import Completion, FormCompletion, Inline, Place, RegionSlice, Submit, Tensor
 
 #: Longer texts are not worth remembering with every connection.

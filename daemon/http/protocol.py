@@ -85,14 +85,15 @@ class InferProtocol(AnswerOrder):
         between = not self._order and self._receiving is None and not self._times.head_since
         if self._held:
             data, self._held = self._held + data, b""
-            self._times.body_since = 0.0
         if between and self._known is not None:
             if self._known.is_head_of(data):
+                self._times.body_since = 0.0
                 self._repeat(self._known, data)
                 return
             if self._known.begins(data):
                 self._held = data
-                self._times.idle_since, self._times.body_since = 0.0, time.monotonic()
+                self._times.idle_since = 0.0
+                self._times.body_since = self._times.body_since or time.monotonic()
                 return
         self._begun, self._known = 0, None
         if self._receiving is None:
@@ -219,7 +220,8 @@ class InferProtocol(AnswerOrder):
             return
         self._head_size = 0
         self._times.head_since = 0.0
-        self._times.body_since = time.monotonic()
+        # Of a request that was held it is known already: whoever sends it by the byte gains no time by that.
+        self._times.body_since = self._times.body_since or time.monotonic()
         if len(self._order) >= _MAX_PIPELINED:
             self._refuse(400, f"more than {_MAX_PIPELINED} requests are waiting for their answers on this connection")
             return

@@ -68,11 +68,6 @@ def encode(
     return _encode(head), parts
 
 
-def no_view(place: Slice) -> memoryview:
-    """The view of answers without a lease."""
-    raise AssertionError(f"{place} in an answer without a lease")
-
-
 def is_large(completion: Completion, binary: dict[str, bool], all_binary: bool) -> bool:
     """Whether writing the JSON takes so long that it should be done in steps."""
     for tensor in completion.outputs:

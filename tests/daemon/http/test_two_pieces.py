@@ -94,6 +94,29 @@ def test_what_goes_on_differently_is_read_anew(cut: int) -> None:
     asyncio.run(test())
 
 
+def test_a_body_that_comes_by_the_byte_gains_no_time() -> None:
+    """Neither while the request may still be the known one nor when it turns out to be another."""
+
+    async def test() -> None:
+        bench = Bench()
+        with contextlib.closing(bench):
+            transport = await known(bench)
+            times = transport._protocol._times
+            transport.arrive(REQUEST[:HEAD])
+            times.body_since = since = times.body_since - 5
+            assert since > 0
+            other = REQUEST.replace(b'"x"', b'"X"')
+            for at in range(HEAD, HEAD + 40):
+                transport.arrive(other[at : at + 1])
+                assert times.body_since == since
+            transport.arrive(other[HEAD + 40 : -1])
+            assert times.body_since == since
+            transport.arrive(other[-1:])
+            assert times.body_since == 0
+
+    asyncio.run(test())
+
+
 @contextlib.contextmanager
 def head_only(**http: float) -> Iterator[tuple[FrontProcess, EchoWorker, Client]]:
     """A client that repeated itself and has then sent its head, and nothing more."""
