@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sized
+from time import monotonic_ns
+from typing import TypeVar
 
 from shm.spin import Spin
 
 #: Four connections gain from it; sixteen keep a front busy by themselves.
 _FEW = 4
 
+T = TypeVar("T")
+
 
 class BusyPoll:
-    """One per front. ``in_flight`` says how many requests are; ``limit_ns`` 0: it always sleeps."""
+    """One per front. ``in_flight``: the requests that are; ``limit_ns`` 0: it always sleeps."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, limit_ns: int, in_flight: Callable[[], int]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, limit_ns: int, in_flight: Sized) -> None:
         self._loop = loop
         self._spin = Spin(limit_ns)
         self._in_flight = in_flight
@@ -31,26 +34,29 @@ class BusyPoll:
 
     def flushed(self) -> None:
         """Requests were sent: the loop does not sleep for a moment, or until they are answered."""
-        if 0 < self._in_flight() <= _FEW:
-            self._until_ns = self._spin.begin(time.monotonic_ns())
+        if 0 < len(self._in_flight) <= _FEW:
+            self._until_ns = self._spin.begin(monotonic_ns())
             if self._until_ns and not self._turning:
                 self._turning = True
                 self._loop.call_soon(self._turn)
 
-    def look(self, receive: Callable[[], bool]) -> None:
-        """The same for the only request in flight: nothing but its answer is looked for, as long as ``receive`` wants more."""
-        until_ns = self._spin.begin(time.monotonic_ns())
-        while time.monotonic_ns() < until_ns and self._in_flight() == 1 and receive():
+    def look(self, receive: Callable[[T], bool], worker: T) -> None:
+        """The same for the only request in flight: nothing but the answer of its worker is looked for.
+
+        receive: takes it if it is there; False: it cannot come.
+        """
+        until_ns = self._spin.begin(monotonic_ns())
+        while until_ns and monotonic_ns() < until_ns and len(self._in_flight) == 1 and receive(worker):
             os.sched_yield()
 
     def answered(self) -> None:
-        """An answer came; call before it is counted as one."""
-        if self._in_flight() <= _FEW:
-            self._spin.end(time.monotonic_ns())
+        """Answers came; call before they are counted as such."""
+        if len(self._in_flight) <= _FEW:
+            self._spin.end(monotonic_ns())
 
     def _turn(self) -> None:
         # The callback is what keeps the loop from sleeping: it looks at every descriptor between two of them.
-        if 0 < self._in_flight() <= _FEW and time.monotonic_ns() < self._until_ns:
+        if 0 < len(self._in_flight) <= _FEW and monotonic_ns() < self._until_ns:
             os.sched_yield()
             self._loop.call_soon(self._turn)
         else:

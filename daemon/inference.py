@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from daemon.submit import OnCompletion, OnFormed, Submitter
+from daemon.pending import OnCompletion, OnFormed
+from daemon.submit import Submitter
 from daemon.tracer import Trace
 from shm.arena import Lease
 from shm.errors import ServingError, from_code

@@ -30,10 +30,13 @@ MAX_RECORD = 256 << 20
 MAX_FDS = 4
 _INLINE = b"\x01"
 _SPILLED = b"\x02"
+#: Before a record that is alone.
+_ONE_INLINE = _INLINE + b"\x91"
 _ANCILLARY = socket.CMSG_SPACE(MAX_FDS * 4)
 # Plain integers: the socket module's flags are enums, whose every operation is a Python call.
 _CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 _CLOEXEC = int(socket.MSG_CMSG_CLOEXEC)
+_encode = encoder.encode
 
 
 class ChannelClosed(Exception):
@@ -57,8 +60,7 @@ class Channel:
         self._incoming = incoming
         #: Encoded records in order; one that travels alone with its descriptors.
         self._queue: deque[bytes | tuple[bytes, tuple[int, ...]]] = deque()
-        #: Of the records that share datagrams: their bytes together; and how many of the others there are.
-        self._byte_size = 0
+        #: How many of the latter there are.
         self._alone = 0
         #: A packed datagram the socket would not take yet.
         self._unsent: tuple[bytes, tuple[int, ...]] | None = None
@@ -75,13 +77,29 @@ class Channel:
 
     def put(self, record: Record, *fds: int) -> None:
         """Encodes and queues. Descriptors are duplicated: the caller keeps its own."""
-        encoded = encoder.encode(record)
+        encoded = _encode(record)
         if fds or len(encoded) > _ROOM:
             self._queue.append((encoded, tuple(os.dup(fd) for fd in fds)))
             self._alone += 1
         else:
             self._queue.append(encoded)
-            self._byte_size += len(encoded)
+
+    def send(self, record: Record) -> bool:
+        """``put`` and ``flush``, for a record without descriptors."""
+        if not self._queue and self._unsent is None:
+            encoded = _encode(record)
+            if len(encoded) <= _ROOM:
+                # A datagram of its own: what most come to where nothing waits.
+                try:
+                    self._sock.send(_ONE_INLINE + encoded)
+                except BlockingIOError:
+                    self._unsent = _ONE_INLINE + encoded, ()
+                    return False
+                except OSError:
+                    self._discard()
+                return True
+        self.put(record)
+        return self.flush()
 
     def flush(self) -> bool:
         """Sends what the socket takes. True: nothing is left. False: call again when it is writable.
@@ -154,11 +172,10 @@ class Channel:
 
     def _pack(self) -> tuple[bytes, tuple[int, ...]]:
         queue = self._queue
-        if not self._alone and self._byte_size <= _ROOM and len(queue) <= 0xFFFF:
+        if not self._alone and len(queue) <= 0xFFFF and sum(map(len, queue)) <= _ROOM:
             # All of them: what nearly every turn comes to.
             packed = b"".join((_INLINE, _array_head(len(queue)), *queue))  # type: ignore[arg-type]
             queue.clear()
-            self._byte_size = 0
             return packed, ()
         records: list[bytes] = []
         room = _ROOM
@@ -175,7 +192,6 @@ class Channel:
             queue.popleft()
             records.append(record)
             room -= len(record)
-        self._byte_size -= _ROOM - room
         return b"".join((_INLINE, _array_head(len(records)), *records)), ()
 
     @staticmethod
@@ -193,7 +209,7 @@ class Channel:
             if not isinstance(record, bytes):
                 _close(record[1])
         self._queue.clear()
-        self._byte_size = self._alone = 0
+        self._alone = 0
         if self._unsent is not None:
             _close(self._unsent[1])
             self._unsent = None

@@ -66,42 +66,44 @@ class Forms(Generic[T]):
         return f"<Forms {len(self._known)}>"
 
 
-class SaidForms(Generic[T]):
-    """What the other end of a lane was told."""
+class SaidForms(set[Form[T]]):
+    """What the other end of a lane was told: the forms whose numbers stand for them there."""
 
     def __init__(self, channel: Channel, record: Callable[[int, T], Record]) -> None:
         """``record``: RequestForm or AnswerForm."""
         self._channel = channel
         self._record: Callable[[int, T], Record] = record
-        self._said: dict[int, Form[T]] = {}
+        self._numbers: dict[int, Form[T]] = {}
 
     def say(self, form: Form[T]) -> None:
-        """Before a record of the form: queues what it is, unless that number says so already."""
-        if self._said.get(form.number) is not form:
-            self._channel.put(self._record(form.number, form.template))
-            self._said[form.number] = form
+        """Before a record of the form: queues what it is, unless it is in here."""
+        if form in self:
+            return
+        self._channel.put(self._record(form.number, form.template))
+        former = self._numbers.get(form.number)
+        if former is not None:
+            self.discard(former)
+        self._numbers[form.number] = form
+        self.add(form)
 
 
-class HeardForms(Generic[R]):
-    """What the other end of a lane told, as its reader has understood it."""
+class HeardForms(dict[int, R]):
+    """What the other end of a lane told, as its reader has understood it: by number."""
 
-    __slots__ = ("_heard",)
-
-    def __init__(self) -> None:
-        self._heard: dict[int, R] = {}
+    __slots__ = ()
 
     def learn(self, number: int, form: R) -> None:
         """Raises InvalidArgument: no sender numbers like that."""
         if not 0 <= number < MAX_FORMS:
             raise InvalidArgument(f"form {number} was told, forms have numbers below {MAX_FORMS}")
-        self._heard[number] = form
+        self[number] = form
 
     def find(self, number: int) -> R:
-        """Raises InvalidArgument: nothing was said of it."""
-        form = self._heard.get(number)
-        if form is None:
-            raise InvalidArgument(f"form {number} was never told")
-        return form
+        """As ``[number]``. Raises InvalidArgument: nothing was said of it."""
+        return self[number]
+
+    def __missing__(self, number: int) -> R:
+        raise InvalidArgument(f"form {number} was never told")
 
 
 def request_template(submit: Submit) -> Submit:

@@ -97,8 +97,15 @@ class SubmitterLane:
 
     def submit_formed(self, form: Form[Submit], record: FormSubmit) -> None:
         """Queues a request of a form, whose inputs are in the record or in regions."""
-        self._said.say(form)
+        if form not in self._said:
+            self._said.say(form)
         self._channel.put(record)
+
+    def submit_formed_at_once(self, form: Form[Submit], record: FormSubmit) -> bool:
+        """The same, not to wait for more. Returns as ``flush``."""
+        if form not in self._said:
+            self._said.say(form)
+        return self._channel.send(record)
 
     def cancel(self, request_id: int) -> None:
         """Nobody waits for it any more; the final Completion still comes."""
@@ -126,15 +133,17 @@ class SubmitterLane:
         if received is None:
             return None
         records, fds = received
-        if len(records) == 1 and type(records[0]) is SegmentOpened:
+        if fds:
+            if len(records) != 1:
+                _refuse_descriptors(fds)
             _apply_segment(records[0], fds, self._responses)
             return []
-        _refuse_descriptors(fds)
+        heard = self._heard
         completions: list[tuple[Completion, FormCompletion | None]] = []
         for record in records:
             if type(record) is FormCompletion:
                 # Looked up now: behind it the number may stand for another form.
-                template, inline = self._heard.find(record.form)
+                template, inline = heard[record.form]
                 if len(record.contents) != inline:
                     raise InvalidArgument(
                         f"{len(record.contents)} tensors came in an answer whose form has {inline} there"
@@ -143,7 +152,7 @@ class SubmitterLane:
             elif type(record) is Completion:
                 completions.append((record, None))
             elif type(record) is AnswerForm:
-                self._heard.learn(record.number, (record.completion, inline_count(record.completion.outputs)))
+                heard.learn(record.number, (record.completion, inline_count(record.completion.outputs)))
             else:
                 _apply_segment(record, [], self._responses)
         return completions

@@ -10,8 +10,8 @@ A refusal is the last answer: what comes behind it is thrown away. ``protocol`` 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
+from time import monotonic
 from typing import Any, ClassVar
 
 from uvicorn.config import Config
@@ -22,6 +22,7 @@ from daemon.body_reader import BodyReader
 from daemon.connection_end import ConnectionEnd
 from daemon.http.deadlines import Deadlines, Late
 from daemon.http.exchange import Exchange
+from daemon.http.known_request import KnownRequest
 from daemon.http.response_codec import CLOSE, Buffer, error_response
 from daemon.http.serving import Serving
 
@@ -44,6 +45,8 @@ class AnswerOrder(HttpToolsProtocol):
         self._receiving: Exchange | RequestResponseCycle | None = None
         #: The one whose answer ends the connection because the server stops.
         self._ends_with: Exchange | RequestResponseCycle | None = None
+        #: The request that came last, where it was whole and nothing came behind it: mostly the next one repeats it.
+        self._repeated: KnownRequest | None = None
         #: Exchanges whose answers are partly in the transport's buffer.
         self._unwritten: list[Exchange] = []
         self._write_paused = False
@@ -55,7 +58,7 @@ class AnswerOrder(HttpToolsProtocol):
         self._ended = False
         #: Reads large bodies past this object; there while the connection sends such.
         self._reader: BodyReader | None = None
-        self._times = Deadlines(time.monotonic())
+        self._times = Deadlines(monotonic())
         self._end = ConnectionEnd()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -74,7 +77,7 @@ class AnswerOrder(HttpToolsProtocol):
 
     # ------------------------------------------------------------------------------------------------ answers
 
-    def _write_answer(self, pieces: list[Buffer]) -> bool:
+    def write_answer(self, pieces: list[Buffer]) -> bool:
         """True when nothing of it is left in the transport's buffer."""
         if len(pieces) == 1:
             self.transport.write(pieces[0])
@@ -86,10 +89,23 @@ class AnswerOrder(HttpToolsProtocol):
             self._unwritten.append(active)
         return not self._write_paused
 
-    def _answered(self) -> None:
-        """The active request has its answer: the next one's turn."""
+    def answer_whole(self, answer: bytes) -> None:
+        """The active request's, in one piece; there is nothing to give back when it has left, and the connection stays."""
+        self.transport.write(answer)
         self.server_state.total_requests += 1
         answered = self._order.popleft()
+        if self._repeated is None or self.flow.read_paused:
+            self._take_turns(answered)
+        else:
+            # Nothing has come since its request.
+            self._times.idle_since = monotonic()
+
+    def answered(self) -> None:
+        """The active request has its answer: the next one's turn."""
+        self.server_state.total_requests += 1
+        self._take_turns(self._order.popleft())
+
+    def _take_turns(self, answered: Exchange | RequestResponseCycle) -> None:
         if not answered.keep_alive or self.transport.is_closing():
             if not self.transport.is_closing():
                 self._hang_up()
@@ -107,13 +123,13 @@ class AnswerOrder(HttpToolsProtocol):
         if self._refusal is not None:
             self._write_refusal()
             return
-        self._times.idle_since = time.monotonic() if not self._times.head_since else 0.0
+        self._times.idle_since = monotonic() if not self._times.head_since else 0.0
         if not self._write_paused:
             self.flow.resume_reading()
 
     def pause_writing(self) -> None:
         self._write_paused = True
-        self._times.stalled_since = time.monotonic()
+        self._times.stalled_since = monotonic()
         # A client that does not take its answers gets no more of its requests read.
         self.flow.pause_reading()
         super().pause_writing()
@@ -128,7 +144,7 @@ class AnswerOrder(HttpToolsProtocol):
         if not self._closing:
             self._steer_reading()
 
-    def _pause_reading(self, pause: bool) -> None:
+    def pause_body(self, pause: bool) -> None:
         self._body_waits = pause
         self._steer_reading()
 
@@ -144,6 +160,7 @@ class AnswerOrder(HttpToolsProtocol):
     def _refuse(self, status: int, message: str) -> None:
         """Answers after everything that came before, then hangs up. What still arrives is thrown away."""
         self._closing = True
+        self._repeated = None
         self._refusal = error_response(status, message, CLOSE)
         if self._reader is not None:
             # Before the lease that it fills is given back.
@@ -167,10 +184,11 @@ class AnswerOrder(HttpToolsProtocol):
     def _hang_up(self) -> None:
         """Ends our side; the client may still be sending, and must not be reset before it has read the answer."""
         self._closing = True
+        self._repeated = None
         if self._ended or (self._receiving is None and not self._linger_needed()):
             self.transport.close()
             return
-        self._times.linger_since = time.monotonic()
+        self._times.linger_since = monotonic()
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.flow.resume_reading()

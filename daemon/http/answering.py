@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Protocol
 
 from daemon.http import response_codec
 from daemon.http.compression import Deflation
@@ -22,6 +22,7 @@ from daemon.http.decoded_request import DecodedRequest
 from daemon.http.known_request import KnownRequest
 from daemon.http.message_head import InferHead
 from daemon.http.serving import Serving
+from daemon.pending import Pending
 from daemon.status import http_status
 from daemon.tracer import Trace
 from shm.errors import ServingError
@@ -45,66 +46,49 @@ class Phase(enum.Enum):
     ANSWERED = "answered"
 
 
-class Answering(ABC):
-    """Base of an exchange: what its answer needs.
+class Outlet(Protocol):
+    """What an exchange needs of its connection."""
 
-    Args:
-      write: takes the pieces of an answer; returns whether they are all out (else ``written`` is called later).
-      done: the answer was handed over: the connection's next exchange may answer.
-    """
+    def write_answer(self, pieces: list[response_codec.Buffer]) -> bool:
+        """Returns whether they are all out; else ``written`` is called later."""
 
-    __slots__ = (
-        "_deflation",
-        "_done",
-        "_gone",
-        "_head",
-        "_job",
-        "_known",
-        "_request_id",
-        "_serving",
-        "_trace",
-        "_unwritten",
-        "_write",
-        "decoded",
-        "keep_alive",
-        "phase",
-    )
+    def answered(self) -> None:
+        """The answer was handed over: the connection's next exchange may answer."""
 
-    def __init__(
-        self,
-        serving: Serving,
-        head: InferHead,
-        write: Callable[[list[response_codec.Buffer]], bool],
-        done: Callable[[], None],
-    ) -> None:
-        self._serving = serving
-        self._head = head
-        self._write = write
-        self._done = done
-        self.keep_alive = head.keep_alive
-        self.phase = Phase.RECEIVING
-        #: The client is.
-        self._gone = False
-        #: What the JSON said, once it is read.
-        self.decoded: DecodedRequest | None = None
-        #: Where the connection repeats its last request.
-        self._known: KnownRequest | None = None
-        self._job: Job | None = None
-        #: 0: no worker has it.
-        self._request_id = 0
-        #: The response lease whose bytes the transport still holds.
-        self._unwritten: tuple[SubmitterLane, tuple[int, int, int]] | None = None
-        #: Of an answer that is being compressed.
-        self._deflation: Deflation | None = None
-        #: Where the request is a sampled one.
-        self._trace: Trace | None = None
+    def answer_whole(self, answer: bytes) -> None:
+        """Both, for a small answer of which nothing has to be given back, of an exchange that does not end the connection."""
 
-    @abstractmethod
+    def pause_body(self, pause: bool) -> None:
+        """Stop (True) and go on (False) reading from the socket."""
+
+
+class Answering(Pending):
+    """Base of an exchange: what its answer needs."""
+
+    _serving: Serving
+    _head: InferHead
+    _outlet: Outlet
+    keep_alive: bool
+    #: What the JSON said, once it is read.
+    decoded: DecodedRequest | None = None
+    #: Where the connection repeats its last request, and nothing is to be noted of this one.
+    _known: KnownRequest | None = None
+    phase: Phase = Phase.RECEIVING
+    #: The client is.
+    _gone: bool = False
+    _job: Job | None = None
+    #: The response lease whose bytes the transport still holds.
+    _unwritten: tuple[SubmitterLane, tuple[int, int, int]] | None = None
+    #: Of an answer that is being compressed.
+    _deflation: Deflation | None = None
+    #: Where the request is a sampled one.
+    _trace: Trace | None = None
+
     def _give_back(self) -> None:
         """Whatever the request takes in memory."""
+        raise NotImplementedError
 
-    def _completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
-        self._request_id = 0
+    def completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
         if self._trace is not None:
             self._trace.completed(completion)
         if completion.code:
@@ -138,16 +122,16 @@ class Answering(ABC):
             return
         self._answer([head], parts)
 
-    def _formed(self, template: Completion, completion: FormCompletion) -> None:
-        """A good answer of a form, to a request that is known."""
-        assert self._known is not None
-        self._request_id = 0
-        answer = self._known.answer(template, completion) if self.keep_alive else None
-        if answer is not None:
-            self.phase = Phase.ANSWERED
-            self._hand_over([answer])
+    def formed(self, template: Completion, own: FormCompletion) -> None:
+        known = self._known
+        if known is None:
+            Pending.formed(self, template, own)
             return
-        self._encode(whole_answer(template, completion), no_view)
+        answer = known.answer(template, own) if self.keep_alive else None
+        if answer is not None:
+            self._outlet.answer_whole(answer)
+        else:
+            self._encode(whole_answer(template, own), no_view)
 
     def _answer_converted(self, answer: tuple[list[response_codec.Buffer], list[response_codec.Buffer]]) -> None:
         self._job = None
@@ -174,9 +158,9 @@ class Answering(ABC):
         """The answer goes to the connection, whole."""
         if self._trace is not None:
             self._trace.stamp("HTTP_SEND_START")
-        if self._write(pieces):
+        if self._outlet.write_answer(pieces):
             self.written()
-        self._done()
+        self._outlet.answered()
 
     def _deflate(self, deflation: Deflation, json_size: int, binary: bool) -> None:
         """A step of it, and in the end the answer. The lease is given back then: the compressed bytes are our own."""

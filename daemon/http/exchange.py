@@ -10,8 +10,7 @@ which their requests came, so an answer is written only by the exchange whose tu
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
+from time import monotonic_ns
 
 import msgspec
 
@@ -21,53 +20,32 @@ from daemon.http.body import PlacedBody
 from daemon.http.compression import BodyTooLarge
 from daemon.http.decoded_request import DecodedRequest
 from daemon.http.known_request import KnownRequest
-from daemon.http.message_head import InferHead
 from daemon.http.raw_request import decode_raw
 from daemon.http.reception import Reception
-from daemon.http.response_codec import Buffer
-from daemon.http.serving import Serving
 from daemon.status import http_status
 from shm.arena import Lease
 from shm.errors import InvalidArgument, ServingError, Unsupported
 from shm.forms import whole_request
-from shm.messages import FormSubmit, Submit, Tensor
+from shm.messages import Submit, Tensor
 
 _log = logging.getLogger(__name__)
 
 
 class Exchange(Answering):
-    """One inference request and its answer.
+    """One inference request and its answer."""
 
-    Args:
-      write: takes the pieces of an answer; returns whether they are all out (else ``written`` is called later).
-      done: the answer was handed over: the connection's next exchange may answer.
-      pause: stop (True) and go on (False) reading from the socket.
-    """
-
-    __slots__ = ("_leases", "_my_turn", "_pause", "_reception")
-
-    def __init__(
-        self,
-        serving: Serving,
-        head: InferHead,
-        write: Callable[[list[Buffer]], bool],
-        done: Callable[[], None],
-        pause: Callable[[bool], None],
-    ) -> None:
-        super().__init__(serving, head, write, done)
-        self._pause = pause
-        #: From ``begin`` until the submitter has the tensors: each refers to the other, and requests shall leave the garbage
-        #: collector nothing to do.
-        self._reception: Reception | None = None
-        self._my_turn = False
-        #: Where tensors lie that did not come in the body's own lease.
-        self._leases: list[Lease] = []
+    #: From ``begin`` until the submitter has the tensors: each refers to the other, and requests shall leave the garbage
+    #: collector nothing to do.
+    _reception: Reception | None = None
+    _my_turn: bool = False
+    #: Until it is sent: where tensors lie that did not come in the body's own leases.
+    _leases: tuple[Lease, ...] = ()
 
     # -------------------------------------------------------------------------------------------------- body
 
     def begin(self) -> None:
         """The head is complete: prepare a place for the body."""
-        reception = self._reception = Reception(self._serving, self._head, self._pause, self._go_on)
+        reception = self._reception = Reception(self._serving, self._head, self._outlet.pause_body, self._go_on)
         try:
             if self._head.error is not None:
                 raise self._head.error
@@ -112,13 +90,23 @@ class Exchange(Answering):
 
     def repeat(self, known: KnownRequest, chunk: bytes) -> None:
         """Instead of all these: the request is that chunk, whole, known but for its tensors, and it is its turn."""
-        self._my_turn, self.phase = True, Phase.RECEIVED
-        self._known, self.decoded = known, known.decoded
+        serving = self._serving
+        tracer = serving.tracer
         try:
-            self._admit()
-            if self._trace is not None:
+            if known.edition != serving.table.edition or (tracer is not None and tracer.on):
+                self._admit()
+                known.admitted(serving.table.edition, serving.submitter.forms)
+            record = known.record(serving.submitter.next_id(), chunk, monotonic_ns())
+            if self._trace is None:
+                self.record, self.form = record, known.form
+                serving.submitter.send(self)
+            else:
+                # What is to be noted of it is said in the record, which is its own then.
+                self._known = None
                 self._trace.stamp("HTTP_RECV_END")
-            self._send_known(known, chunk)
+                assert known.form is not None
+                whole = whole_request(known.form.template, record)
+                self._submit_whole(msgspec.structs.replace(whole, trace=self._trace.level))
         except ServingError as error:
             self._answer_error(http_status(error), error.message)
         except Exception:
@@ -186,7 +174,7 @@ class Exchange(Answering):
 
     def _place(self, decoded: DecodedRequest, lease: Lease | None) -> None:
         if lease is not None:
-            self._leases.append(lease)
+            self._leases = (lease,)
         inline, json_size = self._serving.submitter.inline_byte_size, self._head.json_size or 0
         tensors = placement.place(decoded, self.reception.body, json_size, lease, inline)
         if lease is None or placement.is_filled(decoded):
@@ -201,43 +189,21 @@ class Exchange(Answering):
 
     def _send(self, decoded: DecodedRequest, inputs: tuple[Tensor, ...]) -> None:
         reception, self._reception = self._reception, None
-        leases = self._leases
         if reception is not None:
             reception.drop_body()
-            leases = [*reception.take_leases(), *leases]
-        submitter = self._serving.submitter
-        self._request_id = submitter.next_id()
+            self._leases = (*reception.take_leases(), *self._leases)
         level = 0 if self._trace is None else self._trace.level
-        record = decoded.record(self._request_id, self._head, inputs, time.monotonic_ns(), level)
-        self._leases = leases
-        self._submit_whole(record)
-        self._leases = []
+        request_id = self._serving.submitter.next_id()
+        self._submit_whole(decoded.record(request_id, self._head, inputs, monotonic_ns(), level))
         self.phase = Phase.SUBMITTED
 
     def _submit_whole(self, record: Submit) -> None:
         if self._trace is not None:
             self._trace.client_id = record.client_id
             self._trace.stamp("REQUEST_START")
-        self._serving.submitter.submit(record, self._leases, self._completed)
-
-    def _send_known(self, known: KnownRequest, chunk: bytes) -> None:
-        submitter = self._serving.submitter
-        form = known.form(submitter.forms)
-        self._request_id = submitter.next_id()
-        record = FormSubmit(
-            self._request_id,
-            form.number,
-            known.contents(chunk),
-            known.decoded.id,
-            received_ns=time.monotonic_ns(),
-        )
-        if self._trace is None:
-            submitter.submit_formed(form, record, self._completed, self._formed)
-        else:
-            # What is to be noted of it is said in the record, which is its own then.
-            whole = whole_request(form.template, record)
-            self._submit_whole(msgspec.structs.replace(whole, trace=self._trace.level))
-        self.phase = Phase.SUBMITTED
+        self.record, self.leases = record, self._leases
+        self._serving.submitter.send(self)
+        self._leases = ()
 
     # ------------------------------------------------------------------------------------------------ the end
 
@@ -247,8 +213,7 @@ class Exchange(Answering):
         if self._job is not None:
             self._job.cancel()
             self._job = None
-        if self._request_id:
-            self._serving.submitter.cancel(self._request_id)
+        self._serving.submitter.cancel(self.record.request_id)
         self._give_back()
         if self._deflation is not None:
             self._deflation.drop()
@@ -258,6 +223,6 @@ class Exchange(Answering):
         reception, self._reception = self._reception, None
         if reception is not None:
             reception.drop()
-        leases, self._leases = self._leases, []
+        leases, self._leases = self._leases, ()
         for lease in leases:
             self._serving.submitter.give_back(lease)

@@ -55,6 +55,5 @@ def learn(chunk: bytes, meaning: InferHead, decoded: DecodedRequest | None, inli
     # Raw requests have no JSON: what they mean is the model's affair, and changes with it.
     plain = not (meaning.coding or meaning.accepts or meaning.keep_alive_line)
     if decoded is not None and plain and text_size > 0 and length <= COLLECT_BYTE_SIZE:
-        start = len(head) + text_size
-        request = recognise(chunk[len(head) : start], start, meaning, decoded, inline_byte_size)
+        request = recognise(chunk[: len(head) + text_size], text_size, meaning, decoded, inline_byte_size)
     return KnownHead(head, meaning, len(chunk), request)

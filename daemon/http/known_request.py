@@ -8,11 +8,13 @@ The same text means the same, so neither is read or written again, and the lane 
 
 from __future__ import annotations
 
+from struct import Struct
+
 from daemon.http.decoded_request import DecodedRequest, Part
 from daemon.http.message_head import InferHead
 from daemon.http.response_codec import encode, response_head
 from shm.forms import Form, Forms, no_view, request_template, whole_answer
-from shm.messages import Completion, FormCompletion, Inline, Place, RegionSlice, Submit, Tensor
+from shm.messages import Completion, FormCompletion, FormSubmit, Inline, Place, RegionSlice, Submit, Tensor
 
 #: Longer texts are not worth remembering with every connection.
 _MAX_TEXT = 2048
@@ -23,79 +25,97 @@ _MAX_ANSWER_HEAD = 2048
 class KnownRequest:
     """One connection's. Its tensors travel in the record or lie in regions."""
 
-    __slots__ = ("_answer", "_answered", "_byte_size", "_form", "_head", "_parts", "_tensors", "decoded", "text")
+    __slots__ = (
+        "_answer",
+        "_answer_sizes",
+        "_answered",
+        "_contents",
+        "_tensors",
+        "decoded",
+        "edition",
+        "form",
+        "head",
+        "request_size",
+        "start",
+    )
 
     def __init__(
         self,
+        start: bytes,
         head: InferHead,
-        text: bytes,
         decoded: DecodedRequest,
         tensors: tuple[Tensor, ...],
-        parts: list[tuple[int, int]],
+        sizes: list[int],
     ) -> None:
-        self._head = head
-        self.text = text
+        #: The chunk's bytes before its first part, and how many it has in all.
+        self.start = start
+        self.request_size = len(start) + sum(sizes)
+        self.head = head
         self.decoded = decoded
-        #: Its inputs but for their bytes, and where in the chunk those begin and end that it holds.
+        #: Its inputs but for their bytes, and what takes those out of the chunk.
         self._tensors = tensors
-        self._parts = parts
-        self._form: Form[Submit] | None = None
-        #: What the last answer's form is, and the bytes before its parts: empty where such answers are not remembered.
+        self._contents = Struct(f"{len(start)}x" + "".join([f"{size}s" for size in sizes])).unpack
+        #: Of the table of models when one that such requests may ask for was last found there. -1: it was not looked for.
+        self.edition = -1
+        self.form: Form[Submit] | None = None
+        #: What the last answer's form is, the bytes before its parts, and how long those are: None where it is not remembered.
         self._answered: Completion | None = None
         self._answer = b""
-        #: How long the parts are.
-        self._byte_size = 0
+        self._answer_sizes: list[int] | None = None
 
-    def form(self, forms: Forms[Submit]) -> Form[Submit]:
-        """What it has in common with others of its kind. Made when it comes again, which most texts with an id never do."""
-        if self._form is None:
-            self._form = forms.form(request_template(self.decoded.record(0, self._head, self._tensors, 0)))
-        return self._form
+    def admitted(self, edition: int, forms: Forms[Submit]) -> None:
+        """Its model is there. Only now its form is made: most texts with an id never come again."""
+        self.edition = edition
+        if self.form is None:
+            self.form = forms.form(request_template(self.decoded.record(0, self.head, self._tensors, 0)))
 
-    def contents(self, chunk: bytes) -> tuple[bytes, ...]:
-        """The tensors in the request that is that chunk."""
-        return tuple([chunk[start:end] for start, end in self._parts])
+    def record(self, request_id: int, chunk: bytes, received_ns: int) -> FormSubmit:
+        """The request that is that chunk."""
+        assert self.form is not None
+        return FormSubmit(request_id, self.form.number, self._contents(chunk), self.decoded.id, 0, received_ns)
 
-    def answer(self, template: Completion, completion: FormCompletion) -> bytes | None:
+    def answer(self, template: Completion, own: FormCompletion) -> bytes | None:
         """The whole answer of a connection that stays; None: it is not of a kind that is remembered."""
         if template is not self._answered:
-            self._learn(template, completion)
-        if not self._answer or sum(map(len, completion.contents)) != self._byte_size:
+            self._learn(template, own)
+        if [*map(len, own.contents)] != self._answer_sizes:
             return None
-        return b"".join((self._answer, *completion.contents))
+        return b"".join((self._answer, *own.contents))
 
-    def _learn(self, template: Completion, completion: FormCompletion) -> None:
-        decoded, self._answered, self._answer = self.decoded, template, b""
+    def _learn(self, template: Completion, own: FormCompletion) -> None:
+        decoded, self._answered, self._answer_sizes = self.decoded, template, None
         for tensor in template.outputs:
             if type(tensor.place) is Inline and not decoded.binary.get(tensor.name, decoded.all_binary):
                 return  # its values are in the JSON
-        whole = whole_answer(template, completion)
-        text, parts = encode(whole, self._head.model, decoded.id, decoded.binary, decoded.all_binary, no_view)
+        whole = whole_answer(template, own)
+        text, parts = encode(whole, self.head.model, decoded.id, decoded.binary, decoded.all_binary, no_view)
         head = response_head(len(text), parts) + text
         if len(head) <= _MAX_ANSWER_HEAD:
-            self._answer, self._byte_size = head, sum(map(len, parts))
+            self._answer, self._answer_sizes = head, [*map(len, parts)]
 
 
 def recognise(
-    text: bytes, start: int, head: InferHead, decoded: DecodedRequest, inline_byte_size: int
+    start: bytes, text_size: int, head: InferHead, decoded: DecodedRequest, inline_byte_size: int
 ) -> KnownRequest | None:
-    """What to remember of a request with that head, whose JSON is ``text`` and whose parts begin at ``start`` of its chunk.
+    """What to remember of a request with that head.
 
-    None: it has tensors that come in the JSON, or are too large to travel in the record.
+    Args:
+      start: its bytes before the first part: the head's, and ``text_size`` bytes of JSON.
+    Returns: None: it has tensors that come in the JSON, or are too large to travel in the record.
     """
-    if len(text) > _MAX_TEXT:
+    if text_size > _MAX_TEXT:
         return None
     tensors: list[Tensor] = []
-    parts: list[tuple[int, int]] = []
+    sizes: list[int] = []
     for name, datatype, shape, source in decoded.inputs:
         place: Place
         if isinstance(source, RegionSlice):
             place = source
         elif isinstance(source, Part) and source.byte_size <= inline_byte_size:
-            begin = start + source.offset
-            parts.append((begin, begin + source.byte_size))
+            # Parts lie one behind the other, in this order.
+            sizes.append(source.byte_size)
             place = Inline(b"")
         else:
             return None
         tensors.append(Tensor(name, datatype, shape, place))
-    return KnownRequest(head, text, decoded, tuple(tensors), parts)
+    return KnownRequest(start, head, decoded, tuple(tensors), sizes)

@@ -40,6 +40,7 @@ _log = logging.getLogger(__name__)
 DIRECT_BYTE_SIZE = 64 << 10
 #: Requests a client may send ahead on one connection before the first is answered.
 _MAX_PIPELINED = 256
+_SUBMITTED = Phase.SUBMITTED
 
 
 class InferProtocol(AnswerOrder):
@@ -55,9 +56,9 @@ class InferProtocol(AnswerOrder):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        #: The head of the last request, where the next one may repeat it; how many messages began in the chunk being parsed, and
-        #: what the head of the last of them meant.
+        #: The head of the last request, where the next one may repeat it.
         self._known: KnownHead | None = None
+        #: How many messages began in the chunk being parsed, and what the head of the last of them meant.
         self._begun = 0
         self._meaning: InferHead | None = None
         #: A request that begins with that head, until its body is whole; that is a small one.
@@ -80,22 +81,35 @@ class InferProtocol(AnswerOrder):
             self._refuse(503, f"{total} connections are open, at most {limit} are allowed")
 
     def data_received(self, data: bytes) -> None:
-        if self._closing:
-            return
-        between = not self._order and self._receiving is None and not self._times.head_since
         if self._held:
             data, self._held = self._held + data, b""
+            if self._known is not None and self._known.is_head_of(data):
+                self._times.body_since = 0.0
+        known = self._repeated
+        if known is not None and len(data) == known.request_size and data.startswith(known.start) and not self._order:
+            # A whole request of which only the tensors need to be looked at.
+            exchange = Exchange(self.serving, known.head, self, True, known.decoded, known, _SUBMITTED)
+            self._order.append(exchange)
+            if self.serving.stopping:
+                self.announce_end()
+            exchange.repeat(known, data)
+        elif not self._closing:
+            self._receive(data)
+
+    def _receive(self, data: bytes) -> None:
+        """Anything else."""
+        between = not self._order and self._receiving is None and not self._times.head_since
         if between and self._known is not None:
             if self._known.is_head_of(data):
-                self._times.body_since = 0.0
-                self._repeat(self._known, data)
+                self._receive_body(self._known, data)
                 return
             if self._known.begins(data):
                 self._held = data
                 self._times.idle_since = 0.0
                 self._times.body_since = self._times.body_since or time.monotonic()
                 return
-        self._begun, self._known = 0, None
+        self._begun = 0
+        self._known = self._repeated = None
         if self._receiving is None:
             self._head_size += len(data)
             if not self._times.head_since:
@@ -134,17 +148,14 @@ class InferProtocol(AnswerOrder):
             last = self._order[-1] if self._order else None
             decoded = last.decoded if isinstance(last, Exchange) else None
             self._known = learn(data, self._meaning, decoded, self.serving.submitter.inline_byte_size)
+            self._repeated = None if self._known is None else self._known.request
 
-    def _repeat(self, known: KnownHead, data: bytes) -> None:
+    def _receive_body(self, known: KnownHead, data: bytes) -> None:
         """A whole request whose head needs no parsing."""
-        self._times.idle_since = 0.0
-        exchange = Exchange(self.serving, known.meaning, self._write_answer, self._answered, self._pause_reading)
+        exchange = Exchange(self.serving, known.meaning, self, True)
         self._order.append(exchange)
         if self.serving.stopping:
             self.announce_end()
-        if known.request is not None and data.startswith(known.request.text, len(known.head)):
-            exchange.repeat(known.request, data)
-            return
         exchange.begin()
         exchange.reception.receive(data[len(known.head) :])
         exchange.complete()
@@ -251,7 +262,7 @@ class InferProtocol(AnswerOrder):
             return
         if not self.expect_100_continue:
             self._meaning = head
-        exchange = Exchange(self.serving, head, self._write_answer, self._answered, self._pause_reading)
+        exchange = Exchange(self.serving, head, self, head.keep_alive)
         self._append(exchange)
         exchange.begin()
         if exchange.refused and (self.expect_100_continue or head.content_length is None):
@@ -301,7 +312,7 @@ class InferProtocol(AnswerOrder):
             message_event=asyncio.Event(),
             expect_100_continue=expects,
             keep_alive=keep_alive,
-            on_response=self._answered,
+            on_response=self.answered,
         )
         self.cycle = cycle
         self._append(cycle)

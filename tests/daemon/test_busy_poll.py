@@ -19,7 +19,7 @@ class Requests:
         self.count = count
         self.asked = 0
 
-    def __call__(self) -> int:
+    def __len__(self) -> int:
         self.asked += 1
         return self.count
 
@@ -84,7 +84,7 @@ async def test_a_limit_of_0_switches_it_off() -> None:
     requests = Requests(2)
     poll = _poll(requests, 0)
     poll.flushed()
-    poll.look(lambda: pytest.fail("it looked"))
+    poll.look(lambda worker: pytest.fail("it looked"), "worker")
     assert await _turned(requests) == 0
 
 
@@ -103,15 +103,15 @@ async def test_the_only_request_is_looked_for_until_it_is_answered() -> None:
     requests, looks = Requests(1), 0
     poll = _poll(requests)
 
-    def receive() -> bool:
+    def receive(worker: str) -> bool:
         nonlocal looks
         looks += 1
         requests.count = int(looks < 3)
         return True
 
-    poll.look(receive)
+    poll.look(receive, "worker")
     assert looks == 3
     requests.count, looks = 1, 0
     # Its worker is gone.
-    poll.look(lambda: False)
+    poll.look(lambda worker: False, "worker")
     assert looks == 0

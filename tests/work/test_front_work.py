@@ -113,10 +113,10 @@ class Row:
 
 
 ROWS = [
-    Row("small", lambda _: binary("addsub", _SMALL, 128), two_small, 1550),
-    Row("small-shm", lambda _: binary("addsub", _SHARED, 0), two_in_regions, 1487),
-    Row("small-ids", with_id, two_small, 3146),
-    Row("small-json", as_json, two_small, 3016),
+    Row("small", lambda _: binary("addsub", _SMALL, 128), two_small, 715),
+    Row("small-shm", lambda _: binary("addsub", _SHARED, 0), two_in_regions, 715),
+    Row("small-ids", with_id, two_small, 3140),
+    Row("small-json", as_json, two_small, 3000),
     # As on a connection that is used once.
     Row("small-new", lambda _: binary("addsub", _SMALL, 128), two_small, 3732, fresh=True),
     Row("1MiB", lambda _: binary("identity", _LARGE, MIB), one_large, 4529, peak=45_000, lane_calls=3),

@@ -53,26 +53,36 @@ def head(**fields: Any) -> InferHead:
 
 
 def known(
-    inputs: list[dict[str, Any]], start: int = 0, meaning: InferHead | None = None, **fields: Any
+    inputs: list[dict[str, Any]], fields: bytes = b"", meaning: InferHead | None = None, **said: Any
 ) -> KnownRequest | None:
-    said = text(inputs, **fields)
+    """``fields``: request line and header fields."""
+    json_text = text(inputs, **said)
     sizes = [entry["parameters"].get("binary_data_size", 0) for entry in inputs if "parameters" in entry]
-    return recognise(said, start, meaning or head(), decode(said, sum(sizes), "echo"), 8)
+    decoded = decode(json_text, sum(sizes), "echo")
+    return recognise(fields + json_text, len(json_text), meaning or head(), decoded, 8)
 
 
-def inputs_of(request: KnownRequest, chunk: bytes) -> tuple[Tensor, ...]:
+def sent(request: KnownRequest, parts: bytes, forms: Forms[Submit] | None = None) -> tuple[Submit, FormSubmit]:
+    """What the worker gets of one that has those parts: its form and its record."""
+    request.admitted(1, forms or Forms())
+    assert request.form is not None
+    assert request.request_size == len(request.start + parts)
+    return request.form.template, request.record(1, request.start + parts, 4)
+
+
+def inputs_of(request: KnownRequest, parts: bytes) -> tuple[Tensor, ...]:
     """As the worker gets them."""
-    return whole_request(request.form(Forms()).template, FormSubmit(1, 0, request.contents(chunk))).inputs
+    return whole_request(*sent(request, parts)).inputs
 
 
 # --------------------------------------------------------------------------------------------------------------- inputs
 
 
 def test_inputs_lie_where_they_lay_in_the_chunk() -> None:
-    request = known([PLAIN, REGION, {**PLAIN, "name": "x2"}], start=3)
+    request = known([PLAIN, REGION, {**PLAIN, "name": "x2"}], b"abc")
     assert request is not None
-    assert request.contents(b"abc" + b"1234" + b"5678") == (b"1234", b"5678")
-    assert inputs_of(request, b"abc" + b"1234" + b"5678") == (
+    assert sent(request, b"1234" + b"5678")[1].contents == (b"1234", b"5678")
+    assert inputs_of(request, b"1234" + b"5678") == (
         Tensor("x", "UINT8", (4,), Inline(b"1234")),
         Tensor("r", "UINT8", (4,), RegionSlice("region", 0, 4)),
         Tensor("x2", "UINT8", (4,), Inline(b"5678")),
@@ -82,26 +92,29 @@ def test_inputs_lie_where_they_lay_in_the_chunk() -> None:
 def test_requests_without_bytes_of_their_own() -> None:
     request = known([REGION])
     assert request is not None
-    assert request.contents(b"one") == ()
-    assert inputs_of(request, b"one") == (Tensor("r", "UINT8", (4,), RegionSlice("region", 0, 4)),)
+    assert sent(request, b"")[1].contents == ()
+    assert inputs_of(request, b"") == (Tensor("r", "UINT8", (4,), RegionSlice("region", 0, 4)),)
 
 
 def test_connections_that_say_the_same_share_a_form() -> None:
     """And nothing that says anything else does: not another header that is a parameter, nor another version."""
     forms: Forms[Submit] = Forms()
-    same = [known([PLAIN]), known([PLAIN], 7)]
+    same = [known([PLAIN]), known([PLAIN], b"other header fields")]
     others = [
-        known([PLAIN], 0, head(forwarded={"x": "1"})),
-        known([PLAIN], 0, head(version=2)),
-        known([PLAIN], 0, head(model="other")),
+        known([PLAIN], b"", head(forwarded={"x": "1"})),
+        known([PLAIN], b"", head(version=2)),
+        known([PLAIN], b"", head(model="other")),
         known([{**PLAIN, "shape": [2, 2]}]),
         known([PLAIN], parameters={"priority": 1}),
         known([REGION]),
     ]
-    first, second, *made = [request.form(forms) for request in (*same, *others) if request is not None]
+    requests = [request for request in (*same, *others) if request is not None]
+    for request in requests:
+        request.admitted(1, forms)
+    first, second, *made = [request.form for request in requests]
     assert first is second
     assert len(made) == len(others)
-    assert len({first, *made}) == len({form.number for form in (first, *made)}) == len(others) + 1
+    assert len({first, *made}) == len({form.number for form in (first, *made) if form}) == len(others) + 1
 
 
 def test_a_request_keeps_its_form() -> None:
@@ -110,10 +123,15 @@ def test_a_request_keeps_its_form() -> None:
     request = known([PLAIN])
     assert request is not None
     assert repr(forms) == "<Forms 0>"
-    form = request.form(forms)
+    assert request.form is None
+    request.admitted(1, forms)
+    form = request.form
+    assert form is not None
     for number in range(2 * MAX_FORMS):
         forms.form(Submit(0, f"m{number}", 0, ()))
-    assert request.form(forms) is form
+    request.admitted(2, forms)
+    assert request.form is form
+    assert request.edition == 2
 
 
 def test_a_form_says_all_that_the_request_does() -> None:
@@ -121,16 +139,14 @@ def test_a_form_says_all_that_the_request_does() -> None:
         "id": "me",
         "parameters": {"a": 1, "b": "of the body", "sequence_id": 7, "sequence_end": True, "priority": 3, "timeout": 9},
     }
-    request = known([PLAIN], 0, head(version=5, forwarded={"b": "of the head"}), **fields)
+    request = known([PLAIN], b"", head(version=5, forwarded={"b": "of the head"}), **fields)
     assert request is not None
-    template = request.form(Forms()).template
-    record = FormSubmit(1, 0, request.contents(b"1234"), request.decoded.id, received_ns=4)
     tensors = (Tensor("x", "UINT8", (4,), Inline(b"1234")),)
-    sent = request.decoded.record(1, head(version=5, forwarded={"b": "of the head"}), tensors, 4)
-    assert whole_request(template, record) == sent
-    assert (sent.version, sent.client_id, sent.priority, sent.timeout_us) == (5, "me", 3, 9)
-    assert (sent.sequence_id, sent.sequence_end) == (7, True)
-    assert sent.parameters == {"a": 1, "b": "of the head"}
+    whole = request.decoded.record(1, head(version=5, forwarded={"b": "of the head"}), tensors, 4)
+    assert whole_request(*sent(request, b"1234")) == whole
+    assert (whole.version, whole.client_id, whole.priority, whole.timeout_us) == (5, "me", 3, 9)
+    assert (whole.sequence_id, whole.sequence_end) == (7, True)
+    assert whole.parameters == {"a": 1, "b": "of the head"}
 
 
 @pytest.mark.parametrize(
@@ -163,13 +179,13 @@ def test_only_plain_requests_with_json_are_known_to_their_tensors(changed: dict[
     plain = learn(fields + b"{........}1234", head(), decoded, 8)
     assert plain is not None
     assert plain.request is not None
-    assert plain.request.text == b"{........}"
+    assert plain.request.start == fields + b"{........}"
     learned = learn(fields + b"{........}1234", head(**changed), decoded, 8)
     assert learned is not None
     if changed == {"json_size": None}:
         # All of it is JSON, which happens to name no tensor in it.
         assert learned.request is not None
-        assert learned.request.text == b"{........}1234"
+        assert learned.request.start == fields + b"{........}1234"
     else:
         assert learned.request is None
     undecoded = learn(fields + b"{........}1234", head(), None, 8)
@@ -219,14 +235,16 @@ def test_every_answer_is_what_encoding_it_gives(completions: list[tuple[Completi
             assert whole == b"".join((response_head(len(said), parts), said, *parts))
 
 
-@pytest.mark.parametrize("contents", [(b"123",), (b"12345",), (), (b"12", b"345")])
-def test_an_answer_of_another_size_is_not_taken_for_the_last_one(contents: tuple[bytes, ...]) -> None:
-    """Whatever it is: it is written anew, or refused there."""
+@pytest.mark.parametrize("contents", [(b"123", b"56"), (b"12345", b"6"), (b"12", b"3456"), (), (b"123456",)])
+def test_an_answer_of_other_sizes_is_not_taken_for_the_last_one(contents: tuple[bytes, ...]) -> None:
+    """Strings have any: whatever it is, it is written anew, or refused there. Its head says the size of each part."""
     request = known([PLAIN])
     assert request is not None
-    template = answer_template(Completion(1, version=1, outputs=(Tensor("y", "UINT8", (4,), Inline(b"")),)))
-    assert request.answer(template, FormCompletion(1, 0, (b"1234",))) is not None
+    outputs = tuple(Tensor(name, "BYTES", (1,), Inline(b"")) for name in ("y", "z"))
+    template = answer_template(Completion(1, version=1, outputs=outputs))
+    assert request.answer(template, FormCompletion(1, 0, (b"1234", b"56"))) is not None
     assert request.answer(template, FormCompletion(1, 0, contents)) is None
+    assert request.answer(template, FormCompletion(1, 0, (b"6543", b"21"))) is not None
 
 
 def _no_lease(place: Slice) -> memoryview:

@@ -236,3 +236,71 @@ def garble(worker: EchoWorker) -> None:
     form = worker.lane.answer_form(answer_template(Completion(0, version=1, outputs=y_of(b"ab"))))
     worker.lane.complete_formed(form, FormCompletion(request.request_id, form.number, (b"ab", b"abc", b"cd")))
     until(worker.lane.flush)
+
+
+def test_half_a_head_behind_a_known_request() -> None:
+    """It came before the answer: the connection waits for its rest, and is not an idle one then."""
+    with (
+        serving(http={"port": 0, "keep_alive_timeout": 1.0, "head_timeout": 3.0}) as (front, (worker,)),
+        front.client() as client,
+    ):
+        worker.formed = True
+        for _ in range(3):
+            exchange(client, worker, asked(b"abcd", **BINARY), b"ab")
+        client.send(asked(b"abcd", **BINARY))
+        submit = worker.next()
+        assert isinstance(worker.record, FormSubmit)
+        client.send(b"POST /v2/models/echo/inf")
+        # What it sent is read before the front looks at its lane again.
+        assert worker.idle()
+        worker.complete(submit.request_id, outputs=y_of(b"cd"))
+        assert client.answer().parts[:2] == b"cd"
+        assert client.answer().status == 408
+
+
+def test_strings_of_other_lengths() -> None:
+    """Two outputs are as long together as they were, each by itself is not: the head of the answer says so."""
+    fields: dict[str, Any] = {"parameters": {"binary_data_output": True}}
+    with serving() as (front, (worker,)), front.client() as client:
+        worker.formed = True
+        for first, second in ((b"ab", b"c"), (b"de", b"f"), (b"g", b"hi"), (b"jk", b"l")):
+            client.send(asked(b"abcd", **fields))
+            tensors = tuple(
+                Tensor(name, "BYTES", (1,), Inline(len(content).to_bytes(4, "little") + content))
+                for name, content in (("y", first), ("z", second))
+            )
+            worker.complete(worker.next().request_id, outputs=tensors)
+            answer = client.answer()
+            outputs = json.loads(answer.body[: -len(answer.parts)])["outputs"]
+            sizes = [output["parameters"]["binary_data_size"] for output in outputs]
+            assert sizes == [4 + len(first), 4 + len(second)]
+
+
+def test_requests_behind_a_known_one_are_answered_in_their_order() -> None:
+    with serving(workers=2) as (front, workers), front.client() as client:
+        (worker, _) = workers
+        front.model(worker)
+        worker.formed = True
+        for _ in range(3):
+            exchange(client, worker, asked(b"abcd", **BINARY), b"ab")
+        client.send(asked(b"1234", **BINARY))
+        first = worker.next()
+        client.send(asked(b"5678", **BINARY) + b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        worker.complete(first.request_id, outputs=y_of(b"12"))
+        assert client.answer().parts[:2] == b"12"
+        second = worker.next()
+        assert second.inputs[0].place == Inline(b"5678")
+        worker.complete(second.request_id, outputs=y_of(b"56"))
+        assert client.answer().parts[:2] == b"56"
+        assert client.answer().status == 200
+        assert exchange(client, worker, asked(b"abcd", **BINARY), b"ab")[1].parts[:2] == b"ab"
+
+
+def test_a_known_request_goes_where_its_model_is_now() -> None:
+    """Which worker has it is remembered, until that changes."""
+    with serving(workers=2) as (front, (first, second)), front.client() as client:
+        first.formed = second.formed = True
+        for worker in (first, second, first):
+            front.model(worker)
+            for _ in range(3):
+                assert exchange(client, worker, asked(b"abcd", **BINARY), b"ab")[1].status == 200

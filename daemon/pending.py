@@ -1,0 +1,111 @@
+"""Requests in flight, and the workers that have them.
+
+A ``Pending`` is a request until its one final answer. Whoever sends requests makes its own kind of it, which knows what to do
+with an answer; ``Calling`` is the kind that calls back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from shm.arena import Lease
+from shm.forms import Form, whole_answer, whole_request
+from shm.lane import SubmitterLane
+from shm.messages import Completion, FormCompletion, FormSubmit, Submit
+from shm.status_page import StatusPage
+
+_log = logging.getLogger(__name__)
+
+#: The owner of a request: the completion, and the lane whose response arena holds its slices (None: nothing to view).
+OnCompletion = Callable[[Completion, SubmitterLane | None], None]
+#: The same of an answer of a form: what those have in common, and its own. (Equal templates of one lane are one object.)
+OnFormed = Callable[[Completion, FormCompletion], None]
+
+_UNSENT = FormSubmit(0, 0, ())
+
+
+class Worker:
+    """A lane and what is in flight on it."""
+
+    __slots__ = ("closed", "device", "dirty", "in_flight", "incarnation", "lane", "page", "writing")
+
+    def __init__(self, incarnation: int, device: str, lane: SubmitterLane, page: StatusPage) -> None:
+        self.incarnation = incarnation
+        self.device = device
+        self.lane = lane
+        self.page = page
+        self.in_flight: dict[int, Pending] = {}
+        #: End of file was seen: nothing is sent any more, and its requests wait for the fence.
+        self.closed = False
+        #: It is flushed at the end of this turn of the loop.
+        self.dirty = False
+        self.writing = False
+
+
+class Pending(msgspec.Struct, eq=False, kw_only=True):
+    """One request in flight. (A Struct, because one is made for every request.)"""
+
+    #: With its id. Who has none yet is not sent.
+    record: Submit | FormSubmit = _UNSENT
+    #: Of a FormSubmit.
+    form: Form[Submit] | None = None
+    #: Where its inputs lie; given back with its final completion.
+    leases: Sequence[Lease] = ()
+    worker: Worker | None = None
+    #: In the loop's time; 0 where requests have no timeout.
+    sent_at: float = 0.0
+    #: Nobody waits for it any more.
+    cancelled: bool = False
+
+    def completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
+        """An answer; the lane whose response arena holds its slices, None: nothing to view. Its last call where ``final``."""
+        raise NotImplementedError
+
+    def formed(self, template: Completion, own: FormCompletion) -> None:
+        """Instead of that: a good answer of a form, final. What those have in common, and its own."""
+        assert self.worker is not None
+        self.completed(whole_answer(template, own), self.worker.lane)
+
+    @property
+    def submit(self) -> Submit:
+        """What says which model is asked for, with which regions."""
+        return self.record if self.form is None else self.form.template  # type: ignore[return-value]
+
+    def unform(self) -> Submit:
+        """Makes it a request like those without a form."""
+        if self.form is not None:
+            self.record = whole_request(self.form.template, self.record)  # type: ignore[arg-type]
+            self.form = None
+        return self.record  # type: ignore[return-value]
+
+    def tell(self, completion: Completion, lane: SubmitterLane | None) -> None:
+        """``completed``. One owner's defect costs that owner its answer, not the others in the same datagram theirs."""
+        try:
+            self.completed(completion, lane)
+        except Exception:
+            undelivered()
+
+
+class Calling(Pending):
+    """One whose owner is called back."""
+
+    on_completion: OnCompletion
+    #: None: an answer of a form comes whole.
+    on_formed: OnFormed | None = None
+
+    def completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
+        self.on_completion(completion, lane)
+
+    def formed(self, template: Completion, own: FormCompletion) -> None:
+        if self.on_formed is None:
+            Pending.formed(self, template, own)
+        else:
+            self.on_formed(template, own)
+
+
+def undelivered() -> None:
+    """Call where an owner could not take its answer."""
+    _log.exception("an answer could not be delivered")
