@@ -1,6 +1,6 @@
-"""A connection of the HTTP front without sockets of clients: what arrives is given to it, what leaves is kept.
+"""A connection of a front without sockets of clients: what arrives is given to it, what leaves is kept.
 
-    test ─▶ InferProtocol ─▶ Submitter ══ lane ══ WorkerLane, answered by the test
+    test ─▶ InferProtocol ─▶ Submitter ══ lane ══ WorkerLane, answered by the test     (of gRPC: tests.work.grpc_connection)
 
 All but the transport is real. The loop is asyncio's, so that every step can be taken by itself.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -90,7 +91,7 @@ class KeptTransport(asyncio.Transport):
         pass
 
 
-class Bench:
+class LaneBench(ABC):
     """One front, one worker's end of a lane, and connections. Made and used inside a running loop."""
 
     def __init__(self) -> None:
@@ -105,20 +106,11 @@ class Bench:
         for name in ("addsub", "identity"):
             self.submitter.model_changed(ModelState(name, 1, "READY", workers=(7,), metadata=b"{}", config=b"{}"))
         self.tally = Tally.create()
-        self._kind = protocol_for(Serving(OPTIONS, self.table, self.submitter, self.tally.seat(0)))
-        self._config = Config(
-            cast(Any, _no_application), interface="asgi3", http=self._kind, ws="none", log_config=None
-        )
-        self._config.load()
-        self._state = ServerState()
-        self._transports: list[KeptTransport] = []
+        self.transports: list[KeptTransport] = []
 
+    @abstractmethod
     def connect(self) -> KeptTransport:
-        connection: InferProtocol = self._kind(self._config, self._state, {}, asyncio.get_running_loop())
-        transport = KeptTransport(connection)
-        connection.connection_made(transport)
-        self._transports.append(transport)
-        return transport
+        """A new connection, one of ``transports``."""
 
     async def occupy(self) -> None:
         """The worker has taken a request, and is not done with it."""
@@ -132,10 +124,14 @@ class Bench:
         work: Work,
         requests: list[tuple[KeptTransport, bytes]],
         complete: Callable[[WorkerLane, Submit], Completion],
+        each: int = 1,
     ) -> int:
         """All of the requests arrive in one turn of the loop. Returns, once all are answered, in how many datagrams they left.
 
         A request of a form is answered with one, as the worker does. Only what the front does is counted.
+
+        Args:
+          each: requests in what arrives at a connection; their answers are one write.
         """
         written = [len(transport.writes) for transport, _ in requests]
         with work.counting():
@@ -143,7 +139,7 @@ class Bench:
                 transport.arrive(content)
         datagrams, got = 0, 0
         for _ in range(_TURNS):
-            if got == len(requests):
+            if got == each * len(requests):
                 break
             with work.counting():
                 await asyncio.sleep(0)
@@ -172,12 +168,32 @@ class Bench:
         return datagrams
 
     def close(self) -> None:
-        for transport in self._transports:
+        for transport in self.transports:
             transport.writes.clear()  # they are views of what is closed now
         self.submitter.close()
         self.worker.close()
         self.page.close()
         self.tally.close()
+
+
+class Bench(LaneBench):
+    """Of the HTTP front."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kind = protocol_for(Serving(OPTIONS, self.table, self.submitter, self.tally.seat(0)))
+        self._config = Config(
+            cast(Any, _no_application), interface="asgi3", http=self._kind, ws="none", log_config=None
+        )
+        self._config.load()
+        self._state = ServerState()
+
+    def connect(self) -> KeptTransport:
+        connection: InferProtocol = self._kind(self._config, self._state, {}, asyncio.get_running_loop())
+        transport = KeptTransport(connection)
+        connection.connection_made(transport)
+        self.transports.append(transport)
+        return transport
 
 
 async def _no_application(scope: Any, receive: Any, send: Any) -> None:

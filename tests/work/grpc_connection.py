@@ -1,0 +1,88 @@
+"""A connection of the gRPC front without sockets of clients, and what perf_analyzer's C++ client sends on it.
+
+    test ─▶ Connection ─▶ Submitter ══ lane ══ WorkerLane, answered by the test
+"""
+
+from __future__ import annotations
+
+from daemon.grpc import frames
+from daemon.grpc.connection import Connection
+from daemon.grpc.infer import Inferring
+from daemon.grpc.management import SERVICE
+from daemon.grpc.recognised import Recognised
+from daemon.grpc.serving import Serving
+from daemon.tracer import Tracer
+from tests.daemon.grpc.frame_client import INFER, STREAM, prefixed
+from tests.work.connection import OPTIONS, KeptTransport, LaneBench
+
+#: A client's window for all it is sent; each answer is granted again with the next request.
+_WINDOW = 1 << 24
+_GRANTED = 240
+#: Literals without indexing: the same bytes for every call, as of a client whose table holds what it repeats.
+_BLOCK = {
+    path: b"".join(
+        b"\x00" + bytes((len(name),)) + name + bytes((len(value),)) + value
+        for name, value in (
+            (b":method", b"POST"),
+            (b":scheme", b"http"),
+            (b":path", path.encode()),
+            (b":authority", b"127.0.0.1:8001"),
+            (b"te", b"trailers"),
+            (b"content-type", b"application/grpc"),
+            (b"user-agent", b"grpc-c++/1.54.3 grpc-c/31.0.0 (linux; chttp2)"),
+            (b"grpc-accept-encoding", b"identity, deflate, gzip"),
+        )
+    )
+    for path in (INFER, STREAM)
+}
+
+
+class GrpcBench(LaneBench):
+    """Of the gRPC front."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        recognised = Recognised(self.table, self.submitter)
+        inferring = Inferring(self.submitter, recognised, OPTIONS.grpc.max_stream_requests, None, Tracer(1, 0))
+        methods = {f"/{SERVICE}/ModelInfer": inferring.unary, f"/{SERVICE}/ModelStreamInfer": inferring.streamed}
+        self._serving = Serving(OPTIONS.grpc, methods, self.tally.seat(0))
+
+    def connect(self) -> KeptTransport:
+        connection = Connection(self._serving)
+        transport = KeptTransport(connection)
+        connection.connection_made(transport)
+        transport.arrive(
+            frames.PREFACE
+            + frames.settings(((frames.INITIAL_WINDOW_SIZE, _WINDOW),))
+            + frames.window_update(0, _WINDOW - frames.DEFAULT_WINDOW)
+        )
+        self.transports.append(transport)
+        return transport
+
+
+def opened(number: int, path: str) -> bytes:
+    """The head of a call."""
+    return frames.frame(frames.HEADERS, frames.END_HEADERS, number, _BLOCK[path])
+
+
+def message(number: int, content: bytes) -> bytes:
+    """One of a stream, behind what the client grants for the last answer."""
+    data = frames.frame(frames.DATA, 0, number, prefixed(content))
+    return frames.window_update(number, _GRANTED) + frames.window_update(0, _GRANTED) + data
+
+
+def call(number: int, content: bytes) -> bytes:
+    """A unary one."""
+    data = frames.frame(frames.DATA, frames.END_STREAM, number, prefixed(content))
+    return opened(number, INFER) + frames.window_update(number, 5) + data + frames.window_update(0, _GRANTED)
+
+
+def payloads(written: bytes, kind: int) -> list[bytes]:
+    """Of the frames of a type."""
+    found, at = [], 0
+    while at < len(written):
+        high, low, kind_, _, _ = frames.read_head(written, at)
+        at += frames.HEAD_SIZE + (high << 16 | low)
+        if kind_ == kind:
+            found.append(written[at - (high << 16 | low) : at])
+    return found
