@@ -5,7 +5,7 @@
 
 ``begin`` calls back; ``answers`` is the same for those who await. What arrived large may lie in the request arena before
 (``daemon.grpc.reception``). A binary HTTP body does not come this way: it is read straight into the arena before anybody knows
-what it holds (``daemon.http.exchange``).
+what it holds (``daemon.http.exchange``); nor does a message whose layout is known (``daemon.grpc.recognised``).
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from dataclasses import dataclass
 
 import msgspec
 
-from daemon.pending import OnCompletion, OnFormed
+from daemon.pending import OnCompletion
 from daemon.submit import Submitter
 from daemon.tracer import Trace
 from shm.arena import Lease
 from shm.errors import ServingError, from_code
-from shm.forms import Form, request_template, whole_request
+from shm.forms import Form, request_template
 from shm.lane import SubmitterLane
 from shm.messages import (
     Completion,
-    FormSubmit,
     Inline,
     Parameter,
     Place,
@@ -69,27 +68,17 @@ class InferenceRequest(msgspec.Struct):
     trace: Trace | None = None
     #: Where the Slices among its inputs lie. ``begin`` takes it over, also where it raises.
     lease: Lease | None = None
-    #: Where it is one of a known kind: instead of everything but ``id`` and ``deadline_ns``, and the tensors it has of its own.
-    form: Form[Submit] | None = None
-    contents: tuple[bytes, ...] = ()
 
 
 class Inference:
     """A request under way. Its owner may ``cancel`` it; after that no callback comes."""
 
-    __slots__ = ("_cancelled", "_on_completion", "_on_formed", "_request", "_request_id", "_submitter")
+    __slots__ = ("_cancelled", "_on_completion", "_request", "_request_id", "_submitter")
 
-    def __init__(
-        self,
-        submitter: Submitter,
-        request: InferenceRequest,
-        on_completion: OnCompletion,
-        on_formed: OnFormed | None = None,
-    ) -> None:
+    def __init__(self, submitter: Submitter, request: InferenceRequest, on_completion: OnCompletion) -> None:
         self._submitter = submitter
         self._request = request
         self._on_completion = on_completion
-        self._on_formed = on_formed
         #: 0: not sent yet.
         self._request_id = 0
         self._cancelled = False
@@ -118,16 +107,8 @@ class Inference:
     def send(self, lease: Lease | None) -> None:
         """Puts the tensors into their places and submits. Raises Unavailable: too many are in flight; leases are given back."""
         request, submitter, trace = self._request, self._submitter, self._request.trace
-        request_id, form, now_ns = submitter.next_id(), request.form, time.monotonic_ns()
-        if form is not None:
-            formed = FormSubmit(request_id, form.number, request.contents, request.id, request.deadline_ns, now_ns)
-            if trace is None and self._on_formed is not None:
-                submitter.submit_formed(form, formed, self._on_completion, self._on_formed)
-                self._request_id = request_id
-                return
-            record = whole_request(form.template, formed)
-        else:
-            record = _record(request, request_id, _placed(request, lease, submitter.inline_byte_size), now_ns)
+        tensors = _placed(request, lease, submitter.inline_byte_size)
+        record = _record(request, submitter.next_id(), tensors, time.monotonic_ns())
         if trace is not None:
             record = msgspec.structs.replace(record, trace=trace.level)
             trace.client_id = request.id
@@ -142,26 +123,20 @@ class Inference:
             for each in leases:
                 submitter.give_back(each)
             raise
-        self._request_id = request_id
+        self._request_id = record.request_id
 
 
-def begin(
-    submitter: Submitter,
-    request: InferenceRequest,
-    on_completion: OnCompletion,
-    on_formed: OnFormed | None = None,
-) -> Inference:
+def begin(submitter: Submitter, request: InferenceRequest, on_completion: OnCompletion) -> Inference:
     """Sends a request now, or when there is room for its tensors; ``on_completion`` is never called from here.
 
-    A refusal that comes later arrives as a Completion with a code. ``on_formed``: called instead where the request has a form and
-    its answer too.
+    A refusal that comes later arrives as a Completion with a code.
     Raises: InvalidArgument: its tensors could never fit.  Unavailable: too many requests are in flight.
     """
     inline, size = submitter.inline_byte_size, 0
     for _, _, _, content in request.inputs:
         if not isinstance(content, _PLACES) and len(content) > inline:
             size += -(-len(content) // _ALIGNMENT) * _ALIGNMENT
-    inference = Inference(submitter, request, on_completion, on_formed)
+    inference = Inference(submitter, request, on_completion)
     if not size:
         inference.send(None)
         return inference

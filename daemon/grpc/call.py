@@ -19,8 +19,8 @@ class Call(ABC):
         return None
 
     @abstractmethod
-    def message(self, content: Buffer) -> None:
-        """A whole message from the client."""
+    def message(self, content: Buffer, start: int, end: int) -> None:
+        """A whole message from the client: those bytes of ``content``. Whoever keeps it takes ``kept``."""
 
     def received(self, message: Reception) -> None:
         """A whole message that a reception has taken; the call drops it, or takes its lease."""
@@ -33,3 +33,8 @@ class Call(ABC):
     @abstractmethod
     def abandoned(self) -> None:
         """Nobody waits for an answer: the client went away, or the deadline passed."""
+
+
+def kept(content: Buffer, start: int, end: int) -> Buffer:
+    """A message alone: a view of it would keep everything that came with it."""
+    return content if end - start == len(content) else bytes(content[start:end])

@@ -18,7 +18,19 @@ from daemon.connection_end import ConnectionEnd
 from daemon.grpc import frames
 from daemon.grpc.codes import UNAVAILABLE, UNIMPLEMENTED
 from daemon.grpc.data_frames import CONNECTION_WINDOW, DIRECT_BYTE_SIZE, STREAM_WINDOW, DataFrames
-from daemon.grpc.frames import Violation
+from daemon.grpc.frames import (
+    DATA,
+    END_STREAM,
+    HEAD_SIZE,
+    MAX_WINDOW,
+    STREAM_ID,
+    UPDATE,
+    UPDATE_SIZE,
+    WINDOW_UPDATE,
+    Violation,
+    read_head,
+    read_update,
+)
 from daemon.grpc.header_blocks import CallHead, HeaderBlocks
 from daemon.grpc.outgoing import TLS_BUFFER, Phase
 from daemon.grpc.pings import Pings, Sign
@@ -106,14 +118,14 @@ class Connection(DataFrames):
     def data_received(self, data: bytes) -> None:
         if self.phase is Phase.CLOSED:
             return
-        self._receiving = True
+        self._flushing = True
         self._heard_at = self.loop.time()
         try:
             self._read(self._buffer + data if self._buffer else data)
         except Violation as violation:
             self._fail(violation)
         finally:
-            self._receiving = False
+            self._flushing = False
         if self._out or self.phase is Phase.ENDING:
             self._flush()
         if self._data_left >= DIRECT_BYTE_SIZE or self._reader is not None:
@@ -121,53 +133,66 @@ class Connection(DataFrames):
 
     def _read(self, data: bytes) -> None:
         at, end = 0, len(data)
-        if self.phase is Phase.OPENING and not self._data_left:
-            size = min(end, len(frames.PREFACE))
-            if data[:size] != frames.PREFACE[:size]:
-                raise Violation(frames.PROTOCOL_ERROR, "no HTTP/2 connection preface")
-            if size < len(frames.PREFACE) or end < size + frames.HEAD_SIZE:
-                self._buffer = data
-                return
-            at = size
-            if data[at + 3] != frames.SETTINGS:
-                raise Violation(frames.PROTOCOL_ERROR, "the preface ends with SETTINGS")
-            self.phase = Phase.OPEN
         if self._data_left:
             at = self._data_arrives(data, 0)
-        while end - at >= frames.HEAD_SIZE:
-            high, low, kind, flags, number = frames.read_head(data, at)
+        elif self.phase is Phase.OPENING and not (at := self._preface(data)):
+            self._buffer = data
+            return
+        # Whether a header block is not to be interrupted.
+        free = self._continued is None
+        while end - at >= HEAD_SIZE:
+            if free and data.startswith(UPDATE, at) and end - at >= UPDATE_SIZE:
+                number, increment = read_update(data, at)
+                self._window_update(number, increment)
+                at += UPDATE_SIZE
+                continue
+            high, low, kind, flags, number = read_head(data, at)
+            start = at + HEAD_SIZE
+            at = start + low
+            if kind == DATA and free and not high and at <= end and flags <= END_STREAM:
+                self._data(number & STREAM_ID, flags, data, start, at)
+                continue
             size = high << 16 | low
-            number &= frames.STREAM_ID
+            at = start + size
             if size > _FRAME_SIZE:
                 raise Violation(frames.FRAME_SIZE_ERROR, f"a frame of {size} bytes, at most {_FRAME_SIZE} are allowed")
             if self._continued is not None and kind != frames.CONTINUATION:
                 raise Violation(frames.PROTOCOL_ERROR, "a header block was interrupted")
-            start = at + frames.HEAD_SIZE
-            at = start + size
-            if kind == frames.DATA:
-                if at > end and not flags & frames.PADDED:
-                    self._data_begins(number, flags, size)
-                    at = self._data_arrives(data, start)
-                    continue
-                if at <= end:
-                    self._data(number, flags, data[start:at])
-                    continue
+            if kind == DATA and at > end and not flags & frames.PADDED:
+                self._data_begins(number & STREAM_ID, flags, size)
+                at = self._data_arrives(data, start)
+                continue
             if at > end:
                 if size > self.serving.options.max_head_byte_size:
                     raise Violation(
                         frames.ENHANCE_YOUR_CALM, f"a frame of {size} bytes that is neither data nor headers"
                     )
                 # What is longer than what is read for it comes in few pieces: it is put together again.
-                self._buffer = data[start - frames.HEAD_SIZE :]
+                self._buffer = data[start - HEAD_SIZE :]
                 return
-            self._frame(kind, flags, number, data[start:at])
+            self._frame(kind, flags, number & STREAM_ID, data[start:at])
+            free = self._continued is None
         self._buffer = data[at:] if at < end else b""
+
+    def _preface(self, data: bytes) -> int:
+        """Where the first frame after it begins; 0: more is to come first."""
+        size = min(len(data), len(frames.PREFACE))
+        if data[:size] != frames.PREFACE[:size]:
+            raise Violation(frames.PROTOCOL_ERROR, "no HTTP/2 connection preface")
+        if size < len(frames.PREFACE) or len(data) < size + HEAD_SIZE:
+            return 0
+        if data[size + 3] != frames.SETTINGS:
+            raise Violation(frames.PROTOCOL_ERROR, "the preface ends with SETTINGS")
+        self.phase = Phase.OPEN
+        return size
 
     def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> None:
         if kind == frames.HEADERS:
             self._headers(number, flags, payload)
-        elif kind == frames.WINDOW_UPDATE:
-            self._window_update(number, payload)
+        elif kind == DATA:
+            self._large_data(number, flags, payload)
+        elif kind == WINDOW_UPDATE:
+            raise Violation(frames.FRAME_SIZE_ERROR, f"WINDOW_UPDATE of {len(payload)} bytes")
         elif kind == frames.RST_STREAM:
             self._reset(number, payload)
         elif kind == frames.SETTINGS:
@@ -228,7 +253,7 @@ class Connection(DataFrames):
         if len(self.streams) >= self.serving.options.max_concurrent_streams:
             self.write(frames.rst_stream(number, frames.REFUSED_STREAM))
             return
-        stream = Stream(self, number, head, self._peer_window, STREAM_WINDOW)
+        stream = Stream(self, number, head, self._peer_window)
         self.streams[number] = stream
         self._open(stream, head)
         if flags & frames.END_STREAM:
@@ -254,7 +279,7 @@ class Connection(DataFrames):
         """Called by the stream, once."""
         self.answered = True
         self.streams.pop(stream.id, None)
-        if self.phase is Phase.ENDING and not self.streams and not self._receiving and not self._flushing:
+        if self.phase is Phase.ENDING and not self.streams and not self._flushing:
             self._flushing = True
             self.loop.call_soon(self._flush)
 
@@ -272,28 +297,31 @@ class Connection(DataFrames):
 
     # --------------------------------------------------------------------------------------------------- connection
 
-    def _window_update(self, number: int, payload: bytes) -> None:
-        if len(payload) != 4:
-            raise Violation(frames.FRAME_SIZE_ERROR, f"WINDOW_UPDATE of {len(payload)} bytes")
-        increment = int.from_bytes(payload, "big") & frames.STREAM_ID
-        if not increment:
+    def _window_update(self, number: int, increment: int) -> None:
+        sender = self.streams.get(number) if number else self
+        if sender is not None:
+            window = sender.send_window + increment
+            if increment and window <= MAX_WINDOW:
+                sender.send_window = window
+                if self.blocked:
+                    self._unblock(number)
+                return
+        if number > STREAM_ID or increment > STREAM_ID:
+            # The reserved bit is ignored.
+            self._window_update(number & STREAM_ID, increment & STREAM_ID)
+        elif not increment:
             raise Violation(frames.PROTOCOL_ERROR, "a window update of nothing")
-        if not number:
-            self.send_window += increment
-            if self.send_window > frames.MAX_WINDOW:
-                raise Violation(frames.FLOW_CONTROL_ERROR, "the connection's window is too large")
-            if self.blocked:
-                self._pump()
-            return
-        if number > self._last_stream:
+        elif sender is not None:
+            whose = f"the window of stream {number}" if number else "the connection's window"
+            raise Violation(frames.FLOW_CONTROL_ERROR, f"{whose} is too large")
+        elif number > self._last_stream:
             raise Violation(frames.PROTOCOL_ERROR, f"a window for stream {number}, which is not open")
-        stream = self.streams.get(number)
-        if stream is not None:
-            stream.send_window += increment
-            if stream.send_window > frames.MAX_WINDOW:
-                raise Violation(frames.FLOW_CONTROL_ERROR, f"the window of stream {number} is too large")
-            if number in self.blocked:
-                stream.pump()
+
+    def _unblock(self, number: int) -> None:
+        if not number:
+            self._pump()
+        elif number in self.blocked:
+            self.blocked[number].pump()
 
     def _settings(self, number: int, flags: int, payload: bytes) -> None:
         if number:
@@ -302,7 +330,7 @@ class Connection(DataFrames):
             return
         for key, value in frames.read_settings(payload):
             if key == frames.INITIAL_WINDOW_SIZE:
-                if value > frames.MAX_WINDOW:
+                if value > MAX_WINDOW:
                     raise Violation(frames.FLOW_CONTROL_ERROR, f"an initial window of {value} bytes")
                 for stream in self.streams.values():
                     stream.send_window += value - self._peer_window
@@ -344,7 +372,7 @@ class Connection(DataFrames):
         elif self.phase is Phase.OPEN:
             self.phase = Phase.ANNOUNCED
             self._ending_at = self.loop.time()
-            self.write(frames.goaway(frames.STREAM_ID, frames.NO_ERROR) + frames.frame(frames.PING, 0, 0, _LAST_CALL))
+            self.write(frames.goaway(STREAM_ID, frames.NO_ERROR) + frames.frame(frames.PING, 0, 0, _LAST_CALL))
 
     def end(self) -> None:
         """No new streams from now on; closed with the last one."""

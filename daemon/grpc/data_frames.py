@@ -12,15 +12,19 @@ from typing import TYPE_CHECKING
 from daemon.body_reader import BodyReader
 from daemon.grpc import frames
 from daemon.grpc.frame_payload import FramePayload
-from daemon.grpc.frames import Violation
+from daemon.grpc.frames import END_STREAM, Violation
 from daemon.grpc.outgoing import Outgoing, Phase
 from daemon.grpc.stream import Stream
 
 if TYPE_CHECKING:
     from daemon.grpc.serving import Serving
 
+#: What a client may send, of a stream and of all together, before it is granted again.
 STREAM_WINDOW = 4 << 20
 CONNECTION_WINDOW = 64 << 20
+#: More than that is granted again.
+_MUCH_OF_STREAM = STREAM_WINDOW // 4
+_MUCH_OF_CONNECTION = CONNECTION_WINDOW // 4
 #: A frame with more to come than this is read from the socket straight to where its tensor lies, if it belongs to one.
 DIRECT_BYTE_SIZE = 64 << 10
 #: So many reads without anything large, and the connection is read as any other again.
@@ -34,7 +38,7 @@ class DataFrames(Outgoing):
 
     def __init__(self, serving: Serving) -> None:
         super().__init__(serving)
-        self._receive_window = CONNECTION_WINDOW
+        #: Bytes taken from the client and not granted again yet.
         self._ungranted = 0
         self._last_stream = 0
         #: When anything last came from the client, loop time.
@@ -49,18 +53,31 @@ class DataFrames(Outgoing):
         #: The client sends nothing any more.
         self._ended = False
 
-    def _data(self, number: int, flags: int, payload: bytes) -> None:
-        """A whole DATA frame."""
+    def _data(self, number: int, flags: int, data: bytes, start: int, end: int) -> None:
+        """A whole DATA frame without padding, whose payload are those bytes of a chunk."""
+        stream = self._data_target(number, end - start)
+        if stream is None:
+            return
+        if start < end:
+            stream.receive(data, start, end)
+        if flags or stream.ungranted > _MUCH_OF_STREAM:
+            self._data_taken(stream, flags)
+
+    def _large_data(self, number: int, flags: int, payload: bytes) -> None:
+        """A whole DATA frame that is large, or has padding."""
         stream = self._data_target(number, len(payload))
         if stream is None:
             return
         if flags & frames.PADDED:
             payload = frames.unpadded(payload)
         if payload:
-            stream.receive(payload)
-        if flags & frames.END_STREAM:
+            stream.receive(payload, 0, len(payload))
+        self._data_taken(stream, flags)
+
+    def _data_taken(self, stream: Stream, flags: int) -> None:
+        if flags & END_STREAM:
             stream.end_receiving()
-        elif stream.ungranted > STREAM_WINDOW // 4:
+        elif stream.ungranted > _MUCH_OF_STREAM:
             self.grant(stream)
 
     def _data_begins(self, number: int, flags: int, size: int) -> None:
@@ -73,7 +90,7 @@ class DataFrames(Outgoing):
         self._data_left -= end - at
         stream = self._data_stream
         if stream is not None and not stream.ended and end > at:
-            stream.receive(memoryview(data)[at:end])
+            stream.receive(data, at, end)
         if not self._data_left:
             self._data_ends()
         return end
@@ -82,10 +99,7 @@ class DataFrames(Outgoing):
         """The payload is whole."""
         stream, self._data_stream = self._data_stream, None
         if stream is not None and not stream.ended:
-            if self._data_flags & frames.END_STREAM:
-                stream.end_receiving()
-            elif stream.ungranted > STREAM_WINDOW // 4:
-                self.grant(stream)
+            self._data_taken(stream, self._data_flags)
 
     def _read_directly(self) -> None:
         """Has the rest of the payload read to where it belongs, if that is known, and takes the transport back later."""
@@ -113,12 +127,12 @@ class DataFrames(Outgoing):
 
     def direct_body_complete(self) -> None:
         """What belonged to the tensor was read past us: what comes next comes here again."""
-        self._receiving = True
+        self._flushing = True
         if self._data_stream is not None:
             self._data_stream.advanced()
         if not self._data_left:
             self._data_ends()
-        self._receiving = False
+        self._flushing = False
         if self._out or self.phase is Phase.ENDING:
             self._flush()
 
@@ -129,39 +143,33 @@ class DataFrames(Outgoing):
 
     def _data_target(self, number: int, size: int) -> Stream | None:
         """The stream a DATA frame is for, its windows reduced; None: one that ended meanwhile."""
-        if number > self._last_stream or not number:
-            raise Violation(frames.PROTOCOL_ERROR, f"DATA for stream {number}, which is not open")
-        self._receive_window -= size
-        if self._receive_window < 0:
-            raise Violation(frames.FLOW_CONTROL_ERROR, "more DATA than the connection's window allows")
-        self._ungranted += size
-        if self._ungranted > CONNECTION_WINDOW // 4:
-            self.write(frames.window_update(0, self._ungranted))
-            self._receive_window += self._ungranted
-            self._ungranted = 0
         stream = self.streams.get(number)
+        if stream is None and (number > self._last_stream or not number):
+            raise Violation(frames.PROTOCOL_ERROR, f"DATA for stream {number}, which is not open")
+        # Granted again so early, and frames so much smaller than the window, that no client can exceed it.
+        self._ungranted += size
+        if self._ungranted > _MUCH_OF_CONNECTION:
+            self.write(frames.window_update(0, self._ungranted))
+            self._ungranted = 0
         if stream is None:
             return None
         if stream.half_closed:
             raise Violation(frames.STREAM_CLOSED, f"DATA after the end of stream {number}")
-        stream.receive_window -= size
-        if stream.receive_window < 0:
+        stream.ungranted = ungranted = stream.ungranted + size
+        if ungranted > STREAM_WINDOW:
             raise Violation(frames.FLOW_CONTROL_ERROR, f"more DATA than the window of stream {number} allows")
-        stream.ungranted += size
         return stream
 
     def grant(self, stream: Stream) -> None:
         """Lets the client send again what it sent, unless its call has enough to do."""
         if stream.ungranted > 0 and not (stream.held or stream.half_closed or stream.ended or stream.waits_for_room):
             self.write(frames.window_update(stream.id, stream.ungranted))
-            stream.receive_window += stream.ungranted
             stream.ungranted = 0
 
     def grant_ahead(self, stream: Stream, byte_size: int) -> None:
         """Lets the client send all that is left of a message, which has its place already, and then as much as it always may."""
         ahead = min(byte_size, _MAX_AHEAD)
-        if byte_size > stream.receive_window and not stream.half_closed and not stream.ended:
+        if byte_size > STREAM_WINDOW - stream.ungranted and not stream.half_closed and not stream.ended:
             self.write(frames.window_update(stream.id, stream.ungranted + ahead))
-            stream.receive_window += stream.ungranted + ahead
             # Once all of it has come, what is granted is as much as before.
             stream.ungranted = -ahead

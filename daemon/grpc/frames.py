@@ -13,7 +13,9 @@ HEAD_SIZE = 9
 #: Length (its upper byte, its lower two), type, flags, stream id.
 read_head = struct.Struct(">BHBBI").unpack_from
 _write_head = struct.Struct(">BHBBI").pack
-_number = struct.Struct(">I").pack
+#: Stream id and increment of a WINDOW_UPDATE.
+read_update = struct.Struct(">5xII").unpack_from
+number = struct.Struct(">I").pack
 _setting = struct.Struct(">HI")
 
 # Types.
@@ -35,6 +37,9 @@ NO_ERROR, PROTOCOL_ERROR, INTERNAL_ERROR, FLOW_CONTROL_ERROR, _, STREAM_CLOSED, 
     range(8)
 )
 CANCEL, COMPRESSION_ERROR, _, ENHANCE_YOUR_CALM = range(8, 12)
+
+#: How every WINDOW_UPDATE that is none too long or too short begins, and how long those are.
+UPDATE, UPDATE_SIZE = bytes((0, 0, 4, WINDOW_UPDATE)), 13
 
 STREAM_ID = (1 << 31) - 1
 MAX_WINDOW = (1 << 31) - 1
@@ -64,17 +69,17 @@ def head(kind: int, flags: int, stream: int, size: int) -> bytes:
 
 def window_update(stream: int, increment: int) -> bytes:
     """Lets the peer send that many bytes more; stream 0 is the connection."""
-    return frame(WINDOW_UPDATE, 0, stream, _number(increment))
+    return frame(WINDOW_UPDATE, 0, stream, number(increment))
 
 
 def rst_stream(stream: int, code: int) -> bytes:
     """Ends a stream at once."""
-    return frame(RST_STREAM, 0, stream, _number(code))
+    return frame(RST_STREAM, 0, stream, number(code))
 
 
 def goaway(last_stream: int, code: int, reason: str = "") -> bytes:
     """No stream beyond ``last_stream`` is or will be looked at."""
-    return frame(GOAWAY, 0, 0, _number(last_stream) + _number(code) + reason.encode())
+    return frame(GOAWAY, 0, 0, number(last_stream) + number(code) + reason.encode())
 
 
 def settings(values: Iterable[tuple[int, int]]) -> bytes:

@@ -42,6 +42,10 @@ class Phase(enum.Enum):
     CLOSED = "closed"
 
 
+# Looked at for every message, and a name of an enum's takes two steps.
+_CLOSED, _ENDING = Phase.CLOSED, Phase.ENDING
+
+
 class Outgoing(asyncio.Protocol):
     """Owns the transport. ``Connection`` is the incoming half."""
 
@@ -54,6 +58,7 @@ class Outgoing(asyncio.Protocol):
         self.blocked: dict[int, Reply] = {}
         self.send_window = frames.DEFAULT_WINDOW
         self.max_frame_size = frames.DEFAULT_FRAME_SIZE
+        self.small = serving.small
         #: Whether what is written may lie in memory that is given back once it has left.
         self.is_plain = True
         self._transport: asyncio.Transport | None = None
@@ -62,9 +67,8 @@ class Outgoing(asyncio.Protocol):
         self._out_size = 0
         #: To be called when everything written so far has left.
         self._on_written: list[Callable[[], None]] = []
+        #: What is written now leaves without being asked: at the end of this turn, or when everything that came was looked at.
         self._flushing = False
-        #: What is written now is flushed when everything that came was looked at.
-        self._receiving = False
         self._paused_since = 0.0
 
     def fileno(self) -> int:
@@ -109,25 +113,29 @@ class Outgoing(asyncio.Protocol):
         """Queues; everything of one turn of the loop leaves together."""
         self._out.append(piece)
         self._out_size += len(piece)
-        if not self._flushing and not self._receiving:
+        if not self._flushing:
             self._flushing = True
             self.loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         self._flushing = False
-        if self._out and self.phase is not Phase.CLOSED:
-            assert self._transport is not None
-            out, self._out = self._out, []
+        out = self._out
+        if out and self.phase is not _CLOSED:
+            transport = self._transport
+            assert transport is not None
+            self._out = []
             size, self._out_size = self._out_size, 0
-            if size > _JOINED:
-                self._transport.writelines(out)
+            if len(out) == 1:
+                transport.write(out[0])
+            elif size > _JOINED:
+                transport.writelines(out)
             else:
-                self._transport.write(out[0] if len(out) == 1 else b"".join(out))
+                transport.write(b"".join(out))
             if self._on_written and not self._paused_since:
                 self._written()
             if self.blocked:
                 self._pump()
-        if self.phase is Phase.ENDING and not self.streams and not self._out:
+        if self.phase is _ENDING and not self.streams and not self._out:
             self._close()
 
     def _pump(self) -> None:

@@ -3,82 +3,27 @@
 A client that asks again and again sends the same message but for its ``id`` and its raw tensors' bytes. Two things are kept:
 
     head        what the bytes beside id and raw tensors mean, which costs protobuf and checks to find out
-    layout      of a whole message, by its size: which bytes these are, so that a few comparisons stand for reading its fields
+    layout      of a whole message, by its size: which bytes these are, so that one comparison stands for reading its fields
 
-The same bytes mean the same. Whether the model is there is asked each time.
+The same bytes mean the same. Whether the model is there is asked whenever any has changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from daemon.grpc.layout import Layout
 from daemon.grpc.reception import Reception
 from daemon.grpc.request_codec import DecodedHead, decode_head
 from daemon.grpc.request_fields import Buffer, RefusedRequest, split
 from daemon.inference import Content, InferenceRequest, form_of
 from daemon.model_table import ModelTable
 from daemon.submit import Submitter
-from shm.errors import InvalidArgument, ServingError
-from shm.forms import Form
-from shm.messages import ModelState, RegionSlice, Submit
+from shm.errors import InvalidArgument, NotFound, ServingError
+from shm.messages import ModelState, RegionSlice
 
-_Place = tuple[int, int]
-
-
-class _Layout:
-    """Messages of one size that differ in their id and in their raw tensors' bytes alone."""
-
-    __slots__ = ("_contents", "_form", "_id", "_inputs", "_submitter", "decoded", "fixed")
-
-    def __init__(
-        self,
-        message: bytes,
-        client_id: _Place,
-        raws: list[_Place],
-        decoded: DecodedHead,
-        submitter: Submitter | None,
-    ) -> None:
-        self.decoded = decoded
-        #: The form of such messages is asked for when the second one comes.
-        self._submitter = submitter
-        self._form: Form[Submit] | None = None
-        self._id = slice(*client_id)
-        places = iter(raws)
-        #: Name, datatype, shape, and the content or where in the message it is.
-        self._inputs: list[tuple[str, str, tuple[int, ...], Content | slice]] = [
-            (name, datatype, shape, slice(*next(places)) if content is None else content)
-            for name, datatype, shape, content in decoded.inputs
-        ]
-        #: Of a form: what it leaves open, in its order.
-        self._contents = [where for _, _, _, where in self._inputs if not isinstance(where, RegionSlice)]
-        #: What does not differ.
-        self.fixed: list[tuple[slice, bytes]] = []
-        at = 0
-        for begin, end in sorted((client_id, *raws)):
-            if at < begin:
-                self.fixed.append((slice(at, begin), message[at:begin]))
-            at = end
-        if at < len(message):
-            self.fixed.append((slice(at, len(message)), message[at:]))
-
-    def request(self, message: Buffer) -> InferenceRequest:
-        """A message of this layout. Raises RefusedRequest: its id is no text."""
-        client_id = _text(bytes(message[self._id]))
-        if self._form is not None:
-            request = _request(self.decoded, client_id, [])
-            request.form = self._form
-            request.contents = tuple(
-                [bytes(message[where] if type(where) is slice else where) for where in self._contents]  # type: ignore[arg-type]
-            )
-            return request
-        inputs: list[tuple[str, str, tuple[int, ...], Content]] = [
-            (name, datatype, shape, message[where] if type(where) is slice else where)
-            for name, datatype, shape, where in self._inputs
-        ]
-        request = _request(self.decoded, client_id, inputs)
-        if self._submitter is not None:
-            self._form, self._submitter = form_of(self._submitter, request), None
-        return request
+#: A message as far as it is its own: the id as it came, and as text; the raw tensors.
+Known = tuple[Layout, bytes, str, tuple[bytes, ...]]
 
 
 class Recognised:
@@ -94,28 +39,52 @@ class Recognised:
         self._table = table
         self._submitter = submitter
         self._decoded: dict[tuple[bytes, bool], DecodedHead] = {}
-        self._layouts: dict[int, _Layout] = {}
+        self._layouts: dict[int, Layout] = {}
+
+    def known(self, content: Buffer, start: int, end: int) -> Known | None:
+        """A message, those bytes of ``content``, that becomes a request of a form. None: it is to be decoded."""
+        layout = self._layouts.get(end - start)
+        if layout is None or layout.form is None:
+            return None
+        pieces = layout.cut(content, start)
+        if pieces[::2] != layout.fixed:
+            return None
+        if layout.edition != self._table.edition and not self._serves(layout):
+            return None
+        try:
+            return layout, pieces[1], pieces[1].decode(), pieces[3::2]
+        except UnicodeDecodeError:
+            return None
+
+    def _serves(self, layout: Layout) -> bool:
+        """The table has changed: whether the model is still there, and as what."""
+        try:
+            layout.state = self._table.find(layout.decoded.model, layout.decoded.version)
+        except NotFound:
+            return False
+        layout.edition = self._table.edition
+        return True
 
     def decode(self, message: Buffer) -> tuple[DecodedHead, InferenceRequest, ModelState]:
         """A message as a request, and what its model is. Raises RefusedRequest."""
         layout = self._layouts.get(len(message))
-        if layout is not None:
-            for where, content in layout.fixed:
-                if message[where] != content:
-                    break
-            else:
-                request, decoded = layout.request(message), layout.decoded
-                try:
-                    return decoded, request, self._table.find(decoded.model, decoded.version)
-                except ServingError as error:
-                    raise RefusedRequest(error, request.id) from None
+        if layout is not None and (own := layout.own(message)) is not None:
+            understood = self._understood(layout.decoded, own[0], own[1:])
+            if layout.awaits_form and self._submitter is not None:
+                layout.form, layout.awaits_form = form_of(self._submitter, understood[1]), False
+            return understood
         head, client_id, id_at, raws = split(message)
         decoded = self._head(head, client_id, bool(raws))
         understood = self._understood(decoded, client_id, [message[begin:end] for begin, end in raws])
-        if len(head) <= self.MAX_HEAD and len(message) <= self.MAX_MESSAGE and raws:
+        if (
+            len(head) <= self.MAX_HEAD
+            and len(message) <= self.MAX_MESSAGE
+            and all(content is None or type(content) is RegionSlice for _, _, _, content in decoded.inputs)
+            and (not raws or id_at[1] <= raws[0][0])
+        ):
             if len(self._layouts) >= self.MAX_COUNT:
                 self._layouts.clear()
-            self._layouts[len(message)] = _Layout(bytes(message), id_at, raws, decoded, self._submitter)
+            self._layouts[len(message)] = Layout(bytes(message), (id_at, *raws), decoded)
         return understood
 
     def decode_received(self, message: Reception) -> tuple[DecodedHead, InferenceRequest, ModelState]:

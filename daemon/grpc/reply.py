@@ -22,13 +22,15 @@ from daemon.grpc.header_blocks import CallHead
 
 if TYPE_CHECKING:
     from daemon.grpc.connection import Connection
+    from daemon.grpc.known_answer import KnownAnswer
 
 #: Before each message, either way: whether it is compressed, and its length.
 PREFIX = struct.Struct(">BI")
-#: Answers up to this size leave in one piece.
-_SMALL = 16384
+read_prefix = PREFIX.unpack_from
+#: Answers up to this size leave in one piece: no client takes smaller frames only.
+SMALL = 16384
 #: Less is not worth compressing.
-_MIN_COMPRESSED = 512
+MIN_COMPRESSED = 512
 _TRAILERS_OK_SIZE = len(header_blocks.TRAILERS_OK)
 
 
@@ -74,7 +76,7 @@ class Reply(ABC):
         connection = self.connection
         framed = size + PREFIX.size
         if (
-            framed > _SMALL
+            framed > SMALL
             or framed > connection.max_frame_size
             or framed > connection.send_window
             or framed > self.send_window
@@ -104,6 +106,42 @@ class Reply(ABC):
             on_sent()
         self._close()
 
+    def answer_known(self, known: KnownAnswer, client_id: bytes, contents: tuple[bytes, ...]) -> bool:
+        """The same of a known answer, unless something is in its way. False: nothing was done."""
+        connection, framed = self.connection, known.framed
+        if (
+            framed > connection.send_window
+            or framed > self.send_window
+            or framed > connection.small
+            or self._finished
+            or self._head_sent
+        ):
+            return False
+        connection.send_window -= framed
+        connection.write(known.unary(frames.number(self.id), client_id, contents))
+        self._finished = True
+        self._close()
+        return True
+
+    def send_known(self, known: KnownAnswer, client_id: bytes, contents: tuple[bytes, ...]) -> bool:
+        """A known message of a stream, unless something is in its way. False: nothing was done."""
+        connection, framed = self.connection, known.framed
+        if (
+            framed > connection.send_window
+            or framed > self.send_window
+            or framed > connection.small
+            or framed > connection.buffer_room()
+            or self._unsent
+            or self._finished
+            or not self._head_sent
+        ):
+            return False
+        self.send_window -= framed
+        connection.send_window -= framed
+        connection.answered = True
+        connection.write(known.streamed(frames.number(self.id), client_id, contents))
+        return True
+
     def send(self, parts: list[Buffer], on_sent: Callable[[], None] | None = None) -> None:
         """One message; what the windows do not allow yet waits. ``on_sent``: its bytes are not looked at any more."""
         if self._finished:
@@ -117,7 +155,7 @@ class Reply(ABC):
         framed = size + PREFIX.size
         connection = self.connection
         if (
-            framed <= _SMALL
+            framed <= SMALL
             and not self._unsent
             and not compressed
             and framed <= self.send_window
@@ -138,7 +176,7 @@ class Reply(ABC):
             parts = [deflate.compress(b"".join(parts)) + deflate.flush()]
             size, flag = len(parts[0]), 1
         prefix = PREFIX.pack(flag, size)
-        if size <= _SMALL:
+        if size <= SMALL:
             self._unsent.append(b"".join((prefix, *parts)))
         else:
             self._unsent.append(prefix)
@@ -198,7 +236,7 @@ class Reply(ABC):
             connection.answered = True
             self.unsent_size -= size
             header = frames.head(frames.DATA, 0, self.id, size)
-            if size < _SMALL // 2:
+            if size < SMALL // 2:
                 connection.write(b"".join((header, *pieces)))
             else:
                 connection.write(header)
@@ -227,7 +265,7 @@ class Reply(ABC):
         self.connection.write(frames.frame(frames.HEADERS, frames.END_HEADERS, self.id, block))
 
     def _compresses(self, size: int) -> bool:
-        return bool(self.connection.serving.compression) and size >= _MIN_COMPRESSED and "gzip" in self.head.accepts
+        return bool(self.connection.serving.compression) and size >= MIN_COMPRESSED and "gzip" in self.head.accepts
 
     @abstractmethod
     def _drop(self) -> None:

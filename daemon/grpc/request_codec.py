@@ -13,7 +13,6 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from daemon.grpc.request_tensors import content, requested
-from daemon.grpc.response_codec import FormWriter
 from daemon.inference import Content
 from daemon.model_table import ModelTable, parse_version
 from shm.errors import InvalidArgument, Unsupported
@@ -24,7 +23,7 @@ _INT64 = (1 << 63) - 1
 
 @dataclass(slots=True)
 class DecodedHead:
-    """What a request says beside its raw tensors and its id. Shared between requests: nothing but ``writer`` ever changes."""
+    """What a request says beside its raw tensors and its id. Shared between requests: nothing of it changes any more."""
 
     model: str
     version: int
@@ -41,8 +40,6 @@ class DecodedHead:
     sequence_end: bool = False
     #: The client wants a last, empty response where the model's last one does not say that it is.
     empty_final: bool = False
-    #: Writes answers like the last one that had a form.
-    writer: FormWriter | None = None
 
 
 def decode_head(head: bytes, has_raw: bool, table: ModelTable) -> DecodedHead:

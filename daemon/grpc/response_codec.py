@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from shm.forms import no_view
 from shm.messages import Completion, Inline, Parameter, Slice
 
 Buffer = bytes | memoryview
@@ -52,42 +51,9 @@ def encode(
             content = place.content
         elif type(place) is Slice:
             content = view(place)
-        raws.append(_raw(len(content)))
+        raws.append(raw(len(content)))
         raws.append(content)
     return pieces + raws
-
-
-class FormWriter:
-    """Writes the good answers of one form: nothing of them but the id and the tensors' bytes is new."""
-
-    __slots__ = ("_after", "_before", "_final", "_raws", "template")
-
-    def __init__(self, template: Completion, model: str, final: bool | None) -> None:
-        """``final``: as for ``encode``."""
-        self.template = template
-        self._final = final
-        pieces = encode(template, model, "", no_view, final)
-        outputs = len(template.outputs)
-        self._before = bytes(pieces[0])
-        self._after = b"".join(pieces[1 : len(pieces) - 2 * outputs])
-        #: Of each output: whether its bytes are in the record.
-        self._raws = [type(tensor.place) is Inline for tensor in template.outputs]
-
-    def fits(self, template: Completion, final: bool | None) -> bool:
-        """Whether answers of that form are like those."""
-        return template is self.template and final is self._final
-
-    def write(self, client_id: str, contents: Sequence[bytes]) -> list[Buffer]:
-        """An answer. ``contents``: of the outputs that do not go to regions."""
-        pieces: list[Buffer] = [self._before]
-        if client_id:
-            pieces.append(field(0x1A, client_id.encode()))
-        pieces.append(self._after)
-        rest = iter(contents)
-        for inside in self._raws:
-            content = next(rest) if inside else b""
-            pieces += (_raw(len(content)), content)
-        return pieces
 
 
 def streamed(parts: list[Buffer]) -> list[Buffer]:
@@ -130,11 +96,16 @@ _BYTES = [bytes((value,)) for value in range(128)]
 
 def field(tag: int, content: bytes) -> bytes:
     """A length-delimited field."""
-    return _BYTES[tag] + varint(len(content)) + content
+    return field_start(tag, len(content)) + content
+
+
+def field_start(tag: int, byte_size: int) -> bytes:
+    """What stands before the content of such a field."""
+    return _BYTES[tag] + varint(byte_size)
 
 
 @functools.lru_cache(4096)
-def _raw(byte_size: int) -> bytes:
+def raw(byte_size: int) -> bytes:
     """What stands before a raw tensor."""
     return b"\x32" + varint(byte_size)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
+from collections.abc import Callable
 
 from config import restrictions
 from config.options import Options
@@ -15,12 +17,16 @@ from daemon.endpoints import Endpoints
 from daemon.forwarding import Forwarding
 from daemon.front import Front
 from daemon.grpc import tls
+from daemon.grpc.call import Call
 from daemon.grpc.connection import Connection
-from daemon.grpc.infer import Inferring
+from daemon.grpc.inferring import Inferring
 from daemon.grpc.management import SERVICE, Management
 from daemon.grpc.recognised import Recognised
 from daemon.grpc.serving import Serving
 from daemon.grpc.standard_services import StandardServices
+from daemon.grpc.stream import Stream
+from daemon.grpc.stream_infer import StreamInfer
+from daemon.grpc.unary_infer import UnaryInfer
 
 _log = logging.getLogger(__name__)
 _CHECK_SECONDS = 1.0
@@ -41,11 +47,11 @@ class GrpcFront(Front):
             Forwarding(pattern) if pattern else None,
             self.tracer,
         )
-        methods = {
+        methods: dict[str, Callable[[Stream], Call]] = {
             **dict(Management(endpoints).methods()),
             **dict(StandardServices(endpoints).methods()),
-            f"/{SERVICE}/ModelInfer": inferring.unary,
-            f"/{SERVICE}/ModelStreamInfer": inferring.streamed,
+            f"/{SERVICE}/ModelInfer": functools.partial(UnaryInfer, inferring),
+            f"/{SERVICE}/ModelStreamInfer": functools.partial(StreamInfer, inferring),
         }
         access = grpc_access(restrictions.parse(options.grpc.restricted_protocol))
         rules = {path: rule for path in methods if (rule := access.rule(path.rpartition("/")[2])) is not None}

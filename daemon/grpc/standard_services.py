@@ -81,9 +81,9 @@ class _Conversation(Call):
         self._questions: asyncio.Queue[Any] = asyncio.Queue(_MAX_QUESTIONS)
         self._task = asyncio.get_running_loop().create_task(self._run(answers))
 
-    def message(self, content: Buffer) -> None:
+    def message(self, content: Buffer, start: int, end: int) -> None:
         try:
-            self._questions.put_nowait(self._request.FromString(bytes(content)))
+            self._questions.put_nowait(self._request.FromString(bytes(content[start:end])))
         except DecodeError:
             self._stream.refuse(INVALID_ARGUMENT, "failed to parse the request message")
         except asyncio.QueueFull:

@@ -20,7 +20,7 @@ from daemon.grpc.call import Buffer, Call
 from daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, RESOURCE_EXHAUSTED
 from daemon.grpc.header_blocks import CallHead
 from daemon.grpc.inflation import Refused, inflated
-from daemon.grpc.reply import PREFIX, Reply
+from daemon.grpc.reply import PREFIX, Reply, read_prefix
 
 if TYPE_CHECKING:
     from daemon.grpc.connection import Connection
@@ -44,18 +44,13 @@ class Stream(Reply):
         "half_closed",
         "held",
         "partial_since",
-        "receive_window",
         "ungranted",
     )
 
-    def __init__(
-        self, connection: Connection, number: int, head: CallHead, send_window: int, receive_window: int
-    ) -> None:
+    def __init__(self, connection: Connection, number: int, head: CallHead, send_window: int) -> None:
         super().__init__(connection, number, head, send_window)
         self.call: Call | None = None
-        #: What may still be sent by the client.
-        self.receive_window = receive_window
-        #: Bytes taken from the client and not granted again yet.
+        #: Bytes taken from the client and not granted again yet; below 0: granted before they came.
         self.ungranted = 0
         #: No window is granted while this is set: the call has enough to do.
         self.held = False
@@ -81,17 +76,17 @@ class Stream(Reply):
 
     # ----------------------------------------------------------------------------------------------- receiving
 
-    def receive(self, piece: Buffer) -> None:
-        """A piece of the client's messages."""
+    def receive(self, data: bytes, start: int, end: int) -> None:
+        """A piece of the client's messages: those bytes of a chunk."""
         if self._finished:
             return
-        size = len(piece)
-        if self._arriving is None and not self._begun and size >= PREFIX.size:
-            flag, length = PREFIX.unpack_from(piece)
-            if length == size - PREFIX.size and length <= self.connection.serving.max_message:
-                self._deliver(flag, piece[PREFIX.size :])
+        content = start + PREFIX.size
+        if content <= end and not self.partial_since:
+            flag, length = read_prefix(data, start)
+            if length == end - content and length <= self.connection.serving.max_message:
+                self._deliver(flag, data, content, end)
                 return
-        self._take(memoryview(piece))
+        self._take(memoryview(data)[start:end])
         self._note()
 
     def _take(self, piece: memoryview) -> None:
@@ -112,10 +107,9 @@ class Stream(Reply):
                     return
                 self.partial_since = 0.0
                 if length <= end - at:
-                    content = piece[at : at + length]
+                    content = at
                     at += length
-                    # What is kept of a piece keeps all of it.
-                    self._deliver(flag, bytes(content) if at < end else content)
+                    self._deliver(flag, piece, content, at)
                     continue
                 assert self.call is not None
                 reception = self.call.reception(length) if not flag and length > _RECEIVED_BYTE_SIZE else None
@@ -190,7 +184,7 @@ class Stream(Reply):
         if not arriving.is_placed:
             content = arriving.content()
             arriving.drop()
-            self._deliver(arriving.flag, content)
+            self._deliver(arriving.flag, content, 0, len(content))
             return
         assert self.call is not None
         assert arriving.reception is not None
@@ -200,14 +194,15 @@ class Stream(Reply):
             arriving.drop()
             self._defect()
 
-    def _deliver(self, flag: int, content: Buffer) -> None:
+    def _deliver(self, flag: int, content: Buffer, start: int, end: int) -> None:
         assert self.call is not None
         try:
             if flag:
                 content = inflated(
-                    content, self.head.encoding if flag == 1 else "", self.connection.serving.max_message
+                    content[start:end], self.head.encoding if flag == 1 else "", self.connection.serving.max_message
                 )
-            self.call.message(content)
+                start, end = 0, len(content)
+            self.call.message(content, start, end)
         except Refused as refused:
             self.refuse(refused.code, refused.message)
         except Exception:
@@ -237,9 +232,10 @@ class Stream(Reply):
     def refuse(self, code: int, message: str) -> None:
         """Ends a call over what its client sent: the status, and the call is told that nobody waits."""
         if not self._finished:
+            call = self.call
             self.finish(code, message)
-            if self.call is not None:
-                self.call.abandoned()
+            if call is not None:
+                call.abandoned()
 
     def _expired(self) -> None:
         if not self._finished:
@@ -257,14 +253,16 @@ class Stream(Reply):
         """The client reset the stream, or the connection is gone."""
         if self.ended:
             return
-        waited = not self._finished
+        call = None if self._finished else self.call
         self._finished = True
         self._end()
-        if waited and self.call is not None:
-            self.call.abandoned()
+        if call is not None:
+            call.abandoned()
 
     def _end(self) -> None:
         self.ended = True
+        # Each refers to the other, and calls shall leave the garbage collector nothing to do.
+        self.call = None
         self._drop()
         self._unsent.clear()
         self.unsent_size = 0

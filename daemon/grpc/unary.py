@@ -9,7 +9,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError, Message
 
-from daemon.grpc.call import Buffer, Call
+from daemon.grpc.call import Buffer, Call, kept
 from daemon.grpc.codes import INTERNAL, INVALID_ARGUMENT, number
 from daemon.grpc.stream import Stream
 from shm.errors import ServingError
@@ -30,11 +30,11 @@ class Unary(Call):
         self._message: Buffer | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def message(self, content: Buffer) -> None:
+    def message(self, content: Buffer, start: int, end: int) -> None:
         if self._message is not None:
             self._stream.refuse(INTERNAL, "a unary call has one request message")
         else:
-            self._message = content
+            self._message = kept(content, start, end)
 
     def half_closed(self) -> None:
         if self._message is None:

@@ -1,16 +1,22 @@
 """A connection of the gRPC front without sockets of clients, and what perf_analyzer's C++ client sends on it.
 
-    test ─▶ Connection ─▶ Submitter ══ lane ══ WorkerLane, answered by the test
+test ─▶ Connection ─▶ Submitter ══ lane ══ WorkerLane, answered by the test
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 from daemon.grpc import frames
+from daemon.grpc.call import Call
 from daemon.grpc.connection import Connection
-from daemon.grpc.infer import Inferring
-from daemon.grpc.management import SERVICE
+from daemon.grpc.inferring import Inferring
 from daemon.grpc.recognised import Recognised
 from daemon.grpc.serving import Serving
+from daemon.grpc.stream import Stream
+from daemon.grpc.stream_infer import StreamInfer
+from daemon.grpc.unary_infer import UnaryInfer
 from daemon.tracer import Tracer
 from tests.daemon.grpc.frame_client import INFER, STREAM, prefixed
 from tests.work.connection import OPTIONS, KeptTransport, LaneBench
@@ -44,7 +50,10 @@ class GrpcBench(LaneBench):
         super().__init__()
         recognised = Recognised(self.table, self.submitter)
         inferring = Inferring(self.submitter, recognised, OPTIONS.grpc.max_stream_requests, None, Tracer(1, 0))
-        methods = {f"/{SERVICE}/ModelInfer": inferring.unary, f"/{SERVICE}/ModelStreamInfer": inferring.streamed}
+        methods: dict[str, Callable[[Stream], Call]] = {
+            INFER: functools.partial(UnaryInfer, inferring),
+            STREAM: functools.partial(StreamInfer, inferring),
+        }
         self._serving = Serving(OPTIONS.grpc, methods, self.tally.seat(0))
 
     def connect(self) -> KeptTransport:

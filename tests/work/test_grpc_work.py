@@ -18,7 +18,6 @@ from daemon.grpc import frames
 from shm.lane import WorkerLane
 from shm.messages import Completion, Submit
 from tests.daemon.grpc.frame_client import STREAM
-from tests.work.connection import KeptTransport
 from tests.work.counter import Work
 from tests.work.grpc_connection import GrpcBench, call, message, opened, payloads
 from tests.work.test_front_work import two_in_regions, two_small
@@ -55,9 +54,7 @@ def shared(client_id: str, **fields: Any) -> bytes:
         model_name="addsub",
         id=client_id,
         inputs=[Infer.InferInputTensor(name=name, parameters=_REGION, **_FP32) for name in ("INPUT0", "INPUT1")],
-        outputs=[
-            Infer.InferRequestedOutputTensor(name=name, parameters=_REGION) for name in ("OUTPUT0", "OUTPUT1")
-        ],
+        outputs=[Infer.InferRequestedOutputTensor(name=name, parameters=_REGION) for name in ("OUTPUT0", "OUTPUT1")],
         **fields,
     )
     return bytes(asked.SerializeToString())

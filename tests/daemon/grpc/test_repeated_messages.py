@@ -15,7 +15,7 @@ from daemon.trace_turn import TraceTurn
 from shm.forms import answer_template
 from shm.messages import Completion, FormCompletion, FormSubmit, Inline, RegionSlice, Tensor, TraceChanged
 from tests.daemon.grpc.frame_client import INFER, STREAM, Answer, FrameClient, prefixed, serving
-from tests.daemon.grpc.test_infer import BEGIN, END, traces
+from tests.daemon.grpc.test_inferring import BEGIN, END, traces
 from tests.fakes import EchoWorker, until
 
 TIMES = 4

@@ -11,8 +11,7 @@ from tritonclient.grpc import service_pb2
 
 from daemon.grpc import response_codec
 from shm.datatypes import ELEMENT_SIZES
-from shm.forms import whole_answer
-from shm.messages import Completion, FormCompletion, Inline, Parameter, RegionSlice, Slice, Tensor
+from shm.messages import Completion, Inline, Parameter, RegionSlice, Slice, Tensor
 
 ARENA = bytes(range(256)) * 300
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -72,45 +71,6 @@ def test_protobuf_reads_what_was_written(
     assert values(answer.parameters) == {**parameters, **said}
     streamed = service_pb2.ModelStreamInferResponse.FromString(b"".join(response_codec.streamed(parts)))
     assert (streamed.error_message, streamed.infer_response) == ("", answer)
-
-
-@given(
-    TEXT,
-    st.integers(1, (1 << 63) - 1),
-    st.lists(
-        st.builds(
-            Tensor,
-            TEXT,
-            st.sampled_from(sorted(ELEMENT_SIZES)),
-            SHAPES,
-            st.just(Inline(b"")) | st.just(RegionSlice("r", 0, 5)),
-        ),
-        max_size=4,
-    ),
-    PARAMETERS,
-    st.sampled_from([None, False, True]),
-    st.data(),
-)
-def test_answers_of_a_form_are_written_as_each_would_be(
-    model: str,
-    version: int,
-    outputs: list[Tensor],
-    parameters: dict[str, Parameter],
-    final: bool | None,
-    data: st.DataObject,
-) -> None:
-    template = Completion(0, version=version, outputs=tuple(outputs), parameters=parameters)
-    writer = response_codec.FormWriter(template, model, final)
-    inside = sum(isinstance(tensor.place, Inline) for tensor in outputs)
-    for _ in range(3):
-        contents = tuple(data.draw(st.lists(st.binary(max_size=300), min_size=inside, max_size=inside)))
-        client_id = data.draw(TEXT)
-        whole = whole_answer(template, FormCompletion(1, 0, contents))
-        expected = response_codec.encode(whole, model, client_id, view, final)
-        assert b"".join(writer.write(client_id, contents)) == b"".join(expected)
-    assert writer.fits(template, final)
-    assert not writer.fits(Completion(0, version=version, outputs=tuple(outputs), parameters=parameters), final)
-    assert [writer.fits(template, other) for other in (None, False, True) if other is not final] == [False, False]
 
 
 def test_a_slice_is_not_copied() -> None:

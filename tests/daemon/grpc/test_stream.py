@@ -37,6 +37,7 @@ class Wire:
         self.loop = asyncio.new_event_loop()
         self.max_frame_size = frame_size
         self.send_window = window
+        self.small = self.serving.small
         self.room = room
         self.answered = False
         self.blocked: dict[int, Stream] = {}
@@ -77,8 +78,8 @@ class Received(Call):
         self.half = False
         self.gone = False
 
-    def message(self, content: Buffer) -> None:
-        self.messages.append(bytes(content))
+    def message(self, content: Buffer, start: int, end: int) -> None:
+        self.messages.append(bytes(content[start:end]))
 
     def half_closed(self) -> None:
         self.half = True
@@ -99,7 +100,7 @@ def opened(
     wire = Wire(connection_window, room, frame_size, Grpc(**{"max_message_byte_size": LIMIT, **options}))
     call = Received()
     head = CallHead("/a", encoding=encoding, accepts=accepts)
-    stream = Stream(wire, 1, head, window, 1 << 20)  # type: ignore[arg-type]
+    stream = Stream(wire, 1, head, window)  # type: ignore[arg-type]
     stream.begin(call)
     wire.loop.close()
     return wire, stream, call
@@ -131,11 +132,17 @@ def pieces(content: bytes, cuts: list[int]) -> Iterator[bytes]:
             yield content[begin:end]
 
 
-@given(MESSAGES, st.lists(st.integers(0, 1000), max_size=30), st.booleans())
-def test_messages_come_whole_however_they_are_cut(messages: list[bytes], cuts: list[int], views: bool) -> None:
+def receive(stream: Stream, piece: bytes) -> None:
+    """All of it."""
+    stream.receive(piece, 0, len(piece))
+
+
+@given(MESSAGES, st.lists(st.integers(0, 1000), max_size=30), st.integers(0, 3))
+def test_messages_come_whole_however_they_are_cut(messages: list[bytes], cuts: list[int], around: int) -> None:
+    """Each piece with something around it that is not the stream's."""
     wire, stream, call = opened()
     for piece in pieces(b"".join(map(prefixed, messages)), cuts):
-        stream.receive(memoryview(piece) if views else piece)
+        stream.receive(bytes(around) + piece + bytes(around), around, around + len(piece))
     stream.end_receiving()
     assert call.messages == messages
     assert (call.half, call.gone, wire.serving.collected, stream.partial_since) == (True, False, 0, 0.0)
@@ -151,7 +158,7 @@ def test_compressed_ones_among_them(messages: list[bytes], cuts: list[int], enco
     )
     _, stream, call = opened(encoding)
     for piece in pieces(content, cuts):
-        stream.receive(piece)
+        receive(stream, piece)
     assert call.messages == messages
 
 
@@ -161,7 +168,7 @@ def test_a_message_over_the_limit(cut: int) -> None:
     wire, stream, call = opened()
     content = prefixed(bytes(LIMIT)) + prefixed(bytes(LIMIT + 1)) + prefixed(b"more")
     for at in range(0, len(content), cut):
-        stream.receive(content[at : at + cut])
+        receive(stream, content[at : at + cut])
     assert call.messages == [bytes(LIMIT)]
     assert (call.gone, wire.serving.collected, wire.ended) == (True, 0, [stream])
     assert status(wire) == (RESOURCE_EXHAUSTED, f"Received message larger than max ({LIMIT + 1} vs. {LIMIT})")
@@ -170,10 +177,10 @@ def test_a_message_over_the_limit(cut: int) -> None:
 def test_incomplete_messages_of_all_streams_together() -> None:
     wire, stream, call = opened(max_receiving_byte_size=2 * LIMIT)
     wire.serving.collected = 2 * LIMIT - 100  # what other streams hold
-    stream.receive(prefixed(bytes(500))[:100])
+    receive(stream, prefixed(bytes(500))[:100])
     assert stream.partial_since > 0
     assert not call.gone
-    stream.receive(bytes(6))
+    receive(stream, bytes(6))
     assert (call.gone, wire.serving.collected) == (True, 2 * LIMIT - 100)
     assert status(wire) == (RESOURCE_EXHAUSTED, "more than 2048 bytes of request messages are being received at once")
 
@@ -192,7 +199,7 @@ def test_incomplete_messages_of_all_streams_together() -> None:
 )
 def test_compressed_messages_that_are_refused(encoding: str, flag: int, content: bytes, code: int, text: str) -> None:
     wire, stream, call = opened(encoding)
-    stream.receive(prefixed(content, flag))
+    receive(stream, prefixed(content, flag))
     assert (call.messages, call.gone) == ([], True)
     found = status(wire)
     assert found[0] == code
@@ -202,7 +209,7 @@ def test_compressed_messages_that_are_refused(encoding: str, flag: int, content:
 @pytest.mark.parametrize("content", [b"\0", prefixed(b"abc")[:-1], prefixed(b"a") + b"\0\0"])
 def test_the_end_in_the_middle_of_a_message(content: bytes) -> None:
     wire, stream, call = opened()
-    stream.receive(content)
+    receive(stream, content)
     stream.end_receiving()
     assert (call.half, call.gone, wire.serving.collected) == (False, True, 0)
     assert status(wire) == (INTERNAL, "the stream ended in the middle of a message")
@@ -210,7 +217,7 @@ def test_the_end_in_the_middle_of_a_message(content: bytes) -> None:
 
 def test_a_defect_of_a_call_is_an_answer(caplog: pytest.LogCaptureFixture) -> None:
     wire, stream, call = opened()
-    call.message = lambda content: [][0]  # type: ignore[method-assign, assignment]
-    stream.receive(prefixed(b"a"))
+    call.message = lambda content, start, end: [][0]  # type: ignore[method-assign, assignment]
+    receive(stream, prefixed(b"a"))
     assert status(wire) == (INTERNAL, "internal error; the server's log has the details")
     assert "a call of /a met a defect" in caplog.text

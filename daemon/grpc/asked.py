@@ -1,0 +1,108 @@
+"""A request of a call from when it is sent until its last answer: what its answers need to know of it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from daemon.grpc.layout import Layout
+from daemon.grpc.request_codec import DecodedHead
+from daemon.inference import Inference, InferenceRequest
+from daemon.submit import Submitter
+from daemon.tracer import Trace
+from shm.lane import SubmitterLane
+from shm.messages import Completion, FormCompletion, FormSubmit
+
+
+class Asking(Protocol):
+    """The call."""
+
+    def completed(self, asked: Asked | KnownAsked, completion: Completion, lane: SubmitterLane | None) -> None:
+        """An answer to it."""
+
+    def formed(self, asked: KnownAsked, template: Completion, answer: FormCompletion) -> None:
+        """The only answer to it, a good one of a form."""
+
+
+class Asked:
+    """One that was decoded."""
+
+    __slots__ = ("_call", "_decoded", "_request", "decoupled", "inference")
+
+    def __init__(self, call: Asking, decoded: DecodedHead, request: InferenceRequest, decoupled: bool) -> None:
+        self._call = call
+        self._decoded = decoded
+        self._request = request
+        self.decoupled = decoupled
+        #: None: not begun, or ended.
+        self.inference: Inference | None = None
+
+    @property
+    def model(self) -> str:
+        return self._decoded.model
+
+    @property
+    def client_id(self) -> str:
+        return self._request.id
+
+    @property
+    def trace(self) -> Trace | None:
+        return self._request.trace
+
+    @property
+    def empty_final(self) -> bool:
+        """Whether a last, empty response is wanted where the model's last one does not say that it is."""
+        return self._decoded.empty_final
+
+    def completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
+        if completion.final:
+            # Each refers to the other, and requests shall leave the garbage collector nothing to do.
+            self.inference = None
+        self._call.completed(self, completion, lane)
+
+    def cancel(self, submitter: Submitter) -> None:
+        """Nobody waits for it any more."""
+        if self.inference is not None:
+            self.inference.cancel()
+
+
+class KnownAsked(msgspec.Struct, eq=False):
+    """One whose layout is known. (A Struct, because one is made for every such request.)"""
+
+    call: Asking
+    layout: Layout
+    #: The client's, as it came.
+    id: bytes
+    record: FormSubmit
+
+    @property
+    def model(self) -> str:
+        return self.layout.decoded.model
+
+    @property
+    def client_id(self) -> str:
+        return self.record.client_id
+
+    @property
+    def trace(self) -> Trace | None:
+        """What is traced is decoded."""
+        return None
+
+    @property
+    def decoupled(self) -> bool:
+        return self.layout.decoupled
+
+    @property
+    def empty_final(self) -> bool:
+        return self.layout.decoded.empty_final
+
+    def completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
+        self.call.completed(self, completion, lane)
+
+    def formed(self, template: Completion, answer: FormCompletion) -> None:
+        self.call.formed(self, template, answer)
+
+    def cancel(self, submitter: Submitter) -> None:
+        """Nobody waits for it any more."""
+        submitter.cancel(self.record.request_id)

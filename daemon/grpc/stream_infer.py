@@ -1,0 +1,215 @@
+"""ModelStreamInfer: many requests in flight, answered in the order they complete. Nothing here waits.
+
+An error of one request is an answer like others (``error_message``) and the stream goes on, unless its caller asked with the
+header ``triton_grpc_error: true`` for the gRPC status, which ends it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from daemon.grpc import response_codec
+from daemon.grpc.asked import Asked, KnownAsked
+from daemon.grpc.call import Buffer, Call, kept
+from daemon.grpc.codes import INTERNAL, OK, number
+from daemon.grpc.inferring import DEFECT, Inferring, Sent
+from daemon.grpc.known_answer import KnownAnswer
+from daemon.grpc.reception import Reception
+from daemon.grpc.recognised import Known
+from daemon.grpc.request_fields import RefusedRequest
+from daemon.grpc.stream import Stream
+from daemon.inference import begin
+from shm.errors import ServingError
+from shm.forms import no_view, whole_answer
+from shm.lane import SubmitterLane
+from shm.messages import Completion, FormCompletion, Slice
+
+_log = logging.getLogger(__name__)
+#: Answers of a stream that its client has not taken; beyond, no more requests are taken.
+_MAX_UNSENT = 4 << 20
+
+
+class StreamInfer(Call):
+    """One call."""
+
+    def __init__(self, inferring: Inferring, stream: Stream) -> None:
+        self._inferring = inferring
+        self._stream = stream
+        self._in_flight: set[Asked | KnownAsked] = set()
+        #: Messages that came before there was room for them; bounded by the stream's window.
+        self._waiting: deque[Buffer | Reception] = deque()
+        self._half_closed = False
+        #: For its next message, CLOCK_MONOTONIC ns; 0: none was traced so far.
+        self._waits_since = time.monotonic_ns() if inferring.tracer.on else 0
+        self._grpc_errors = ("triton_grpc_error", "true") in stream.head.metadata
+
+    def reception(self, byte_size: int) -> Reception | None:
+        return Reception(self._inferring.submitter, byte_size)
+
+    def message(self, content: Buffer, start: int, end: int) -> None:
+        inferring = self._inferring
+        if self._stream.held or len(self._in_flight) >= inferring.max_stream_requests:
+            self._wait(kept(content, start, end))
+            return
+        known = None if inferring.tracer.on else inferring.recognised.known(content, start, end)
+        if known is None:
+            self._ask(content[start:end])
+        else:
+            self._ask_known(known)
+
+    def received(self, message: Reception) -> None:
+        if self._stream.held or not self._has_room():
+            self._wait(message)
+        else:
+            self._ask(message)
+
+    def half_closed(self) -> None:
+        self._half_closed = True
+        self._end_if_done()
+
+    def abandoned(self) -> None:
+        for message in self._waiting:
+            if isinstance(message, Reception):
+                message.drop()
+        self._waiting.clear()
+        for asked in self._in_flight:
+            asked.cancel(self._inferring.submitter)
+        self._in_flight.clear()
+
+    # ------------------------------------------------------------------------------------------------- requests
+
+    def _has_room(self) -> bool:
+        return len(self._in_flight) < self._inferring.max_stream_requests and self._stream.unsent_size < _MAX_UNSENT
+
+    def _wait(self, message: Buffer | Reception) -> None:
+        self._stream.held = True
+        self._waiting.append(message)
+
+    def _ask_known(self, known: Known) -> None:
+        try:
+            self._in_flight.add(self._inferring.ask_known(self, known, self._stream.deadline_ns))
+        except ServingError as error:
+            self._refused(number(error), error.message, known[2])
+
+    def _ask(self, message: Buffer | Reception) -> None:
+        waited_ns, read_ns = self._waits_since, 0
+        if self._inferring.tracer.on:
+            read_ns = self._waits_since = time.monotonic_ns()
+        try:
+            decoded, request, state = self._inferring.decode(self._stream, message)
+        except RefusedRequest as refused:
+            self._refused(number(refused.error), refused.error.message, refused.client_id)
+            return
+        request.deadline_ns = self._stream.deadline_ns
+        asked = Asked(self, decoded, request, state.decoupled)
+        try:
+            if read_ns:
+                self._inferring.sample(request, waited_ns or read_ns, read_ns)
+            asked.inference = begin(self._inferring.submitter, request, asked.completed)
+            self._in_flight.add(asked)
+        except ServingError as error:
+            sent = None if request.trace is None else Sent(request.trace, None)
+            self._refused(number(error), error.message, request.id, sent=sent)
+
+    def _go_on(self) -> None:
+        """Takes what waited, now that there may be room, and lets the client send more."""
+        while self._waiting and self._has_room():
+            self._ask(self._waiting.popleft())
+        if self._stream.held and not self._waiting and self._has_room():
+            self._stream.held = False
+            self._stream.connection.grant(self._stream)
+        self._end_if_done()
+
+    def _end_if_done(self) -> None:
+        if self._half_closed and not self._in_flight and not self._waiting:
+            self._stream.finish(OK)
+
+    # -------------------------------------------------------------------------------------------------- answers
+
+    def completed(self, asked: Asked | KnownAsked, completion: Completion, lane: SubmitterLane | None) -> None:
+        if completion.final:
+            self._in_flight.discard(asked)
+        sent = self._inferring.releaser(completion, lane, asked.trace)
+        if completion.code:
+            self._refused(
+                number(completion.code),
+                completion.message,
+                asked.client_id,
+                # Only what a version has answered is an error of the model.
+                asked.model if completion.version else "",
+                (not asked.decoupled or completion.final) if completion.version else None,
+                sent,
+            )
+        else:
+            assert lane is not None
+            self._answered(asked, completion, lane.view, sent)
+        if self._waiting or self._half_closed or self._stream.held:
+            self._go_on()
+
+    def formed(self, asked: KnownAsked, template: Completion, answer: FormCompletion) -> None:
+        self._in_flight.discard(asked)
+        layout, contents = asked.layout, answer.contents
+        known = layout.streamed
+        if known is None or not known.fits(template, contents):
+            known = layout.streamed = KnownAnswer(template, answer, asked.model, asked.id, True)
+        if not self._stream.send_known(known, asked.id, contents):
+            self._send_whole(asked, whole_answer(template, answer), no_view)
+        if self._waiting or self._half_closed or self._stream.held:
+            self._go_on()
+
+    def _answered(
+        self,
+        asked: Asked | KnownAsked,
+        completion: Completion,
+        view: Callable[[Slice], memoryview],
+        sent: Callable[[], None] | None,
+    ) -> None:
+        if asked.decoupled and completion.final and not completion.outputs:
+            if asked.empty_final:
+                empty = response_codec.empty_final(asked.model, completion.version, asked.client_id)
+                self._send([empty], sent)
+            elif sent is not None:
+                sent()
+            return
+        self._send_whole(asked, completion, view, sent)
+
+    def _send_whole(
+        self,
+        asked: Asked | KnownAsked,
+        completion: Completion,
+        view: Callable[[Slice], memoryview],
+        sent: Callable[[], None] | None = None,
+    ) -> None:
+        try:
+            parts = response_codec.encode(completion, asked.model, asked.client_id, view, completion.final)
+        except Exception:
+            _log.exception("an answer of model '%s' could not be written", asked.model)
+            self._refused(INTERNAL, DEFECT, asked.client_id, sent=sent)
+            return
+        self._send(response_codec.streamed(parts), sent)
+
+    def _refused(
+        self,
+        code: int,
+        message: str,
+        client_id: str,
+        model: str = "",
+        final: bool | None = None,
+        sent: Callable[[], None] | None = None,
+    ) -> None:
+        if self._grpc_errors:
+            if sent is not None:
+                self._stream.send_later(sent)
+            self._stream.refuse(code, message)
+            return
+        self._send([response_codec.streamed_error(message, client_id, model, final)], sent)
+
+    def _send(self, parts: list[Buffer], sent: Callable[[], None] | None = None) -> None:
+        self._stream.send(parts, sent)
+        # A client that does not read gets no more window until it has.
+        if self._stream.unsent_size >= _MAX_UNSENT and not self._stream.held:
+            self._stream.held = True
+            self._stream.send_later(self._go_on)

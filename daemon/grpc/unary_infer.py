@@ -1,0 +1,133 @@
+"""ModelInfer: one request, one answer. Nothing here waits."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from daemon.grpc import response_codec
+from daemon.grpc.asked import Asked, KnownAsked
+from daemon.grpc.call import Buffer, Call, kept
+from daemon.grpc.codes import INTERNAL, number
+from daemon.grpc.inferring import DEFECT, Inferring, Sent
+from daemon.grpc.known_answer import KnownAnswer
+from daemon.grpc.reception import Reception
+from daemon.grpc.request_fields import RefusedRequest
+from daemon.grpc.stream import Stream
+from daemon.inference import begin
+from shm.errors import ServingError, Unsupported
+from shm.forms import no_view, whole_answer
+from shm.lane import SubmitterLane
+from shm.messages import Completion, FormCompletion
+
+_log = logging.getLogger(__name__)
+
+
+class UnaryInfer(Call):
+    """One call."""
+
+    __slots__ = ("_asked", "_inferring", "_message", "_stream", "_waits_since")
+
+    def __init__(self, inferring: Inferring, stream: Stream) -> None:
+        self._inferring = inferring
+        self._stream = stream
+        self._message: Buffer | Reception | None = None
+        self._asked: Asked | KnownAsked | None = None
+        #: CLOCK_MONOTONIC ns, if it may be traced.
+        self._waits_since = time.monotonic_ns() if inferring.tracer.on else 0
+
+    def reception(self, byte_size: int) -> Reception | None:
+        return Reception(self._inferring.submitter, byte_size)
+
+    def message(self, content: Buffer, start: int, end: int) -> None:
+        if self._message is not None:
+            self._stream.refuse(INTERNAL, "a unary call has one request message")
+        else:
+            self._message = kept(content, start, end)
+
+    def received(self, message: Reception) -> None:
+        if self._message is not None:
+            message.drop()
+            self._stream.refuse(INTERNAL, "a unary call has one request message")
+        else:
+            self._message = message
+
+    def half_closed(self) -> None:
+        message, self._message = self._message, None
+        if message is None:
+            self._stream.finish(INTERNAL, "a unary call has one request message")
+            return
+        try:
+            if not self._waits_since and type(message) is bytes and self._repeats(message):
+                return
+            self._ask(message)
+        except RefusedRequest as refused:
+            self._refuse(number(refused.error), refused.error.message)
+        except ServingError as error:
+            self._refuse(number(error), error.message)
+
+    def abandoned(self) -> None:
+        if isinstance(self._message, Reception):
+            self._message.drop()
+        if self._asked is not None:
+            self._asked.cancel(self._inferring.submitter)
+
+    # ------------------------------------------------------------------------------------------------- request
+
+    def _repeats(self, message: bytes) -> bool:
+        """Asks if the message is a known one. Raises Unavailable."""
+        known = self._inferring.recognised.known(message, 0, len(message))
+        if known is None or known[0].decoupled:
+            return False
+        self._asked = self._inferring.ask_known(self, known, self._stream.deadline_ns)
+        return True
+
+    def _ask(self, message: Buffer | Reception) -> None:
+        """Raises: RefusedRequest: it is no request.  ServingError: it cannot be begun."""
+        inferring, stream = self._inferring, self._stream
+        read_ns = time.monotonic_ns() if self._waits_since else 0
+        decoded, request, state = inferring.decode(stream, message)
+        if state.decoupled:
+            inferring.drop(request)
+            raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
+        asked = self._asked = Asked(self, decoded, request, False)
+        if read_ns:
+            inferring.sample(request, self._waits_since, read_ns)
+        request.deadline_ns = stream.deadline_ns
+        asked.inference = begin(inferring.submitter, request, asked.completed)
+
+    # -------------------------------------------------------------------------------------------------- answer
+
+    def completed(self, asked: Asked | KnownAsked, completion: Completion, lane: SubmitterLane | None) -> None:
+        if completion.code:
+            self._refuse(number(completion.code), completion.message)
+            return
+        self._asked = None
+        assert lane is not None
+        release = self._inferring.releaser(completion, lane, asked.trace)
+        try:
+            parts = response_codec.encode(completion, asked.model, asked.client_id, lane.view)
+        except Exception:
+            _log.exception("an answer of model '%s' could not be written", asked.model)
+            if release is not None:
+                release()
+            self._stream.finish(INTERNAL, DEFECT)
+            return
+        self._stream.answer(parts, release)
+
+    def formed(self, asked: KnownAsked, template: Completion, answer: FormCompletion) -> None:
+        # Each refers to the other, and calls shall leave the garbage collector nothing to do.
+        self._asked = None
+        layout, contents = asked.layout, answer.contents
+        known = layout.unary
+        if known is None or not known.fits(template, contents):
+            known = layout.unary = KnownAnswer(template, answer, asked.model, asked.id, False)
+        if not self._stream.answer_known(known, asked.id, contents):
+            whole = whole_answer(template, answer)
+            self._stream.answer(response_codec.encode(whole, asked.model, asked.client_id, no_view))
+
+    def _refuse(self, code: int, message: str) -> None:
+        asked, self._asked = self._asked, None
+        if asked is not None and asked.trace is not None:
+            self._stream.send_later(Sent(asked.trace, None))
+        self._stream.finish(code, message)
