@@ -20,9 +20,10 @@ from daemon.grpc.codes import UNAVAILABLE, UNIMPLEMENTED
 from daemon.grpc.data_frames import CONNECTION_WINDOW, DIRECT_BYTE_SIZE, STREAM_WINDOW, DataFrames
 from daemon.grpc.frames import (
     DATA,
+    END_HEADERS,
     END_STREAM,
     HEAD_SIZE,
-    MAX_WINDOW,
+    HEADERS,
     STREAM_ID,
     UPDATE,
     UPDATE_SIZE,
@@ -149,9 +150,13 @@ class Connection(DataFrames):
             high, low, kind, flags, number = read_head(data, at)
             start = at + HEAD_SIZE
             at = start + low
-            if kind == DATA and free and not high and at <= end and flags <= END_STREAM:
-                self._data(number & STREAM_ID, flags, data, start, at)
-                continue
+            if free and not high and at <= end:
+                if kind == DATA and flags <= END_STREAM:
+                    self._data(number & STREAM_ID, flags, data, start, at)
+                    continue
+                if kind == HEADERS and flags | END_STREAM == END_HEADERS | END_STREAM:
+                    self._head(number & STREAM_ID, flags, data[start:at])
+                    continue
             size = high << 16 | low
             at = start + size
             if size > _FRAME_SIZE:
@@ -187,7 +192,7 @@ class Connection(DataFrames):
         return size
 
     def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> None:
-        if kind == frames.HEADERS:
+        if kind == HEADERS:
             self._headers(number, flags, payload)
         elif kind == DATA:
             self._large_data(number, flags, payload)
@@ -218,7 +223,7 @@ class Connection(DataFrames):
             if len(payload) < 5:
                 raise Violation(frames.FRAME_SIZE_ERROR, "HEADERS without room for its priority")
             payload = payload[5:]
-        if not flags & frames.END_HEADERS:
+        if not flags & END_HEADERS:
             self._continued = (number, flags, [payload])
             return
         self._head(number, flags, payload)
@@ -230,7 +235,7 @@ class Connection(DataFrames):
         pieces.append(payload)
         if sum(map(len, pieces)) > self.serving.options.max_head_byte_size or len(pieces) > 64:
             raise Violation(frames.ENHANCE_YOUR_CALM, "the headers are larger than allowed")
-        if flags & frames.END_HEADERS:
+        if flags & END_HEADERS:
             self._continued = None
             self._head(number, first_flags, b"".join(pieces))
 
@@ -241,7 +246,7 @@ class Connection(DataFrames):
             stream = self.streams.get(number)
             # Of one that ended a moment ago the client may not know yet.
             if stream is not None:
-                if stream.half_closed or not flags & frames.END_STREAM:
+                if stream.half_closed or not flags & END_STREAM:
                     raise Violation(frames.STREAM_CLOSED, "headers in the middle of a stream")
                 stream.end_receiving()
             return
@@ -256,7 +261,7 @@ class Connection(DataFrames):
         stream = Stream(self, number, head, self._peer_window)
         self.streams[number] = stream
         self._open(stream, head)
-        if flags & frames.END_STREAM:
+        if flags & END_STREAM:
             stream.end_receiving()
 
     def _open(self, stream: Stream, head: CallHead) -> None:
@@ -297,32 +302,6 @@ class Connection(DataFrames):
 
     # --------------------------------------------------------------------------------------------------- connection
 
-    def _window_update(self, number: int, increment: int) -> None:
-        sender = self.streams.get(number) if number else self
-        if sender is not None:
-            window = sender.send_window + increment
-            if increment and window <= MAX_WINDOW:
-                sender.send_window = window
-                if self.blocked:
-                    self._unblock(number)
-                return
-        if number > STREAM_ID or increment > STREAM_ID:
-            # The reserved bit is ignored.
-            self._window_update(number & STREAM_ID, increment & STREAM_ID)
-        elif not increment:
-            raise Violation(frames.PROTOCOL_ERROR, "a window update of nothing")
-        elif sender is not None:
-            whose = f"the window of stream {number}" if number else "the connection's window"
-            raise Violation(frames.FLOW_CONTROL_ERROR, f"{whose} is too large")
-        elif number > self._last_stream:
-            raise Violation(frames.PROTOCOL_ERROR, f"a window for stream {number}, which is not open")
-
-    def _unblock(self, number: int) -> None:
-        if not number:
-            self._pump()
-        elif number in self.blocked:
-            self.blocked[number].pump()
-
     def _settings(self, number: int, flags: int, payload: bytes) -> None:
         if number:
             raise Violation(frames.PROTOCOL_ERROR, "SETTINGS on a stream")
@@ -330,7 +309,7 @@ class Connection(DataFrames):
             return
         for key, value in frames.read_settings(payload):
             if key == frames.INITIAL_WINDOW_SIZE:
-                if value > MAX_WINDOW:
+                if value > frames.MAX_WINDOW:
                     raise Violation(frames.FLOW_CONTROL_ERROR, f"an initial window of {value} bytes")
                 for stream in self.streams.values():
                     stream.send_window += value - self._peer_window

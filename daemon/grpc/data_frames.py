@@ -40,7 +40,6 @@ class DataFrames(Outgoing):
         super().__init__(serving)
         #: Bytes taken from the client and not granted again yet.
         self._ungranted = 0
-        self._last_stream = 0
         #: When anything last came from the client, loop time.
         self._heard_at = self.loop.time()
         #: A DATA frame whose payload is still arriving: bytes left, its flags and its stream.

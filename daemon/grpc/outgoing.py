@@ -1,4 +1,4 @@
-"""The outgoing half of a connection: what is written, when it leaves, and who hears of it.
+"""The outgoing half of a connection: what is written, what the client's windows allow, when it leaves, and who hears of it.
 
 Everything written in one turn of the loop leaves in one call of the kernel. While the client does not take it, nothing is read
 of it either, and streams with more to send wait in turn.
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from daemon.grpc import frames
 from daemon.grpc.call import Buffer
+from daemon.grpc.frames import MAX_WINDOW, STREAM_ID, Violation
 
 if TYPE_CHECKING:
     from daemon.grpc.reply import Reply
@@ -54,6 +55,7 @@ class Outgoing(asyncio.Protocol):
         self.loop = asyncio.get_running_loop()
         self.phase = Phase.OPENING
         self.streams: dict[int, Stream] = {}
+        self._last_stream = 0
         #: Streams that wait for a window or for the socket, in turn.
         self.blocked: dict[int, Reply] = {}
         self.send_window = frames.DEFAULT_WINDOW
@@ -146,6 +148,32 @@ class Outgoing(asyncio.Protocol):
             if self.blocked.pop(stream.id, None) is not None:
                 self.blocked[stream.id] = stream
                 stream.pump()
+
+    def _window_update(self, number: int, increment: int) -> None:
+        sender = self.streams.get(number) if number else self
+        if sender is not None:
+            window = sender.send_window + increment
+            if increment and window <= MAX_WINDOW:
+                sender.send_window = window
+                if self.blocked:
+                    self._unblock(number)
+                return
+        if number > STREAM_ID or increment > STREAM_ID:
+            # The reserved bit is ignored.
+            self._window_update(number & STREAM_ID, increment & STREAM_ID)
+        elif not increment:
+            raise Violation(frames.PROTOCOL_ERROR, "a window update of nothing")
+        elif sender is not None:
+            whose = f"the window of stream {number}" if number else "the connection's window"
+            raise Violation(frames.FLOW_CONTROL_ERROR, f"{whose} is too large")
+        elif number > self._last_stream:
+            raise Violation(frames.PROTOCOL_ERROR, f"a window for stream {number}, which is not open")
+
+    def _unblock(self, number: int) -> None:
+        if not number:
+            self._pump()
+        elif number in self.blocked:
+            self.blocked[number].pump()
 
     def _close(self) -> None:
         if self.phase is not Phase.CLOSED:

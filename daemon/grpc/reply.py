@@ -37,19 +37,17 @@ _TRAILERS_OK_SIZE = len(header_blocks.TRAILERS_OK)
 class Reply(ABC):
     """What one call is answered."""
 
-    __slots__ = (
-        "_blocked",
-        "_finished",
-        "_head_sent",
-        "_on_sent",
-        "_trailers",
-        "_unsent",
-        "connection",
-        "head",
-        "id",
-        "send_window",
-        "unsent_size",
-    )
+    # What nearly every call leaves as it is costs nothing here.
+    _head_sent = False
+    #: The status is known: nothing is added any more.
+    _finished = False
+    _blocked = False
+    #: What waits for a window, or for the socket.
+    _unsent: deque[Buffer] | None = None
+    unsent_size = 0
+    #: Who waits for all of that to have left.
+    _on_sent: list[Callable[[], None]] | None = None
+    _trailers = b""
 
     def __init__(self, connection: Connection, number: int, head: CallHead, send_window: int) -> None:
         self.connection = connection
@@ -57,14 +55,6 @@ class Reply(ABC):
         self.head = head
         #: What may still be sent to the client.
         self.send_window = send_window
-        self._head_sent = False
-        #: The status is known: nothing is added any more.
-        self._finished = False
-        self._unsent: deque[Buffer] = deque()
-        self.unsent_size = 0
-        self._on_sent: list[Callable[[], None]] = []
-        self._trailers = b""
-        self._blocked = False
 
     def answer(self, parts: list[Buffer], on_sent: Callable[[], None] | None = None) -> None:
         """The one message of a unary call, and the end. ``on_sent``: its bytes are not looked at any more."""
@@ -176,6 +166,8 @@ class Reply(ABC):
             parts = [deflate.compress(b"".join(parts)) + deflate.flush()]
             size, flag = len(parts[0]), 1
         prefix = PREFIX.pack(flag, size)
+        if self._unsent is None:
+            self._unsent = deque()
         if size <= SMALL:
             self._unsent.append(b"".join((prefix, *parts)))
         else:
@@ -185,11 +177,13 @@ class Reply(ABC):
             self._unsent.extend(memoryview(part if plain else bytes(part)) for part in parts if len(part))
         self.unsent_size += size + PREFIX.size
         if on_sent is not None:
-            self._on_sent.append(on_sent)
+            self.send_later(on_sent)
         self.pump()
 
     def send_later(self, on_sent: Callable[[], None]) -> None:
         """``on_sent`` is called when everything unsent has left."""
+        if self._on_sent is None:
+            self._on_sent = []
         self._on_sent.append(on_sent)
 
     def finish(self, code: int, message: str = "") -> None:
@@ -212,8 +206,8 @@ class Reply(ABC):
 
     def pump(self) -> None:
         """Sends what the windows and the socket's buffer allow, then the trailers."""
-        connection = self.connection
-        while self._unsent:
+        connection, unsent = self.connection, self._unsent
+        while unsent:
             room = min(self.send_window, connection.send_window, connection.max_frame_size, connection.buffer_room())
             if room <= 0:
                 if not self._blocked:
@@ -222,12 +216,12 @@ class Reply(ABC):
                 return
             pieces: list[Buffer] = []
             size = 0
-            while self._unsent and size < room:
-                piece = self._unsent[0]
+            while unsent and size < room:
+                piece = unsent[0]
                 if len(piece) <= room - size:
-                    self._unsent.popleft()
+                    unsent.popleft()
                 else:
-                    self._unsent[0] = memoryview(piece)[room - size :]
+                    unsent[0] = memoryview(piece)[room - size :]
                     piece = memoryview(piece)[: room - size]
                 pieces.append(piece)
                 size += len(piece)
@@ -254,7 +248,7 @@ class Reply(ABC):
     def _sent(self) -> None:
         """Everything is handed to the connection: what waits for it to have left waits there."""
         if self._on_sent:
-            waiting, self._on_sent = self._on_sent, []
+            waiting, self._on_sent = self._on_sent, None
             for on_sent in waiting:
                 self.connection.when_written(on_sent)
 

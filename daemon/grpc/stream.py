@@ -12,18 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING
 
 from daemon.grpc import frames
 from daemon.grpc.arriving_message import ArrivingMessage
 from daemon.grpc.call import Buffer, Call
 from daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, RESOURCE_EXHAUSTED
-from daemon.grpc.header_blocks import CallHead
 from daemon.grpc.inflation import Refused, inflated
 from daemon.grpc.reply import PREFIX, Reply, read_prefix
-
-if TYPE_CHECKING:
-    from daemon.grpc.connection import Connection
 
 _log = logging.getLogger(__name__)
 #: Larger messages that do not come in one piece may go to where a worker reads them while they arrive.
@@ -33,39 +28,23 @@ _RECEIVED_BYTE_SIZE = 64 << 10
 class Stream(Reply):
     """Owned by its connection until ``ended``."""
 
-    __slots__ = (
-        "_arriving",
-        "_begun",
-        "_kept",
-        "_timer",
-        "call",
-        "deadline_ns",
-        "ended",
-        "half_closed",
-        "held",
-        "partial_since",
-        "ungranted",
-    )
-
-    def __init__(self, connection: Connection, number: int, head: CallHead, send_window: int) -> None:
-        super().__init__(connection, number, head, send_window)
-        self.call: Call | None = None
-        #: Bytes taken from the client and not granted again yet; below 0: granted before they came.
-        self.ungranted = 0
-        #: No window is granted while this is set: the call has enough to do.
-        self.held = False
-        #: CLOCK_MONOTONIC; 0: the caller waits for ever.
-        self.deadline_ns = 0
-        self.half_closed = False
-        self.ended = False
-        #: Since when a message is incomplete, loop time; 0: none is.
-        self.partial_since = 0.0
-        #: The first bytes of a message whose prefix is not whole, or the message of which a part is here.
-        self._begun = b""
-        self._arriving: ArrivingMessage | None = None
-        #: What of ``Serving.collected`` is this stream's.
-        self._kept = 0
-        self._timer: asyncio.TimerHandle | None = None
+    call: Call | None = None
+    #: Bytes taken from the client and not granted again yet; below 0: granted before they came.
+    ungranted = 0
+    #: No window is granted while this is set: the call has enough to do.
+    held = False
+    #: CLOCK_MONOTONIC; 0: the caller waits for ever.
+    deadline_ns = 0
+    half_closed = False
+    ended = False
+    #: Since when a message is incomplete, loop time; 0: none is.
+    partial_since = 0.0
+    #: The first bytes of a message whose prefix is not whole, or the message of which a part is here.
+    _begun = b""
+    _arriving: ArrivingMessage | None = None
+    #: What of ``Serving.collected`` is this stream's.
+    _kept = 0
+    _timer: asyncio.TimerHandle | None = None
 
     def begin(self, call: Call) -> None:
         """The call that answers; its deadline runs from now."""
@@ -239,8 +218,7 @@ class Stream(Reply):
 
     def _expired(self) -> None:
         if not self._finished:
-            self._timer = None
-            self._unsent.clear()
+            self._timer = self._unsent = None
             self.refuse(DEADLINE_EXCEEDED, "Deadline Exceeded")
 
     def _close(self) -> None:
@@ -263,10 +241,12 @@ class Stream(Reply):
         self.ended = True
         # Each refers to the other, and calls shall leave the garbage collector nothing to do.
         self.call = None
-        self._drop()
-        self._unsent.clear()
-        self.unsent_size = 0
-        self._sent()
+        if self.partial_since or self._kept:
+            self._drop()
+        if self._unsent is not None:
+            self._unsent, self.unsent_size = None, 0
+        if self._on_sent is not None:
+            self._sent()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -57,10 +57,14 @@ class UnaryInfer(Call):
         if message is None:
             self._stream.finish(INTERNAL, "a unary call has one request message")
             return
+        known = None
+        if type(message) is bytes and not self._waits_since:
+            known = self._inferring.recognised.known(message, 0, len(message))
         try:
-            if not self._waits_since and type(message) is bytes and self._repeats(message):
-                return
-            self._ask(message)
+            if known is not None and not known[0].decoupled:
+                self._asked = self._inferring.ask_known(self, known, self._stream.deadline_ns)
+            else:
+                self._ask(message)
         except RefusedRequest as refused:
             self._refuse(number(refused.error), refused.error.message)
         except ServingError as error:
@@ -73,14 +77,6 @@ class UnaryInfer(Call):
             self._asked.cancel(self._inferring.submitter)
 
     # ------------------------------------------------------------------------------------------------- request
-
-    def _repeats(self, message: bytes) -> bool:
-        """Asks if the message is a known one. Raises Unavailable."""
-        known = self._inferring.recognised.known(message, 0, len(message))
-        if known is None or known[0].decoupled:
-            return False
-        self._asked = self._inferring.ask_known(self, known, self._stream.deadline_ns)
-        return True
 
     def _ask(self, message: Buffer | Reception) -> None:
         """Raises: RefusedRequest: it is no request.  ServingError: it cannot be begun."""

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from tritonclient.grpc import service_pb2
 
+from daemon.grpc import frames
 from daemon.grpc.codes import INTERNAL, INVALID_ARGUMENT, OK
 from daemon.trace_turn import TraceTurn
 from shm.forms import answer_template
-from shm.messages import Completion, FormCompletion, FormSubmit, Inline, RegionSlice, Tensor, TraceChanged
-from tests.daemon.grpc.frame_client import INFER, STREAM, Answer, FrameClient, prefixed, serving
+from shm.messages import Completion, FormCompletion, FormSubmit, Inline, ModelGone, RegionSlice, Tensor, TraceChanged
+from tests.daemon.grpc.frame_client import INFER, STREAM, Answer, FrameClient, GrpcFrontProcess, prefixed, serving
 from tests.daemon.grpc.test_inferring import BEGIN, END, traces
 from tests.fakes import EchoWorker, until
 
@@ -235,3 +236,129 @@ def test_a_client_that_leaves_with_a_known_call_under_way() -> None:
         worker.complete(gone.request_id, outputs=y_of(b"ab"))
         with front.frames() as client:
             assert ask(client, worker, INFER, message(b"abcd"), b"ab")[1].status == OK
+
+
+def known(front: GrpcFrontProcess, client: FrameClient, worker: EchoWorker) -> None:
+    """Messages like ``message(b"abcd")`` have a form from now on, in unary calls and streams, and so have their answers."""
+    worker.formed = True
+    for path in (INFER, STREAM):
+        for number in range(3):
+            assert ask(client, worker, path, message(b"%04d" % number), b"ab")[1].status == OK
+    assert isinstance(worker.record, FormSubmit)
+
+
+@pytest.mark.parametrize("path", [INFER, STREAM])
+def test_a_known_answer_waits_for_its_window(path: str) -> None:
+    with serving() as (front, (worker,)), front.frames() as warm:
+        known(front, warm, worker)
+        with front.frames(((frames.INITIAL_WINDOW_SIZE, 20),)) as client:
+            stream = client.open(path)
+            client.data(stream, prefixed(message(b"abcd")), end=True)
+            worker.complete(worker.next().request_id, outputs=y_of(b"ab"))
+            client.synchronise()
+            assert not client.answers.get(stream, Answer()).messages
+            client.send(frames.window_update(stream, 1000))
+            answer = client.answer(stream)
+            assert (answer.status, inner_of(path, answer).raw_output_contents[0]) == (OK, b"ab")
+
+
+@pytest.mark.parametrize("cut", [1, 4, 9, 100_000])
+def test_known_messages_however_they_are_cut(cut: int) -> None:
+    """Several in one frame, parts of them in others."""
+    with serving() as (front, (worker,)), front.frames() as client:
+        known(front, client, worker)
+        stream = client.open(STREAM)
+        content = b"".join(prefixed(message(b"%04d" % number)) for number in range(3))
+        for at in range(0, len(content), cut):
+            client.data(stream, content[at : at + cut], end=at + cut >= len(content))
+        for number in range(3):
+            submit = worker.next()
+            assert isinstance(worker.record, FormSubmit)
+            assert submit.inputs[0].place == Inline(b"%04d" % number)
+            worker.complete(submit.request_id, outputs=y_of(b"%02d" % number))
+        answer = client.answer(stream)
+        assert [one.infer_response.raw_output_contents[0] for one in answer.streamed()] == [b"00", b"01", b"02"]
+
+
+@pytest.mark.parametrize("path", [INFER, STREAM])
+def test_a_known_message_of_a_model_that_is_another_now(path: str) -> None:
+    """Gone, decoupled, and as before."""
+    with serving() as (front, (worker,)), front.frames() as client:
+        known(front, client, worker)
+        front.send(ModelGone("echo", 1))
+        front.sync()
+        answer = client.answer(client.call(message(b"abcd"), path))
+        text = answer.text if path == INFER else answer.streamed()[0].error_message
+        assert text == "Request for unknown model: 'echo' is not found"
+        front.model(worker, stateless=False, decoupled=True)
+        stream = client.call(message(b"abcd"), path)
+        if path == INFER:
+            assert (
+                client.answer(stream).text == "ModelInfer RPC doesn't support models with decoupled transaction policy"
+            )
+        else:
+            submit = worker.next()
+            for content, final in ((b"1", False), (b"2", True)):
+                worker.complete(submit.request_id, outputs=y_of(content), final=final)
+            assert [one.infer_response.raw_output_contents[0] for one in client.answer(stream).streamed()] == [
+                b"1",
+                b"2",
+            ]
+        front.model(worker)
+        assert ask(client, worker, path, message(b"abcd"), b"cd")[1].status == OK
+        assert isinstance(worker.record, FormSubmit)
+
+
+@pytest.mark.parametrize("path", [INFER, STREAM])
+def test_a_known_message_among_too_many(path: str) -> None:
+    with serving(requests={"max_in_flight": 1}) as (front, (worker,)), front.frames() as client:
+        known(front, client, worker)
+        first = client.call(message(b"abcd"), path)
+        submit = worker.next()
+        other = client.answer(client.call(message(b"efgh"), path))
+        text = "1 requests are in flight, at most 1 are allowed"
+        assert (other.text if path == INFER else other.streamed()[0].error_message) == text
+        worker.complete(submit.request_id, outputs=y_of(b"ab"))
+        assert client.answer(first).status == OK
+
+
+@pytest.mark.parametrize("path", [INFER, STREAM])
+def test_a_known_call_that_is_reset(path: str) -> None:
+    with serving() as (front, (worker,)), front.frames() as client:
+        known(front, client, worker)
+        stream = client.open(path)
+        client.data(stream, prefixed(message(b"abcd")), end=path == INFER)
+        gone = worker.next()
+        assert isinstance(worker.record, FormSubmit)
+        client.send(frames.rst_stream(stream, frames.CANCEL))
+        until(lambda: worker.poll() or worker.cancelled == [gone.request_id])
+        worker.complete(gone.request_id, outputs=y_of(b"ab"))
+        assert ask(client, worker, path, message(b"abcd"), b"ab")[1].status == OK
+        assert not client.answers.get(stream, Answer()).messages
+
+
+def test_two_known_messages_of_a_unary_call() -> None:
+    with serving() as (front, (worker,)), front.frames() as client:
+        known(front, client, worker)
+        stream = client.open(INFER)
+        client.data(stream, 2 * prefixed(message(b"abcd")), end=True)
+        assert client.answer(stream).text == "a unary call has one request message"
+        assert worker.idle()
+
+
+def test_known_messages_of_a_stream_wait_their_turn() -> None:
+    """More than may be in flight on it."""
+    with serving(grpc={"max_stream_requests": 2}) as (front, (worker,)), front.frames() as client:
+        known(front, client, worker)
+        stream = client.open(STREAM)
+        for number in range(6):
+            client.data(stream, prefixed(message(b"%04d" % number)), end=number == 5)
+        client.synchronise()
+        got = []
+        for _ in range(6):
+            got.append(worker.next())
+            assert len(worker._requests) <= 1
+            worker.complete(got[-1].request_id, outputs=y_of(b"ab"))
+        assert [submit.inputs[0].place for submit in got] == [Inline(b"%04d" % number) for number in range(6)]
+        answer = client.answer(stream)
+        assert (answer.status, len(answer.messages)) == (OK, 6)
