@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import msgspec
-
 from daemon.grpc.layout import Layout
 from daemon.grpc.request_codec import DecodedHead
 from daemon.inference import Inference, InferenceRequest
+from daemon.pending import Pending
 from daemon.submit import Submitter
 from daemon.tracer import Trace
 from shm.lane import SubmitterLane
-from shm.messages import Completion, FormCompletion, FormSubmit
+from shm.messages import Completion, FormCompletion
 
 
 class Asking(Protocol):
@@ -67,14 +66,13 @@ class Asked:
             self.inference.cancel()
 
 
-class KnownAsked(msgspec.Struct, eq=False):
-    """One whose layout is known. (A Struct, because one is made for every such request.)"""
+class KnownAsked(Pending):
+    """One whose layout is known: it is what the submitter keeps of it, too."""
 
     call: Asking
     layout: Layout
     #: The client's, as it came.
     id: bytes
-    record: FormSubmit
 
     @property
     def model(self) -> str:
@@ -100,8 +98,8 @@ class KnownAsked(msgspec.Struct, eq=False):
     def completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
         self.call.completed(self, completion, lane)
 
-    def formed(self, template: Completion, answer: FormCompletion) -> None:
-        self.call.formed(self, template, answer)
+    def formed(self, template: Completion, own: FormCompletion) -> None:
+        self.call.formed(self, template, own)
 
     def cancel(self, submitter: Submitter) -> None:
         """Nobody waits for it any more."""

@@ -82,8 +82,8 @@ class Inferring:
         submitter, form = self.submitter, layout.form
         assert form is not None
         record = FormSubmit(submitter.next_id(), form.number, contents, text, deadline_ns, monotonic_ns())
-        asked = KnownAsked(call, layout, client_id, record)
-        submitter.submit_formed(form, record, asked.completed, asked.formed)
+        asked = KnownAsked(call=call, layout=layout, id=client_id, record=record, form=form)
+        submitter.send(asked)
         return asked
 
     def releaser(

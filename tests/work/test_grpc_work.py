@@ -76,11 +76,11 @@ class Row:
 
 
 ROWS = [
-    Row("stream", small, two_small, 1896, streams=1),
-    Row("stream-shm", shared, two_in_regions, 1896, streams=1),
-    Row("streams-together", small, two_small, 1439, streams=4),
-    Row("unary", small, two_small, 2259),
-    Row("unary-shm", shared, two_in_regions, 2259),
+    Row("stream", small, two_small, 1395, streams=1),
+    Row("stream-shm", shared, two_in_regions, 1395, streams=1),
+    Row("streams-together", small, two_small, 1134, streams=4),
+    Row("unary", small, two_small, 1758),
+    Row("unary-shm", shared, two_in_regions, 1758),
 ]
 rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
