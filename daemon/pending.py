@@ -88,6 +88,10 @@ class Pending(msgspec.Struct, eq=False, kw_only=True):
         except Exception:
             undelivered()
 
+    def __repr__(self) -> str:
+        # Not what a Struct shows of itself: the client's tensors would be in it.
+        return f"<{type(self).__name__} {self.record.request_id}{', cancelled' if self.cancelled else ''}>"
+
 
 class Calling(Pending):
     """One whose owner is called back."""

@@ -50,3 +50,10 @@ def test_a_defect_of_the_owner_is_the_owners(caplog: pytest.LogCaptureFixture) -
 def test_each_is_itself() -> None:
     """They are told apart by what they are, not by what they say, and are in sets."""
     assert len({Pending(), Pending()}) == 2
+
+
+def test_its_tensors_are_in_no_log() -> None:
+    pending = Calling(lambda completion, lane: None, record=FormSubmit(7, 0, (b"secret",)))
+    assert repr(pending) == "<Calling 7>"
+    pending.cancelled = True
+    assert repr(pending) == "<Calling 7, cancelled>"

@@ -160,6 +160,22 @@ def test_instructions(row: Row) -> None:
     on_a_bench(test)
 
 
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions of Python have other instructions")
+def test_instructions_of_small_requests_that_come_together() -> None:
+    """What a turn of the loop costs is shared by those that it brings."""
+    row, together = ROWS[0], 8
+
+    async def test(bench: Bench) -> None:
+        transports = [await ask(bench, row, WARM, Work()) for _ in range(together)]
+        work = Work()
+        for _ in range(COUNT):
+            requests = [(transport, row.request(0)) for transport in transports]
+            await bench.answer(work, requests, row.complete)
+        assert 0 < work.instructions / COUNT / together <= 514
+
+    on_a_bench(test)
+
+
 @rows
 def test_system_calls_on_the_lane(row: Row) -> None:
     async def test(bench: Bench) -> None:
