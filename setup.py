@@ -3,16 +3,23 @@
 from setuptools import Extension, setup
 
 
-def extension(room: str, name: str) -> Extension:
+def extension(room: str, name: str, *headers: str) -> Extension:
     """``ROOM/NAME.c`` as ``ROOM.NAME``; where it cannot be compiled the package still installs."""
     return Extension(
         f"{room}.{name}",
         [f"{room}/{name}.c"],
+        depends=[f"{room}/{header}" for header in headers],
         py_limited_api=True,
         optional=True,
         extra_compile_args=["-O2", "-std=gnu11", "-Wall", "-Wextra"],
     )
 
 
-# Without the guard a client's region is never mapped, without the other large tensors are copied more slowly.
-setup(ext_modules=[extension("shm", "_guard"), extension("workers", "_large_copy")])
+# Without the guard a client's region is never mapped, without the others large tensors and small requests take longer.
+setup(
+    ext_modules=[
+        extension("shm", "_guard"),
+        extension("workers", "_large_copy"),
+        extension("workers", "_fast_path", "_records.h"),
+    ]
+)

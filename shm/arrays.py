@@ -107,3 +107,10 @@ def _bytes_array(content: bytes, shape: Sequence[int], what: str, whose: str) ->
     values = np.empty(count, np.object_)
     values[:] = elements
     return values.reshape(shape)
+
+
+def address_of(memory: Array | memoryview) -> int:
+    """Where an array, or bytes that are not none, begin."""
+    array = np.frombuffer(memory, np.uint8) if isinstance(memory, memoryview) else memory
+    address: int = array.__array_interface__["data"][0]
+    return address

@@ -125,6 +125,11 @@ class Channel:
             self._unsent = None
             _close(fds)
 
+    def adopt(self, datagram: bytes) -> None:
+        """A packed datagram that the socket would not take goes first. Only while nothing waits."""
+        assert not self.waiting
+        self._unsent = (datagram, ())
+
     def receive(self) -> tuple[list[Any], list[int]] | None:
         """One datagram's records and descriptors, which the caller then owns; None when nothing is waiting.
 
@@ -145,9 +150,12 @@ class Channel:
             _close(fds)
             raise ChannelClosed
         # The next datagram overwrites this one, and records may refer to what they were decoded from.
-        content = bytes(memoryview(self._received)[:size])
+        return self.read(bytes(memoryview(self._received)[:size]), fds, bool(flags & _CUT))
+
+    def read(self, content: bytes, fds: list[int], cut: bool) -> tuple[list[Any], list[int]]:
+        """A datagram that was received: as ``receive`` returns it. ``cut``: the kernel had to leave out part of it."""
         try:
-            if flags & _CUT:
+            if cut:
                 raise InvalidArgument(f"malformed datagram: more than {MAX_DATAGRAM} bytes or {MAX_FDS} descriptors")
             body: bytes | memoryview
             if content[:1] == _INLINE:

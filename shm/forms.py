@@ -74,6 +74,8 @@ class SaidForms(set[Form[T]]):
         self._channel = channel
         self._record: Callable[[int, T], Record] = record
         self._numbers: dict[int, Form[T]] = {}
+        #: How often a number came to stand for another form.
+        self.renumbered = 0
 
     def say(self, form: Form[T]) -> None:
         """Before a record of the form: queues what it is, unless it is in here."""
@@ -83,6 +85,7 @@ class SaidForms(set[Form[T]]):
         former = self._numbers.get(form.number)
         if former is not None:
             self.discard(former)
+            self.renumbered += 1
         self._numbers[form.number] = form
         self.add(form)
 

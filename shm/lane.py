@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable
+from typing import Any
 
 from shm.arena import Arena, ArenaMap, Lease, LeaseKey, OnSegment
 from shm.channel import Channel
@@ -205,9 +206,13 @@ class WorkerLane:
         Raises: ChannelClosed: the submitter is gone.  InvalidArgument: malformed, or a lease given back that is not on loan.
         """
         received = self._channel.receive()
-        if received is None:
-            return None
-        records, fds = received
+        return None if received is None else self._apply(*received)
+
+    def read(self, content: bytes, fds: list[int], cut: bool) -> list[Submit | RequestForm | FormSubmit | Cancel]:
+        """The same of a datagram that was received elsewhere (``workers.fast_path``). Raises InvalidArgument."""
+        return self._apply(*self._channel.read(content, fds, cut))
+
+    def _apply(self, records: list[Any], fds: list[int]) -> list[Submit | RequestForm | FormSubmit | Cancel]:
         if len(records) == 1 and type(records[0]) is SegmentOpened:
             _apply_segment(records[0], fds, self._requests)
             return []
@@ -244,6 +249,19 @@ class WorkerLane:
         """Queues an answer of a form: its outputs are in the record, or in place."""
         self._said.say(form)
         self._channel.put(record)
+
+    def knows(self, form: Form[Completion]) -> bool:
+        """Whether the submitter was told of that form, and its number stands for it."""
+        return form in self._said
+
+    @property
+    def renumbered(self) -> int:
+        """How often the number of a form came to stand for another one."""
+        return self._said.renumbered
+
+    def adopt(self, datagram: bytes) -> None:
+        """Answers that were packed elsewhere and could not be sent, while nothing else waits here."""
+        self._channel.adopt(datagram)
 
     def flush(self) -> bool:
         """True: all is sent. False: call again when the lane is writable."""

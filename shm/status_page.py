@@ -59,6 +59,11 @@ class StatusPage:
     def fd(self) -> int:
         return self._segment.fd
 
+    @property
+    def memory(self) -> memoryview:
+        """The page itself, for who writes it outside of Python (``workers.fast_path``)."""
+        return self._segment.view
+
     def set_state(self, state: WorkerState, now_ns: int) -> None:
         """Also counts as a turn of the loop."""
         self._words[0] = state
@@ -78,11 +83,16 @@ class StatusPage:
     def last_beat_ns(self) -> int:
         return self._words[2]
 
+    @staticmethod
+    def word(desk: int) -> int:
+        """Where a desk begins."""
+        return _WORDS * (desk + 1)
+
     def begin(self, desk: int, requests: Sequence[tuple[int, int]]) -> None:
         """Notes what the thread at that desk starts to run: (submitter, request id) each."""
         if desk >= DESKS:
             return
-        at = _WORDS * (desk + 1)
+        at = self.word(desk)
         words = self._words
         if len(requests) == 1:
             ((words[at + 1], words[at + 2]),) = requests
@@ -97,13 +107,13 @@ class StatusPage:
     def end(self, desk: int) -> None:
         """The thread at that desk runs nothing."""
         if desk < DESKS:
-            self._words[_WORDS * (desk + 1)] = 0
+            self._words[self.word(desk)] = 0
 
     def executing(self) -> set[tuple[int, int]]:
         """Every (submitter, request id) being run; of a dead worker: what it died with."""
         found: set[tuple[int, int]] = set()
         for desk in range(DESKS):
-            at = _WORDS * (desk + 1)
+            at = self.word(desk)
             for i in range(min(self._words[at], IDS_PER_DESK)):
                 found.add((self._words[at + 1 + 2 * i], self._words[at + 2 + 2 * i]))
         return found

@@ -66,6 +66,8 @@ class Dispatcher:
         self._uncounted: list[tuple[ModelVersion, Execution, dict[Request, Failure], int]] = []
         #: What the status page says between executions.
         self.resting_state = WorkerState.IDLE
+        #: How many series programs came into use.
+        self.adopted = 0
         #: Versions with queued requests.
         self._active: dict[ModelVersion, None] = {}
 
@@ -259,8 +261,16 @@ class Dispatcher:
         wish = series.take_wish() if series.wish is not None else None
         if wish is not None and version.jitted is not None:
             parameters = version.jitted.executables.parameters
-            self._compiler.do(lambda: series.compile(wish, parameters), functools.partial(_adopt, version, series))
+            self._compiler.do(lambda: series.compile(wish, parameters), functools.partial(self._adopt, version, series))
         return program
+
+    def _adopt(self, version: ModelVersion, series: Series, outcome: SeriesProgram | Exception) -> None:
+        if isinstance(outcome, Exception):
+            # Its requests go on being run one by one; it is not wished for again.
+            _log.error("compiling a series for model '%s' failed", version.name, exc_info=outcome)
+        else:
+            series.add(outcome)
+            self.adopted += 1
 
     # -------------------------------------------------------------------------------------------------------- compiling
 
@@ -341,11 +351,17 @@ class Dispatcher:
         failed = self._outbox.answer_all(execution, self._clock())
         self._uncounted.append((version, execution, failed, self._clock()))
 
-    def count(self) -> None:
-        """Counts what was executed; after its answers have left, because nobody waits for that."""
-        for version, execution, failed, now_ns in self._uncounted:
+    def count(self) -> list[tuple[ModelVersion, Execution]]:
+        """Counts what was executed; after its answers have left, because nobody waits for that. Returns what that was."""
+        uncounted, self._uncounted = self._uncounted, []
+        for version, execution, failed, now_ns in uncounted:
             version.statistics.executed(execution, failed, now_ns)
-        self._uncounted.clear()
+        return [(version, execution) for version, execution, _, _ in uncounted]
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request waits for its turn, and no answer for room."""
+        return not self._outbox.blocked and not any(len(version.queue) for version in self._active)
 
     def __repr__(self) -> str:
         return f"<Dispatcher {len(self._active)} models with work>"
@@ -361,14 +377,6 @@ def _by_version(requests: list[Request]) -> dict[ModelVersion, list[Request]]:
 
 def _earlier(a: int | None, b: int) -> int:
     return b if a is None else min(a, b)
-
-
-def _adopt(version: ModelVersion, series: Series, outcome: SeriesProgram | Exception) -> None:
-    if isinstance(outcome, Exception):
-        # Its requests go on being run one by one; it is not wished for again.
-        _log.error("compiling a series for model '%s' failed", version.name, exc_info=outcome)
-    else:
-        series.add(outcome)
 
 
 def _compile_error(version: ModelVersion, error: Exception) -> ServingError:

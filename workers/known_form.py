@@ -43,9 +43,10 @@ class AnswerPlan(NamedTuple):
 class KnownForm:
     """One form of one submitter."""
 
-    __slots__ = ("elsewhere", "familiar", "known", "names", "outputs", "plans", "sizes", "submit")
+    __slots__ = ("elsewhere", "familiar", "known", "names", "number", "outputs", "plans", "sizes", "submit")
 
-    def __init__(self, submit: Submit) -> None:
+    def __init__(self, number: int, submit: Submit) -> None:
+        self.number = number
         #: The template.
         self.submit = submit
         inline = [type(tensor.place) is Inline for tensor in submit.inputs]

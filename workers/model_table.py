@@ -19,6 +19,8 @@ class ModelTable:
         #: (name, 0) is the newest version: what a request without a version gets.
         self._found: dict[tuple[str, int], ModelVersion] = {}
         self._draining: list[ModelVersion] = []
+        #: How often anything was added or removed.
+        self.changes = 0
 
     def __iter__(self) -> Iterator[ModelVersion]:
         yield from self._serving.values()
@@ -69,6 +71,7 @@ class ModelTable:
         self._draining.append(version)
 
     def _index(self, name: str) -> None:
+        self.changes += 1
         self._found = {key: version for key, version in self._found.items() if key[0] != name}
         versions = {key: version for key, version in self._serving.items() if key[0] == name}
         self._found.update(versions)

@@ -37,6 +37,8 @@ class RegionTable:
         self._regions: dict[str, AnyRegion] = {}
         #: Regions whose requests are not done, with whom to tell.
         self._leaving: list[tuple[list[AnyRegion], Callable[[], None]]] = []
+        #: How often anything was added or removed.
+        self.changes = 0
 
     def register(self, record: RegisterSystemRegion, fd: int | None) -> tuple[Region | SnapshotRegion, str]:
         """Takes up a region: of a descriptor that was checked by another worker or is sealed, or of the object with that key.
@@ -63,6 +65,7 @@ class RegionTable:
         if self._pinned is not None and isinstance(region, Region) and region.backed:
             self._pinned.pin(region.view(0, region.byte_size), "a region")
         self._regions[record.name] = region
+        self.changes += 1
         return region, access
 
     def register_cuda(self, record: RegisterCudaRegion) -> None:
@@ -84,6 +87,7 @@ class RegionTable:
             # What Triton answers on a host without a GPU, whatever is wrong.
             raise InvalidArgument("failed to register shared memory region: invalid args") from error
         self._regions[record.name] = CudaRegion(record.name, context, record.raw_handle, record.byte_size)
+        self.changes += 1
 
     def _check_free(self, name: str) -> None:
         if name in self._regions:
@@ -105,6 +109,7 @@ class RegionTable:
         names = [name] if name else list(self._regions)
         leaving = [self._regions.pop(name) for name in names if isinstance(self._regions.get(name), wanted)]
         self._leaving.append((leaving, done))
+        self.changes += 1
         self.settle()
 
     def uses(self, name: str) -> dict[str, int]:

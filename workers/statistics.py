@@ -9,11 +9,26 @@ import enum
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from shm.figures import Counts
 from workers.models.execution import Execution
 from workers.request import Request
+
+
+class Turns(NamedTuple):
+    """Requests that were answered well, one by one or as series, outside of Python (``workers.fast_path``)."""
+
+    answered: int
+    request_ns: int
+    queue_ns: int
+    copied_byte_size: int
+    #: Input, infer and output: of each run once, and of each run once for each of its requests.
+    run_ns: tuple[int, int, int]
+    compute_ns: tuple[int, int, int]
+    #: Runs of one request, and what they took.
+    single_runs: int
+    single_ns: int
 
 
 class Failure(enum.Enum):
@@ -120,14 +135,31 @@ class ModelStatistics:
         self.execution_count += runs
         self.last_inference_ms = time.time_ns() // 1_000_000
         self.copied_byte_size += execution.copied_byte_size
-        size = rows // runs
+        self._count_batches(rows // runs, runs, input_ns, infer_ns, output_ns)
+
+    def _count_batches(self, size: int, count: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
         batch = self._batches.get(size)
         if batch is None:
             batch = self._batches[size] = BatchStatistics()
-        batch.count += runs
+        batch.count += count
         batch.input_ns += input_ns
         batch.infer_ns += infer_ns
         batch.output_ns += output_ns
+
+    def add(self, turns: Turns) -> None:
+        """The same of requests that were counted elsewhere; none of them failed."""
+        self.success_count += turns.answered
+        self.request_ns += turns.request_ns
+        self.queue_ns += turns.queue_ns
+        input_ns, infer_ns, output_ns = turns.compute_ns
+        self.compute_input_ns += input_ns
+        self.compute_infer_ns += infer_ns
+        self.compute_output_ns += output_ns
+        self.inference_count += turns.answered
+        self.execution_count += turns.answered
+        self.last_inference_ms = time.time_ns() // 1_000_000
+        self.copied_byte_size += turns.copied_byte_size
+        self._count_batches(1, turns.answered, *turns.run_ns)
 
     def copied(self, byte_size: int) -> None:
         """Counts what was copied for one request alone."""

@@ -60,6 +60,11 @@ class Submitter:
         self.writing = False
         self.closed = False
 
+    @property
+    def behind(self) -> bool:
+        """Whether answers wait, for room or until the lane can be written to."""
+        return bool(self.blocked or self.held or self.lane.waiting)
+
     def answer(self, completion: Completion) -> None:
         """Queues a completion; the loop flushes once a turn."""
         if not self.closed:

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import select
 import socket
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -26,14 +26,14 @@ from shm.channel import Channel, ChannelClosed
 from shm.cuda_regions import DeviceLost, Driver, NoCuda
 from shm.errors import InvalidArgument
 from shm.lane import WorkerLane
-from shm.messages import Cancel, ChildReady, RequestForm
-from shm.spin import Spin
+from shm.messages import Cancel, ChildReady, FormSubmit, RequestForm, Submit
 from shm.status_page import DESKS, StatusPage, WorkerState
-from workers import dlpack
+from workers import dlpack, fast_path
 from workers.control import Control
 from workers.device import DeviceName
 from workers.device_cuda import CudaDevice
-from workers.dispatcher import FIRST_INSTANCE_DESK, Dispatcher
+from workers.dispatcher import FIRST_INSTANCE_DESK, LOOP_DESK, Dispatcher
+from workers.fast_path import Datagram, FastPath
 from workers.inbox import Inbox
 from workers.known_form import KnownForm
 from workers.model_table import ModelTable
@@ -41,6 +41,7 @@ from workers.model_version import ModelVersion
 from workers.models.executable_cache import ExecutableCache, cache_directory, use_persistent_cache
 from workers.models.loader import LoadedModel, Loader
 from workers.pinned_memory import PinnedMemory
+from workers.poller import Poller
 from workers.region_policy import RegionPolicy
 from workers.region_table import RegionTable
 from workers.submitter import Submitter
@@ -110,7 +111,13 @@ class Worker:
         self._epoll.register(channel.fileno(), select.EPOLLIN)
         self._epoll.register(self._inbox.fileno(), select.EPOLLIN)
         self._control_writing = False
-        self._spin = Spin(options.lanes.spin_us * 1000)
+        look_ns = options.lanes.spin_us * 1000
+        self._poller = Poller(self._epoll, look_ns)
+        self._fast_path = (
+            FastPath(self._epoll, look_ns, self._page, LOOP_DESK, self._regions, self._changes)
+            if fast_path.available
+            else None
+        )
         #: When to exit although something is in flight; 0: not told to stop.
         self._stop_ns = 0
         self._supervised = True
@@ -124,13 +131,14 @@ class Worker:
         self._channel.put(ChildReady(incarnation), self._page.fd)
         for record, fds in waiting:
             self._control.handle(record, fds)
-        timeout = 0.0
+        # At once: what came behind Start may have left something to do.
+        next_ns: int | None = 0
         # Modules live as long as the process: the collector need not look at them again and again. It must go on looking at the
         # rest as often as ever: arrays of XLA can be in cycles, and each may hold megabytes (measured: with rare collections a
         # 16 MiB request took 3 ms more, for fresh pages).
         gc.freeze()
         while self._supervised:
-            for fd, events in self._wait(timeout):
+            for fd, events in self._wait(next_ns):
                 self._handle(fd, events)
             now_ns = time.monotonic_ns()
             self._page.beat(now_ns)
@@ -138,46 +146,36 @@ class Worker:
             self._regions.settle()
             self._models.settle()
             self._flush()
-            self._dispatcher.count()
+            executed = self._dispatcher.count()
+            if self._fast_path is not None:
+                for version, execution in executed:
+                    self._fast_path.learn(version, execution)
             if self._driver.lost:
                 raise DeviceLost(f"the GPU failed ({self._driver.lost}), and no call on it can succeed any more")
             if self._stop_ns and (self._finished() or time.monotonic_ns() >= self._stop_ns):
                 break
-            timeout = self._timeout(next_ns)
 
-    def _timeout(self, next_ns: int | None) -> float:
+    def _timeout_ns(self, next_ns: int | None) -> int:
         now_ns = time.monotonic_ns()
         until = now_ns + _TURN_NS if next_ns is None else min(next_ns, now_ns + _TURN_NS)
         if self._stop_ns:
             until = min(until, self._stop_ns)
-        return max(0, until - now_ns) / 1e9
+        return max(0, until - now_ns)
 
-    def _wait(self, timeout: float) -> list[tuple[int, int]]:
-        if timeout > 0:
-            until_ns = self._spin.begin(time.monotonic_ns())
-            events = self._look(min(until_ns, time.monotonic_ns() + int(timeout * 1e9))) if until_ns else []
-            if not events:
-                events = self._sleep(timeout)
-            self._spin.end(time.monotonic_ns())
-            return events
-        return self._epoll.poll(0)
-
-    def _look(self, until_ns: int) -> list[tuple[int, int]]:
-        """Looks for events without sleeping; empty when none came in time."""
-        poll = self._epoll.poll
-        while time.monotonic_ns() < until_ns:
-            events = poll(0)
-            if events:
-                return events
-            os.sched_yield()
-        return []
-
-    def _sleep(self, timeout: float) -> list[tuple[int, int]]:
-        if timeout < 0.05:
-            # epoll counts in milliseconds, queue delays are often shorter; select counts in microseconds.
-            select.select([self._epoll.fileno()], [], [], timeout)
-            timeout = 0
-        return self._epoll.poll(timeout)
+    def _wait(self, next_ns: int | None) -> list[tuple[int, int]]:
+        """``next_ns``: when something is due without an event. Returns events; what else came is taken care of."""
+        timeout_ns = self._timeout_ns(next_ns)
+        if self._fast_path is None:
+            return self._poller.wait(timeout_ns)
+        idle = next_ns is None and not self._stop_ns and self._dispatcher.idle
+        idle = idle and not any(submitter.behind for submitter in self._submitters.values())
+        woken = self._fast_path.wait(timeout_ns, idle)
+        for fd, answers in woken.unsent:
+            self._submitters[fd].lane.adopt(answers)
+            self._submitters[fd].unflushed = True
+        for fd, datagram in woken.datagrams:
+            self._receive(self._submitters[fd], datagram)
+        return woken.events
 
     # ----------------------------------------------------------------------------------------------------------- events
 
@@ -193,18 +191,16 @@ class Worker:
         elif events & ~select.EPOLLOUT:
             self._receive_control()
 
-    def _receive(self, submitter: Submitter) -> None:
+    def _receive(self, submitter: Submitter, datagram: Datagram | None = None) -> None:
+        """Takes what came on a lane. ``datagram``: it was received already."""
         now_ns = time.monotonic_ns()
         fd = submitter.lane.fileno()
         try:
+            if datagram is not None:
+                self._take(submitter, submitter.lane.read(*datagram), now_ns)
+                return
             for _ in range(_DATAGRAMS_PER_TURN):
-                for record in submitter.lane.receive() or ():
-                    if type(record) is Cancel:
-                        self._dispatcher.cancel(submitter, record.request_id)
-                    elif type(record) is RequestForm:
-                        submitter.forms.learn(record.number, KnownForm(record.submit))
-                    else:
-                        self._dispatcher.submit(submitter, record, now_ns)  # type: ignore[arg-type]
+                self._take(submitter, submitter.lane.receive() or (), now_ns)
                 # Asking whether more came costs less than trying to receive it in vain.
                 if not [event for event in self._epoll.poll(0) if event[0] == fd and event[1] != select.EPOLLOUT]:
                     return
@@ -213,6 +209,24 @@ class Worker:
         except InvalidArgument as error:
             _log.error("closing the lane of submitter %d: %s", submitter.peer, error.message)
             self._close_lane(submitter)
+
+    def _take(
+        self, submitter: Submitter, records: Iterable[Submit | RequestForm | FormSubmit | Cancel], now_ns: int
+    ) -> None:
+        for record in records:
+            if type(record) is Cancel:
+                self._dispatcher.cancel(submitter, record.request_id)
+            elif type(record) is RequestForm:
+                submitter.forms.learn(record.number, KnownForm(record.number, record.submit))
+                if self._fast_path is not None:
+                    self._fast_path.forget(submitter, record.number)
+            else:
+                self._dispatcher.submit(submitter, record, now_ns)  # type: ignore[arg-type]
+
+    def _changes(self) -> int:
+        """Another number whenever what is known of a form may not hold any more."""
+        renumbered = sum([submitter.lane.renumbered for submitter in self._submitters.values()])
+        return self._models.changes + self._regions.changes + self._dispatcher.adopted + renumbered
 
     def _receive_control(self) -> None:
         try:
@@ -233,12 +247,16 @@ class Worker:
         arenas = self._options.arenas
         on_segment = self._pinned.pin_segment if self._pinned is not None else None
         lane = WorkerLane(sock, arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size, on_segment)
-        self._submitters[lane.fileno()] = Submitter(peer, lane)
+        submitter = self._submitters[lane.fileno()] = Submitter(peer, lane)
         self._epoll.register(lane.fileno(), select.EPOLLIN)
+        if self._fast_path is not None:
+            self._fast_path.open(submitter)
 
     def _close_lane(self, submitter: Submitter) -> None:
         fd = submitter.lane.fileno()
         self._dispatcher.drop(submitter)
+        if self._fast_path is not None:
+            self._fast_path.close_lane(submitter)
         self._epoll.unregister(fd)
         del self._submitters[fd]
         submitter.lane.close()
@@ -290,6 +308,8 @@ class Worker:
         """Lets go of everything. The process ends after this; its threads may still be inside models."""
         for submitter in list(self._submitters.values()):
             self._close_lane(submitter)
+        if self._fast_path is not None:
+            self._fast_path.close()
         self._regions.close()
         if self._cuda is not None:
             self._cuda.close()

@@ -108,7 +108,7 @@ class Bench:
             for record in records:
                 assert not isinstance(record, Cancel)
                 if isinstance(record, RequestForm):
-                    self.submitter.forms.learn(record.number, KnownForm(record.submit))
+                    self.submitter.forms.learn(record.number, KnownForm(record.number, record.submit))
                 else:
                     self.dispatcher.submit(self.submitter, record, now_ns)
         self.dispatcher.run_due(now_ns)

@@ -46,7 +46,7 @@ def submit_of(*inputs: Tensor, **fields: Any) -> Submit:
 
 
 def form_of(submit: Submit) -> KnownForm:
-    return KnownForm(Forms[Submit]().form(request_template(submit)).template)
+    return KnownForm(0, Forms[Submit]().form(request_template(submit)).template)
 
 
 def record_of(submit: Submit) -> FormSubmit:

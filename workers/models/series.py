@@ -17,9 +17,10 @@ from workers.request import Request
 
 #: Lengths of series, longest first. One of a single request saves nothing but arguments and results.
 LENGTHS = (8, 4, 2, 1)
-_MOST = LENGTHS[0]
+#: More than so many do not share a call.
+MOST = LENGTHS[0]
 #: By the number of requests that wait: the longest series of them.
-_LONGEST = [max([length for length in LENGTHS if length <= waiting], default=0) for waiting in range(_MOST + 1)]
+_LONGEST = [max([length for length in LENGTHS if length <= waiting], default=0) for waiting in range(MOST + 1)]
 #: Single runs that take longer, or whose inputs are larger, gain nothing worth their neighbours' waiting.
 _QUICK_NS = 100_000
 #: Single runs as short as this are mostly call: rather than two series, one that is not full.
@@ -41,10 +42,10 @@ class _Shape:
         self.missed = 0
         self.compiling = False
         #: By the number of requests that wait: the longest program for them that is ready.
-        self.fitting: list[SeriesProgram | None] = [None] * (_MOST + 1)
+        self.fitting: list[SeriesProgram | None] = [None] * (MOST + 1)
 
     def add(self, made: SeriesProgram) -> None:
-        for waiting in range(made.wanted.length, _MOST + 1):
+        for waiting in range(made.wanted.length, MOST + 1):
             known = self.fitting[waiting]
             if known is None or known.wanted.length <= made.wanted.length:
                 self.fitting[waiting] = made
@@ -63,13 +64,18 @@ class Series:
     def note(self, request: Request, single_ns: int) -> None:
         """That request alone took so long."""
         key = request.key
-        shape = self._shapes.get(key)
-        if shape is not None:
-            shape.single_ns += (single_ns - shape.single_ns) // 8
+        if key in self._shapes:
+            self.note_again(key, single_ns)
         elif single_ns < _QUICK_NS and sum([array.nbytes for array in request.arrays.values()]) <= _SMALL_BYTE_SIZE:
             if len(self._shapes) >= _MAX_SHAPES:
                 self._shapes.clear()
             self._shapes[key] = _Shape(single_ns)
+
+    def note_again(self, key: Hashable, single_ns: int) -> None:
+        """Requests of a shape that is known took so long, alone."""
+        shape = self._shapes.get(key)
+        if shape is not None:
+            shape.single_ns += (single_ns - shape.single_ns) // 8
 
     def find(self, key: Hashable, waiting: int) -> SeriesProgram | None:
         """What to run so many waiting requests of that shape with, or the first of them; None: the first as it is.
@@ -79,13 +85,21 @@ class Series:
         shape = self._shapes.get(key)
         if shape is None or shape.single_ns > _QUICK_NS:
             return None
-        if waiting > _MOST // 2 and (waiting >= _MOST or shape.single_ns <= _TINY_NS):
-            waiting = _MOST
+        waiting = _padded(waiting, shape.single_ns)
         program = shape.fitting[waiting]
         longest = _LONGEST[waiting]
         if program is None or program.wanted.length < longest:
             self._miss(key, shape, longest)
         return program
+
+    def ready(self, key: Hashable, waiting: int) -> SeriesProgram | None:
+        """What ``find`` would return, and nothing is missed by asking; None also where it would rather have another one."""
+        shape = self._shapes.get(key)
+        if shape is None or shape.single_ns > _QUICK_NS:
+            return None
+        waiting = _padded(waiting, shape.single_ns)
+        program = shape.fitting[waiting]
+        return program if program is not None and program.wanted.length == _LONGEST[waiting] else None
 
     def _miss(self, key: Hashable, shape: _Shape, length: int) -> None:
         shape.missed += 1
@@ -112,3 +126,10 @@ class Series:
 
     def __repr__(self) -> str:
         return f"<Series of {len(self._shapes)} shapes>"
+
+
+def _padded(waiting: int, single_ns: int) -> int:
+    """For how many requests a program is looked for when so many wait."""
+    if waiting > MOST // 2 and (waiting >= MOST or single_ns <= _TINY_NS):
+        return MOST
+    return waiting

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from shm.arrays import Array
+from shm.arrays import Array, address_of
 from workers.models.batch_outputs import BatchOutputs, layout_of_rows, uncut
 from workers.models.buckets import Shapes
 from workers.models.executables import Apply, precision
@@ -68,6 +68,18 @@ class SeriesProgram:
             ]
             for i in range(wanted.length)
         ]
+
+    @property
+    def memory(self) -> list[tuple[str, int, int]]:
+        """Where each input of the first request goes: name, address, and how far behind it that of the next request is."""
+        steps = [stack.strides[0] for stack in self._arguments]
+        starts = [address_of(stack) for stack in self._arguments]
+        found: list[tuple[str, int, int]] = []
+        for name, array, _ in self._places[0]:
+            at = address_of(array)
+            (step,) = [step for start, step in zip(starts, steps, strict=True) if start <= at < start + step]
+            found.append((name, at, step))
+        return found
 
     def gather(self, requests: Sequence[Request]) -> int:
         """Stacks the inputs of at most ``wanted.length`` requests; returns the bytes copied.

@@ -1,0 +1,912 @@
+/* The turns of a worker's loop in which nothing happens but small requests of known forms: received, run and answered here.
+ *
+ *     epoll ─▶ datagram of FormSubmits ─▶ gathered into a program's memory ─▶ program.run (Python, XLA) ─▶ FormCompletions
+ *           └▶ anything else is given back to Python, which does it the ordinary way
+ *
+ * What is known is said by Python (workers/fast_path.py): a plan for each form of a lane, and the programs that can run it. Nothing
+ * of that can change while ``wait`` runs, because all that could change it comes as an event, and with the first other event, or
+ * anything in a datagram that has no plan, ``wait`` returns. What it gives back it has not touched.
+ *
+ * The status page is written as shm/status_page.py does; the layout of records is in _records.h.
+ */
+
+#define Py_LIMITED_API 0x030B0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <errno.h>
+#include <poll.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "_records.h"
+
+#define MAX_DATAGRAM (64 << 10)
+#define MAX_FORMS 1024
+#define MAX_FDS 4
+#define MAX_EVENTS 64
+/* Requests of one run. */
+#define MOST 8
+/* Answers of further runs share a datagram only while so many requests wait, and for no longer than that. */
+#define MANY 4
+#define RUN_ON_NS 250000
+/* epoll counts in milliseconds; shorter waits are counted in nanoseconds. */
+#define SHORT_NS 50000000
+#define INLINE_KIND 1
+/* Kind, and an array's head for up to 65535 records. */
+#define DATAGRAM_HEAD 4
+
+typedef struct {
+    char *address;
+    size_t stride;
+} argument_t;
+
+typedef struct {
+    PyObject *run;
+    int capacity, count;
+    argument_t arguments[MAX_TENSORS];
+} program_t;
+
+/* What workers/statistics.py counts, of requests that were answered well. */
+typedef struct {
+    uint64_t answered, request_ns, queue_ns, copied;
+    /* The parts of a run, once for each run, and once for each of its requests. */
+    uint64_t run_ns[3], compute_ns[3];
+    /* Runs of one request, and what they took. */
+    uint64_t single_runs, single_ns;
+} figures_t;
+
+/* Requests that can share a run: of one version and one shape. Kept by the plans that refer to it. */
+typedef struct {
+    PyObject *owner;
+    int plans;
+    uint64_t most_waiting;
+    /* By the number of requests that wait; without a run: Python's affair. */
+    program_t programs[MOST];
+    figures_t figures;
+} batch_t;
+
+typedef struct {
+    int argument;
+    size_t size;
+    const char *region; /* NULL: in the record */
+} input_t;
+
+typedef struct {
+    int stack;
+    size_t start, step, size;
+    char *region; /* NULL: into the record */
+} output_t;
+
+typedef struct {
+    batch_t *batch;
+    int inputs, outputs, inside;
+    uint64_t form;
+    input_t input[MAX_TENSORS];
+    output_t output[MAX_TENSORS];
+    size_t answer_size, copied;
+    PyObject *intact; /* NULL: no regions */
+} plan_t;
+
+typedef struct lane {
+    struct lane *next;
+    int fd, unsent;
+    uint64_t peer, last_id;
+    PyObject *in_flight;
+    plan_t *plans[MAX_FORMS];
+    /* One more than the highest form that ever had one. */
+    int forms;
+    size_t filled;
+    uint64_t answers;
+    unsigned char received[MAX_DATAGRAM + 1], answer[MAX_DATAGRAM];
+} lane_t;
+
+typedef struct {
+    lane_t *lane;
+    plan_t *plan;
+    uint64_t id, arrived_ns;
+    const unsigned char *record;
+    size_t size;
+    const unsigned char *contents[MAX_TENSORS];
+} request_t;
+
+typedef struct {
+    PyObject_HEAD
+    int epoll, worth;
+    uint64_t look_ns;
+    _Atomic uint64_t *page;
+    Py_buffer page_buffer;
+    size_t desk;
+    uint64_t idle, executing;
+    lane_t *lanes;
+    request_t *waiting;
+    size_t first, count, room;
+} fast_path_t;
+
+static uint64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+/* ------------------------------------------------------------------------------------------------------------- what is known */
+
+static void drop_batch(batch_t *batch) {
+    if (--batch->plans)
+        return;
+    for (int i = 0; i < MOST; i++)
+        Py_XDECREF(batch->programs[i].run);
+    Py_DECREF(batch->owner);
+    PyMem_Free(batch);
+}
+
+static void drop_plan(plan_t **place) {
+    plan_t *plan = *place;
+    *place = NULL;
+    if (plan == NULL)
+        return;
+    if (plan->batch != NULL)
+        drop_batch(plan->batch);
+    Py_XDECREF(plan->intact);
+    PyMem_Free(plan);
+}
+
+static lane_t *find_lane(fast_path_t *self, int fd) {
+    lane_t *lane = self->lanes;
+    while (lane != NULL && lane->fd != fd)
+        lane = lane->next;
+    return lane;
+}
+
+static lane_t *known_lane(fast_path_t *self, int fd) {
+    lane_t *lane = find_lane(self, fd);
+    if (lane == NULL)
+        PyErr_Format(PyExc_KeyError, "descriptor %d is no lane", fd);
+    return lane;
+}
+
+static batch_t *find_batch(fast_path_t *self, PyObject *owner) {
+    for (lane_t *lane = self->lanes; lane != NULL; lane = lane->next)
+        for (int i = 0; i < lane->forms; i++)
+            if (lane->plans[i] != NULL && lane->plans[i]->batch->owner == owner)
+                return lane->plans[i]->batch;
+    return NULL;
+}
+
+static int read_program(PyObject *given, program_t *program) {
+    PyObject *run, *arguments;
+    if (!PyArg_ParseTuple(given, "OiO!", &run, &program->capacity, &PyTuple_Type, &arguments))
+        return -1;
+    program->count = (int)PyTuple_Size(arguments);
+    if (program->count > MAX_TENSORS || program->capacity < 1 || program->capacity > MOST) {
+        PyErr_SetString(PyExc_ValueError, "a program has too many arguments, or takes no request");
+        return -1;
+    }
+    for (int i = 0; i < program->count; i++) {
+        unsigned long long address;
+        Py_ssize_t stride;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(arguments, i), "Kn", &address, &stride))
+            return -1;
+        program->arguments[i] = (argument_t){(char *)(uintptr_t)address, (size_t)stride};
+    }
+    Py_INCREF(run);
+    program->run = run;
+    return 0;
+}
+
+static batch_t *make_batch(PyObject *owner, unsigned long long most_waiting, PyObject *programs) {
+    if (PyTuple_Size(programs) != MOST) {
+        PyErr_Format(PyExc_ValueError, "%zd programs, %d are expected", PyTuple_Size(programs), MOST);
+        return NULL;
+    }
+    batch_t *batch = PyMem_Calloc(1, sizeof(batch_t));
+    if (batch == NULL)
+        return (batch_t *)PyErr_NoMemory();
+    Py_INCREF(owner);
+    batch->owner = owner;
+    batch->most_waiting = most_waiting;
+    batch->plans = 1;
+    for (int i = 0; i < MOST; i++) {
+        PyObject *program = PyTuple_GetItem(programs, i);
+        if (program != Py_None && read_program(program, &batch->programs[i])) {
+            drop_batch(batch);
+            return NULL;
+        }
+    }
+    batch->plans = 0;
+    return batch;
+}
+
+static int read_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan) {
+    unsigned long long address;
+    Py_ssize_t start, step, size;
+    plan->inputs = (int)PyTuple_Size(inputs);
+    plan->outputs = (int)PyTuple_Size(outputs);
+    if (plan->inputs > MAX_TENSORS || plan->outputs > MAX_TENSORS) {
+        PyErr_SetString(PyExc_ValueError, "too many tensors");
+        return -1;
+    }
+    for (int i = 0; i < plan->inputs; i++) {
+        input_t *input = &plan->input[i];
+        if (!PyArg_ParseTuple(PyTuple_GetItem(inputs, i), "inK", &input->argument, &size, &address))
+            return -1;
+        input->size = (size_t)size;
+        input->region = (const char *)(uintptr_t)address;
+        plan->copied += input->size;
+        for (int k = 0; k < MOST; k++) {
+            program_t *program = &plan->batch->programs[k];
+            if (program->run != NULL && (input->argument < 0 || input->argument >= program->count ||
+                                         input->size > program->arguments[input->argument].stride)) {
+                PyErr_SetString(PyExc_ValueError, "an input does not fit into a program");
+                return -1;
+            }
+        }
+    }
+    plan->answer_size = FORM_COMPLETION_HEAD;
+    for (int i = 0; i < plan->outputs; i++) {
+        output_t *output = &plan->output[i];
+        if (!PyArg_ParseTuple(PyTuple_GetItem(outputs, i), "innnK", &output->stack, &start, &step, &size, &address))
+            return -1;
+        if (output->stack < 0 || start < 0 || step < 0 || size < 0) {
+            PyErr_SetString(PyExc_ValueError, "an output begins nowhere");
+            return -1;
+        }
+        output->start = (size_t)start, output->step = (size_t)step, output->size = (size_t)size;
+        output->region = (char *)(uintptr_t)address;
+        plan->copied += output->size;
+        if (output->region == NULL) {
+            plan->inside++;
+            plan->answer_size += BIN_HEAD + output->size;
+        }
+    }
+    if (plan->answer_size > MAX_DATAGRAM - DATAGRAM_HEAD) {
+        PyErr_SetString(PyExc_ValueError, "an answer does not fit into a datagram");
+        return -1;
+    }
+    return 0;
+}
+
+static PyObject *learn(fast_path_t *self, PyObject *arguments) {
+    int fd, form;
+    unsigned long long answer_form, most_waiting;
+    PyObject *owner, *programs, *inputs, *outputs, *intact;
+    if (!PyArg_ParseTuple(arguments, "iiOKO!O!O!KO", &fd, &form, &owner, &most_waiting, &PyTuple_Type, &programs, &PyTuple_Type,
+                          &inputs, &PyTuple_Type, &outputs, &answer_form, &intact))
+        return NULL;
+    lane_t *lane = known_lane(self, fd);
+    if (lane == NULL)
+        return NULL;
+    if (form < 0 || form >= MAX_FORMS)
+        return PyErr_Format(PyExc_ValueError, "form %d, forms have numbers below %d", form, MAX_FORMS);
+    plan_t *plan = PyMem_Calloc(1, sizeof(plan_t));
+    if (plan == NULL)
+        return PyErr_NoMemory();
+    plan->batch = find_batch(self, owner);
+    if (plan->batch == NULL)
+        plan->batch = make_batch(owner, most_waiting, programs);
+    if (plan->batch != NULL)
+        plan->batch->plans++;
+    if (plan->batch == NULL || read_tensors(inputs, outputs, plan)) {
+        drop_plan(&plan);
+        return NULL;
+    }
+    plan->form = answer_form;
+    if (intact != Py_None) {
+        Py_INCREF(intact);
+        plan->intact = intact;
+    }
+    drop_plan(&lane->plans[form]);
+    lane->plans[form] = plan;
+    lane->forms = form < lane->forms ? lane->forms : form + 1;
+    Py_RETURN_NONE;
+}
+
+static PyObject *forget(fast_path_t *self, PyObject *unused) {
+    (void)unused;
+    for (lane_t *lane = self->lanes; lane != NULL; lane = lane->next)
+        for (int i = 0; i < lane->forms; i++)
+            drop_plan(&lane->plans[i]);
+    Py_RETURN_NONE;
+}
+
+static PyObject *forget_form(fast_path_t *self, PyObject *arguments) {
+    int fd, form;
+    if (!PyArg_ParseTuple(arguments, "ii", &fd, &form))
+        return NULL;
+    lane_t *lane = known_lane(self, fd);
+    if (lane == NULL)
+        return NULL;
+    if (form >= 0 && form < MAX_FORMS)
+        drop_plan(&lane->plans[form]);
+    Py_RETURN_NONE;
+}
+
+static PyObject *open_lane(fast_path_t *self, PyObject *arguments) {
+    int fd;
+    unsigned long long peer;
+    PyObject *in_flight;
+    if (!PyArg_ParseTuple(arguments, "iKO!", &fd, &peer, &PyDict_Type, &in_flight))
+        return NULL;
+    lane_t *lane = PyMem_Calloc(1, sizeof(lane_t));
+    if (lane == NULL)
+        return PyErr_NoMemory();
+    Py_INCREF(in_flight);
+    lane->in_flight = in_flight;
+    lane->fd = fd;
+    lane->peer = peer;
+    lane->filled = DATAGRAM_HEAD;
+    lane->next = self->lanes;
+    self->lanes = lane;
+    Py_RETURN_NONE;
+}
+
+static void drop_lane(lane_t *lane) {
+    for (int i = 0; i < lane->forms; i++)
+        drop_plan(&lane->plans[i]);
+    Py_DECREF(lane->in_flight);
+    PyMem_Free(lane);
+}
+
+static PyObject *close_lane(fast_path_t *self, PyObject *arguments) {
+    int fd;
+    if (!PyArg_ParseTuple(arguments, "i", &fd))
+        return NULL;
+    for (lane_t **place = &self->lanes; *place != NULL; place = &(*place)->next)
+        if ((*place)->fd == fd) {
+            lane_t *lane = *place;
+            *place = lane->next;
+            drop_lane(lane);
+            break;
+        }
+    Py_RETURN_NONE;
+}
+
+/* ------------------------------------------------------------------------------------------------------------------ arrival */
+
+static int append(PyObject *list, PyObject *item) {
+    int wrong = item == NULL || PyList_Append(list, item);
+    Py_XDECREF(item);
+    return wrong;
+}
+
+/* The descriptors that came with a datagram, as a list; whoever gets it owns them. */
+static PyObject *descriptors(struct msghdr *message) {
+    PyObject *found = PyList_New(0);
+    for (struct cmsghdr *each = CMSG_FIRSTHDR(message); found != NULL && each != NULL; each = CMSG_NXTHDR(message, each)) {
+        if (each->cmsg_level != SOL_SOCKET || each->cmsg_type != SCM_RIGHTS)
+            continue;
+        for (size_t at = 0; at + sizeof(int) <= each->cmsg_len - CMSG_LEN(0); at += sizeof(int)) {
+            int fd;
+            memcpy(&fd, CMSG_DATA(each) + at, sizeof fd);
+            if (append(found, PyLong_FromLong(fd)))
+                Py_CLEAR(found);
+        }
+    }
+    return found;
+}
+
+static int make_room(fast_path_t *self) {
+    if (self->count < self->room)
+        return 0;
+    size_t room = self->room ? 2 * self->room : 64;
+    request_t *waiting = PyMem_Realloc(self->waiting, room * sizeof(request_t));
+    if (waiting == NULL)
+        return -1;
+    self->waiting = waiting;
+    self->room = room;
+    return 0;
+}
+
+/* 1: in flight already, or that cannot be told. */
+static int in_flight(lane_t *lane, uint64_t id) {
+    if (PyDict_Size(lane->in_flight) == 0)
+        return 0;
+    PyObject *key = PyLong_FromUnsignedLongLong(id);
+    int found = key == NULL ? -1 : PyDict_Contains(lane->in_flight, key);
+    Py_XDECREF(key);
+    if (found < 0)
+        PyErr_Clear();
+    return found != 0;
+}
+
+/* All of a datagram's requests wait here afterwards, or, if one of them is not of a known kind, none. */
+static int take_requests(fast_path_t *self, lane_t *lane, size_t size, uint64_t now) {
+    reader_t reader = {lane->received + 1, lane->received + size};
+    uint64_t records, last_id = 0;
+    size_t before = self->count;
+    if (lane->received[0] != INLINE_KIND || read_array(&reader, &records))
+        return -1;
+    for (uint64_t n = 0; n < records; n++) {
+        form_submit_t record;
+        const unsigned char *start = reader.at;
+        if (read_form_submit(&reader, &record) || record.form >= MAX_FORMS)
+            goto refused;
+        plan_t *plan = lane->plans[record.form];
+        /* Ids of a submitter grow. */
+        if (plan == NULL || (record.deadline_ns && record.deadline_ns <= now) || record.id <= last_id ||
+            in_flight(lane, record.id) || make_room(self))
+            goto refused;
+        last_id = record.id;
+        request_t *request = &self->waiting[self->count];
+        uint64_t used = 0;
+        for (int i = 0; i < plan->inputs; i++) {
+            const input_t *input = &plan->input[i];
+            if (input->region != NULL) {
+                request->contents[i] = (const unsigned char *)input->region;
+                continue;
+            }
+            if (used >= record.count || record.sizes[used] != input->size)
+                goto refused;
+            request->contents[i] = record.contents[used++];
+        }
+        if (used != record.count)
+            goto refused;
+        request->lane = lane;
+        request->plan = plan;
+        request->id = record.id;
+        request->arrived_ns = record.received_ns ? record.received_ns : now;
+        request->record = start;
+        request->size = (size_t)(reader.at - start);
+        self->count++;
+    }
+    if (reader.at == reader.end)
+        return 0;
+refused:
+    self->count = before;
+    return -1;
+}
+
+/* Takes a datagram: its requests, or for Python the whole of it. 0: whatever was there is taken care of. */
+static int take(fast_path_t *self, lane_t *lane, PyObject *events, PyObject *datagrams) {
+    union {
+        struct cmsghdr align;
+        char room[CMSG_SPACE(MAX_FDS * sizeof(int))];
+    } ancillary;
+    struct iovec part = {lane->received, sizeof lane->received};
+    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = &ancillary, .msg_controllen = sizeof ancillary};
+    ssize_t size = recvmsg(lane->fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    if (size < 0 && (errno == EAGAIN || errno == EINTR))
+        return 0;
+    if (size <= 0)
+        return append(events, Py_BuildValue("ii", lane->fd, (int)EPOLLIN));
+    int cut = message.msg_flags & (MSG_TRUNC | MSG_CTRUNC);
+    if (!cut && message.msg_controllen == 0 && take_requests(self, lane, (size_t)size, now_ns()) == 0)
+        return 0;
+    return append(datagrams, Py_BuildValue("i(y#NO)", lane->fd, (const char *)lane->received, (Py_ssize_t)size,
+                                           descriptors(&message), cut ? Py_True : Py_False));
+}
+
+/* ------------------------------------------------------------------------------------------------------------------ answers */
+
+/* Gives what waits to Python, as datagrams of the lanes that it came from. */
+static int give_back(fast_path_t *self, PyObject *datagrams) {
+    int wrong = 0;
+    for (lane_t *lane = self->lanes; lane != NULL && !wrong; lane = lane->next) {
+        size_t size = DATAGRAM_HEAD;
+        uint64_t records = 0;
+        /* Of one datagram: its records lie one behind the other, and those from some place on are still there. */
+        const unsigned char *start = NULL;
+        for (size_t i = self->first; i < self->count; i++)
+            if (self->waiting[i].lane == lane) {
+                start = start == NULL ? self->waiting[i].record : start;
+                size += self->waiting[i].size;
+                records++;
+            }
+        if (records == 0)
+            continue;
+        unsigned char *datagram = PyMem_Malloc(size);
+        if (datagram == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        datagram[0] = INLINE_KIND;
+        datagram[1] = 0xdc;
+        write_number(datagram + 2, 2, records);
+        memcpy(datagram + DATAGRAM_HEAD, start, size - DATAGRAM_HEAD);
+        wrong = append(datagrams, Py_BuildValue("i(y#NO)", lane->fd, (const char *)datagram, (Py_ssize_t)size, PyList_New(0), Py_False));
+        PyMem_Free(datagram);
+    }
+    self->first = self->count = 0;
+    return wrong;
+}
+
+/* Sends a lane's answers. What the socket does not take now is kept; see ``give_unsent``. */
+static void flush(lane_t *lane) {
+    if (lane->answers == 0 || lane->unsent)
+        return;
+    lane->answer[0] = INLINE_KIND;
+    lane->answer[1] = 0xdc;
+    write_number(lane->answer + 2, 2, lane->answers);
+    ssize_t sent = send(lane->fd, lane->answer, lane->filled, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS || errno == EINTR)) {
+        lane->unsent = 1;
+        return;
+    }
+    /* A peer that is gone swallows everything. */
+    lane->filled = DATAGRAM_HEAD;
+    lane->answers = 0;
+}
+
+static int give_unsent(fast_path_t *self, PyObject *unsent) {
+    for (lane_t *lane = self->lanes; lane != NULL; lane = lane->next) {
+        if (!lane->unsent)
+            continue;
+        lane->unsent = 0;
+        PyObject *datagram = Py_BuildValue("iy#", lane->fd, (const char *)lane->answer, (Py_ssize_t)lane->filled);
+        lane->filled = DATAGRAM_HEAD;
+        lane->answers = 0;
+        if (append(unsent, datagram))
+            return -1;
+    }
+    return 0;
+}
+
+static void write_regions(const request_t *request, const Py_buffer *stacks, int row) {
+    const plan_t *plan = request->plan;
+    for (int i = 0; i < plan->outputs; i++) {
+        const output_t *output = &plan->output[i];
+        if (output->region != NULL)
+            memcpy(output->region, (const char *)stacks[output->stack].buf + output->start + (size_t)row * output->step, output->size);
+    }
+}
+
+static void write_answer(const request_t *request, const Py_buffer *stacks, int row) {
+    lane_t *lane = request->lane;
+    const plan_t *plan = request->plan;
+    if (lane->filled + plan->answer_size > MAX_DATAGRAM || lane->answers == 0xffff)
+        flush(lane);
+    unsigned char *at = lane->answer + lane->filled;
+    at = write_form_completion(at, request->id, plan->form, plan->inside);
+    for (int i = 0; i < plan->outputs; i++) {
+        const output_t *output = &plan->output[i];
+        if (output->region != NULL)
+            continue;
+        at = write_bin_head(at, output->size);
+        memcpy(at, (const char *)stacks[output->stack].buf + output->start + (size_t)row * output->step, output->size);
+        at += output->size;
+    }
+    lane->filled = (size_t)(at - lane->answer);
+    lane->answers++;
+}
+
+/* Whether regions that these requests use lost no page meanwhile. */
+static int intact(const request_t *requests, int count) {
+    for (int n = 0; n < count; n++) {
+        PyObject *check = requests[n].plan->intact;
+        if (check == NULL || (n > 0 && requests[n - 1].plan == requests[n].plan))
+            continue;
+        PyObject *result = PyObject_CallNoArgs(check);
+        if (result == NULL)
+            return 0;
+        Py_DECREF(result);
+    }
+    return 1;
+}
+
+static int holds(const plan_t *plan, const Py_buffer *stacks, Py_ssize_t count, int rows) {
+    for (int i = 0; i < plan->outputs; i++) {
+        const output_t *output = &plan->output[i];
+        if (output->stack >= count ||
+            output->start + (size_t)(rows - 1) * output->step + output->size > (size_t)stacks[output->stack].len)
+            return 0;
+    }
+    return 1;
+}
+
+/* Answers with what a run made. 0: answered; else nothing was. */
+static int answer(const request_t *requests, int count, PyObject *made) {
+    Py_buffer stacks[MAX_TENSORS];
+    Py_ssize_t open = 0, given = PyList_Size(made);
+    int wrong = given < 0 || given > MAX_TENSORS;
+    while (!wrong && open < given) {
+        wrong = PyObject_GetBuffer(PyList_GetItem(made, open), &stacks[open], PyBUF_SIMPLE);
+        open += !wrong;
+    }
+    for (int n = 0; n < count && !wrong; n++)
+        wrong = !holds(requests[n].plan, stacks, given, count);
+    for (int n = 0; n < count && !wrong; n++)
+        write_regions(&requests[n], stacks, n);
+    /* After the last byte was read and written: what was missing meanwhile makes the answers void. */
+    wrong = wrong || !intact(requests, count);
+    for (int n = 0; n < count && !wrong; n++)
+        write_answer(&requests[n], stacks, n);
+    while (open-- > 0)
+        PyBuffer_Release(&stacks[open]);
+    return wrong;
+}
+
+/* ``moments``: begun, gathered, computed, answered. */
+static void count_run(figures_t *figures, const request_t *requests, uint64_t count, const uint64_t moments[4]) {
+    for (uint64_t n = 0; n < count; n++) {
+        uint64_t arrived = requests[n].arrived_ns;
+        figures->request_ns += moments[3] > arrived ? moments[3] - arrived : 0;
+        /* One that arrived while this began has not waited. */
+        figures->queue_ns += moments[0] > arrived ? moments[0] - arrived : 0;
+        figures->copied += requests[n].plan->copied;
+    }
+    figures->answered += count;
+    for (int part = 0; part < 3; part++) {
+        uint64_t took = moments[part + 1] - moments[part];
+        figures->run_ns[part] += took;
+        figures->compute_ns[part] += took * count;
+    }
+    if (count == 1) {
+        figures->single_runs++;
+        figures->single_ns += moments[2] - moments[1];
+    }
+}
+
+static void set_state(fast_path_t *self, uint64_t state, uint64_t now) {
+    self->page[0] = state;
+    self->page[1] = now;
+    self->page[2] = now;
+}
+
+static uint64_t waiting_together(const fast_path_t *self) {
+    const request_t *first = &self->waiting[self->first];
+    uint64_t together = 1;
+    while (self->first + together < self->count && first[together].plan->batch == first->plan->batch)
+        together++;
+    return together;
+}
+
+/* Runs the requests at the head that can share a run. 1: they are Python's affair.  -1: an error of the process. */
+static int run(fast_path_t *self) {
+    const request_t *requests = &self->waiting[self->first];
+    batch_t *batch = requests->plan->batch;
+    uint64_t together = waiting_together(self);
+    program_t *program = &batch->programs[(together < MOST ? together : MOST) - 1];
+    if (program->run == NULL)
+        return 1;
+    int count = together < (uint64_t)program->capacity ? (int)together : program->capacity;
+    uint64_t began = now_ns();
+    for (int n = 0; n < count; n++) {
+        const plan_t *plan = requests[n].plan;
+        for (int i = 0; i < plan->inputs; i++) {
+            const argument_t *argument = &program->arguments[plan->input[i].argument];
+            memcpy(argument->address + (size_t)n * argument->stride, requests[n].contents[i], plan->input[i].size);
+        }
+    }
+    _Atomic uint64_t *desk = self->page + self->desk;
+    for (int n = 0; n < count; n++) {
+        desk[1 + 2 * n] = requests[n].lane->peer;
+        desk[2 + 2 * n] = requests[n].id;
+    }
+    /* Written before and cleared after, so that a batch that kills this process is known by its requests. */
+    desk[0] = (uint64_t)count;
+    uint64_t gathered = now_ns();
+    set_state(self, self->executing, gathered);
+    PyObject *made = PyObject_CallNoArgs(program->run);
+    uint64_t computed = now_ns();
+    desk[0] = 0;
+    set_state(self, self->idle, computed);
+    int wrong = made == NULL || answer(requests, count, made);
+    Py_XDECREF(made);
+    if (wrong) {
+        if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception))
+            return -1;
+        PyErr_Clear();
+        return 1;
+    }
+    count_run(&batch->figures, requests, (uint64_t)count, (uint64_t[]){began, gathered, computed, now_ns()});
+    self->first += (size_t)count;
+    return 0;
+}
+
+static int too_many(const fast_path_t *self) {
+    for (size_t i = 0; i < self->count; i++)
+        if (self->count > self->waiting[i].plan->batch->most_waiting)
+            return 1;
+    return 0;
+}
+
+static int flush_all(fast_path_t *self) {
+    int unsent = 0;
+    for (lane_t *lane = self->lanes; lane != NULL; lane = lane->next) {
+        flush(lane);
+        unsent |= lane->unsent;
+    }
+    return unsent;
+}
+
+/* Runs what waits, and sends the answers. */
+static int serve(fast_path_t *self, PyObject *datagrams) {
+    uint64_t began = now_ns();
+    /* Whether a queue takes so many is not decided here. */
+    int outcome = too_many(self);
+    while (outcome == 0 && self->first < self->count) {
+        outcome = run(self);
+        if (outcome == 0 && (self->count - self->first < MANY || now_ns() - began > RUN_ON_NS))
+            outcome = flush_all(self);
+    }
+    flush_all(self);
+    return outcome < 0 || give_back(self, datagrams) ? -1 : 0;
+}
+
+/* ------------------------------------------------------------------------------------------------------------------ waiting */
+
+static int sleep_until(int epoll, struct epoll_event *ready, uint64_t until) {
+    uint64_t now = now_ns(), left = until > now ? until - now : 0;
+    int milliseconds = (int)((left + 999999) / 1000000);
+    if (left > 0 && left < SHORT_NS) {
+        struct pollfd one = {epoll, POLLIN, 0};
+        struct timespec wait = {0, (long)left};
+        if (ppoll(&one, 1, &wait, NULL) < 0)
+            return -1;
+        milliseconds = 0;
+    }
+    return epoll_wait(epoll, ready, MAX_EVENTS, milliseconds);
+}
+
+/* Looks for events for a moment before it sleeps, as shm/spin.py decides. */
+static int poll_until(fast_path_t *self, struct epoll_event *ready, uint64_t until) {
+    uint64_t since = now_ns(), look = self->worth ? since + self->look_ns : 0, now = since;
+    int found = 0;
+    if (look > until)
+        look = until;
+    while (now < look && (found = epoll_wait(self->epoll, ready, MAX_EVENTS, 0)) == 0) {
+        sched_yield();
+        now = now_ns();
+    }
+    if (found == 0)
+        found = sleep_until(self->epoll, ready, until);
+    if (until > since)
+        self->worth = now_ns() - since < self->look_ns;
+    return found;
+}
+
+static PyObject *wait_for(fast_path_t *self, PyObject *arguments) {
+    unsigned long long timeout;
+    int fast;
+    if (!PyArg_ParseTuple(arguments, "Kp", &timeout, &fast))
+        return NULL;
+    PyObject *events = PyList_New(0), *datagrams = PyList_New(0), *unsent = PyList_New(0);
+    int wrong = events == NULL || datagrams == NULL || unsent == NULL;
+    uint64_t until = now_ns() + timeout;
+    while (!wrong) {
+        struct epoll_event ready[MAX_EVENTS];
+        int found;
+        Py_BEGIN_ALLOW_THREADS
+        found = poll_until(self, ready, until);
+        Py_END_ALLOW_THREADS
+        if (found < 0 && errno != EINTR) {
+            PyErr_SetFromErrno(PyExc_OSError);
+            wrong = 1;
+        } else if (found < 0) {
+            wrong = PyErr_CheckSignals();
+        }
+        for (int i = 0; i < found && !wrong; i++) {
+            lane_t *lane = fast && ready[i].events == EPOLLIN ? find_lane(self, ready[i].data.fd) : NULL;
+            wrong = lane != NULL ? take(self, lane, events, datagrams)
+                                 : append(events, Py_BuildValue("iI", ready[i].data.fd, ready[i].events));
+        }
+        if (!wrong && self->count)
+            wrong = serve(self, datagrams);
+        wrong = wrong || give_unsent(self, unsent);
+        uint64_t now = now_ns();
+        self->page[2] = now;
+        if (PyList_Size(events) || PyList_Size(datagrams) || PyList_Size(unsent) || now >= until)
+            break;
+    }
+    if (!wrong)
+        return Py_BuildValue("NNN", events, datagrams, unsent);
+    Py_XDECREF(events);
+    Py_XDECREF(datagrams);
+    Py_XDECREF(unsent);
+    return NULL;
+}
+
+/* What was done since the last time, of each kind of batch: and then nothing. */
+static PyObject *figures(fast_path_t *self, PyObject *unused) {
+    (void)unused;
+    PyObject *found = PyList_New(0);
+    for (lane_t *lane = self->lanes; found != NULL && lane != NULL; lane = lane->next)
+        for (int i = 0; i < lane->forms && found != NULL; i++) {
+            batch_t *batch = lane->plans[i] == NULL ? NULL : lane->plans[i]->batch;
+            if (batch == NULL || batch->figures.answered == 0)
+                continue;
+            figures_t *made = &batch->figures;
+            PyObject *one = Py_BuildValue("OKKKK(KKK)(KKK)KK", batch->owner, made->answered, made->request_ns, made->queue_ns,
+                                          made->copied, made->run_ns[0], made->run_ns[1], made->run_ns[2], made->compute_ns[0],
+                                          made->compute_ns[1], made->compute_ns[2], made->single_runs, made->single_ns);
+            memset(made, 0, sizeof *made);
+            if (append(found, one))
+                Py_CLEAR(found);
+        }
+    return found;
+}
+
+/* --------------------------------------------------------------------------------------------------------------------- type */
+
+static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) {
+    int epoll;
+    unsigned long long look_ns, idle, executing;
+    Py_ssize_t desk;
+    PyObject *page;
+    (void)named;
+    if (!PyArg_ParseTuple(arguments, "iKOnKK", &epoll, &look_ns, &page, &desk, &idle, &executing))
+        return NULL;
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    fast_path_t *self = (fast_path_t *)allocate(type, 0);
+    if (self == NULL)
+        return NULL;
+    if (PyObject_GetBuffer(page, &self->page_buffer, PyBUF_WRITABLE) != 0) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    if (desk < 0 || (size_t)self->page_buffer.len < ((size_t)desk + 1 + 2 * MOST) * sizeof(uint64_t)) {
+        Py_DECREF(self);
+        PyErr_SetString(PyExc_ValueError, "that is no status page");
+        return NULL;
+    }
+    self->page = self->page_buffer.buf;
+    self->epoll = epoll;
+    self->look_ns = look_ns;
+    self->desk = (size_t)desk;
+    self->idle = idle;
+    self->executing = executing;
+    return (PyObject *)self;
+}
+
+static PyObject *close_all(fast_path_t *self, PyObject *unused) {
+    (void)unused;
+    while (self->lanes != NULL) {
+        lane_t *lane = self->lanes;
+        self->lanes = lane->next;
+        drop_lane(lane);
+    }
+    PyBuffer_Release(&self->page_buffer);
+    self->page = NULL;
+    Py_RETURN_NONE;
+}
+
+static void destroy(fast_path_t *self) {
+    PyTypeObject *type = Py_TYPE((PyObject *)self);
+    Py_XDECREF(close_all(self, NULL));
+    PyMem_Free(self->waiting);
+    freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+    release(self);
+    Py_DECREF(type);
+}
+
+static PyMethodDef methods[] = {
+    {"open", (PyCFunction)open_lane, METH_VARARGS, "(fd, peer, in_flight): a lane; its descriptor is in the epoll."},
+    {"close", (PyCFunction)close_lane, METH_VARARGS, "(fd): that lane is gone."},
+    {"learn", (PyCFunction)learn, METH_VARARGS,
+     "(fd, form, batch, most_waiting, programs, inputs, outputs, answer_form, intact): requests of that form are run here."},
+    {"forget", (PyCFunction)forget, METH_NOARGS, "No form is run here any more."},
+    {"forget_form", (PyCFunction)forget_form, METH_VARARGS, "(fd, form): that form is not run here any more."},
+    {"wait", (PyCFunction)wait_for, METH_VARARGS,
+     "(timeout_ns, fast): events, datagrams and unsent answers that are Python's affair; meanwhile serves what is known."},
+    {"figures", (PyCFunction)figures, METH_NOARGS, "What was done for each batch since the last call."},
+    {"release", (PyCFunction)close_all, METH_NOARGS, "Lets go of everything; only to be called last."},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_new, make},
+    {Py_tp_dealloc, destroy},
+    {Py_tp_methods, methods},
+    {Py_tp_doc, "(epoll_fd, look_ns, page, desk, idle, executing): see workers/fast_path.py."},
+    {0, NULL},
+};
+
+static PyType_Spec spec = {"workers._fast_path.FastPath", sizeof(fast_path_t), 0, Py_TPFLAGS_DEFAULT, slots};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "workers._fast_path", "Turns of a worker's loop outside of Python.", -1, NULL, NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__fast_path(void) {
+    PyObject *module = PyModule_Create(&definition);
+    PyObject *type = module == NULL ? NULL : PyType_FromSpec(&spec);
+    if (type == NULL || PyModule_AddObjectRef(module, "FastPath", type) || PyModule_AddIntMacro(module, MAX_TENSORS) ||
+        PyModule_AddIntMacro(module, MOST))
+        Py_CLEAR(module);
+    Py_XDECREF(type);
+    return module;
+}

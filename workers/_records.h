@@ -1,0 +1,128 @@
+/* The records of requests and answers of a form, as shm/messages.py has them: the subset of msgpack that they need.
+ *
+ *     FormSubmit      ["q", request id, form, [content, ...], client id, deadline, received]
+ *     FormCompletion  ["c", request id, form, [content, ...]]
+ *
+ * Reading is bounded by ``end`` everywhere and fails on anything else: whoever is not sure lets Python's decoder judge.
+ */
+
+#ifndef TENSORD_RECORDS_H
+#define TENSORD_RECORDS_H
+
+#include <stdint.h>
+#include <string.h>
+
+#define MAX_TENSORS 16
+
+typedef struct {
+    const unsigned char *at, *end;
+} reader_t;
+
+static inline int read_bytes(reader_t *reader, uint64_t size, const unsigned char **content) {
+    if (size > (uint64_t)(reader->end - reader->at))
+        return -1;
+    *content = reader->at;
+    reader->at += size;
+    return 0;
+}
+
+/* Big-endian, of 1, 2, 4 or 8 bytes. */
+static inline int read_number(reader_t *reader, int width, uint64_t *number) {
+    const unsigned char *content;
+    if (read_bytes(reader, (uint64_t)width, &content))
+        return -1;
+    *number = 0;
+    for (int i = 0; i < width; i++)
+        *number = *number << 8 | content[i];
+    return 0;
+}
+
+/* Not negative. */
+static inline int read_uint(reader_t *reader, uint64_t *number) {
+    uint64_t head;
+    if (read_number(reader, 1, &head))
+        return -1;
+    if (head < 0x80) {
+        *number = head;
+        return 0;
+    }
+    return head < 0xcc || head > 0xcf ? -1 : read_number(reader, 1 << (head - 0xcc), number);
+}
+
+static inline int read_array(reader_t *reader, uint64_t *count) {
+    uint64_t head;
+    if (read_number(reader, 1, &head))
+        return -1;
+    if ((head & 0xf0) == 0x90) {
+        *count = head & 0x0f;
+        return 0;
+    }
+    return head == 0xdc ? read_number(reader, 2, count) : -1;
+}
+
+static inline int read_bin(reader_t *reader, const unsigned char **content, uint64_t *size) {
+    uint64_t head;
+    if (read_number(reader, 1, &head) || head < 0xc4 || head > 0xc6 || read_number(reader, 1 << (head - 0xc4), size))
+        return -1;
+    return read_bytes(reader, *size, content);
+}
+
+static inline int skip_str(reader_t *reader) {
+    uint64_t head, size;
+    const unsigned char *content;
+    if (read_number(reader, 1, &head))
+        return -1;
+    if ((head & 0xe0) == 0xa0)
+        size = head & 0x1f;
+    else if (head < 0xd9 || head > 0xdb || read_number(reader, 1 << (head - 0xd9), &size))
+        return -1;
+    return read_bytes(reader, size, &content);
+}
+
+typedef struct {
+    uint64_t id, form, deadline_ns, received_ns, count;
+    const unsigned char *contents[MAX_TENSORS];
+    uint64_t sizes[MAX_TENSORS];
+} form_submit_t;
+
+static inline int read_form_submit(reader_t *reader, form_submit_t *record) {
+    const unsigned char *head;
+    if (read_bytes(reader, 3, &head) || memcmp(head, "\x97\xa1q", 3) || read_uint(reader, &record->id) ||
+        read_uint(reader, &record->form) || read_array(reader, &record->count) || record->count > MAX_TENSORS)
+        return -1;
+    for (uint64_t i = 0; i < record->count; i++)
+        if (read_bin(reader, &record->contents[i], &record->sizes[i]))
+            return -1;
+    return skip_str(reader) || read_uint(reader, &record->deadline_ns) || read_uint(reader, &record->received_ns);
+}
+
+static inline unsigned char *write_number(unsigned char *at, int width, uint64_t number) {
+    for (int i = width; i-- > 0; number >>= 8)
+        at[i] = (unsigned char)number;
+    return at + width;
+}
+
+static inline unsigned char *write_uint(unsigned char *at, uint64_t number) {
+    if (number < 0x80)
+        return write_number(at, 1, number);
+    *at = 0xcf;
+    return write_number(at + 1, 8, number);
+}
+
+static inline unsigned char *write_bin_head(unsigned char *at, uint64_t size) {
+    *at = 0xc6;
+    return write_number(at + 1, 4, size);
+}
+
+/* Of at most MAX_TENSORS contents, without them and their heads. */
+#define FORM_COMPLETION_HEAD (3 + 9 + 9 + 1 + 2)
+#define BIN_HEAD 5
+
+static inline unsigned char *write_form_completion(unsigned char *at, uint64_t id, uint64_t form, int count) {
+    memcpy(at, "\x94\xa1" "c", 3);
+    at = write_uint(write_uint(at + 3, id), form);
+    *at = 0xdc;
+    return write_number(at + 1, 2, (uint64_t)count);
+}
+
+#endif
