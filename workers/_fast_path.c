@@ -23,79 +23,22 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "_records.h"
+#include "_plans.h"
 
-#define MAX_DATAGRAM (64 << 10)
-#define MAX_FORMS 1024
 #define MAX_FDS 4
 #define MAX_EVENTS 64
-/* Requests of one run. */
-#define MOST 8
 /* Answers of further runs share a datagram only while so many requests wait, and for no longer than that. */
 #define MANY 4
 #define RUN_ON_NS 250000
 /* epoll counts in milliseconds; shorter waits are counted in nanoseconds. */
 #define SHORT_NS 50000000
-#define INLINE_KIND 1
-/* Kind, and an array's head for up to 65535 records. */
-#define DATAGRAM_HEAD 4
-
-typedef struct {
-    char *address;
-    size_t stride;
-} argument_t;
-
-typedef struct {
-    PyObject *run;
-    int capacity, count;
-    argument_t arguments[MAX_TENSORS];
-} program_t;
-
-/* What workers/statistics.py counts, of requests that were answered well. */
-typedef struct {
-    uint64_t answered, request_ns, queue_ns, copied;
-    /* The parts of a run, once for each run, and once for each of its requests. */
-    uint64_t run_ns[3], compute_ns[3];
-    /* Runs of one request, and what they took. */
-    uint64_t single_runs, single_ns;
-} figures_t;
-
-/* Requests that can share a run: of one version and one shape. Kept by the plans that refer to it. */
-typedef struct {
-    PyObject *owner;
-    int plans;
-    uint64_t most_waiting;
-    /* By the number of requests that wait; without a run: Python's affair. */
-    program_t programs[MOST];
-    figures_t figures;
-} batch_t;
-
-typedef struct {
-    int argument;
-    size_t size;
-    const char *region; /* NULL: in the record */
-} input_t;
-
-typedef struct {
-    int stack;
-    size_t start, step, size;
-    char *region; /* NULL: into the record */
-} output_t;
-
-typedef struct {
-    batch_t *batch;
-    int inputs, outputs, inside;
-    uint64_t form;
-    input_t input[MAX_TENSORS];
-    output_t output[MAX_TENSORS];
-    size_t answer_size, copied;
-    PyObject *intact; /* NULL: no regions */
-} plan_t;
 
 typedef struct lane {
     struct lane *next;
-    int fd, unsent;
-    uint64_t peer, last_id;
+    int fd;
+    /* The answers could not be sent. */
+    int unsent;
+    uint64_t peer;
     PyObject *in_flight;
     plan_t *plans[MAX_FORMS];
     /* One more than the highest form that ever had one. */
@@ -135,26 +78,6 @@ static uint64_t now_ns(void) {
 
 /* ------------------------------------------------------------------------------------------------------------- what is known */
 
-static void drop_batch(batch_t *batch) {
-    if (--batch->plans)
-        return;
-    for (int i = 0; i < MOST; i++)
-        Py_XDECREF(batch->programs[i].run);
-    Py_DECREF(batch->owner);
-    PyMem_Free(batch);
-}
-
-static void drop_plan(plan_t **place) {
-    plan_t *plan = *place;
-    *place = NULL;
-    if (plan == NULL)
-        return;
-    if (plan->batch != NULL)
-        drop_batch(plan->batch);
-    Py_XDECREF(plan->intact);
-    PyMem_Free(plan);
-}
-
 static lane_t *find_lane(fast_path_t *self, int fd) {
     lane_t *lane = self->lanes;
     while (lane != NULL && lane->fd != fd)
@@ -177,105 +100,12 @@ static batch_t *find_batch(fast_path_t *self, PyObject *owner) {
     return NULL;
 }
 
-static int read_program(PyObject *given, program_t *program) {
-    PyObject *run, *arguments;
-    if (!PyArg_ParseTuple(given, "OiO!", &run, &program->capacity, &PyTuple_Type, &arguments))
-        return -1;
-    program->count = (int)PyTuple_Size(arguments);
-    if (program->count > MAX_TENSORS || program->capacity < 1 || program->capacity > MOST) {
-        PyErr_SetString(PyExc_ValueError, "a program has too many arguments, or takes no request");
-        return -1;
-    }
-    for (int i = 0; i < program->count; i++) {
-        unsigned long long address;
-        Py_ssize_t stride;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(arguments, i), "Kn", &address, &stride))
-            return -1;
-        program->arguments[i] = (argument_t){(char *)(uintptr_t)address, (size_t)stride};
-    }
-    Py_INCREF(run);
-    program->run = run;
-    return 0;
-}
-
-static batch_t *make_batch(PyObject *owner, unsigned long long most_waiting, PyObject *programs) {
-    if (PyTuple_Size(programs) != MOST) {
-        PyErr_Format(PyExc_ValueError, "%zd programs, %d are expected", PyTuple_Size(programs), MOST);
-        return NULL;
-    }
-    batch_t *batch = PyMem_Calloc(1, sizeof(batch_t));
-    if (batch == NULL)
-        return (batch_t *)PyErr_NoMemory();
-    Py_INCREF(owner);
-    batch->owner = owner;
-    batch->most_waiting = most_waiting;
-    batch->plans = 1;
-    for (int i = 0; i < MOST; i++) {
-        PyObject *program = PyTuple_GetItem(programs, i);
-        if (program != Py_None && read_program(program, &batch->programs[i])) {
-            drop_batch(batch);
-            return NULL;
-        }
-    }
-    batch->plans = 0;
-    return batch;
-}
-
-static int read_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan) {
-    unsigned long long address;
-    Py_ssize_t start, step, size;
-    plan->inputs = (int)PyTuple_Size(inputs);
-    plan->outputs = (int)PyTuple_Size(outputs);
-    if (plan->inputs > MAX_TENSORS || plan->outputs > MAX_TENSORS) {
-        PyErr_SetString(PyExc_ValueError, "too many tensors");
-        return -1;
-    }
-    for (int i = 0; i < plan->inputs; i++) {
-        input_t *input = &plan->input[i];
-        if (!PyArg_ParseTuple(PyTuple_GetItem(inputs, i), "inK", &input->argument, &size, &address))
-            return -1;
-        input->size = (size_t)size;
-        input->region = (const char *)(uintptr_t)address;
-        plan->copied += input->size;
-        for (int k = 0; k < MOST; k++) {
-            program_t *program = &plan->batch->programs[k];
-            if (program->run != NULL && (input->argument < 0 || input->argument >= program->count ||
-                                         input->size > program->arguments[input->argument].stride)) {
-                PyErr_SetString(PyExc_ValueError, "an input does not fit into a program");
-                return -1;
-            }
-        }
-    }
-    plan->answer_size = FORM_COMPLETION_HEAD;
-    for (int i = 0; i < plan->outputs; i++) {
-        output_t *output = &plan->output[i];
-        if (!PyArg_ParseTuple(PyTuple_GetItem(outputs, i), "innnK", &output->stack, &start, &step, &size, &address))
-            return -1;
-        if (output->stack < 0 || start < 0 || step < 0 || size < 0) {
-            PyErr_SetString(PyExc_ValueError, "an output begins nowhere");
-            return -1;
-        }
-        output->start = (size_t)start, output->step = (size_t)step, output->size = (size_t)size;
-        output->region = (char *)(uintptr_t)address;
-        plan->copied += output->size;
-        if (output->region == NULL) {
-            plan->inside++;
-            plan->answer_size += BIN_HEAD + output->size;
-        }
-    }
-    if (plan->answer_size > MAX_DATAGRAM - DATAGRAM_HEAD) {
-        PyErr_SetString(PyExc_ValueError, "an answer does not fit into a datagram");
-        return -1;
-    }
-    return 0;
-}
-
 static PyObject *learn(fast_path_t *self, PyObject *arguments) {
-    int fd, form;
+    int fd, form, series, rows;
     unsigned long long answer_form, most_waiting;
-    PyObject *owner, *programs, *inputs, *outputs, *intact;
-    if (!PyArg_ParseTuple(arguments, "iiOKO!O!O!KO", &fd, &form, &owner, &most_waiting, &PyTuple_Type, &programs, &PyTuple_Type,
-                          &inputs, &PyTuple_Type, &outputs, &answer_form, &intact))
+    PyObject *owner, *programs, *by_rows, *inputs, *outputs, *intact;
+    if (!PyArg_ParseTuple(arguments, "ii(OKpO!O!)iO!O!KO", &fd, &form, &owner, &most_waiting, &series, &PyTuple_Type, &programs,
+                          &PyTuple_Type, &by_rows, &rows, &PyTuple_Type, &inputs, &PyTuple_Type, &outputs, &answer_form, &intact))
         return NULL;
     lane_t *lane = known_lane(self, fd);
     if (lane == NULL)
@@ -285,16 +115,17 @@ static PyObject *learn(fast_path_t *self, PyObject *arguments) {
     plan_t *plan = PyMem_Calloc(1, sizeof(plan_t));
     if (plan == NULL)
         return PyErr_NoMemory();
+    plan->rows = rows;
+    plan->form = answer_form;
     plan->batch = find_batch(self, owner);
     if (plan->batch == NULL)
-        plan->batch = make_batch(owner, most_waiting, programs);
+        plan->batch = make_batch(owner, most_waiting, series, programs, by_rows);
     if (plan->batch != NULL)
         plan->batch->plans++;
     if (plan->batch == NULL || read_tensors(inputs, outputs, plan)) {
         drop_plan(&plan);
         return NULL;
     }
-    plan->form = answer_form;
     if (intact != Py_None) {
         Py_INCREF(intact);
         plan->intact = intact;
@@ -503,9 +334,7 @@ static int give_back(fast_path_t *self, PyObject *datagrams) {
             PyErr_NoMemory();
             return -1;
         }
-        datagram[0] = INLINE_KIND;
-        datagram[1] = 0xdc;
-        write_number(datagram + 2, 2, records);
+        write_datagram_head(datagram, records);
         memcpy(datagram + DATAGRAM_HEAD, start, size - DATAGRAM_HEAD);
         wrong = append(datagrams, Py_BuildValue("i(y#NO)", lane->fd, (const char *)datagram, (Py_ssize_t)size, PyList_New(0), Py_False));
         PyMem_Free(datagram);
@@ -518,9 +347,7 @@ static int give_back(fast_path_t *self, PyObject *datagrams) {
 static void flush(lane_t *lane) {
     if (lane->answers == 0 || lane->unsent)
         return;
-    lane->answer[0] = INLINE_KIND;
-    lane->answer[1] = 0xdc;
-    write_number(lane->answer + 2, 2, lane->answers);
+    write_datagram_head(lane->answer, lane->answers);
     ssize_t sent = send(lane->fd, lane->answer, lane->filled, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (sent < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == ENOBUFS || errno == EINTR)) {
         lane->unsent = 1;
@@ -557,8 +384,6 @@ static void write_regions(const request_t *request, const Py_buffer *stacks, int
 static void write_answer(const request_t *request, const Py_buffer *stacks, int row) {
     lane_t *lane = request->lane;
     const plan_t *plan = request->plan;
-    if (lane->filled + plan->answer_size > MAX_DATAGRAM || lane->answers == 0xffff)
-        flush(lane);
     unsigned char *at = lane->answer + lane->filled;
     at = write_form_completion(at, request->id, plan->form, plan->inside);
     for (int i = 0; i < plan->outputs; i++) {
@@ -587,11 +412,11 @@ static int intact(const request_t *requests, int count) {
     return 1;
 }
 
-static int holds(const plan_t *plan, const Py_buffer *stacks, Py_ssize_t count, int rows) {
+/* Whether a run made what the answers of so many rows are cut from. */
+static int holds(const plan_t *plan, const Py_buffer *stacks, Py_ssize_t count, int row) {
     for (int i = 0; i < plan->outputs; i++) {
         const output_t *output = &plan->output[i];
-        if (output->stack >= count ||
-            output->start + (size_t)(rows - 1) * output->step + output->size > (size_t)stacks[output->stack].len)
+        if (output->stack >= count || output->start + (size_t)row * output->step + output->size > (size_t)stacks[output->stack].len)
             return 0;
     }
     return 1;
@@ -601,42 +426,97 @@ static int holds(const plan_t *plan, const Py_buffer *stacks, Py_ssize_t count, 
 static int answer(const request_t *requests, int count, PyObject *made) {
     Py_buffer stacks[MAX_TENSORS];
     Py_ssize_t open = 0, given = PyList_Size(made);
-    int wrong = given < 0 || given > MAX_TENSORS;
+    int wrong = given < 0 || given > MAX_TENSORS, row = 0;
     while (!wrong && open < given) {
         wrong = PyObject_GetBuffer(PyList_GetItem(made, open), &stacks[open], PyBUF_SIMPLE);
         open += !wrong;
     }
-    for (int n = 0; n < count && !wrong; n++)
-        wrong = !holds(requests[n].plan, stacks, given, count);
-    for (int n = 0; n < count && !wrong; n++)
-        write_regions(&requests[n], stacks, n);
+    for (int n = 0; n < count && !wrong; row += requests[n++].plan->rows)
+        wrong = !holds(requests[n].plan, stacks, given, row);
+    row = 0;
+    for (int n = 0; n < count && !wrong; row += requests[n++].plan->rows)
+        write_regions(&requests[n], stacks, row);
     /* After the last byte was read and written: what was missing meanwhile makes the answers void. */
     wrong = wrong || !intact(requests, count);
-    for (int n = 0; n < count && !wrong; n++)
-        write_answer(&requests[n], stacks, n);
+    row = 0;
+    for (int n = 0; n < count && !wrong; row += requests[n++].plan->rows)
+        write_answer(&requests[n], stacks, row);
     while (open-- > 0)
         PyBuffer_Release(&stacks[open]);
     return wrong;
 }
 
 /* ``moments``: begun, gathered, computed, answered. */
-static void count_run(figures_t *figures, const request_t *requests, uint64_t count, const uint64_t moments[4]) {
-    for (uint64_t n = 0; n < count; n++) {
+static void count_run(batch_t *batch, const request_t *requests, int count, int rows, const uint64_t moments[4]) {
+    figures_t *figures = &batch->figures;
+    uint64_t runs = batch->series ? (uint64_t)count : 1;
+    size_figures_t *size = &figures->sizes[batch->series ? 1 : rows];
+    for (int n = 0; n < count; n++) {
         uint64_t arrived = requests[n].arrived_ns;
         figures->request_ns += moments[3] > arrived ? moments[3] - arrived : 0;
         /* One that arrived while this began has not waited. */
         figures->queue_ns += moments[0] > arrived ? moments[0] - arrived : 0;
         figures->copied += requests[n].plan->copied;
     }
-    figures->answered += count;
+    figures->answered += (uint64_t)count;
+    figures->rows += (uint64_t)rows;
+    figures->runs += runs;
+    size->runs += runs;
     for (int part = 0; part < 3; part++) {
         uint64_t took = moments[part + 1] - moments[part];
-        figures->run_ns[part] += took;
-        figures->compute_ns[part] += took * count;
+        size->ns[part] += took;
+        figures->compute_ns[part] += took * (uint64_t)count;
     }
     if (count == 1) {
         figures->single_runs++;
         figures->single_ns += moments[2] - moments[1];
+    }
+}
+
+/* The requests at the head that can share a run: how many, and for how many rows. NULL: that is Python's affair. */
+static const program_t *choose(const fast_path_t *self, int *count, int *rows) {
+    const request_t *requests = &self->waiting[self->first];
+    const batch_t *batch = requests->plan->batch;
+    size_t left = self->count - self->first;
+    int together = 0, number = 0;
+    while ((size_t)number < left && requests[number].plan->batch == batch && together + requests[number].plan->rows <= batch->most)
+        together += requests[number++].plan->rows;
+    if (number == 0 || batch->programs[together - 1] < 0)
+        return NULL;
+    const program_t *program = &batch->program[batch->programs[together - 1]];
+    while (together > program->rows)
+        together -= requests[--number].plan->rows;
+    *count = number;
+    *rows = together;
+    return number == 0 ? NULL : program;
+}
+
+/* Whether the answers of all of them have room behind those that wait to be sent. */
+static int has_room(const request_t *requests, int count) {
+    size_t size = 0;
+    for (int n = 0; n < count; n++)
+        size += requests[n].plan->answer_size;
+    for (int n = 0; n < count; n++) {
+        lane_t *lane = requests[n].lane;
+        if (lane->filled + size > MAX_DATAGRAM)
+            flush(lane);
+        if (lane->unsent || size > MAX_ANSWER)
+            return 0;
+    }
+    return 1;
+}
+
+static void gather(const program_t *program, const request_t *requests, int count, int rows) {
+    for (int n = 0, row = 0; n < count; row += requests[n++].plan->rows) {
+        const plan_t *plan = requests[n].plan;
+        for (int i = 0; i < plan->inputs; i++) {
+            const argument_t *argument = &program->arguments[plan->input[i].argument];
+            memcpy(argument->address + (size_t)row * argument->stride, requests[n].contents[i], plan->input[i].size);
+        }
+    }
+    for (int i = 0; program->clears && i < program->count; i++) {
+        const argument_t *argument = &program->arguments[i];
+        memset(argument->address + (size_t)rows * argument->stride, 0, (size_t)(program->rows - rows) * argument->stride);
     }
 }
 
@@ -646,32 +526,16 @@ static void set_state(fast_path_t *self, uint64_t state, uint64_t now) {
     self->page[2] = now;
 }
 
-static uint64_t waiting_together(const fast_path_t *self) {
-    const request_t *first = &self->waiting[self->first];
-    uint64_t together = 1;
-    while (self->first + together < self->count && first[together].plan->batch == first->plan->batch)
-        together++;
-    return together;
-}
-
 /* Runs the requests at the head that can share a run. 1: they are Python's affair.  -1: an error of the process. */
 static int run(fast_path_t *self) {
     const request_t *requests = &self->waiting[self->first];
-    batch_t *batch = requests->plan->batch;
-    uint64_t together = waiting_together(self);
-    program_t *program = &batch->programs[(together < MOST ? together : MOST) - 1];
-    if (program->run == NULL)
-        return 1;
-    int count = together < (uint64_t)program->capacity ? (int)together : program->capacity;
-    uint64_t began = now_ns();
-    for (int n = 0; n < count; n++) {
-        const plan_t *plan = requests[n].plan;
-        for (int i = 0; i < plan->inputs; i++) {
-            const argument_t *argument = &program->arguments[plan->input[i].argument];
-            memcpy(argument->address + (size_t)n * argument->stride, requests[n].contents[i], plan->input[i].size);
-        }
-    }
     _Atomic uint64_t *desk = self->page + self->desk;
+    int count, rows;
+    const program_t *program = choose(self, &count, &rows);
+    if (program == NULL || !has_room(requests, count))
+        return 1;
+    uint64_t began = now_ns();
+    gather(program, requests, count, rows);
     for (int n = 0; n < count; n++) {
         desk[1 + 2 * n] = requests[n].lane->peer;
         desk[2 + 2 * n] = requests[n].id;
@@ -692,7 +556,7 @@ static int run(fast_path_t *self) {
         PyErr_Clear();
         return 1;
     }
-    count_run(&batch->figures, requests, (uint64_t)count, (uint64_t[]){began, gathered, computed, now_ns()});
+    count_run(requests->plan->batch, requests, count, rows, (uint64_t[]){began, gathered, computed, now_ns()});
     self->first += (size_t)count;
     return 0;
 }
@@ -780,7 +644,9 @@ static PyObject *wait_for(fast_path_t *self, PyObject *arguments) {
             wrong = PyErr_CheckSignals();
         }
         for (int i = 0; i < found && !wrong; i++) {
-            lane_t *lane = fast && ready[i].events == EPOLLIN ? find_lane(self, ready[i].data.fd) : NULL;
+            /* In order: what came behind something that is Python's affair is Python's affair as well. */
+            int mine = fast && ready[i].events == EPOLLIN && PyList_Size(events) == 0;
+            lane_t *lane = mine ? find_lane(self, ready[i].data.fd) : NULL;
             wrong = lane != NULL ? take(self, lane, events, datagrams)
                                  : append(events, Py_BuildValue("iI", ready[i].data.fd, ready[i].events));
         }
@@ -800,23 +666,13 @@ static PyObject *wait_for(fast_path_t *self, PyObject *arguments) {
     return NULL;
 }
 
-/* What was done since the last time, of each kind of batch: and then nothing. */
 static PyObject *figures(fast_path_t *self, PyObject *unused) {
     (void)unused;
     PyObject *found = PyList_New(0);
     for (lane_t *lane = self->lanes; found != NULL && lane != NULL; lane = lane->next)
-        for (int i = 0; i < lane->forms && found != NULL; i++) {
-            batch_t *batch = lane->plans[i] == NULL ? NULL : lane->plans[i]->batch;
-            if (batch == NULL || batch->figures.answered == 0)
-                continue;
-            figures_t *made = &batch->figures;
-            PyObject *one = Py_BuildValue("OKKKK(KKK)(KKK)KK", batch->owner, made->answered, made->request_ns, made->queue_ns,
-                                          made->copied, made->run_ns[0], made->run_ns[1], made->run_ns[2], made->compute_ns[0],
-                                          made->compute_ns[1], made->compute_ns[2], made->single_runs, made->single_ns);
-            memset(made, 0, sizeof *made);
-            if (append(found, one))
+        for (int i = 0; i < lane->forms && found != NULL; i++)
+            if (lane->plans[i] != NULL && lane->plans[i]->batch->figures.answered && append(found, take_figures(lane->plans[i]->batch)))
                 Py_CLEAR(found);
-        }
     return found;
 }
 
@@ -838,7 +694,7 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
         Py_DECREF(self);
         return NULL;
     }
-    if (desk < 0 || (size_t)self->page_buffer.len < ((size_t)desk + 1 + 2 * MOST) * sizeof(uint64_t)) {
+    if (desk < 0 || (size_t)self->page_buffer.len < ((size_t)desk + 1 + 2 * MAX_ROWS) * sizeof(uint64_t)) {
         Py_DECREF(self);
         PyErr_SetString(PyExc_ValueError, "that is no status page");
         return NULL;
@@ -877,7 +733,7 @@ static PyMethodDef methods[] = {
     {"open", (PyCFunction)open_lane, METH_VARARGS, "(fd, peer, in_flight): a lane; its descriptor is in the epoll."},
     {"close", (PyCFunction)close_lane, METH_VARARGS, "(fd): that lane is gone."},
     {"learn", (PyCFunction)learn, METH_VARARGS,
-     "(fd, form, batch, most_waiting, programs, inputs, outputs, answer_form, intact): requests of that form are run here."},
+     "(fd, form, batch, rows, inputs, outputs, answer_form, intact): requests of that form are run here."},
     {"forget", (PyCFunction)forget, METH_NOARGS, "No form is run here any more."},
     {"forget_form", (PyCFunction)forget_form, METH_VARARGS, "(fd, form): that form is not run here any more."},
     {"wait", (PyCFunction)wait_for, METH_VARARGS,
@@ -905,7 +761,7 @@ PyMODINIT_FUNC PyInit__fast_path(void) {
     PyObject *module = PyModule_Create(&definition);
     PyObject *type = module == NULL ? NULL : PyType_FromSpec(&spec);
     if (type == NULL || PyModule_AddObjectRef(module, "FastPath", type) || PyModule_AddIntMacro(module, MAX_TENSORS) ||
-        PyModule_AddIntMacro(module, MOST))
+        PyModule_AddIntMacro(module, MAX_ROWS))
         Py_CLEAR(module);
     Py_XDECREF(type);
     return module;

@@ -4,24 +4,26 @@ from typing import Any
 from shm.arrays import Array
 
 MAX_TENSORS: int
-MOST: int
+MAX_ROWS: int
 
-#: run, the most requests it takes, and for each of its arguments the address of the first request's and the step to the next.
-_Program = tuple[Callable[[], list[Array]], int, tuple[tuple[int, int], ...]]
+#: What runs it, its rows, whether those that nobody fills become zero, and of each argument the address and the step of a row.
+Program = tuple[Callable[[], list[Array]], int, bool, tuple[tuple[int, int], ...]]
+#: Whose requests they are, how many of them may wait, whether a run applies the model to each by itself, all programs, and which
+#: of them by the number of rows that wait: -1 for none.
+Batch = tuple[object, int, bool, tuple[Program, ...], tuple[int, ...]]
 
 class FastPath:
     def __init__(
         self, epoll_fd: int, look_ns: int, page: memoryview, desk: int, idle: int, executing: int, /
     ) -> None: ...
-    def open(self, fd: int, peer: int, in_flight: dict[int, object], /) -> None: ...
+    def open(self, fd: int, peer: int, in_flight: dict[int, Any], /) -> None: ...
     def close(self, fd: int, /) -> None: ...
     def learn(
         self,
         fd: int,
         form: int,
-        batch: object,
-        most_waiting: int,
-        programs: tuple[_Program | None, ...],
+        batch: Batch,
+        rows: int,
         #: Which argument, byte size, address: 0 in the record.
         inputs: tuple[tuple[int, int, int], ...],
         #: Which result, start, step, byte size, address: 0 into the record.
@@ -35,7 +37,5 @@ class FastPath:
     def wait(
         self, timeout_ns: int, fast: bool, /
     ) -> tuple[list[tuple[int, int]], list[tuple[int, tuple[bytes, list[int], bool]]], list[tuple[int, bytes]]]: ...
-    def figures(
-        self,
-    ) -> list[tuple[Any, int, int, int, int, tuple[int, int, int], tuple[int, int, int], int, int]]: ...
+    def figures(self) -> list[tuple[Any, ...]]: ...
     def release(self) -> None: ...

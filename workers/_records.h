@@ -13,6 +13,12 @@
 #include <string.h>
 
 #define MAX_TENSORS 16
+#define MAX_DATAGRAM (64 << 10)
+/* Kind, and an array's head for up to 65535 records. */
+#define DATAGRAM_HEAD 4
+#define INLINE_KIND 1
+/* Of one answer. */
+#define MAX_ANSWER (MAX_DATAGRAM - DATAGRAM_HEAD)
 
 typedef struct {
     const unsigned char *at, *end;
@@ -123,6 +129,13 @@ static inline unsigned char *write_form_completion(unsigned char *at, uint64_t i
     at = write_uint(write_uint(at + 3, id), form);
     *at = 0xdc;
     return write_number(at + 1, 2, (uint64_t)count);
+}
+
+/* What DATAGRAM_HEAD counts. */
+static inline void write_datagram_head(unsigned char *at, uint64_t records) {
+    at[0] = INLINE_KIND;
+    at[1] = 0xdc;
+    write_number(at + 2, 2, records);
 }
 
 #endif

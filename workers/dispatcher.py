@@ -66,7 +66,7 @@ class Dispatcher:
         self._uncounted: list[tuple[ModelVersion, Execution, dict[Request, Failure], int]] = []
         #: What the status page says between executions.
         self.resting_state = WorkerState.IDLE
-        #: How many series programs came into use.
+        #: How many programs came into use since the start.
         self.adopted = 0
         #: Versions with queued requests.
         self._active: dict[ModelVersion, None] = {}
@@ -315,6 +315,7 @@ class Dispatcher:
                 return
             for changed in (*version.jitted.executables.add(outcome), outcome.wanted):
                 self._limit(version, changed)
+            self.adopted += 1
             self._restore(version, requests)
 
         return compiled

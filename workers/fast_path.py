@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import functools
 import select
-from collections.abc import Callable, Hashable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, Protocol, cast
 
-from shm.arrays import address_of
+from shm.arrays import Array, address_of
 from shm.errors import ServingError
 from shm.messages import RegionSlice
 from shm.regions import Region
 from shm.status_page import StatusPage, WorkerState
 from workers.known_form import AnswerPlan, KnownForm
 from workers.model_version import ModelVersion
+from workers.models.buckets import Shapes
+from workers.models.executables import Executable
 from workers.models.execution import Execution
-from workers.models.series import MOST, Series
+from workers.models.jax_model import JaxModel
 from workers.models.series_program import SeriesProgram
 from workers.region_table import RegionTable, check_intact
 from workers.request import Request
@@ -57,14 +59,65 @@ class Woken(NamedTuple):
 _NEVER = -1
 
 
-class _Batch(NamedTuple):
+class Program(Protocol):
+    """What runs gathered requests: an ``Executable`` or a ``SeriesProgram``."""
+
+    @property
+    def rows(self) -> int:
+        """How many rows it has."""
+
+    @property
+    def clears(self) -> bool:
+        """Whether rows that no request fills must be zero."""
+
+    @property
+    def memory(self) -> list[tuple[str, int, int]]:
+        """Where the first row of each input goes: name, address, and how far behind it the next row is."""
+
+    def run(self, parameters: Any, /) -> list[Array]:
+        """Computes what was gathered there."""
+
+
+class _Batch:
     """Requests that can share a run: those of one load and one shape."""
 
-    version: ModelVersion
-    series: Series
-    key: Hashable
-    #: By the number of requests that wait, one and more.
-    programs: list[SeriesProgram | None]
+    def __init__(self, version: ModelVersion, model: JaxModel, key: Shapes) -> None:
+        self.version = version
+        self.model = model
+        self._key = key
+        #: By the number of rows that wait, one and more.
+        self.programs = self._programs()
+
+    def _programs(self) -> list[Executable | SeriesProgram | None]:
+        most = self.version.batcher.at_once(self._key)
+        return self.model.programs(self._key, most) if most <= _fast_path.MAX_ROWS else []
+
+    @property
+    def any_program(self) -> Program | None:
+        """One of them, if there is one: they take the same inputs."""
+        return next((program for program in self.programs if program is not None), None)
+
+    def native(self) -> _fast_path.Batch:
+        """As the C part wants it."""
+        made: list[Program] = []
+        by_rows: list[int] = []
+        for program in self.programs:
+            if program is not None and program not in made:
+                made.append(program)
+            by_rows.append(-1 if program is None else made.index(program))
+        rules, series = self.version.loaded.queue_rules, self.model.series is not None
+        return self, rules.max_size, series, tuple([self._callable(program) for program in made]), tuple(by_rows)
+
+    def _callable(self, program: Program) -> _fast_path.Program:
+        run = functools.partial(program.run, self.model.executables.parameters)
+        return run, program.rows, program.clears, tuple([(address, step) for _, address, step in program.memory])
+
+    def count(self, turns: Turns) -> bool:
+        """Counts what was done of them. False: other programs are for them now, because they have become slower, or faster."""
+        self.version.statistics.add(turns)
+        if turns.single_runs and self.model.series is not None:
+            self.model.series.note_again(self._key, turns.single_ns // turns.single_runs)
+        return self.model.series is None or self._programs() == self.programs
 
 
 class FastPath:
@@ -117,83 +170,76 @@ class FastPath:
     def learn(self, version: ModelVersion, execution: Execution) -> None:
         """Looks whether requests like those that were just answered can be answered here the next time."""
         model, made = version.jitted, execution.outputs
-        if made is None or model is None or model.series is None or not version.loaded.queue_rules.plain:
+        if model is None or made is None or version.loaded.instances or not version.loaded.queue_rules.plain:
             return
         for request in execution.requests:
-            form = request.form
+            form, submitter = request.form, request.submitter
             plan = None if form is None else form.plans.get(made.layout)
-            if form is None or plan is None or (request.submitter.lane.fileno(), form.number) in self._forms:
+            if form is None or plan is None or submitter.closed:
                 continue
-            if self._seen == self._changes() and form.familiar is version.familiar and not request.submitter.closed:
-                self._learn(version, model.series, request, form, plan)
+            known = (submitter.lane.fileno(), form.number) in self._forms
+            if not known and self._seen == self._changes() and form.familiar is version.familiar:
+                self._learn(version, model, request, form, plan)
 
     def _learn(
-        self, version: ModelVersion, series: Series, request: Request, form: KnownForm, plan: AnswerPlan
+        self, version: ModelVersion, model: JaxModel, request: Request, form: KnownForm, plan: AnswerPlan
     ) -> None:
-        lane = request.submitter.lane
-        batch = self._batches.get((version, request.key))
-        if batch is None:
-            programs = [series.ready(request.key, waiting) for waiting in range(1, MOST + 1)]
-            batch = _Batch(version, series, request.key, programs)
-        program = next((program for program in batch.programs if program is not None), None)
-        if program is None or form.known is None or version.jitted is None or not lane.knows(plan.form):
+        lane, key = request.submitter.lane, cast(Shapes, request.key)
+        batch = self._batches.get((version, key)) or _Batch(version, model, key)
+        program = batch.any_program
+        if program is None or form.known is None or not lane.knows(plan.form):
             return
         places = [part.region for part in plan.parts]
         places += [tensor.place for tensor in form.submit.inputs if isinstance(tensor.place, RegionSlice)]
-        regions = self._found(place.region for place in places if place is not None)
+        regions = self._found([place for place in places if place is not None])
         arguments = {name: number for number, (name, _, _) in enumerate(program.memory)}
-        if (
-            regions is None
-            or any(place is not None and not place.byte_size for place in places)
-            or len(arguments) != len(form.submit.inputs)
-            or max(len(arguments), len(plan.parts)) > _fast_path.MAX_TENSORS
-        ):
+        if regions is None or len(arguments) != len(form.submit.inputs):
             return
-        inputs = []
+        inputs: list[tuple[int, int, int]] = []
         for tensor, (_, byte_size) in zip(form.submit.inputs, form.known.tensors, strict=True):
             place = tensor.place if isinstance(tensor.place, RegionSlice) else None
             inputs.append((arguments[tensor.name], byte_size, _address(place, byte_size, regions)))
         outputs = [
-            (part.content, part.start, part.step, part.byte_size, _address(part.region, part.byte_size, regions))
+            (part.content, part.start, part.step, size, _address(part.region, size, regions))
             for part in plan.parts
+            for size in [part.byte_size * request.rows]
         ]
-        parameters = version.jitted.executables.parameters
-        self._native.learn(
-            lane.fileno(),
-            form.number,
-            batch,
-            version.loaded.queue_rules.max_size,
-            tuple([_callable(program, parameters) for program in batch.programs]),
-            tuple(inputs),
-            tuple(outputs),
-            plan.form.number,
-            functools.partial(check_intact, tuple(regions.values())) if regions else None,
-        )
-        self._batches[version, request.key] = batch
+        intact = functools.partial(check_intact, tuple(regions.values())) if regions else None
+        try:
+            self._native.learn(
+                lane.fileno(),
+                form.number,
+                batch.native(),
+                request.rows,
+                tuple(inputs),
+                tuple(outputs),
+                plan.form.number,
+                intact,
+            )
+        except ValueError:
+            # Too many tensors, too large an answer, a shape that is padded: such requests go on as they do.
+            return
+        self._batches[version, key] = batch
         self._forms.add((lane.fileno(), form.number))
 
-    def _found(self, names: Iterable[str]) -> dict[str, Region] | None:
-        """The regions of those names. None: they are not all mapped here."""
+    def _found(self, places: Sequence[RegionSlice]) -> dict[str, Region] | None:
+        """The regions of those places. None: they are not all mapped here, or nothing is in one of them."""
         found: dict[str, Region] = {}
-        for name in names:
+        for place in places:
             try:
-                region = self._regions.find(name)
+                region = self._regions.find(place.region)
             except ServingError:
                 return None
-            if not isinstance(region, Region):
+            if not isinstance(region, Region) or not place.byte_size:
                 return None
-            found[name] = region
+            found[place.region] = region
         return found
 
     def _settle(self) -> None:
         """Counts what was done outside of Python."""
         for batch, *figures in self._native.figures():
-            turns = Turns(*figures)
-            batch.version.statistics.add(turns)
-            if turns.single_runs:
-                batch.series.note_again(batch.key, turns.single_ns // turns.single_runs)
-            if [batch.series.ready(batch.key, waiting) for waiting in range(1, MOST + 1)] != batch.programs:
-                self._seen = _NEVER  # it has become slower, or faster
+            if not batch.count(Turns(*figures)):
+                self._seen = _NEVER
 
     def _forget(self) -> None:
         self._settle()
@@ -209,13 +255,6 @@ class FastPath:
 
     def __repr__(self) -> str:
         return f"<FastPath {len(self._forms)} forms of {len(self._batches)} kinds>"
-
-
-def _callable(program: SeriesProgram | None, parameters: object) -> tuple[object, ...] | None:
-    if program is None:
-        return None
-    arguments = tuple([(address, step) for _, address, step in program.memory])
-    return functools.partial(program.run, parameters), program.wanted.length, arguments
 
 
 def _address(place: RegionSlice | None, byte_size: int, regions: dict[str, Region]) -> int:

@@ -17,18 +17,22 @@ from workers.request import Request
 
 
 class Turns(NamedTuple):
-    """Requests that were answered well, one by one or as series, outside of Python (``workers.fast_path``)."""
+    """Requests that were answered well outside of Python (``workers.fast_path``)."""
 
     answered: int
+    rows: int
+    #: How often the model was applied.
+    runs: int
     request_ns: int
     queue_ns: int
     copied_byte_size: int
-    #: Input, infer and output: of each run once, and of each run once for each of its requests.
-    run_ns: tuple[int, int, int]
+    #: Input, infer and output of each run, once for each of its requests.
     compute_ns: tuple[int, int, int]
     #: Runs of one request, and what they took.
     single_runs: int
     single_ns: int
+    #: Batch size, how often the model was applied to such a batch, and input, infer and output of each run once.
+    batches: list[tuple[int, int, int, int, int]]
 
 
 class Failure(enum.Enum):
@@ -155,11 +159,12 @@ class ModelStatistics:
         self.compute_input_ns += input_ns
         self.compute_infer_ns += infer_ns
         self.compute_output_ns += output_ns
-        self.inference_count += turns.answered
-        self.execution_count += turns.answered
+        self.inference_count += turns.rows
+        self.execution_count += turns.runs
         self.last_inference_ms = time.time_ns() // 1_000_000
         self.copied_byte_size += turns.copied_byte_size
-        self._count_batches(1, turns.answered, *turns.run_ns)
+        for size, count, input_ns, infer_ns, output_ns in turns.batches:
+            self._count_batches(size, count, input_ns, infer_ns, output_ns)
 
     def copied(self, byte_size: int) -> None:
         """Counts what was copied for one request alone."""

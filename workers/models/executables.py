@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shm.arrays import DTYPES, Array, datatype_of
+from shm.arrays import DTYPES, Array, address_of, datatype_of
 from shm.errors import Internal
 from workers.device_cuda import CudaDevice
 from workers.models.batch_outputs import OutputLayout
@@ -74,6 +74,30 @@ class Executable:
         """The same program for another thread: with buffers of its own."""
         return Executable(self.wanted, self._signature, self.call, self._device)
 
+    @property
+    def rows(self) -> int:
+        """The rows of its batch."""
+        return self.wanted.rows
+
+    #: Rows that no request fills are zero.
+    clears = True
+
+    @property
+    def memory(self) -> list[tuple[str, int, int]]:
+        """Where each input of the first row is gathered: name, address, and how far behind it the next row is."""
+        found: list[tuple[str, int, int]] = []
+        for spec, shape in self._specs:
+            buffer = self._buffer(spec, shape)
+            found.append((spec.name, address_of(buffer.array), buffer.array.nbytes // self.wanted.rows))
+        return found
+
+    def run(self, parameters: Any) -> list[Array]:
+        """Computes what was gathered into ``memory``; returns the outputs, readable, when nobody reads it any more."""
+        arguments = {name: buffer.array for name, buffer in self._buffers.items()}
+        with precision(self._signature):
+            made = self.call(parameters, arguments)
+        return [np.asarray(made[name]) for name in self._signature.outputs]
+
     def gather(self, requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
         """The arguments for a batch, and how many bytes were copied for them.
 
@@ -108,11 +132,15 @@ class Executable:
             return device.gather(parts)
 
     def _fill(self, spec: TensorSpec, shape: tuple[int, ...], requests: Sequence[Request]) -> tuple[Array, int]:
+        buffer = self._buffer(spec, shape)
+        return buffer.array, buffer.fill(requests)
+
+    def _buffer(self, spec: TensorSpec, shape: tuple[int, ...]) -> GatherBuffer:
         buffer = self._buffers.get(spec.name)
         if buffer is None:
             buffer = GatherBuffer(spec.name, self.wanted.rows, shape, spec.dtype, self._batches)
             self._buffers[spec.name] = buffer
-        return buffer.array, buffer.fill(requests)
+        return buffer
 
 
 class Executables:
@@ -193,6 +221,10 @@ class Executables:
         if found is None and (found := self._unexpected.get(wanted)) is not None:
             self._unexpected.move_to_end(wanted)
         return found
+
+    def planned(self, wanted: Wanted) -> Executable | None:
+        """One that was made before the version was ready, and stays."""
+        return self._planned.get(wanted)
 
     def add(self, executable: Executable) -> list[Wanted]:
         """Adopts an unplanned executable; returns those that made room for it."""

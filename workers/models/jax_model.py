@@ -15,7 +15,7 @@ from workers.models.batch_outputs import BatchOutputs, layout_of, uncut
 from workers.models.buckets import Buckets, Shapes, sliced
 from workers.models.executables import Executable, Executables, Wanted, is_numeric, precision
 from workers.models.execution import Execution, Result
-from workers.models.series import Series
+from workers.models.series import MOST, Series
 from workers.models.series_program import SeriesProgram
 from workers.models.signature import Signature
 from workers.request import Request
@@ -102,6 +102,17 @@ class JaxModel:
     def find(self, requests: Sequence[Request]) -> Executable | None:
         """Their executable, if it is compiled."""
         return self.executables.find(self.wanted_by(requests))
+
+    def programs(self, key: Shapes, most: int) -> list[Executable | SeriesProgram | None]:
+        """By the rows of requests of that key that wait, up to ``most``: what runs them, or the first of them. None: not settled.
+
+        Asking changes nothing.
+        """
+        if self.series is not None:
+            return [self.series.ready(key, waiting) for waiting in range(1, MOST + 1)]
+        if not self._plain:
+            return []
+        return [self.executables.planned(Wanted(self._buckets.rows(rows), key)) for rows in range(1, most + 1)]
 
     def execute(self, execution: Execution) -> None:
         """Raises LookupError: its executable is not compiled; ask ``find`` first."""

@@ -70,6 +70,14 @@ class SeriesProgram:
         ]
 
     @property
+    def rows(self) -> int:
+        """How many requests it is for."""
+        return self.wanted.length
+
+    #: What earlier requests left behind them is computed once more, and nobody looks at it.
+    clears = False
+
+    @property
     def memory(self) -> list[tuple[str, int, int]]:
         """Where each input of the first request goes: name, address, and how far behind it that of the next request is."""
         steps = [stack.strides[0] for stack in self._arguments]
@@ -84,7 +92,6 @@ class SeriesProgram:
     def gather(self, requests: Sequence[Request]) -> int:
         """Stacks the inputs of at most ``wanted.length`` requests; returns the bytes copied.
 
-        What earlier requests left behind them is computed once more, and nobody looks at it.
         Raises: ValueError: there are more requests than that.
         """
         if len(requests) > self.wanted.length:

@@ -38,6 +38,10 @@ class DynamicBatcher(Generic[W]):
         #: Key -> rows, where less than ``max_rows`` can run at once (executables of that shape are compiled up to there).
         self.limits: dict[Hashable, int] = {}
 
+    def at_once(self, key: Hashable) -> int:
+        """Up to how many rows of waiting requests of that key run as soon as they can, together. 0: they wait, or run alone."""
+        return self._limit(key) if self._rules.joins and not self._rules.delay_ns else 0
+
     def due_ns(self, now_ns: int) -> int | None:
         """When the next batch should run: not after ``now_ns`` means now. None: nothing waits."""
         head = self._queue.head()
