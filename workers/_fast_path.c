@@ -258,7 +258,7 @@ static int take_requests(fast_path_t *self, lane_t *lane, size_t size, uint64_t 
             goto refused;
         plan_t *plan = lane->plans[record.form];
         /* Ids of a submitter grow. */
-        if (plan == NULL || (record.deadline_ns && record.deadline_ns <= now) || record.id <= last_id ||
+        if (plan == NULL || plan->failed || (record.deadline_ns && record.deadline_ns <= now) || record.id <= last_id ||
             in_flight(lane, record.id) || make_room(self))
             goto refused;
         last_id = record.id;
@@ -554,6 +554,8 @@ static int run(fast_path_t *self) {
         if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception))
             return -1;
         PyErr_Clear();
+        for (int n = 0; n < count; n++)
+            requests[n].plan->failed = 1;
         return 1;
     }
     count_run(requests->plan->batch, requests, count, rows, (uint64_t[]){began, gathered, computed, now_ns()});

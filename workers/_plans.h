@@ -76,6 +76,8 @@ typedef struct {
 typedef struct {
     batch_t *batch;
     int rows, inputs, outputs, inside;
+    /* A run of it went wrong once: it is not tried again. */
+    int failed;
     uint64_t form;
     input_t input[MAX_TENSORS];
     output_t output[MAX_TENSORS];

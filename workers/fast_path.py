@@ -93,9 +93,9 @@ class _Batch:
         return self.model.programs(self._key, most) if most <= _fast_path.MAX_ROWS else []
 
     @property
-    def any_program(self) -> Program | None:
-        """One of them, if there is one: they take the same inputs."""
-        return next((program for program in self.programs if program is not None), None)
+    def inputs(self) -> list[tuple[str, int, int]]:
+        """What one of them takes; they all take the same."""
+        return next((program.memory for program in self.programs if program is not None), [])
 
     def native(self) -> _fast_path.Batch:
         """As the C part wants it."""
@@ -172,6 +172,7 @@ class FastPath:
         model, made = version.jitted, execution.outputs
         if model is None or made is None or version.loaded.instances or not version.loaded.queue_rules.plain:
             return
+        program = execution.executable
         for request in execution.requests:
             form, submitter = request.form, request.submitter
             plan = None if form is None else form.plans.get(made.layout)
@@ -179,20 +180,21 @@ class FastPath:
                 continue
             known = (submitter.lane.fileno(), form.number) in self._forms
             if not known and self._seen == self._changes() and form.familiar is version.familiar:
-                self._learn(version, model, request, form, plan)
+                batch = self._batches.get((version, request.key))
+                if batch is None:
+                    batch = self._batches[version, request.key] = _Batch(version, model, cast(Shapes, request.key))
+                # The plan says how that program's outputs lie; those of the others lie alike.
+                if program in batch.programs:
+                    self._learn(batch, request, form, plan)
 
-    def _learn(
-        self, version: ModelVersion, model: JaxModel, request: Request, form: KnownForm, plan: AnswerPlan
-    ) -> None:
-        lane, key = request.submitter.lane, cast(Shapes, request.key)
-        batch = self._batches.get((version, key)) or _Batch(version, model, key)
-        program = batch.any_program
-        if program is None or form.known is None or not lane.knows(plan.form):
+    def _learn(self, batch: _Batch, request: Request, form: KnownForm, plan: AnswerPlan) -> None:
+        lane = request.submitter.lane
+        if form.known is None or not lane.knows(plan.form):
             return
         places = [part.region for part in plan.parts]
         places += [tensor.place for tensor in form.submit.inputs if isinstance(tensor.place, RegionSlice)]
         regions = self._found([place for place in places if place is not None])
-        arguments = {name: number for number, (name, _, _) in enumerate(program.memory)}
+        arguments = {name: number for number, (name, _, _) in enumerate(batch.inputs)}
         if regions is None or len(arguments) != len(form.submit.inputs):
             return
         inputs: list[tuple[int, int, int]] = []
@@ -219,7 +221,6 @@ class FastPath:
         except ValueError:
             # Too many tensors, too large an answer, a shape that is padded: such requests go on as they do.
             return
-        self._batches[version, key] = batch
         self._forms.add((lane.fileno(), form.number))
 
     def _found(self, places: Sequence[RegionSlice]) -> dict[str, Region] | None:
