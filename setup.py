@@ -20,6 +20,6 @@ setup(
     ext_modules=[
         extension("shm", "_guard"),
         extension("workers", "_large_copy"),
-        extension("workers", "_fast_path", "_plans.h", "_records.h"),
+        extension("workers", "_fast_path", "_lanes.h", "_plans.h", "_records.h"),
     ]
 )

@@ -16,6 +16,7 @@
 #define MAX_FORMS 1024
 /* Rows of one run; as many have room on a desk of the status page. */
 #define MAX_ROWS 128
+#define MAX_FDS 4
 
 typedef struct {
     char *address;

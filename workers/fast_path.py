@@ -85,12 +85,13 @@ class _Batch:
         self.version = version
         self.model = model
         self._key = key
+        most = version.batcher.at_once(key)
         #: By the number of rows that wait, one and more.
-        self.programs = self._programs()
+        self.programs = model.programs(key, most) if most <= _fast_path.MAX_ROWS else []
+        self._pace = self._found_pace()
 
-    def _programs(self) -> list[Executable | SeriesProgram | None]:
-        most = self.version.batcher.at_once(self._key)
-        return self.model.programs(self._key, most) if most <= _fast_path.MAX_ROWS else []
+    def _found_pace(self) -> int:
+        return 0 if self.model.series is None else self.model.series.pace(self._key)
 
     @property
     def inputs(self) -> list[tuple[str, int, int]]:
@@ -112,12 +113,16 @@ class _Batch:
         run = functools.partial(program.run, self.model.executables.parameters)
         return run, program.rows, program.clears, tuple([(address, step) for _, address, step in program.memory])
 
-    def count(self, turns: Turns) -> bool:
-        """Counts what was done of them. False: other programs are for them now, because they have become slower, or faster."""
+    @property
+    def changed(self) -> bool:
+        """Whether other programs are for them now, because they have become slower, or faster."""
+        return self._found_pace() != self._pace
+
+    def count(self, turns: Turns) -> None:
+        """Counts what was done of them."""
         self.version.statistics.add(turns)
         if turns.single_runs and self.model.series is not None:
             self.model.series.note_again(self._key, turns.single_ns // turns.single_runs)
-        return self.model.series is None or self._programs() == self.programs
 
 
 class FastPath:
@@ -186,6 +191,8 @@ class FastPath:
                 # The plan says how that program's outputs lie; those of the others lie alike.
                 if program in batch.programs:
                     self._learn(batch, request, form, plan)
+                elif batch.changed:
+                    self._seen = _NEVER
 
     def _learn(self, batch: _Batch, request: Request, form: KnownForm, plan: AnswerPlan) -> None:
         lane = request.submitter.lane
@@ -239,7 +246,8 @@ class FastPath:
     def _settle(self) -> None:
         """Counts what was done outside of Python."""
         for batch, *figures in self._native.figures():
-            if not batch.count(Turns(*figures)):
+            batch.count(Turns(*figures))
+            if batch.changed:
                 self._seen = _NEVER
 
     def _forget(self) -> None:

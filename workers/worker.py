@@ -58,7 +58,16 @@ _TURN_NS = 1_000_000_000
 class Worker:
     """Made with an open device; ``run`` returns when the supervisor said stop, or is gone."""
 
-    def __init__(self, channel: Channel, options: Options, device_name: DeviceName, device: jax.Device) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        options: Options,
+        device_name: DeviceName,
+        device: jax.Device,
+        turn_ns: int = _TURN_NS,
+    ) -> None:
+        """``turn_ns``: the loop turns at least this often, whatever happens."""
+        self._turn_ns = turn_ns
         self._channel = channel
         self._options = options
         self._page = StatusPage.create()
@@ -118,6 +127,8 @@ class Worker:
             if fast_path.available
             else None
         )
+        #: When something is due without an event; None: nothing is. At once: records behind Start may have left something to do.
+        self._next_ns: int | None = 0
         #: When to exit although something is in flight; 0: not told to stop.
         self._stop_ns = 0
         self._supervised = True
@@ -131,43 +142,45 @@ class Worker:
         self._channel.put(ChildReady(incarnation), self._page.fd)
         for record, fds in waiting:
             self._control.handle(record, fds)
-        # At once: what came behind Start may have left something to do.
-        next_ns: int | None = 0
         # Modules live as long as the process: the collector need not look at them again and again. It must go on looking at the
         # rest as often as ever: arrays of XLA can be in cycles, and each may hold megabytes (measured: with rare collections a
         # 16 MiB request took 3 ms more, for fresh pages).
         gc.freeze()
-        while self._supervised:
-            for fd, events in self._wait(next_ns):
-                self._handle(fd, events)
-            now_ns = time.monotonic_ns()
-            self._page.beat(now_ns)
-            next_ns = self._dispatcher.run_due(now_ns)
-            self._regions.settle()
-            self._models.settle()
-            self._flush()
-            executed = self._dispatcher.count()
-            if self._fast_path is not None:
-                for version, execution in executed:
-                    self._fast_path.learn(version, execution)
-            if self._driver.lost:
-                raise DeviceLost(f"the GPU failed ({self._driver.lost}), and no call on it can succeed any more")
-            if self._stop_ns and (self._finished() or time.monotonic_ns() >= self._stop_ns):
-                break
+        while self.turn():
+            pass
 
-    def _timeout_ns(self, next_ns: int | None) -> int:
+    def turn(self) -> bool:
+        """One turn of the loop, which begins with waiting for something to do. False: it was the last. Raises as ``run``."""
+        for fd, events in self._wait():
+            self._handle(fd, events)
         now_ns = time.monotonic_ns()
-        until = now_ns + _TURN_NS if next_ns is None else min(next_ns, now_ns + _TURN_NS)
+        self._page.beat(now_ns)
+        self._next_ns = self._dispatcher.run_due(now_ns)
+        self._regions.settle()
+        self._models.settle()
+        self._flush()
+        executed = self._dispatcher.count()
+        if self._fast_path is not None:
+            for version, execution in executed:
+                self._fast_path.learn(version, execution)
+        if self._driver.lost:
+            raise DeviceLost(f"the GPU failed ({self._driver.lost}), and no call on it can succeed any more")
+        ends = self._stop_ns and (self._finished() or time.monotonic_ns() >= self._stop_ns)
+        return self._supervised and not ends
+
+    def _timeout_ns(self) -> int:
+        now_ns = time.monotonic_ns()
+        until = now_ns + self._turn_ns if self._next_ns is None else min(self._next_ns, now_ns + self._turn_ns)
         if self._stop_ns:
             until = min(until, self._stop_ns)
         return max(0, until - now_ns)
 
-    def _wait(self, next_ns: int | None) -> list[tuple[int, int]]:
-        """``next_ns``: when something is due without an event. Returns events; what else came is taken care of."""
-        timeout_ns = self._timeout_ns(next_ns)
+    def _wait(self) -> list[tuple[int, int]]:
+        """Returns events; what else came is taken care of."""
+        timeout_ns = self._timeout_ns()
         if self._fast_path is None:
             return self._poller.wait(timeout_ns)
-        idle = next_ns is None and not self._stop_ns and self._dispatcher.idle
+        idle = self._next_ns is None and not self._stop_ns and self._dispatcher.idle
         idle = idle and not any(submitter.behind for submitter in self._submitters.values())
         woken = self._fast_path.wait(timeout_ns, idle)
         for fd, answers in woken.unsent:

@@ -75,17 +75,26 @@ class Series:
         """Requests of a shape that is known took so long, alone."""
         shape = self._shapes.get(key)
         if shape is not None:
-            shape.single_ns += (single_ns - shape.single_ns) // 8
+            # Of a run in which the processor was taken away nothing is learned but that it took long.
+            shape.single_ns += (min(single_ns, 2 * shape.single_ns + 1000) - shape.single_ns) // 8
+
+    def pace(self, key: Hashable) -> int:
+        """On which ``find`` depends besides the programs there are: 0 too slow for series, 1 quick, 2 tiny."""
+        shape = self._shapes.get(key)
+        if shape is None or shape.single_ns > _QUICK_NS:
+            return 0
+        return 2 if shape.single_ns <= _TINY_NS else 1
 
     def find(self, key: Hashable, waiting: int) -> SeriesProgram | None:
         """What to run so many waiting requests of that shape with, or the first of them; None: the first as it is.
 
         It may be for more than there are.
         """
-        shape = self._shapes.get(key)
-        if shape is None or shape.single_ns > _QUICK_NS:
+        pace = self.pace(key)
+        if not pace:
             return None
-        waiting = _padded(waiting, shape.single_ns)
+        shape = self._shapes[key]
+        waiting = _padded(waiting, pace)
         program = shape.fitting[waiting]
         longest = _LONGEST[waiting]
         if program is None or program.wanted.length < longest:
@@ -94,11 +103,11 @@ class Series:
 
     def ready(self, key: Hashable, waiting: int) -> SeriesProgram | None:
         """What ``find`` would return, and nothing is missed by asking; None also where it would rather have another one."""
-        shape = self._shapes.get(key)
-        if shape is None or shape.single_ns > _QUICK_NS:
+        pace = self.pace(key)
+        if not pace:
             return None
-        waiting = _padded(waiting, shape.single_ns)
-        program = shape.fitting[waiting]
+        waiting = _padded(waiting, pace)
+        program = self._shapes[key].fitting[waiting]
         return program if program is not None and program.wanted.length == _LONGEST[waiting] else None
 
     def _miss(self, key: Hashable, shape: _Shape, length: int) -> None:
@@ -128,8 +137,8 @@ class Series:
         return f"<Series of {len(self._shapes)} shapes>"
 
 
-def _padded(waiting: int, single_ns: int) -> int:
+def _padded(waiting: int, pace: int) -> int:
     """For how many requests a program is looked for when so many wait."""
-    if waiting > MOST // 2 and (waiting >= MOST or single_ns <= _TINY_NS):
+    if waiting > MOST // 2 and (waiting >= MOST or pace == 2):
         return MOST
     return waiting

@@ -1,0 +1,130 @@
+"""A worker's loop in the test's own process, turn by turn, with the test as its supervisor and its only front."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from config import model_config
+from config.options import Executables, Lanes, Options
+from shm.arena import Arena
+from shm.channel import Channel, pair
+from shm.forms import Forms, request_template
+from shm.lane import SubmitterLane
+from shm.messages import (
+    Completion,
+    FormSubmit,
+    FromWorker,
+    Inline,
+    LaneOpened,
+    Load,
+    Loaded,
+    Record,
+    RequestedOutput,
+    Submit,
+    Tensor,
+    ToWorkerControl,
+    decoder,
+)
+from tests.fakes import whole_answers
+from tests.work.counter import Work
+from workers.device import DeviceName
+from workers.worker import Worker
+
+#: It never looks, and in ``WorkerLoop`` it never sleeps: a turn takes what is there.
+OPTIONS = Options(lanes=Lanes(spin_us=0), executables=Executables(cache_directory="/dev/null/none"))
+PATIENCE_SECONDS = 240.0
+
+
+class WorkerLoop:
+    """``turn`` is the worker's; ``ask`` turns until all answers are there."""
+
+    def __init__(self, options: Options = OPTIONS) -> None:
+        ours, theirs = pair()
+        self.control = Channel(ours, decoder(FromWorker))
+        channel = Channel(theirs, decoder(ToWorkerControl))
+        self.worker = Worker(channel, options, DeviceName("cpu", 0), jax.devices()[0], turn_ns=0)
+        arenas = options.arenas
+        self.arena = Arena(arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
+        self.front = self.open_lane(7)
+        self.forms: Forms[Submit] = Forms()
+        self.number = 0
+
+    def open_lane(self, peer: int) -> SubmitterLane:
+        ours, theirs = pair()
+        self.tell(LaneOpened(peer), theirs.fileno())
+        theirs.close()
+        return SubmitterLane(ours, self.arena)
+
+    def tell(self, record: Record, *fds: int) -> None:
+        """A record of the supervisor, and a turn in which it is taken."""
+        self.control.put(record, *fds)
+        assert self.control.flush()
+        self.worker.turn()
+
+    def hear(self, kind: type[Record]) -> Any:
+        """Turns until such a record has come from the worker, and returns it."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < deadline:
+            received = self.control.receive()
+            for record in received[0] if received else ():
+                for fd in received[1] if received else ():
+                    os.close(fd)
+                if isinstance(record, kind):
+                    return record
+            if received is None:
+                self.worker.turn()
+        raise AssertionError(f"no {kind.__name__} came")
+
+    def load(self, path: Path) -> None:
+        """Loads version 1 of a model, once more if it is there already."""
+        config = model_config.parse_pbtxt((path / "config.pbtxt").read_text(), path.name)
+        self.tell(Load(path.name, 1, str(path), str(path / "1"), config.SerializeToString()))
+        assert self.hear(Loaded).reason == ""
+
+    def submit(
+        self,
+        model: str,
+        inputs: Sequence[Tensor],
+        outputs: tuple[RequestedOutput, ...] = (),
+        lane: SubmitterLane | None = None,
+    ) -> int:
+        """Queues a request as a front does it with what a client repeats; ``flush`` sends it."""
+        self.number += 1
+        submit = Submit(self.number, model, 0, tuple(inputs), outputs, received_ns=time.monotonic_ns())
+        form = self.forms.form(request_template(submit))
+        contents = tuple([tensor.place.content for tensor in inputs if isinstance(tensor.place, Inline)])
+        record = FormSubmit(self.number, form.number, contents, received_ns=submit.received_ns)
+        (lane or self.front).submit_formed(form, record)
+        return self.number
+
+    def submit_whole(self, model: str, inputs: Sequence[Tensor]) -> int:
+        """The same of a request that is told with everything it says."""
+        self.number += 1
+        self.front.submit(Submit(self.number, model, 0, tuple(inputs), received_ns=time.monotonic_ns()))
+        return self.number
+
+    def answers(self, count: int, lane: SubmitterLane | None = None, work: Work | None = None) -> list[Completion]:
+        """Turns until so many answers have come. ``work``: what counts the worker's part of it."""
+        lane, answers = lane or self.front, list[Completion]()
+        assert lane.flush()
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while len(answers) < count:
+            assert time.monotonic() < deadline, f"{len(answers)} of {count} answers came"
+            with work.counting() if work is not None else contextlib.nullcontext():
+                self.worker.turn()
+            while (received := lane.receive()) is not None:
+                answers += whole_answers(received)
+        return answers
+
+    def close(self) -> None:
+        self.front.close()
+        self.control.close()
+        self.worker.close()
+        self.arena.close()
