@@ -23,10 +23,8 @@ from shm.status_page import StatusPage, WorkerState
 from workers.known_form import AnswerPlan, KnownForm
 from workers.model_version import ModelVersion
 from workers.models.buckets import Shapes
-from workers.models.executables import Executable
 from workers.models.execution import Execution
 from workers.models.jax_model import JaxModel
-from workers.models.series_program import SeriesProgram
 from workers.region_table import RegionTable, check_intact
 from workers.request import Request
 from workers.statistics import Turns
