@@ -195,7 +195,7 @@ class Connection(DataFrames):
         if kind == HEADERS:
             self._headers(number, flags, payload)
         elif kind == DATA:
-            self._large_data(number, flags, payload)
+            self._any_data(number, flags, payload)
         elif kind == WINDOW_UPDATE:
             raise Violation(frames.FRAME_SIZE_ERROR, f"WINDOW_UPDATE of {len(payload)} bytes")
         elif kind == frames.RST_STREAM:

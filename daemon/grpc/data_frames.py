@@ -54,16 +54,21 @@ class DataFrames(Outgoing):
 
     def _data(self, number: int, flags: int, data: bytes, start: int, end: int) -> None:
         """A whole DATA frame without padding, whose payload are those bytes of a chunk."""
-        stream = self._data_target(number, end - start)
-        if stream is None:
-            return
-        if start < end:
-            stream.receive(data, start, end)
-        if flags or stream.ungranted > _MUCH_OF_STREAM:
-            self._data_taken(stream, flags)
+        stream = self.streams.get(number)
+        if stream is not None and not stream.half_closed:
+            ungranted = stream.ungranted + end - start
+            total = self._ungranted + end - start
+            if ungranted <= _MUCH_OF_STREAM and total <= _MUCH_OF_CONNECTION:
+                stream.ungranted, self._ungranted = ungranted, total
+                if start < end:
+                    stream.receive(data, start, end)
+                if flags:
+                    stream.end_receiving()
+                return
+        self._any_data(number, flags, data[start:end])
 
-    def _large_data(self, number: int, flags: int, payload: bytes) -> None:
-        """A whole DATA frame that is large, or has padding."""
+    def _any_data(self, number: int, flags: int, payload: bytes) -> None:
+        """A whole DATA frame."""
         stream = self._data_target(number, len(payload))
         if stream is None:
             return

@@ -18,7 +18,6 @@ from daemon.grpc.codes import INTERNAL, OK, number
 from daemon.grpc.inferring import DEFECT, Inferring, Sent
 from daemon.grpc.known_answer import KnownAnswer
 from daemon.grpc.reception import Reception
-from daemon.grpc.recognised import Known
 from daemon.grpc.request_fields import RefusedRequest
 from daemon.grpc.stream import Stream
 from daemon.inference import begin
@@ -57,8 +56,11 @@ class StreamInfer(Call):
         known = None if inferring.tracer.on else inferring.recognised.known(content, start, end)
         if known is None:
             self._ask(content[start:end])
-        else:
-            self._ask_known(known)
+            return
+        try:
+            self._in_flight.add(inferring.ask_known(self, known, self._stream.deadline_ns))
+        except ServingError as error:
+            self._refused(number(error), error.message, known[2])
 
     def received(self, message: Reception) -> None:
         if self._stream.held or not self._has_room():
@@ -87,12 +89,6 @@ class StreamInfer(Call):
     def _wait(self, message: Buffer | Reception) -> None:
         self._stream.held = True
         self._waiting.append(message)
-
-    def _ask_known(self, known: Known) -> None:
-        try:
-            self._in_flight.add(self._inferring.ask_known(self, known, self._stream.deadline_ns))
-        except ServingError as error:
-            self._refused(number(error), error.message, known[2])
 
     def _ask(self, message: Buffer | Reception) -> None:
         waited_ns, read_ns = self._waits_since, 0
