@@ -21,8 +21,6 @@ _log = logging.getLogger(__name__)
 
 #: The owner of a request: the completion, and the lane whose response arena holds its slices (None: nothing to view).
 OnCompletion = Callable[[Completion, SubmitterLane | None], None]
-#: The same of an answer of a form: what those have in common, and its own. (Equal templates of one lane are one object.)
-OnFormed = Callable[[Completion, FormCompletion], None]
 
 _UNSENT = FormSubmit(0, 0, ())
 
@@ -97,17 +95,9 @@ class Calling(Pending):
     """One whose owner is called back."""
 
     on_completion: OnCompletion
-    #: None: an answer of a form comes whole.
-    on_formed: OnFormed | None = None
 
     def completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
         self.on_completion(completion, lane)
-
-    def formed(self, template: Completion, own: FormCompletion) -> None:
-        if self.on_formed is None:
-            Pending.formed(self, template, own)
-        else:
-            self.on_formed(template, own)
 
 
 def undelivered() -> None:

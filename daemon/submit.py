@@ -26,15 +26,15 @@ from config.options import Options
 from daemon.busy_poll import BusyPoll
 from daemon.choice import Choice, load
 from daemon.model_table import ModelTable
-from daemon.pending import Calling, OnCompletion, OnFormed, Pending, Worker, undelivered
+from daemon.pending import Calling, OnCompletion, Pending, Worker, undelivered
 from daemon.room import OnLease, Room
 from daemon.sending import Sending
 from shm.arena import Arena, Lease, LeaseKey
 from shm.channel import ChannelClosed
 from shm.errors import Internal, InvalidArgument, ServingError, Unavailable
-from shm.forms import Form, Forms
+from shm.forms import Forms
 from shm.lane import SubmitterLane
-from shm.messages import Completion, FormSubmit, LaneOpened, ModelGone, ModelState, RegionPlace, Submit, WorkerFenced
+from shm.messages import Completion, LaneOpened, ModelGone, ModelState, RegionPlace, Submit, WorkerFenced
 from shm.status_page import StatusPage
 
 _log = logging.getLogger(__name__)
@@ -79,12 +79,6 @@ class Submitter:
         Raises: Unavailable: too many requests are in flight; the leases stay the caller's.
         """
         self.send(Calling(on_completion, record=record, leases=leases))
-
-    def submit_formed(
-        self, form: Form[Submit], record: FormSubmit, on_completion: OnCompletion, on_formed: OnFormed
-    ) -> None:
-        """The same of a request of a form; an answer of a form comes to ``on_formed`` instead. Raises as ``submit``."""
-        self.send(Calling(on_completion, on_formed, record=record, form=form))
 
     def send(self, pending: Pending) -> None:
         """The same of a request that knows itself what to do with its answer. Raises as ``submit``."""

@@ -32,11 +32,6 @@ def test_an_answer_of_a_form_comes_whole_to_who_knows_no_other() -> None:
     plain.worker = Worker(1, "cpu:0", lane, cast(Any, None))
     plain.formed(ANSWERS, OWN)
     assert got == [(WHOLE, lane)]
-    knowing = Calling(
-        lambda completion, lane: pytest.fail("it came whole"), lambda template, own: got.append((template, own))
-    )
-    knowing.formed(ANSWERS, OWN)
-    assert got[1:] == [(ANSWERS, OWN)]
 
 
 def test_a_defect_of_the_owner_is_the_owners(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
 from config.options import Arenas, Options, Requests
 from daemon.model_table import ModelTable
+from daemon.pending import Pending
 from daemon.submit import Submitter
 from shm.arena import Lease
 from shm.channel import pair
@@ -473,25 +475,31 @@ def test_a_forgotten_lease_is_told_at_the_end(caplog: pytest.LogCaptureFixture) 
 # ---------------------------------------------------------------------------------------------------------------- forms
 
 
-class Formed:
-    """A request of a form, as its owner sees it. Its tensor is its number."""
+class Formed(Pending):
+    """A request of a form. Its tensor is its number."""
 
-    def __init__(self, setting: Setting, form: Form[Submit], number: int = 0) -> None:
-        submitter = setting.submitter
-        self.request_id = submitter.next_id()
-        self.number = number
-        #: Answers of a form, whole; and the others.
-        self.formed: list[Completion] = []
-        self.finals: list[Completion] = []
-        record = FormSubmit(self.request_id, form.number, (b"%04d" % number,), f"id{number}", 5, 6)
-        submitter.submit_formed(form, record, self._completed, self._formed)
-        assert not self.formed + self.finals, "never from within submit"
+    number: int
+    #: Answers of a form, whole; and the others.
+    answers: list[Completion] = msgspec.field(default_factory=list)
+    finals: list[Completion] = msgspec.field(default_factory=list)
 
-    def _completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
+    @staticmethod
+    def ask(setting: Setting, form: Form[Submit], number: int = 0) -> Formed:
+        record = FormSubmit(setting.submitter.next_id(), form.number, (b"%04d" % number,), f"id{number}", 5, 6)
+        asked = Formed(record=record, form=form, number=number)
+        setting.submitter.send(asked)
+        assert not asked.answers + asked.finals, "never from within send"
+        return asked
+
+    @property
+    def request_id(self) -> int:
+        return self.record.request_id
+
+    def completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
         self.finals.append(completion)
 
-    def _formed(self, template: Completion, completion: FormCompletion) -> None:
-        self.formed.append(whole_answer(template, completion))
+    def formed(self, template: Completion, own: FormCompletion) -> None:
+        self.answers.append(whole_answer(template, own))
 
     def came_whole(self, submit: Submit, strikes: int = 0, name: str = "m") -> bool:
         """Whether that is the request, whole."""
@@ -528,7 +536,7 @@ def test_requests_of_a_form_and_both_kinds_of_answers(setting: Setting) -> None:
     worker = setting.open_worker()
     setting.ready(worker)
     form = form_of(setting)
-    asked = [Formed(setting, form, number) for number in range(4)]
+    asked = [Formed.ask(setting, form, number) for number in range(4)]
     setting.turn()
     for one in asked:
         assert one.came_whole(worker.next())
@@ -542,14 +550,14 @@ def test_requests_of_a_form_and_both_kinds_of_answers(setting: Setting) -> None:
     worker.complete(asked[3].request_id, code="INTERNAL", message="no")
     while setting.submitter.in_flight():
         setting.turn()
-    assert [one.formed for one in asked[:2]] == [
+    assert [one.answers for one in asked[:2]] == [
         [Completion(one.request_id, version=3, outputs=y_of(content))]
         for one, content in zip(asked, (b"ab", b"cd"), strict=False)
     ]
     assert [one.finals for one in asked[:2]] == [[], []]
     assert asked[2].finals == [Completion(asked[2].request_id, version=3, outputs=y_of(b"ef"))]
     assert [final.message for final in asked[3].finals] == ["no"]
-    assert asked[2].formed == asked[3].formed == []
+    assert asked[2].answers == asked[3].answers == []
 
 
 def test_an_answer_of_a_form_to_a_request_without_one(setting: Setting) -> None:
@@ -569,7 +577,7 @@ def test_answers_of_two_forms_with_one_number_that_come_together(setting: Settin
     worker = setting.open_worker()
     setting.ready(worker)
     form = form_of(setting)
-    asked = [Formed(setting, form, number) for number in range(3)]
+    asked = [Formed.ask(setting, form, number) for number in range(3)]
     setting.turn()
     contents = (b"a", b"bb", b"c")
     templates = [answer_template(Completion(0, version=1, outputs=y_of(content))) for content in contents[:2]]
@@ -580,7 +588,7 @@ def test_answers_of_two_forms_with_one_number_that_come_together(setting: Settin
     assert worker.lane.flush()
     while setting.submitter.in_flight():
         setting.turn()
-    assert [[answer.outputs for answer in one.formed] for one in asked] == [[y_of(content)] for content in contents]
+    assert [[answer.outputs for answer in one.answers] for one in asked] == [[y_of(content)] for content in contents]
 
 
 def test_more_forms_than_numbers(setting: Setting) -> None:
@@ -592,7 +600,7 @@ def test_more_forms_than_numbers(setting: Setting) -> None:
         setting.submitter.model_changed(ModelState(name, 1, "READY", workers=(worker.incarnation,)))
     forms = {name: form_of(setting, name) for name in names}
     order = [*names, *names[:20], *names[MAX_FORMS:], *names[30:40]]
-    asked = [(name, Formed(setting, forms[name], number)) for number, name in enumerate(order)]
+    asked = [(name, Formed.ask(setting, forms[name], number)) for number, name in enumerate(order)]
     for name, one in asked:
         while worker.idle(0):
             setting.turn()
@@ -605,7 +613,7 @@ def test_more_forms_than_numbers(setting: Setting) -> None:
     while setting.submitter.in_flight():
         setting.turn()
     for _, one in asked:
-        assert [answer.outputs for answer in one.formed] == [y_of(b"%d" % one.number)]
+        assert [answer.outputs for answer in one.answers] == [y_of(b"%d" % one.number)]
     setting.close()
 
 
@@ -614,7 +622,7 @@ def test_a_worker_dies_under_requests_of_a_form(setting: Setting) -> None:
     form = form_of(setting)
     first = setting.open_worker()
     setting.ready(first)
-    executing, queued = Formed(setting, form, 1), Formed(setting, form, 2)
+    executing, queued = Formed.ask(setting, form, 1), Formed.ask(setting, form, 2)
     setting.turn()
     assert executing.came_whole(first.next())
     first.page.begin(0, [(INCARNATION, executing.request_id)])
@@ -640,7 +648,7 @@ def test_a_worker_dies_under_requests_of_a_form(setting: Setting) -> None:
         setting.turn()
     assert [final.code for final in executing.finals] == ["INTERNAL"]
     assert "2 worker processes died" in executing.finals[0].message
-    assert [answer.outputs for answer in queued.formed] == [y_of(b"ab")]
+    assert [answer.outputs for answer in queued.answers] == [y_of(b"ab")]
 
 
 def test_a_struck_request_of_a_form_is_answered(setting: Setting) -> None:
@@ -649,7 +657,7 @@ def test_a_struck_request_of_a_form_is_answered(setting: Setting) -> None:
     for formed in (False, True):
         first = setting.open_worker()
         setting.ready(first)
-        asked = Formed(setting, form)
+        asked = Formed.ask(setting, form)
         setting.turn()
         first.next()
         first.page.begin(0, [(INCARNATION, asked.request_id)])
@@ -663,20 +671,20 @@ def test_a_struck_request_of_a_form_is_answered(setting: Setting) -> None:
         second.complete(asked.request_id, outputs=y_of(b"ab"))
         while setting.submitter.in_flight():
             setting.turn()
-        assert [answer.outputs for answer in (*asked.formed, *asked.finals)] == [y_of(b"ab")]
+        assert [answer.outputs for answer in (*asked.answers, *asked.finals)] == [y_of(b"ab")]
 
 
 def test_what_a_dead_worker_answered_in_forms_counts(setting: Setting) -> None:
     worker = setting.open_worker()
     setting.ready(worker)
-    asked = Formed(setting, form_of(setting))
+    asked = Formed.ask(setting, form_of(setting))
     setting.turn()
     worker.next()
     worker.formed = True
     worker.complete(asked.request_id, outputs=y_of(b"ab"))
     worker.die()
     setting.submitter.fence(WorkerFenced(worker.incarnation))
-    assert [answer.outputs for answer in asked.formed] == [y_of(b"ab")]
+    assert [answer.outputs for answer in asked.answers] == [y_of(b"ab")]
     assert setting.submitter.in_flight() == 0
 
 
@@ -684,7 +692,7 @@ def test_a_cancelled_request_of_a_form(setting: Setting) -> None:
     worker = setting.open_worker()
     setting.ready(worker)
     form = form_of(setting)
-    cancelled, unsent, other = Formed(setting, form, 1), Formed(setting, form, 2), Formed(setting, form, 3)
+    cancelled, unsent, other = Formed.ask(setting, form, 1), Formed.ask(setting, form, 2), Formed.ask(setting, form, 3)
     setting.submitter.cancel(unsent.request_id)
     setting.turn()
     for _ in range(3):
@@ -701,13 +709,13 @@ def test_a_cancelled_request_of_a_form(setting: Setting) -> None:
     while setting.submitter.in_flight():
         setting.turn()
     setting.turn()
-    assert [len(one.formed) + len(one.finals) for one in (cancelled, unsent, other)] == [0, 0, 1]
+    assert [len(one.answers) + len(one.finals) for one in (cancelled, unsent, other)] == [0, 0, 1]
 
 
 def test_a_cancelled_request_of_a_form_is_not_run_again(setting: Setting) -> None:
     worker = setting.open_worker()
     setting.ready(worker)
-    asked = Formed(setting, form_of(setting))
+    asked = Formed.ask(setting, form_of(setting))
     setting.turn()
     setting.submitter.cancel(asked.request_id)
     worker.die()
@@ -717,19 +725,19 @@ def test_a_cancelled_request_of_a_form_is_not_run_again(setting: Setting) -> Non
     setting.turn()
     assert setting.submitter.in_flight() == 0
     assert second.idle(0.01)
-    assert not asked.formed + asked.finals
+    assert not asked.answers + asked.finals
 
 
 def test_refusals_of_requests_of_a_form(setting: Setting) -> None:
     """No such model, no worker in time, too many."""
     form = form_of(setting)
-    asked = Formed(setting, form)
+    asked = Formed.ask(setting, form)
     setting.turn()
     assert [final.code for final in asked.finals] == ["NOT_FOUND"]
     setting.ready()
-    late = [Formed(setting, form) for _ in range(4)]
+    late = [Formed.ask(setting, form) for _ in range(4)]
     with pytest.raises(Unavailable, match="4 requests are in flight, at most 4"):
-        Formed(setting, form)
+        Formed.ask(setting, form)
     while setting.submitter.in_flight():
         setting.sleep(0.05)
     assert {final.message for one in late for final in one.finals} == {
@@ -742,7 +750,7 @@ def test_a_region_of_a_gpu_decides_where_a_request_of_a_form_goes(setting: Setti
     setting.ready(first, second)
     setting.submitter.region_placed(RegionPlace("r", "cuda:1"))
     form = form_of(setting)
-    asked = [Formed(setting, form, number) for number in range(3)]
+    asked = [Formed.ask(setting, form, number) for number in range(3)]
     setting.turn()
     for one in asked:
         assert one.came_whole(second.next())
@@ -754,7 +762,7 @@ def test_a_worker_that_answers_with_a_form_it_never_told(setting: Setting, told:
     """Its lane is closed, and whatever is in flight there is answered."""
     worker = setting.open_worker()
     setting.ready(worker)
-    formed, whole = Formed(setting, form_of(setting)), setting.ask()
+    formed, whole = Formed.ask(setting, form_of(setting)), setting.ask()
     setting.turn()
     if told is None:
         worker.lane._channel.put(FormCompletion(formed.request_id, 3, (b"ab",)))  # our own end would tell it first
@@ -767,6 +775,6 @@ def test_a_worker_that_answers_with_a_form_it_never_told(setting: Setting, told:
         assert [(one.code, one.message) for one in final] == [
             ("INTERNAL", "the worker's answer could not be understood")
         ]
-    assert not formed.formed
+    assert not formed.answers
     setting.submitter.fence(WorkerFenced(worker.incarnation))
     assert setting.submitter.in_flight() == 0
