@@ -33,7 +33,7 @@ from daemon.grpc.frames import (
     read_update,
 )
 from daemon.grpc.header_blocks import CallHead, HeaderBlocks
-from daemon.grpc.outgoing import TLS_BUFFER, Phase
+from daemon.grpc.outgoing import CLOSED, ENDING, OPENING, TLS_BUFFER, Phase
 from daemon.grpc.pings import Pings, Sign
 from daemon.grpc.serving import Serving
 from daemon.grpc.stream import Stream
@@ -117,7 +117,7 @@ class Connection(DataFrames):
     # ---------------------------------------------------------------------------------------------------- frames
 
     def data_received(self, data: bytes) -> None:
-        if self.phase is Phase.CLOSED:
+        if self.phase is CLOSED:
             return
         self._flushing = True
         self._heard_at = self.loop.time()
@@ -127,7 +127,7 @@ class Connection(DataFrames):
             self._fail(violation)
         finally:
             self._flushing = False
-        if self._out or self.phase is Phase.ENDING:
+        if self._out or self.phase is ENDING:
             self._flush()
         if self._data_left >= DIRECT_BYTE_SIZE or self._reader is not None:
             self._read_directly()
@@ -136,7 +136,7 @@ class Connection(DataFrames):
         at, end = 0, len(data)
         if self._data_left:
             at = self._data_arrives(data, 0)
-        elif self.phase is Phase.OPENING and not (at := self._preface(data)):
+        elif self.phase is OPENING and not (at := self._preface(data)):
             self._buffer = data
             return
         # Whether a header block is not to be interrupted.

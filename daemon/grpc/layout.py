@@ -14,7 +14,7 @@ from daemon.grpc.known_answer import KnownAnswer
 from daemon.grpc.request_codec import DecodedHead
 from daemon.grpc.request_fields import Buffer
 from shm.forms import Form
-from shm.messages import ModelState, Submit
+from shm.messages import Submit
 
 Place = tuple[int, int]
 
@@ -22,7 +22,7 @@ Place = tuple[int, int]
 class Layout:
     """Owned by ``Recognised``."""
 
-    __slots__ = ("awaits_form", "cut", "decoded", "edition", "fixed", "form", "state", "streamed", "unary")
+    __slots__ = ("awaits_form", "cut", "decoded", "decoupled", "edition", "fixed", "form", "streamed", "unary")
 
     def __init__(self, message: bytes, places: Sequence[Place], decoded: DecodedHead) -> None:
         """``places``: where the id is, and behind it the raw tensors: (begin, end) each."""
@@ -38,17 +38,12 @@ class Layout:
         #: What requests of this layout have in common; asked for when the second one comes. None: they have large tensors.
         self.form: Form[Submit] | None = None
         self.awaits_form = True
-        #: Its model, as it was in that edition of the table.
-        self.state: ModelState | None = None
+        #: Whether its model is decoupled, in that edition of the table.
+        self.decoupled = False
         self.edition = -1
         #: How the last good answer of a form was written, for a stream and for a unary call.
         self.streamed: KnownAnswer | None = None
         self.unary: KnownAnswer | None = None
-
-    @property
-    def decoupled(self) -> bool:
-        """Whether its model is."""
-        return self.state is not None and self.state.decoupled
 
     def own(self, message: Buffer) -> tuple[bytes, ...] | None:
         """Of a message of this size, the id and the raw tensors; None: it is of another layout."""

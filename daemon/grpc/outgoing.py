@@ -43,8 +43,8 @@ class Phase(enum.Enum):
     CLOSED = "closed"
 
 
-# Looked at for every message, and a name of an enum's takes two steps.
-_CLOSED, _ENDING = Phase.CLOSED, Phase.ENDING
+# Looked at for every chunk: a member of an enum is found slowly.
+OPENING, ENDING, CLOSED = Phase.OPENING, Phase.ENDING, Phase.CLOSED
 
 
 class Outgoing(asyncio.Protocol):
@@ -66,7 +66,8 @@ class Outgoing(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._lost = False
         self._out: list[Buffer] = []
-        self._out_size = 0
+        #: How much a stream may put into it now.
+        self.room = WRITE_BUFFER
         #: To be called when everything written so far has left.
         self._on_written: list[Callable[[], None]] = []
         #: What is written now leaves without being asked: at the end of this turn, or when everything that came was looked at.
@@ -82,21 +83,19 @@ class Outgoing(asyncio.Protocol):
         """The client takes its answers too slowly: it may not ask for more meanwhile."""
         assert self._transport is not None
         self._paused_since = self.loop.time()
+        self.room = 0
         if not self._transport.is_closing():
             self._transport.pause_reading()
 
     def resume_writing(self) -> None:
         assert self._transport is not None
         self._paused_since = 0.0
+        self.room = WRITE_BUFFER - sum(map(len, self._out))
         if not self._transport.is_closing():
             self._transport.resume_reading()
         if not self._out:
             self._written()
         self._pump()
-
-    def buffer_room(self) -> int:
-        """How much a stream may put into our buffer now."""
-        return 0 if self._paused_since else WRITE_BUFFER - self._out_size
 
     def when_written(self, on_written: Callable[[], None]) -> None:
         """Called when nothing that was written so far is looked at any more."""
@@ -114,7 +113,7 @@ class Outgoing(asyncio.Protocol):
     def write(self, piece: Buffer) -> None:
         """Queues; everything of one turn of the loop leaves together."""
         self._out.append(piece)
-        self._out_size += len(piece)
+        self.room -= len(piece)
         if not self._flushing:
             self._flushing = True
             self.loop.call_soon(self._flush)
@@ -122,14 +121,15 @@ class Outgoing(asyncio.Protocol):
     def _flush(self) -> None:
         self._flushing = False
         out = self._out
-        if out and self.phase is not _CLOSED:
+        if out and self.phase is not CLOSED:
             transport = self._transport
             assert transport is not None
             self._out = []
-            size, self._out_size = self._out_size, 0
+            if not self._paused_since:
+                self.room = WRITE_BUFFER
             if len(out) == 1:
                 transport.write(out[0])
-            elif size > _JOINED:
+            elif sum(map(len, out)) > _JOINED:
                 transport.writelines(out)
             else:
                 transport.write(b"".join(out))
@@ -137,12 +137,12 @@ class Outgoing(asyncio.Protocol):
                 self._written()
             if self.blocked:
                 self._pump()
-        if self.phase is _ENDING and not self.streams and not self._out:
+        if self.phase is ENDING and not self.streams and not self._out:
             self._close()
 
     def _pump(self) -> None:
         for stream in list(self.blocked.values()):
-            if self.send_window <= 0 or self.buffer_room() <= 0:
+            if self.send_window <= 0 or self.room <= 0:
                 return
             # Whoever was served goes behind the others.
             if self.blocked.pop(stream.id, None) is not None:

@@ -59,7 +59,7 @@ class Recognised:
     def _serves(self, layout: Layout) -> bool:
         """The table has changed: whether the model is still there, and as what."""
         try:
-            layout.state = self._table.find(layout.decoded.model, layout.decoded.version)
+            layout.decoupled = self._table.find(layout.decoded.model, layout.decoded.version).decoupled
         except NotFound:
             return False
         layout.edition = self._table.edition

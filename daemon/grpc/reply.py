@@ -120,7 +120,7 @@ class Reply(ABC):
             framed > connection.send_window
             or framed > self.send_window
             or framed > connection.small
-            or framed > connection.buffer_room()
+            or framed > connection.room
             or self._unsent
             or self._finished
             or not self._head_sent
@@ -151,7 +151,7 @@ class Reply(ABC):
             and framed <= self.send_window
             and framed <= connection.send_window
             and framed <= connection.max_frame_size
-            and framed <= connection.buffer_room()
+            and framed <= connection.room
         ):
             self.send_window -= framed
             connection.send_window -= framed
@@ -208,7 +208,7 @@ class Reply(ABC):
         """Sends what the windows and the socket's buffer allow, then the trailers."""
         connection, unsent = self.connection, self._unsent
         while unsent:
-            room = min(self.send_window, connection.send_window, connection.max_frame_size, connection.buffer_room())
+            room = min(self.send_window, connection.send_window, connection.max_frame_size, connection.room)
             if room <= 0:
                 if not self._blocked:
                     self._blocked = True

@@ -76,11 +76,11 @@ class Row:
 
 
 ROWS = [
-    Row("stream", small, two_small, 1395, streams=1),
-    Row("stream-shm", shared, two_in_regions, 1395, streams=1),
-    Row("streams-together", small, two_small, 1134, streams=4),
-    Row("unary", small, two_small, 1758),
-    Row("unary-shm", shared, two_in_regions, 1758),
+    Row("stream", small, two_small, 1353, streams=1),
+    Row("stream-shm", shared, two_in_regions, 1353, streams=1),
+    Row("streams-together", small, two_small, 1097, streams=4),
+    Row("unary", small, two_small, 1718),
+    Row("unary-shm", shared, two_in_regions, 1718),
 ]
 rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 

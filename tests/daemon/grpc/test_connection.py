@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import time
 import zlib
 
 import pytest
@@ -251,6 +252,32 @@ def test_answers_wait_for_the_clients_windows() -> None:
                 continue
         assert client.answers[large].values == bytes(50_000)
         until(lambda: not worker.leases)
+
+
+def test_reserved_bits_are_ignored() -> None:
+    """Of stream ids and of increments."""
+    reserved = 1 << 31
+    with serving() as (front, (worker,)), FrameClient(front.port, hello=False) as client:
+        client.send(frames.PREFACE + frames.settings(((frames.INITIAL_WINDOW_SIZE, 0),)))
+        stream = client.open()
+        client.data(reserved | stream, prefixed(request(b"\1")), end=True)
+        worker.echo(worker.next())
+        # The window would be too large with that bit.
+        client.send(frames.window_update(reserved, reserved | 1))
+        client.send(frames.window_update(reserved | stream, reserved | 1000))
+        assert client.answer(stream).values == b"\1"
+
+
+def test_window_updates_in_pieces() -> None:
+    """One frame of many, cut anywhere; the answer leaves with the last byte of what it needs."""
+    with serving() as (front, (worker,)), front.frames(((frames.INITIAL_WINDOW_SIZE, 0),)) as client:
+        stream = client.call(request(b"\1"))
+        worker.echo(worker.next())
+        updates = 3 * frames.window_update(stream, 500)
+        for at in range(0, len(updates), 7):
+            client.send(updates[at : at + 7])
+            time.sleep(0.002)  # so that it comes in a read of its own
+        assert client.answer(stream).values == b"\1"
 
 
 def test_a_larger_initial_window_lets_waiting_answers_go() -> None:

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from daemon.grpc.layout import Layout
 from daemon.grpc.request_codec import DecodedHead
-from shm.messages import ModelState
 
 PIECES = st.lists(st.binary(max_size=6), min_size=3, max_size=9).filter(lambda pieces: len(pieces) % 2 == 1)
 
@@ -30,10 +29,3 @@ def test_what_is_its_own(pieces: list[bytes], view: bool, data: st.DataObject) -
         other = message[:at] + bytes([message[at] ^ 1]) + message[at + 1 :]
         inside = [begin <= at < end for begin, end in places]
         assert (layout.own(other) is not None) == any(inside)
-
-
-def test_its_model() -> None:
-    layout = Layout(b"ab", [(1, 2)], DecodedHead("m", 1))
-    assert not layout.decoupled
-    layout.state = ModelState("m", 1, "READY", decoupled=True)
-    assert layout.decoupled

@@ -29,7 +29,7 @@ def test_one_turn_is_one_write() -> None:
         for piece in (b"ab", memoryview(b"cd"), b"ef"):
             outgoing.write(piece)
         assert not transport.mock_calls
-        assert outgoing.buffer_room() == WRITE_BUFFER - 6
+        assert outgoing.room == WRITE_BUFFER - 6
         await asyncio.sleep(0)
         transport.write.assert_called_once_with(b"abcdef")
         outgoing.write(b"g")
@@ -69,7 +69,7 @@ def test_who_waits_for_it_to_leave() -> None:
         outgoing.write(b"b")
         outgoing.when_written(lambda: heard.append("taken"))
         await asyncio.sleep(0)
-        assert (heard[2:], outgoing.buffer_room()) == ([], 0)
+        assert (heard[2:], outgoing.room) == ([], 0)
         transport.pause_reading.assert_called_once()
         outgoing.resume_writing()
         assert heard[2:] == ["taken"]

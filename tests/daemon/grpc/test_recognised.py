@@ -104,7 +104,12 @@ def test_the_same_message_but_for_its_id_and_tensors(request_: Any, data: st.Dat
             continue
         layout, client_id, text, raws = known
         model, text_, inputs, outputs, _, state = expected
-        assert (layout.decoded.model, client_id, text, layout.state) == (model, text_.encode(), text_, state)
+        assert (layout.decoded.model, client_id, text, layout.decoupled) == (
+            model,
+            text_.encode(),
+            text_,
+            state.decoupled,
+        )
         assert layout.form is not None
         whole = whole_request(layout.form.template, FormSubmit(1, 0, raws))
         places = [place.content if isinstance(place := tensor.place, Inline) else place for tensor in whole.inputs]
@@ -180,16 +185,15 @@ def test_a_known_message_of_a_model_that_changes() -> None:
     recognised = recognising(models)
     content = message(tensor(), raw=(b"ab",))
 
-    def known() -> ModelState | None:
+    def known() -> bool | None:
         found = recognised.known(content, 0, len(content))
-        return None if found is None else found[0].state
+        return None if found is None else found[0].decoupled
 
     recognised.decode(content)
     recognised.decode(content)
     for decoupled in (False, True, False):
-        state = ModelState("m", 1, "READY", workers=(1,), decoupled=decoupled)
-        models.update(state)
-        assert known() is state
+        models.update(ModelState("m", 1, "READY", workers=(1,), decoupled=decoupled))
+        assert known() is decoupled
         models.update(ModelState("m", 1, "UNLOADING"))
         assert known() is None
         assert known() is None

@@ -44,9 +44,6 @@ class Wire:
         self.ended: list[Stream] = []
         self.out = bytearray()
 
-    def buffer_room(self) -> int:
-        return self.room
-
     def stop_direct(self, stream: Stream) -> None:
         """Nothing is read directly here."""
 
