@@ -25,6 +25,8 @@
 #define MAX_EVENTS 64
 /* Answers of further runs share a datagram only while so many requests wait, and for no longer than that. */
 #define MANY 4
+/* With more requests on their way there is soon something to do, and waking up is shared by them. */
+#define FEW 4
 #define RUN_ON_NS 250000
 /* epoll counts in milliseconds; shorter waits are counted in nanoseconds. */
 #define SHORT_NS 50000000
@@ -32,6 +34,8 @@
 typedef struct {
     PyObject_HEAD
     int epoll, worth;
+    /* Of the last requests that were served so many came together. */
+    size_t together;
     uint64_t look_ns;
     _Atomic uint64_t *page;
     Py_buffer page_buffer;
@@ -410,6 +414,7 @@ static int flush_all(fast_path_t *self) {
 /* Runs what waits, and sends the answers. */
 static int serve(fast_path_t *self, PyObject *datagrams) {
     uint64_t began = now_ns();
+    self->together = self->count;
     /* Whether a queue takes so many is not decided here. */
     int outcome = too_many(self);
     while (outcome == 0 && self->first < self->count) {
@@ -438,7 +443,7 @@ static int sleep_until(int epoll, struct epoll_event *ready, uint64_t until) {
 
 /* Looks for events for a moment before it sleeps, as shm/spin.py decides. */
 static int poll_until(fast_path_t *self, struct epoll_event *ready, uint64_t until) {
-    uint64_t since = now_ns(), look = self->worth ? since + self->look_ns : 0, now = since;
+    uint64_t since = now_ns(), look = self->worth && self->together <= FEW ? since + self->look_ns : 0, now = since;
     int found = 0;
     if (look > until)
         look = until;
