@@ -181,11 +181,11 @@ static int make_room(fast_path_t *self) {
 }
 
 /* All of a datagram's requests wait here afterwards, or, if one of them is not of a known kind, none. */
-static int take_requests(fast_path_t *self, lane_t *lane, size_t size, uint64_t now) {
-    reader_t reader = {lane->received + 1, lane->received + size};
+static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *datagram, size_t size, uint64_t now) {
+    reader_t reader = {datagram + 1, datagram + size};
     uint64_t records, last_id = 0;
     size_t before = self->count;
-    if (lane->received[0] != INLINE_KIND || read_array(&reader, &records))
+    if (datagram[0] != INLINE_KIND || read_array(&reader, &records))
         return -1;
     for (uint64_t n = 0; n < records; n++) {
         form_submit_t record;
@@ -227,24 +227,31 @@ refused:
     return -1;
 }
 
-/* Takes a datagram: its requests, or for Python the whole of it. 0: whatever was there is taken care of. */
+/* Takes what came on a lane: requests, until there is no more, and for Python the datagram that is something else.
+ *
+ * 0: whatever was there is taken care of.
+ */
 static int take(fast_path_t *self, lane_t *lane, PyObject *events, PyObject *datagrams) {
     union {
         struct cmsghdr align;
         char room[CMSG_SPACE(MAX_FDS * sizeof(int))];
     } ancillary;
-    struct iovec part = {lane->received, sizeof lane->received};
-    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = &ancillary, .msg_controllen = sizeof ancillary};
-    ssize_t size = recvmsg(lane->fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-    if (size < 0 && (errno == EAGAIN || errno == EINTR))
-        return 0;
-    if (size <= 0)
-        return append(events, Py_BuildValue("ii", lane->fd, (int)EPOLLIN));
-    int cut = message.msg_flags & (MSG_TRUNC | MSG_CTRUNC);
-    if (!cut && message.msg_controllen == 0 && take_requests(self, lane, (size_t)size, now_ns()) == 0)
-        return 0;
-    return append(datagrams, Py_BuildValue("i(y#NO)", lane->fd, (const char *)lane->received, (Py_ssize_t)size,
-                                           descriptors(&message), cut ? Py_True : Py_False));
+    while (lane->used + MAX_DATAGRAM + 1 <= RECEIVED) {
+        unsigned char *datagram = lane->received + lane->used;
+        struct iovec part = {datagram, MAX_DATAGRAM + 1};
+        struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = &ancillary, .msg_controllen = sizeof ancillary};
+        ssize_t size = recvmsg(lane->fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+        if (size < 0 && (errno == EAGAIN || errno == EINTR))
+            return 0;
+        if (size <= 0)
+            return append(events, Py_BuildValue("ii", lane->fd, (int)EPOLLIN));
+        int cut = message.msg_flags & (MSG_TRUNC | MSG_CTRUNC);
+        if (cut || message.msg_controllen || take_requests(self, lane, datagram, (size_t)size, now_ns()))
+            return append(datagrams, Py_BuildValue("i(y#NO)", lane->fd, (const char *)datagram, (Py_ssize_t)size,
+                                                   descriptors(&message), cut ? Py_True : Py_False));
+        lane->used += (size_t)size;
+    }
+    return 0;
 }
 
 /* ------------------------------------------------------------------------------------------------------------------ answers */
@@ -255,14 +262,12 @@ static int give_back(fast_path_t *self, PyObject *datagrams) {
     for (lane_t *lane = self->lanes; lane != NULL && !wrong; lane = lane->next) {
         size_t size = DATAGRAM_HEAD;
         uint64_t records = 0;
-        /* Of one datagram: its records lie one behind the other, and those from some place on are still there. */
-        const unsigned char *start = NULL;
         for (size_t i = self->first; i < self->count; i++)
             if (self->waiting[i].lane == lane) {
-                start = start == NULL ? self->waiting[i].record : start;
                 size += self->waiting[i].size;
                 records++;
             }
+        lane->used = 0;
         if (records == 0)
             continue;
         unsigned char *datagram = PyMem_Malloc(size);
@@ -270,8 +275,14 @@ static int give_back(fast_path_t *self, PyObject *datagrams) {
             PyErr_NoMemory();
             return -1;
         }
-        write_datagram_head(datagram, records);
-        memcpy(datagram + DATAGRAM_HEAD, start, size - DATAGRAM_HEAD);
+        unsigned char *at = datagram;
+        write_datagram_head(at, records);
+        at += DATAGRAM_HEAD;
+        for (size_t i = self->first; i < self->count; i++)
+            if (self->waiting[i].lane == lane) {
+                memcpy(at, self->waiting[i].record, self->waiting[i].size);
+                at += self->waiting[i].size;
+            }
         wrong = append(datagrams, Py_BuildValue("i(y#NO)", lane->fd, (const char *)datagram, (Py_ssize_t)size, PyList_New(0), Py_False));
         PyMem_Free(datagram);
     }

@@ -1,7 +1,7 @@
-/* The lanes of the fast path: one submitter's socket each, the datagram that came last on it, and the answers that have not left.
+/* The lanes of the fast path: one submitter's socket each, the datagrams of this turn, and the answers that have not left.
  *
- *     received   | kind | FormSubmit | FormSubmit | ... |          requests point into it until they are answered or given back
- *     answer     | kind | FormCompletion | ... |                   sent when it is full or the turn ends
+ *     received   | kind | FormSubmit | ... | kind | FormSubmit | ... |     requests point into it until they are answered or given back
+ *     answer     | kind | FormCompletion | ... |                           sent when it is full or the turn ends
  */
 
 #ifndef TENSORD_LANES_H
@@ -12,6 +12,9 @@
 #include <time.h>
 
 #include "_plans.h"
+
+/* Datagrams of one turn, together: another one is received as long as it is sure to have room. */
+#define RECEIVED (4 * (MAX_DATAGRAM + 1))
 
 typedef struct lane {
     struct lane *next;
@@ -25,7 +28,9 @@ typedef struct lane {
     int forms;
     size_t filled;
     uint64_t answers;
-    unsigned char received[MAX_DATAGRAM + 1], answer[MAX_DATAGRAM];
+    /* Of ``received``, by datagrams whose requests wait. */
+    size_t used;
+    unsigned char received[RECEIVED], answer[MAX_DATAGRAM];
 } lane_t;
 
 typedef struct {
