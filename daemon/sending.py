@@ -79,7 +79,8 @@ class Sending:
                     self._flush(worker)
         if len(self._pending) == 1:
             for pending in self._pending.values():
-                if pending.worker is not None:
+                # A large one takes the worker longer than waking up, and it wants the processor.
+                if pending.worker is not None and not pending.leases:
                     self._busy_poll.look(self._look, pending.worker)
                 break
         else:

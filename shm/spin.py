@@ -18,10 +18,14 @@ class Spin:
         self._since_ns = 0
         self._worth = False
 
-    def begin(self, now_ns: int) -> int:
-        """The wait for the next record begins. Returns until when to look for it; 0: sleep."""
+    def begin(self, now_ns: int, worked_ns: int = 0) -> int:
+        """The wait for the next record begins. Returns until when to look for it; 0: sleep.
+
+        ``worked_ns``: how long was worked since the last one. Beside much work a wake-up is little, and whoever has sent much, or
+        reads it, wants the processor.
+        """
         self._since_ns = now_ns
-        return now_ns + self._limit_ns if self._worth else 0
+        return now_ns + self._limit_ns if self._worth and 2 * worked_ns <= self._limit_ns else 0
 
     def end(self, now_ns: int) -> None:
         """A record came, or the time was up without one: the next wait learns from this one."""

@@ -34,6 +34,8 @@
 typedef struct {
     PyObject_HEAD
     int epoll, worth;
+    /* When the last wait ended. */
+    uint64_t ended;
     /* Of the last requests that were served so many came together. */
     size_t together;
     uint64_t look_ns;
@@ -454,18 +456,19 @@ static int sleep_until(int epoll, struct epoll_event *ready, uint64_t until) {
 
 /* Looks for events for a moment before it sleeps, as shm/spin.py decides. */
 static int poll_until(fast_path_t *self, struct epoll_event *ready, uint64_t until) {
-    uint64_t since = now_ns(), look = self->worth && self->together <= FEW ? since + self->look_ns : 0, now = since;
+    uint64_t since = now_ns(), look = 0, now = since;
     int found = 0;
-    if (look > until)
-        look = until;
+    if (self->worth && self->together <= FEW && 2 * (since - self->ended) <= self->look_ns)
+        look = since + self->look_ns < until ? since + self->look_ns : until;
     while (now < look && (found = epoll_wait(self->epoll, ready, MAX_EVENTS, 0)) == 0) {
         sched_yield();
         now = now_ns();
     }
     if (found == 0)
         found = sleep_until(self->epoll, ready, until);
+    self->ended = now_ns();
     if (until > since)
-        self->worth = now_ns() - since < self->look_ns;
+        self->worth = self->ended - since < self->look_ns;
     return found;
 }
 

@@ -18,17 +18,19 @@ class Poller:
     def __init__(self, epoll: select.epoll, look_ns: int) -> None:
         self._epoll = epoll
         self._spin = Spin(look_ns)
+        self._ended_ns = 0
 
     def wait(self, timeout_ns: int) -> list[tuple[int, int]]:
         """Returns when something came, or the time is up: descriptors, and what epoll says of them."""
         if timeout_ns <= 0:
             return self._epoll.poll(0)
         now_ns = time.monotonic_ns()
-        until_ns = self._spin.begin(now_ns)
+        until_ns = self._spin.begin(now_ns, now_ns - self._ended_ns)
         events = self._look(min(until_ns, now_ns + timeout_ns)) if until_ns else []
         if not events:
             events = self._sleep(timeout_ns / 1e9)
-        self._spin.end(time.monotonic_ns())
+        self._ended_ns = time.monotonic_ns()
+        self._spin.end(self._ended_ns)
         return events
 
     def _look(self, until_ns: int) -> list[tuple[int, int]]:

@@ -16,6 +16,16 @@ def test_it_starts_asleep_and_learns_from_each_wait() -> None:
     assert spin.begin(4000) == 0
 
 
+def test_after_much_work_it_sleeps() -> None:
+    spin = Spin(300)
+    spin.begin(1000)
+    spin.end(1100)
+    assert spin.begin(2000, worked_ns=150) == 2300
+    assert spin.begin(2000, worked_ns=151) == 0
+    # That says nothing of the waits, which are as short as ever.
+    assert spin.begin(3000, worked_ns=10) == 3300
+
+
 def test_it_can_be_turned_off() -> None:
     spin = Spin(0)
     spin.begin(1000)
