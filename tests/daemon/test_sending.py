@@ -164,3 +164,9 @@ def test_what_the_socket_refuses_goes_when_it_can(setting: Setting, formed: bool
     assert setting.worker.writing
     setting.sending.stop(setting.worker)
     assert not setting.loop.writers
+
+
+def test_a_large_request_is_not_looked_for(setting: Setting) -> None:
+    setting.send(False).leases = (cast(Any, None),)
+    setting.turn()
+    assert (setting.poll.looked, setting.poll.flushes) == ([], 0)
