@@ -251,7 +251,9 @@ static int take(fast_path_t *self, lane_t *lane, PyObject *events, PyObject *dat
         if (cut || message.msg_controllen || take_requests(self, lane, datagram, (size_t)size, now_ns()))
             return append(datagrams, Py_BuildValue("i(y#NO)", lane->fd, (const char *)datagram, (Py_ssize_t)size,
                                                    descriptors(&message), cut ? Py_True : Py_False));
-        lane->used += (size_t)size;
+        /* Of one without requests nothing is kept. */
+        if (self->count)
+            lane->used += (size_t)size;
     }
     return 0;
 }

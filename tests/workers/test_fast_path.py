@@ -293,6 +293,18 @@ def test_descriptors_go_along_and_a_datagram_that_was_cut_says_so(native: Native
     assert native.fast.wait(0, True)[1][0][1][2]
 
 
+def test_datagrams_without_requests_are_nothing(native: Native) -> None:
+    """However many there are: what they need is given back with each."""
+    native.learn()
+    for number in range(1, 60_000, 10_000):
+        for _ in range(10_000):
+            native.front.send(b"\x01\xdc\x00\x00")
+            assert native.fast.wait(0, True) == ([], [], [])
+        native.send(request(number))
+        assert native.fast.wait(0, True) == ([], [], [])
+        assert [answer.request_id for answer in native.answers()] == [number]
+
+
 def test_answers_that_cannot_be_sent_are_kept_and_nothing_more_is_run(native: Native) -> None:
     native.learn()
     # As much as the socket holds.
