@@ -401,7 +401,11 @@ static int run(fast_path_t *self) {
         if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception))
             return -1;
         PyErr_Clear();
+        /* Whose fault it was is known of regions only. */
+        int found = 0;
         for (int n = 0; n < count; n++)
+            found |= requests[n].plan->failed;
+        for (int n = 0; n < count && !found; n++)
             requests[n].plan->failed = 1;
         return 1;
     }

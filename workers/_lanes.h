@@ -123,15 +123,17 @@ static void write_answer(const request_t *request, const Py_buffer *stacks, int 
     lane->answers++;
 }
 
-/* Whether regions that these requests use lost no page meanwhile. */
+/* Whether regions that these requests use lost no page meanwhile. Whose did has failed, and nobody beside it. */
 static int intact(const request_t *requests, int count) {
     for (int n = 0; n < count; n++) {
         PyObject *check = requests[n].plan->intact;
         if (check == NULL || (n > 0 && requests[n - 1].plan == requests[n].plan))
             continue;
         PyObject *result = PyObject_CallNoArgs(check);
-        if (result == NULL)
+        if (result == NULL) {
+            requests[n].plan->failed = 1;
             return 0;
+        }
         Py_DECREF(result);
     }
     return 1;

@@ -279,6 +279,26 @@ def test_what_regions_lost_makes_the_answers_void(native: Native) -> None:
     assert native.answers() == []
 
 
+def test_a_region_that_is_lost_costs_its_own_form_and_no_other(native: Native) -> None:
+    def gone() -> None:
+        raise InvalidArgument("gone")
+
+    region = np.zeros(8, np.uint8)
+    native.learn(form=3)
+    native.learn(form=4, inputs=((0, 8, region.__array_interface__["data"][0]),), intact=gone)
+    lost = FormSubmit(2, 4, ())
+    datagram = native.send(request(1), lost)
+    assert native.fast.wait(0, True)[1] == [(native.lane.fileno(), (datagram, [], False))]
+    assert native.answers() == []
+    native.send(request(3))
+    assert native.fast.wait(0, True) == ([], [], [])
+    assert [answer.request_id for answer in native.answers()] == [3]
+    runs = len(native.runs)
+    datagram = native.send(FormSubmit(4, 4, ()))
+    assert native.fast.wait(0, True)[1] == [(native.lane.fileno(), (datagram, [], False))]
+    assert len(native.runs) == runs
+
+
 def test_descriptors_go_along_and_a_datagram_that_was_cut_says_so(native: Native) -> None:
     native.learn()
     read, write = os.pipe()
