@@ -26,7 +26,7 @@ from workers.model_table import ModelTable
 from workers.model_version import ModelVersion
 from workers.models.executable_cache import ExecutableCache
 from workers.models.loader import Loader
-from workers.models.series_program import SeriesWanted
+from workers.models.series_program import SeriesProgram, SeriesWanted
 from workers.region_policy import RegionPolicy
 from workers.region_table import RegionTable
 from workers.submitter import Submitter
@@ -151,10 +151,11 @@ def test_what_waits_runs_together(bench: Bench) -> None:
     assert bench.turn() is None
 
 
-def test_what_waits_without_a_batch_dimension_shares_a_program_when_one_is_ready(bench: Bench) -> None:
+def quick_series(bench: Bench) -> tuple[ModelVersion, Callable[[int], SeriesProgram]]:
+    """A model whose requests are so quick that they share calls, and what makes and adds the program for so many of them."""
     version = bench.load("any")
     assert version.jitted is not None
-    series = version.jitted.series
+    series, parameters = version.jitted.series, version.jitted.executables.parameters
     assert series is not None
     bench.submit("any", 1, 2)
     bench.turn()
@@ -162,9 +163,18 @@ def test_what_waits_without_a_batch_dimension_shares_a_program_when_one_is_ready
     bench.turn()
     (key,) = {known.key for known in version.familiar._known.values()}
     series.note(request_of({}, key=key), 0)
-    programs = [series.compile(SeriesWanted(length, key), version.jitted.executables.parameters) for length in (4, 2)]
-    for program in programs:
+
+    def add(length: int) -> SeriesProgram:
+        program = series.compile(SeriesWanted(length, key), parameters)
         series.add(program)
+        return program
+
+    return version, add
+
+
+def test_what_waits_without_a_batch_dimension_shares_a_program_when_one_is_ready(bench: Bench) -> None:
+    version, add = quick_series(bench)
+    programs = [add(length) for length in (4, 2)]
     bench.lane.sent.clear()
     executed = version.statistics.execution_count
     numbers = [bench.submit("any", i, 10 * i) for i in range(7)]
@@ -185,18 +195,9 @@ def test_what_waits_without_a_batch_dimension_shares_a_program_when_one_is_ready
 @pytest.mark.parametrize("lengths", [(1,), (2, 1), (4, 1), (8, 4, 2, 1)])
 def test_whatever_programs_are_ready_each_request_gets_its_own_answer(bench: Bench, lengths: tuple[int, ...]) -> None:
     """So many wait together that there is one program for each of them, or for some, or for more."""
-    version = bench.load("any")
-    assert version.jitted is not None
-    series = version.jitted.series
-    assert series is not None
-    bench.submit("any", 1, 2)
-    bench.turn()
-    bench.compiler.work()
-    bench.turn()
-    (key,) = {known.key for known in version.familiar._known.values()}
-    series.note(request_of({}, key=key), 0)
+    version, add = quick_series(bench)
     for length in lengths:
-        series.add(series.compile(SeriesWanted(length, key), version.jitted.executables.parameters))
+        add(length)
     for count in (1, 2, 3, 5, 9, 17):
         bench.lane.sent.clear()
         executed = version.statistics.execution_count
