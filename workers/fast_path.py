@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import select
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, Protocol, cast
 
 from shm.arrays import Array, address_of
 from shm.errors import ServingError
@@ -25,6 +25,7 @@ from workers.model_version import ModelVersion
 from workers.models.buckets import Shapes
 from workers.models.execution import Execution
 from workers.models.jax_model import JaxModel
+from workers.poller import Poller, Woken
 from workers.region_table import RegionTable, check_intact
 from workers.request import Request
 from workers.statistics import Turns
@@ -36,21 +37,6 @@ except ImportError:  # no compiler at installation
     available = False
 else:
     available = True
-
-
-#: A datagram of a lane that was received already: content, descriptors in it, whether some of it is missing.
-Datagram = tuple[bytes, list[int], bool]
-
-
-class Woken(NamedTuple):
-    """What a wait ended with."""
-
-    #: Descriptor and what epoll says of it.
-    events: list[tuple[int, int]]
-    #: What is Python's affair, with the lane's descriptor.
-    datagrams: list[tuple[int, Datagram]]
-    #: Answers that a lane would not take yet, as a datagram for each lane.
-    unsent: list[tuple[int, bytes]]
 
 
 #: No number of changes.
@@ -123,7 +109,7 @@ class _Batch:
             self.model.series.note_again(self._key, turns.single_ns // turns.single_runs)
 
 
-class FastPath:
+class FastPath(Poller):
     """One per worker; belongs to its loop. ``desk``: where the status page says what runs."""
 
     def __init__(
@@ -136,6 +122,7 @@ class FastPath:
         changes: Callable[[], int],
     ) -> None:
         """``changes``: another number whenever something changed that was learned from."""
+        super().__init__(epoll, look_ns)
         self._native = _fast_path.FastPath(
             epoll.fileno(), look_ns, page.memory, page.word(desk), WorkerState.IDLE, WorkerState.EXECUTING
         )
@@ -147,17 +134,14 @@ class FastPath:
         self._forms: set[tuple[int, int]] = set()
 
     def open(self, submitter: Submitter) -> None:
-        """A lane whose descriptor is in the epoll."""
         self._native.open(submitter.lane.fileno(), submitter.peer, submitter.in_flight)
 
     def close_lane(self, submitter: Submitter) -> None:
-        """That lane is gone."""
         self._settle()
         self._native.close(submitter.lane.fileno())
         self._seen = _NEVER
 
     def wait(self, timeout_ns: int, idle: bool) -> Woken:
-        """As ``Poller.wait``; ``idle``: nothing waits in the worker, so that it may serve meanwhile."""
         if self._seen != self._changes():
             self._forget()
         woken = Woken(*self._native.wait(max(0, timeout_ns), idle))
@@ -166,12 +150,10 @@ class FastPath:
         return woken
 
     def forget(self, submitter: Submitter, number: int) -> None:
-        """That number stands for another form from now on."""
         self._native.forget_form(submitter.lane.fileno(), number)
         self._forms.discard((submitter.lane.fileno(), number))
 
     def learn(self, version: ModelVersion, execution: Execution) -> None:
-        """Looks whether requests like those that were just answered can be answered here the next time."""
         model, made = version.jitted, execution.outputs
         if model is None or made is None or version.loaded.instances or not version.loaded.queue_rules.plain:
             return
@@ -256,7 +238,6 @@ class FastPath:
         self._seen = self._changes()
 
     def close(self) -> None:
-        """Lets go of the status page and of everything that was learned."""
         self._forget()
         self._native.release()
 

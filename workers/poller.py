@@ -8,22 +8,58 @@ from __future__ import annotations
 import os
 import select
 import time
+from typing import NamedTuple
 
 from shm.spin import Spin
+from workers.model_version import ModelVersion
+from workers.models.execution import Execution
+from workers.submitter import Submitter
+
+#: A datagram of a lane that was received already: content, descriptors in it, whether some of it is missing.
+Datagram = tuple[bytes, list[int], bool]
+
+
+class Woken(NamedTuple):
+    """What a wait ended with."""
+
+    #: Descriptor and what epoll says of it.
+    events: list[tuple[int, int]]
+    #: What is Python's affair, with the lane's descriptor.
+    datagrams: list[tuple[int, Datagram]]
+    #: Answers that a lane would not take yet, as a datagram for each lane.
+    unsent: list[tuple[int, bytes]]
 
 
 class Poller:
-    """Over an epoll. ``look_ns``: how long it looks; 0: it sleeps at once."""
+    """Over an epoll. ``look_ns``: how long it looks; 0: it sleeps at once.
+
+    What it is told of lanes and requests is for those that serve while they wait.
+    """
 
     def __init__(self, epoll: select.epoll, look_ns: int) -> None:
         self._epoll = epoll
         self._spin = Spin(look_ns)
         self._ended_ns = 0
 
-    def wait(self, timeout_ns: int) -> list[tuple[int, int]]:
-        """Returns when something came, or the time is up: descriptors, and what epoll says of them."""
+    def open(self, submitter: Submitter) -> None:
+        """A lane whose descriptor is in the epoll."""
+
+    def close_lane(self, submitter: Submitter) -> None:
+        """That lane is gone."""
+
+    def learn(self, version: ModelVersion, execution: Execution) -> None:
+        """Requests were answered; the next ones like them may be answered while it waits."""
+
+    def forget(self, submitter: Submitter, number: int) -> None:
+        """The number of a form of that submitter stands for another one from now on."""
+
+    def close(self) -> None:
+        """Lets go of everything that it was told."""
+
+    def wait(self, timeout_ns: int, idle: bool) -> Woken:
+        """Returns when something came, or the time is up. ``idle``: nothing waits in the worker: it may serve meanwhile."""
         if timeout_ns <= 0:
-            return self._epoll.poll(0)
+            return Woken(self._epoll.poll(0), [], [])
         now_ns = time.monotonic_ns()
         until_ns = self._spin.begin(now_ns, now_ns - self._ended_ns)
         events = self._look(min(until_ns, now_ns + timeout_ns)) if until_ns else []
@@ -31,7 +67,7 @@ class Poller:
             events = self._sleep(timeout_ns / 1e9)
         self._ended_ns = time.monotonic_ns()
         self._spin.end(self._ended_ns)
-        return events
+        return Woken(events, [], [])
 
     def _look(self, until_ns: int) -> list[tuple[int, int]]:
         """Looks for events without sleeping; empty when none came in time."""

@@ -33,7 +33,7 @@ from workers.control import Control
 from workers.device import DeviceName
 from workers.device_cuda import CudaDevice
 from workers.dispatcher import FIRST_INSTANCE_DESK, LOOP_DESK, Dispatcher
-from workers.fast_path import Datagram, FastPath
+from workers.fast_path import FastPath
 from workers.inbox import Inbox
 from workers.known_form import KnownForm
 from workers.model_table import ModelTable
@@ -41,7 +41,7 @@ from workers.model_version import ModelVersion
 from workers.models.executable_cache import ExecutableCache, cache_directory, use_persistent_cache
 from workers.models.loader import LoadedModel, Loader
 from workers.pinned_memory import PinnedMemory
-from workers.poller import Poller
+from workers.poller import Datagram, Poller
 from workers.region_policy import RegionPolicy
 from workers.region_table import RegionTable
 from workers.submitter import Submitter
@@ -121,11 +121,10 @@ class Worker:
         self._epoll.register(self._inbox.fileno(), select.EPOLLIN)
         self._control_writing = False
         look_ns = options.lanes.spin_us * 1000
-        self._poller = Poller(self._epoll, look_ns)
-        self._fast_path = (
+        self._poller = (
             FastPath(self._epoll, look_ns, self._page, LOOP_DESK, self._regions, self._changes)
             if fast_path.available
-            else None
+            else Poller(self._epoll, look_ns)
         )
         #: When something is due without an event; None: nothing is. At once: records behind Start may have left something to do.
         self._next_ns: int | None = 0
@@ -159,10 +158,8 @@ class Worker:
         self._regions.settle()
         self._models.settle()
         self._flush()
-        executed = self._dispatcher.count()
-        if self._fast_path is not None:
-            for version, execution in executed:
-                self._fast_path.learn(version, execution)
+        for version, execution in self._dispatcher.count():
+            self._poller.learn(version, execution)
         if self._driver.lost:
             raise DeviceLost(f"the GPU failed ({self._driver.lost}), and no call on it can succeed any more")
         ends = self._stop_ns and (self._finished() or time.monotonic_ns() >= self._stop_ns)
@@ -177,12 +174,9 @@ class Worker:
 
     def _wait(self) -> list[tuple[int, int]]:
         """Returns events; what else came is taken care of."""
-        timeout_ns = self._timeout_ns()
-        if self._fast_path is None:
-            return self._poller.wait(timeout_ns)
         idle = self._next_ns is None and not self._stop_ns and self._dispatcher.idle
         idle = idle and not any(submitter.behind for submitter in self._submitters.values())
-        woken = self._fast_path.wait(timeout_ns, idle)
+        woken = self._poller.wait(self._timeout_ns(), idle)
         for fd, answers in woken.unsent:
             self._submitters[fd].lane.adopt(answers)
             self._submitters[fd].unflushed = True
@@ -231,8 +225,7 @@ class Worker:
                 self._dispatcher.cancel(submitter, record.request_id)
             elif type(record) is RequestForm:
                 submitter.forms.learn(record.number, KnownForm(record.number, record.submit))
-                if self._fast_path is not None:
-                    self._fast_path.forget(submitter, record.number)
+                self._poller.forget(submitter, record.number)
             else:
                 self._dispatcher.submit(submitter, record, now_ns)  # type: ignore[arg-type]
 
@@ -262,14 +255,12 @@ class Worker:
         lane = WorkerLane(sock, arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size, on_segment)
         submitter = self._submitters[lane.fileno()] = Submitter(peer, lane)
         self._epoll.register(lane.fileno(), select.EPOLLIN)
-        if self._fast_path is not None:
-            self._fast_path.open(submitter)
+        self._poller.open(submitter)
 
     def _close_lane(self, submitter: Submitter) -> None:
         fd = submitter.lane.fileno()
         self._dispatcher.drop(submitter)
-        if self._fast_path is not None:
-            self._fast_path.close_lane(submitter)
+        self._poller.close_lane(submitter)
         self._epoll.unregister(fd)
         del self._submitters[fd]
         submitter.lane.close()
@@ -321,8 +312,7 @@ class Worker:
         """Lets go of everything. The process ends after this; its threads may still be inside models."""
         for submitter in list(self._submitters.values()):
             self._close_lane(submitter)
-        if self._fast_path is not None:
-            self._fast_path.close()
+        self._poller.close()
         self._regions.close()
         if self._cuda is not None:
             self._cuda.close()
