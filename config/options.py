@@ -139,6 +139,8 @@ class Workers(Section, frozen=True):
     cores: tuple[str, ...] = ()
     #: Threads that XLA computes with in each CPU worker; 0: as many as the worker has cores.
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0
+    #: CPU programs of up to so many floating-point operations are computed by one thread; 0: none, all get all threads.
+    single_thread_flops: CountOrNone = 1 << 26
     #: What XLA takes of a GPU's memory; clients' regions and gathered inputs lie outside of it.
     gpu_memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.75
     gpu_preallocate: bool = True

@@ -6,6 +6,7 @@ Measured on two cores: two pinned workers run a matrix product 20 % faster in su
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ from config import core_list
 
 _log = logging.getLogger(__name__)
 
-_THREADS_VARIABLE = "PJRT_NPROC"
+#: Read by XLA when a client starts.
+THREADS_VARIABLE = "PJRT_NPROC"
 
 
 def share_of_cores(cores: list[int], index: int, count: int) -> list[int]:
@@ -52,12 +54,16 @@ def limit_threads(threads: int) -> None:
     ``OMP_NUM_THREADS``, nor ``--xla_cpu_multi_thread_eigen`` for what is not Eigen's, which is nearly everything (measured).
     """
     if threads:
-        os.environ[_THREADS_VARIABLE] = str(threads)
+        os.environ[THREADS_VARIABLE] = str(threads)
 
 
+@functools.cache
 def thread_count() -> int:
-    """The threads XLA computes with here. Programs are compiled for that number."""
-    for name in (_THREADS_VARIABLE, "NPROC"):
+    """The threads XLA computes with here. Programs are compiled for that number.
+
+    Looked up once: the variable says something else while ``workers.single_thread`` opens its device.
+    """
+    for name in (THREADS_VARIABLE, "NPROC"):
         given = os.environ.get(name, "")
         if given.isdecimal() and int(given) > 0:
             return int(given)

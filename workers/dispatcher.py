@@ -260,8 +260,8 @@ class Dispatcher:
             batch += version.queue.take(key, program.wanted.length - 1)
         wish = series.take_wish() if series.wish is not None else None
         if wish is not None and version.jitted is not None:
-            parameters = version.jitted.executables.parameters
-            self._compiler.do(lambda: series.compile(wish, parameters), functools.partial(self._adopt, version, series))
+            placement = version.jitted.executables.placement(wish.shapes)
+            self._compiler.do(lambda: series.compile(wish, placement), functools.partial(self._adopt, version, series))
         return program
 
     def _adopt(self, version: ModelVersion, series: Series, outcome: SeriesProgram | Exception) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import select
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 from shm.arrays import Array, address_of
 from shm.errors import ServingError
@@ -58,7 +58,7 @@ class Program(Protocol):
     def memory(self) -> list[tuple[str, int, int]]:
         """Where the first row of each input goes: name, address, and how far behind it the next row is."""
 
-    def run(self, parameters: Any, /) -> list[Array]:
+    def run(self) -> list[Array]:
         """Computes what was gathered there."""
 
 
@@ -94,8 +94,12 @@ class _Batch:
         return self, rules.max_size, series, tuple([self._callable(program) for program in made]), tuple(by_rows)
 
     def _callable(self, program: Program) -> _fast_path.Program:
-        run = functools.partial(program.run, self.model.executables.parameters)
-        return run, program.rows, program.clears, tuple([(address, step) for _, address, step in program.memory])
+        return (
+            program.run,
+            program.rows,
+            program.clears,
+            tuple([(address, step) for _, address, step in program.memory]),
+        )
 
     @property
     def changed(self) -> bool:

@@ -28,7 +28,7 @@ from shm.errors import InvalidArgument
 from shm.lane import WorkerLane
 from shm.messages import Cancel, ChildReady, FormSubmit, RequestForm, Submit
 from shm.status_page import DESKS, StatusPage, WorkerState
-from workers import dlpack, fast_path
+from workers import dlpack, fast_path, single_thread
 from workers.control import Control
 from workers.device import DeviceName
 from workers.device_cuda import CudaDevice
@@ -92,7 +92,8 @@ class Worker:
             options, self._models, self._regions, self._page, self._compiler, time.monotonic_ns
         )
         directory = cache_directory(options.executables.cache_directory)
-        use_persistent_cache(directory)
+        small = single_thread.choose(device, options.workers.single_thread_flops)
+        use_persistent_cache(directory, small)
         loader = Loader(
             device,
             device_name.gpu,
@@ -102,6 +103,7 @@ class Worker:
             options.requests.max_queue_size,
             options.executables.max_unexpected_shapes,
             self._cuda,
+            small,
         )
         self._loader_thread = WorkThread("loader", self._inbox)
         self._control = Control(

@@ -155,7 +155,7 @@ def quick_series(bench: Bench) -> tuple[ModelVersion, Callable[[int], SeriesProg
     """A model whose requests are so quick that they share calls, and what makes and adds the program for so many of them."""
     version = bench.load("any")
     assert version.jitted is not None
-    series, parameters = version.jitted.series, version.jitted.executables.parameters
+    series, executables = version.jitted.series, version.jitted.executables
     assert series is not None
     bench.submit("any", 1, 2)
     bench.turn()
@@ -165,7 +165,7 @@ def quick_series(bench: Bench) -> tuple[ModelVersion, Callable[[int], SeriesProg
     series.note(request_of({}, key=key), 0)
 
     def add(length: int) -> SeriesProgram:
-        program = series.compile(SeriesWanted(length, key), parameters)
+        program = series.compile(SeriesWanted(length, key), executables.placement(key))
         series.add(program)
         return program
 

@@ -2,7 +2,9 @@
 
 Beside JAX's persistent cache, which spares XLA's work but not the tracing, stand whole executables as JAX serialises them:
 
-    <key>.executable    | magic 22 | sha256 of the rest 32 | pickle of (payload, input tree, output tree) |
+    <key>.executable    | magic 22 | sha256 of the rest 32 | pickle of (single thread?, payload, input tree, output tree) |
+
+On which of a worker's devices a program runs stands in its entry, because it is decided by what only its compilation tells.
 
 A pickle is code, so an entry is only ever read from a directory that is ours alone (owner and mode are checked), and only when
 its digest is right. Entries are written under another name and renamed; a damaged one is removed, said in the log and made anew.
@@ -29,9 +31,12 @@ import jaxlib.version
 from jax.experimental import serialize_executable
 
 from workers.device_cpu import thread_count
+from workers.models.placement import CompiledProgram, Placement
+from workers.models.small_programs import SmallPrograms
+from workers.single_thread import SingleThreadDevice
 
 _log = logging.getLogger(__name__)
-_MAGIC = b"tensord-executable-2\r\n"
+_MAGIC = b"tensord-executable-3\r\n"
 _JAX_CACHE_HIT = "/jax/compilation_cache/cache_hits"
 T = TypeVar("T")
 _HEAD = len(_MAGIC) + hashlib.sha256().digest_size
@@ -63,12 +68,14 @@ def cache_directory(configured: str) -> Path | None:
     return path
 
 
-def use_persistent_cache(directory: Path | None) -> None:
+def use_persistent_cache(directory: Path | None, single_thread: SingleThreadDevice | None = None) -> None:
     """Turns on JAX's own cache there, for every compilation however short."""
     if directory is None:
         return
-    # JAX's key leaves out the number of threads, for which a program is compiled.
-    jax.config.update("jax_compilation_cache_dir", str(directory / f"xla-{thread_count()}"))
+    # JAX's key leaves out the number of threads, for which a program is compiled. The bound between one and several changes our
+    # keys: what JAX then still answered we could not store, and would ask for at every start.
+    max_flops = single_thread.max_flops if single_thread is not None else 0
+    jax.config.update("jax_compilation_cache_dir", str(directory / f"xla-{thread_count()}-{max_flops}"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
@@ -125,8 +132,8 @@ class ExecutableCache:
             digest.update(content)
         return digest.hexdigest()
 
-    def load(self, key: str) -> Any | None:
-        """The compiled executable of that key, or None."""
+    def load(self, key: str, usual: Placement, small: SmallPrograms | None = None) -> CompiledProgram | None:
+        """The executable of that key, or None: also where it is for the single-thread device, and ``small`` has none."""
         path = self._path(key)
         try:
             content = path.read_bytes() if path is not None else b""
@@ -141,23 +148,30 @@ class ExecutableCache:
                 or hashlib.sha256(content[_HEAD:]).digest() != content[len(_MAGIC) : _HEAD]
             ):
                 raise ValueError("the entry is damaged")
-            compiled = serialize_executable.deserialize_and_load(*pickle.loads(content[_HEAD:]))
+            single_thread, *program = pickle.loads(content[_HEAD:])
+            placement = usual if not single_thread else None if small is None else small.open()
+            found = None if placement is None else CompiledProgram(_loaded(program, placement.device), placement)
         except Exception as error:  # whatever a stale or damaged entry raises, the answer is to compile again
             _log.warning("removing cached executable %s: %s: %s", path.name, type(error).__name__, error)
             with contextlib.suppress(OSError):
                 path.unlink()
             self.misses += 1
             return None
-        self.hits += 1
-        return compiled
+        if found is None:
+            self.misses += 1
+        else:
+            self.hits += 1
+        return found
 
-    def store(self, key: str, compiled: Any) -> None:
+    def store(self, key: str, program: CompiledProgram) -> None:
         """Keeps an executable. What cannot be serialised, or a full disk, only costs the next start."""
         path = self._path(key)
         if path is None:
             return
         try:
-            content = pickle.dumps(serialize_executable.serialize(compiled))
+            content = pickle.dumps(
+                (program.placement.device is not None, *serialize_executable.serialize(program.call))
+            )
             with tempfile.NamedTemporaryFile(dir=path.parent, prefix="new-", delete=False) as file:
                 try:
                     file.write(_MAGIC + hashlib.sha256(content).digest() + content)
@@ -181,3 +195,9 @@ class ExecutableCache:
             _log.warning("executables are not cached: the cache directory is open to other users")
             return None
         return self._directory / f"{key}.executable"
+
+
+def _loaded(program: list[Any], device: jax.Device | None) -> jax.stages.Compiled:
+    where = {} if device is None else {"backend": device.client, "execution_devices": [device]}
+    made: jax.stages.Compiled = serialize_executable.deserialize_and_load(*program, **where)
+    return made

@@ -1,6 +1,7 @@
 """The compiled executables of one model version: ahead of time for its buckets, on demand for a bounded number of other shapes.
 
     executable    one per (batch bucket, shapes): jit(apply).lower(parameters, inputs).compile()
+                  on the worker's device; a small program on the single-thread device, which shares the parameters' memory
 
 Parameters are arguments, never constants: a constant would be copied into every executable. Compiling may happen in any thread;
 ``find``, ``add`` and ``limit`` belong to the worker's loop.
@@ -8,9 +9,7 @@ Parameters are arguments, never constants: a constant would be copied into every
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -26,11 +25,14 @@ from workers.models.batch_outputs import OutputLayout
 from workers.models.buckets import Buckets, Shapes
 from workers.models.executable_cache import ExecutableCache
 from workers.models.gather_buffer import ALIGNMENT, GatherBuffer
+from workers.models.placement import CompiledProgram, Placement
+from workers.models.precision import precision
 from workers.models.signature import Signature, TensorSpec
+from workers.models.small_programs import SmallPrograms
 from workers.region_tensor import LateTensor
 from workers.request import Request
+from workers.single_thread import SingleThreadDevice
 
-_log = logging.getLogger(__name__)
 #: For the first runs of a version's executables.
 _WARM_NS = 20_000_000
 Apply = Callable[[Any, dict[str, Any]], dict[str, Any]]
@@ -46,18 +48,31 @@ class Wanted(NamedTuple):
 class Executable:
     """One compiled program with the buffers its batches are gathered in. Used by one execution thread only."""
 
-    __slots__ = ("__weakref__", "_batches", "_buffers", "_device", "_signature", "_specs", "call", "layout", "wanted")
+    __slots__ = (
+        "__weakref__",
+        "_batches",
+        "_buffers",
+        "_device",
+        "_program",
+        "_signature",
+        "_specs",
+        "call",
+        "layout",
+        "wanted",
+    )
 
     def __init__(
         self,
         wanted: Wanted,
         signature: Signature,
-        call: Callable[..., dict[str, Any]],
+        program: CompiledProgram,
         device: CudaDevice | None = None,
     ) -> None:
         """``device``: where batches are gathered instead of in host memory."""
         self.wanted = wanted
-        self.call = call
+        self._program = program
+        #: Takes the inputs; the parameters are those where the program runs.
+        self.call: Callable[..., dict[str, Any]] = functools.partial(program.call, program.placement.parameters)
         self._device = device
         self._signature = signature
         self._batches = signature.batches
@@ -72,12 +87,17 @@ class Executable:
 
     def twin(self) -> Executable:
         """The same program for another thread: with buffers of its own."""
-        return Executable(self.wanted, self._signature, self.call, self._device)
+        return Executable(self.wanted, self._signature, self._program, self._device)
 
     @property
     def rows(self) -> int:
         """The rows of its batch."""
         return self.wanted.rows
+
+    @property
+    def placement(self) -> Placement:
+        """Where it runs."""
+        return self._program.placement
 
     #: Rows that no request fills are zero.
     clears = True
@@ -91,11 +111,11 @@ class Executable:
             found.append((spec.name, address_of(buffer.array), buffer.array.nbytes // self.wanted.rows))
         return found
 
-    def run(self, parameters: Any) -> list[Array]:
+    def run(self) -> list[Array]:
         """Computes what was gathered into ``memory``; returns the outputs, readable, when nobody reads it any more."""
         arguments = {name: buffer.array for name, buffer in self._buffers.items()}
         with precision(self._signature):
-            made = self.call(parameters, arguments)
+            made = self.call(arguments)
         return [np.asarray(made[name]) for name in self._signature.outputs]
 
     def gather(self, requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
@@ -156,7 +176,9 @@ class Executables:
         source: bytes,
         max_unexpected: int,
         device: CudaDevice | None = None,
+        single_thread: SingleThreadDevice | None = None,
     ) -> None:
+        """``single_thread``: where small programs run, if they can."""
         self.device = device
         self._signature = signature
         self._buckets = buckets
@@ -166,8 +188,8 @@ class Executables:
         self.apply = apply
         self._jitted = jax.jit(apply)
         with precision(signature):
-            self.parameters = jax.device_put(parameters)
-        self._parameter_specs = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.parameters)
+            self._usual = Placement(jax.device_put(parameters))
+        self._small = None if single_thread is None else SmallPrograms(signature, single_thread, self._usual.parameters)
         self._planned: dict[Wanted, Executable] = {}
         #: Those compiled because a request asked, least recently used first.
         self._unexpected: OrderedDict[Wanted, Executable] = OrderedDict()
@@ -181,10 +203,10 @@ class Executables:
             if program is None:
                 # The program of the smallest shapes is part of every key: it changes with anything that ``apply`` closes over
                 # or calls, which the source of model.py does not tell.
-                lowered = self._lower(wanted)
+                lowered = self._lower(wanted, self._usual)
                 program = lowered.as_text().encode()
-            key = self._cache.key((self._source, program, repr(self._signature), repr(wanted)))
-            compiled = self._cache.load(key)
+            key = self._cache.key((self._source, program, repr(self._signature), repr(wanted), repr(self._small)))
+            compiled = self._cache.load(key, self._usual, self._small)
             if compiled is None:
                 made, fresh = self._cache.compile(functools.partial(self._compile, wanted, lowered))
                 compiled = made
@@ -201,13 +223,8 @@ class Executables:
         """
         end_ns = time.monotonic_ns() + _WARM_NS
         for wanted, executable in self._planned.items():
-            arguments = {
-                spec.name: np.zeros((wanted.rows, *shape) if self._signature.batches else shape, spec.dtype)
-                for spec, shape in zip(self._signature.inputs.values(), wanted.shapes, strict=True)
-                if shape is not None
-            }
             with precision(self._signature):
-                jax.block_until_ready(executable.call(self.parameters, arguments))
+                jax.block_until_ready(executable.call(self._zeros(wanted)))
             if time.monotonic_ns() > end_ns:
                 return
 
@@ -241,20 +258,37 @@ class Executables:
         )
         return max(ready, default=0)
 
-    def _lower(self, wanted: Wanted) -> Any:
-        inputs = {}
-        for spec, shape in zip(self._signature.inputs.values(), wanted.shapes, strict=True):
-            if shape is not None:
-                full = (wanted.rows, *shape) if self._signature.batches else shape
-                inputs[spec.name] = jax.ShapeDtypeStruct(full, spec.dtype)
-        with precision(self._signature):
-            return self._jitted.lower(self._parameter_specs, inputs)
+    def placement(self, shapes: Shapes) -> Placement:
+        """Where a request of those shapes is run when it is alone, and a series of them as well."""
+        found = self.find(Wanted(1, shapes))
+        return self._usual if found is None else found.placement
 
-    def _compile(self, wanted: Wanted, lowered: Any | None) -> Any:
-        lowered = lowered if lowered is not None else self._lower(wanted)
-        self._check_outputs(wanted, lowered.out_info)
+    def _zeros(self, wanted: Wanted) -> dict[str, Any]:
+        return {name: np.zeros(shape, dtype) for name, shape, dtype in self._inputs(wanted)}
+
+    def _inputs(self, wanted: Wanted) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
+        """Name, shape and dtype of each array that such a program takes."""
+        lead = (wanted.rows,) if self._signature.batches else ()
+        return [
+            (spec.name, (*lead, *shape), spec.dtype)
+            for spec, shape in zip(self._signature.inputs.values(), wanted.shapes, strict=True)
+            if shape is not None
+        ]
+
+    def _lower(self, wanted: Wanted, placement: Placement) -> jax.stages.Lowered:
+        inputs = {name: placement.spec(shape, dtype) for name, shape, dtype in self._inputs(wanted)}
         with precision(self._signature):
-            return lowered.compile()
+            return self._jitted.lower(placement.parameter_specs, inputs)
+
+    def _compile(self, wanted: Wanted, lowered: jax.stages.Lowered | None) -> CompiledProgram:
+        lowered = lowered if lowered is not None else self._lower(wanted, self._usual)
+        self._check_outputs(wanted, lowered.out_info)
+        if self._small is not None:
+            lower, zeros = functools.partial(self._lower, wanted), functools.partial(self._zeros, wanted)
+            if (small := self._small.compile(lowered, lower, zeros)) is not None:
+                return small
+        with precision(self._signature):
+            return CompiledProgram(self._usual.compile(lowered), self._usual)
 
     def _check_outputs(self, wanted: Wanted, made: Any) -> None:
         """A jitted model is found out before it serves: its program says what it computes."""
@@ -269,11 +303,6 @@ class Executables:
 
     def __repr__(self) -> str:
         return f"<Executables {len(self._planned)} planned, {len(self._unexpected)} unexpected>"
-
-
-def precision(signature: Signature) -> contextlib.AbstractContextManager[object]:
-    """64-bit mode for a model that speaks of 64-bit elements; everything else is traced and called without."""
-    return jax.enable_x64(True) if signature.wide else contextlib.nullcontext()
 
 
 def check_output(

@@ -13,8 +13,9 @@ from shm.arrays import Array
 from shm.errors import InvalidArgument, Unsupported
 from workers.models.batch_outputs import BatchOutputs, layout_of, uncut
 from workers.models.buckets import Buckets, Shapes, sliced
-from workers.models.executables import Executable, Executables, Wanted, is_numeric, precision
+from workers.models.executables import Executable, Executables, Wanted, is_numeric
 from workers.models.execution import Execution, Result
+from workers.models.precision import precision
 from workers.models.series import MOST, Series
 from workers.models.series_program import SeriesProgram
 from workers.models.signature import Signature
@@ -129,9 +130,9 @@ class JaxModel:
         execution.gathered_ns = time.monotonic_ns()
         if self._signature.wide:
             with precision(self._signature):
-                made = executable.call(self.executables.parameters, arguments)
+                made = executable.call(arguments)
         else:
-            made = executable.call(self.executables.parameters, arguments)
+            made = executable.call(arguments)
         # All of them are waited for: only then has the program read its last input.
         outputs = self._outputs(made)
         execution.computed_ns = time.monotonic_ns()
@@ -163,7 +164,7 @@ class JaxModel:
     def _execute_series(self, execution: Execution, program: SeriesProgram) -> None:
         execution.copied_byte_size = program.gather(execution.requests)
         execution.gathered_ns = time.monotonic_ns()
-        stacks = program.run(self.executables.parameters)
+        stacks = program.run()
         execution.computed_ns = time.monotonic_ns()
         execution.runs = len(execution.requests)
         if execution.runs == 1 and self.series is not None:

@@ -36,17 +36,19 @@ from workers.models.declaration import (
     unsupported,
 )
 from workers.models.executable_cache import ExecutableCache
-from workers.models.executables import Apply, Executables, precision
+from workers.models.executables import Apply, Executables
 from workers.models.execution import describe_exception
 from workers.models.host_model import HostModel
 from workers.models.jax_model import JaxModel
 from workers.models.jitted_instance import JittedInstance
 from workers.models.model_code import import_model, own_folders, python_source
+from workers.models.precision import precision
 from workers.models.python_model import PythonModel, auto_complete
 from workers.models.signature import Signature, signature
 from workers.models.warmup import Sample, samples
 from workers.scheduling.dynamic_batcher import BatchRules
 from workers.scheduling.queue import QueueRules
+from workers.single_thread import SingleThreadDevice
 
 _log = logging.getLogger(__name__)
 
@@ -88,10 +90,12 @@ class Loader:
         max_queue_size: int,
         max_unexpected_shapes: int,
         cuda: CudaDevice | None = None,
+        single_thread: SingleThreadDevice | None = None,
     ) -> None:
         self._device = device
         self._gpu = gpu
         self._cuda = cuda
+        self._single_thread = single_thread
         self._cache = cache
         self._inbox = inbox
         self._page = page
@@ -176,6 +180,7 @@ class Loader:
             python_source(Path(record.version_path)),
             self._max_unexpected_shapes,
             self._cuda,
+            self._single_thread,
         )
         count = sum(group.count for group in message.instance_group)
         if count > 1 and self._cuda is not None:

@@ -8,9 +8,9 @@ requests that wait anyhow, and its programs are compiled beside the serving, whe
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
 
 from workers.models.executables import Apply
+from workers.models.placement import Placement
 from workers.models.series_program import SeriesProgram, SeriesWanted, compile_series
 from workers.models.signature import Signature
 from workers.request import Request
@@ -129,9 +129,9 @@ class Series:
             shape.add(made)
             shape.compiling, shape.missed = False, 0
 
-    def compile(self, wanted: SeriesWanted, parameters: Any) -> SeriesProgram:
+    def compile(self, wanted: SeriesWanted, placement: Placement) -> SeriesProgram:
         """Makes a program; in any thread. Raises whatever tracing raises."""
-        return compile_series(wanted, self._signature, self._apply, parameters)
+        return compile_series(wanted, self._signature, self._apply, placement)
 
     def __repr__(self) -> str:
         return f"<Series of {len(self._shapes)} shapes>"

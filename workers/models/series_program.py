@@ -10,6 +10,7 @@ operations into one kernel than it does for a request alone, and a product that 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,10 +21,12 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from shm.arrays import Array, address_of
 from workers.models.batch_outputs import BatchOutputs, layout_of_rows, uncut
 from workers.models.buckets import Shapes
-from workers.models.executables import Apply, precision
+from workers.models.executables import Apply
 from workers.models.execution import Result
 from workers.models.gather_buffer import aligned, copy_into
 from workers.models.packing import Packing
+from workers.models.placement import Placement
+from workers.models.precision import precision
 from workers.models.signature import Signature
 from workers.request import Request
 
@@ -52,6 +55,7 @@ class SeriesProgram:
     def __init__(
         self, wanted: SeriesWanted, signature: Signature, call: Callable[..., Any], inputs: Packing, outputs: Packing
     ) -> None:
+        """``call`` takes the stacks and has its parameters."""
         self.wanted = wanted
         self._signature = signature
         self._call = call
@@ -106,13 +110,13 @@ class SeriesProgram:
                     copy_into(array, request.arrays[name])
         return self._byte_size * len(requests)
 
-    def run(self, parameters: Any) -> list[Array]:
+    def run(self) -> list[Array]:
         """Computes what was gathered; returns when nobody reads it any more. The results' first dimension counts the requests."""
         if self._signature.wide:
             with precision(self._signature):
-                made, _ = self._call(parameters, self._arguments)
+                made, _ = self._call(self._arguments)
         else:
-            made, _ = self._call(parameters, self._arguments)
+            made, _ = self._call(self._arguments)
         return [np.asarray(stack) for stack in made]
 
     def uncut(self, stacks: Sequence[Array]) -> BatchOutputs | None:
@@ -127,8 +131,11 @@ class SeriesProgram:
         return f"<SeriesProgram {self.wanted}>"
 
 
-def compile_series(wanted: SeriesWanted, signature: Signature, apply: Apply, parameters: Any) -> SeriesProgram:
-    """Makes a program; in any thread. Raises whatever tracing raises."""
+def compile_series(wanted: SeriesWanted, signature: Signature, apply: Apply, placement: Placement) -> SeriesProgram:
+    """Makes a program; in any thread. Raises whatever tracing raises.
+
+    ``placement``: that of a single request's program, because several threads may add numbers in another order than one.
+    """
 
     def inner(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
         # What the model calls in turn is compiled as ever.
@@ -137,12 +144,12 @@ def compile_series(wanted: SeriesWanted, signature: Signature, apply: Apply, par
 
     alone = jax.jit(inner)
     given = {
-        spec.name: jax.ShapeDtypeStruct(shape, spec.dtype)
+        spec.name: placement.spec(shape, spec.dtype)
         for spec, shape in zip(signature.inputs.values(), wanted.shapes, strict=True)
         if shape is not None
     }
     with precision(signature):
-        known = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), parameters)
+        known = placement.parameter_specs
         made = jax.eval_shape(apply, known, given)
         inputs = Packing([(name, spec.shape, spec.dtype) for name, spec in given.items()])
         outputs = Packing([(name, made[name].shape, made[name].dtype) for name in signature.outputs])
@@ -159,6 +166,6 @@ def compile_series(wanted: SeriesWanted, signature: Signature, apply: Apply, par
             made: tuple[Any, Any] = jax.lax.scan(step, None, stacks, length=wanted.length)[1]
             return made
 
-        stacks = tuple([jax.ShapeDtypeStruct((wanted.length, size), dtype) for dtype, size in inputs.rows])
-        call = jax.jit(series).lower(known, stacks).compile()
-    return SeriesProgram(wanted, signature, call, inputs, outputs)
+        stacks = tuple([placement.spec((wanted.length, size), dtype) for dtype, size in inputs.rows])
+        call = placement.compile(jax.jit(series).lower(known, stacks))
+    return SeriesProgram(wanted, signature, functools.partial(call, placement.parameters), inputs, outputs)

@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 
 from workers.models.executable_cache import ExecutableCache, cache_directory
+from workers.models.placement import CompiledProgram, Placement
 
+USUAL = Placement(None)
 KEY = ExecutableCache.key(("a", b"b"))
 
 
-def compiled() -> jax.stages.Compiled:
-    return jax.jit(lambda x: {"y": x + 1}).lower(jax.ShapeDtypeStruct((3,), np.float32)).compile()
+def compiled() -> CompiledProgram:
+    made = jax.jit(lambda x: {"y": x + 1}).lower(jax.ShapeDtypeStruct((3,), np.float32)).compile()
+    return CompiledProgram(made, USUAL)
 
 
 @pytest.fixture
@@ -34,11 +37,11 @@ def entry(folder: Path) -> Path:
 
 def test_round_trip(folder: Path) -> None:
     cache = ExecutableCache(folder)
-    assert cache.load(KEY) is None
+    assert cache.load(KEY, USUAL) is None
     cache.store(KEY, compiled())
-    found = cache.load(KEY)
+    found = cache.load(KEY, USUAL)
     assert found is not None
-    assert np.asarray(found(np.ones(3, np.float32))["y"]).tolist() == [2, 2, 2]
+    assert np.asarray(found.call(np.ones(3, np.float32))["y"]).tolist() == [2, 2, 2]
     assert (cache.hits, cache.misses) == (1, 1)
     assert [path.name for path in folder.iterdir()] == [entry(folder).name]
     assert stat.S_IMODE(entry(folder).stat().st_mode) == 0o600
@@ -51,12 +54,12 @@ def test_a_damaged_entry_is_removed_and_said(folder: Path, keep: int, caplog: py
     content = bytearray(entry(folder).read_bytes()[:keep])
     entry(folder).write_bytes(content)
     with caplog.at_level(logging.WARNING):
-        assert cache.load(KEY) is None
+        assert cache.load(KEY, USUAL) is None
     if keep:
         assert "removing cached executable" in caplog.text
         assert not entry(folder).exists()
     cache.store(KEY, compiled())
-    assert cache.load(KEY) is not None
+    assert cache.load(KEY, USUAL) is not None
 
 
 def test_a_changed_byte_is_never_unpickled(folder: Path) -> None:
@@ -65,16 +68,16 @@ def test_a_changed_byte_is_never_unpickled(folder: Path) -> None:
     content = bytearray(entry(folder).read_bytes())
     content[200] ^= 1
     entry(folder).write_bytes(content)
-    assert cache.load(KEY) is None
+    assert cache.load(KEY, USUAL) is None
 
 
 def test_a_directory_that_others_can_write_to_is_not_used(folder: Path) -> None:
     cache = ExecutableCache(folder)
     cache.store(KEY, compiled())
     os.chmod(folder, 0o770)
-    assert cache.load(KEY) is None
+    assert cache.load(KEY, USUAL) is None
     os.chmod(folder, 0o700)
-    assert cache.load(KEY) is not None
+    assert cache.load(KEY, USUAL) is not None
 
 
 def test_no_directory_at_all(tmp_path: Path) -> None:
@@ -82,7 +85,7 @@ def test_no_directory_at_all(tmp_path: Path) -> None:
     assert cache_directory(str(tmp_path / "file" / "cache")) is None
     cache = ExecutableCache(None)
     cache.store(KEY, compiled())
-    assert cache.load(KEY) is None
+    assert cache.load(KEY, USUAL) is None
 
 
 def test_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from workers.models.execution import Execution
 from workers.models.gather_buffer import ALIGNMENT, aligned
 from workers.models.jax_model import JaxModel
 from workers.models.signature import Signature, declare, parse_declaration, signature
+from workers.single_thread import SingleThreadDevice
 
 
 def of(inputs: dict[str, str], outputs: dict[str, str], max_batch_size: int) -> Signature:
@@ -41,10 +42,12 @@ def model_of(
     parameters: Any = None,
     cache: ExecutableCache | None = None,
     max_unexpected: int = 4,
+    single_thread: SingleThreadDevice | None = None,
 ) -> JaxModel:
     made = of(inputs, outputs, max_batch_size)
     buckets = Buckets(made, batch, axes or {})
-    executables = Executables(made, buckets, apply, parameters, cache or ExecutableCache(None), b"", max_unexpected)
+    cache = cache or ExecutableCache(None)
+    executables = Executables(made, buckets, apply, parameters, cache, b"", max_unexpected, None, single_thread)
     model = JaxModel(1, made, buckets, executables)
     executables.warm()
     return model

@@ -16,6 +16,7 @@ from tests.workers.models.test_executables import model_of, run
 from tests.workers.requests import request_of
 from workers.models.execution import Execution
 from workers.models.jax_model import JaxModel
+from workers.models.placement import Placement
 from workers.models.series import LENGTHS
 from workers.models.series_program import SeriesProgram, SeriesWanted
 from workers.request import Request
@@ -104,7 +105,8 @@ def in_record(arrays: dict[str, Array], key: object) -> Request:
 
 def program_of(model: JaxModel, length: int) -> SeriesProgram:
     assert model.series is not None
-    return model.series.compile(SeriesWanted(length, model.key(some(model))), model.executables.parameters)
+    shapes = model.key(some(model))
+    return model.series.compile(SeriesWanted(length, shapes), model.executables.placement(shapes))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -146,7 +148,7 @@ def test_one_argument_and_one_result_for_each_dtype() -> None:
         apply, inputs, outputs = MODELS[name]
         program = program_of(model_of(apply, inputs, outputs, parameters={"w": WEIGHTS}), 2)
         assert len(program._arguments) == arguments
-        assert len(program.run({"w": WEIGHTS})) == results
+        assert len(program.run()) == results
 
 
 def test_an_input_that_may_be_left_out() -> None:
@@ -155,7 +157,7 @@ def test_an_input_that_may_be_left_out() -> None:
 
     model = model_of(apply, {"a": "FP32[2]", "b": "FP32[2]"}, {"y": "FP32[2]"}, parameters={})
     assert model.series is not None
-    program = model.series.compile(SeriesWanted(2, ((2,), None)), {})
+    program = model.series.compile(SeriesWanted(2, ((2,), None)), Placement({}))
     requests = [request_of({"a": np.full(2, i, np.float32)}) for i in (3, 4)]
     assert program.gather(requests) == 16
-    assert [one["y"].tolist() for one in program.split(program.run({})) if isinstance(one, dict)] == [[6, 6], [8, 8]]
+    assert [one["y"].tolist() for one in program.split(program.run()) if isinstance(one, dict)] == [[6, 6], [8, 8]]

@@ -1,0 +1,92 @@
+"""The device for programs that gain nothing from several threads: a second client of XLA:CPU in this process, with one thread.
+
+XLA cuts a program into parts for the threads of the client that compiles it, and they wait for each other by spinning. A small
+program costs two to three times the processor time that way and is hardly done earlier (docs/measurements.md). No option of a
+single program says otherwise: neither ``xla_cpu_multi_thread_eigen`` nor any other that jaxlib 0.10 takes. But both clients
+compute in the memory of the one process, so parameters are shared and never copied.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+from typing import Any
+
+import jax
+import numpy as np
+
+from workers.device_cpu import THREADS_VARIABLE, thread_count
+
+_log = logging.getLogger(__name__)
+#: What the operations of a program read and write; more of it comes faster to several cores.
+_MAX_BYTE_SIZE = 8 << 20
+#: The analysis counts one turn of a loop, and nothing of what is called outside of XLA.
+_UNCOUNTED = ("stablehlo.while", "stablehlo.custom_call")
+
+
+class SingleThreadDevice:
+    """One per worker; opened when a program first wants it. Used by the loader's and the compiler's thread."""
+
+    def __init__(self, max_flops: int) -> None:
+        """``max_flops``: programs of more floating-point operations are not for it."""
+        self.max_flops = max_flops
+        self._opening = threading.Lock()
+
+    @functools.cached_property
+    def _opened(self) -> jax.Device | None:
+        known = os.environ.get(THREADS_VARIABLE)
+        os.environ[THREADS_VARIABLE] = "1"
+        try:
+            # Not public; with a jax that lacks it every program goes to the usual device.
+            from jax._src.xla_bridge import make_cpu_client
+
+            device: jax.Device = make_cpu_client().devices()[0]
+        except Exception as error:
+            _log.info("every program gets all threads: %s: %s", type(error).__name__, error)
+            return None
+        finally:
+            del os.environ[THREADS_VARIABLE]
+            if known is not None:
+                os.environ[THREADS_VARIABLE] = known
+        return device
+
+    def open(self) -> jax.Device | None:
+        """The device; None, said once in the log, where this jax cannot have it."""
+        with self._opening:
+            return self._opened
+
+    def suits(self, lowered: jax.stages.Lowered) -> bool:
+        """Whether a program is so small that one thread is enough. One whose cost is not known is not."""
+        cost = lowered.cost_analysis() or {}
+        flops, byte_size = cost.get("flops", -1.0), cost.get("bytes accessed", -1.0)
+        if not (0 <= flops <= self.max_flops and 0 <= byte_size <= _MAX_BYTE_SIZE):
+            return False
+        text = lowered.as_text()
+        return not any(operation in text for operation in _UNCOUNTED)
+
+    def __repr__(self) -> str:
+        return f"<SingleThreadDevice up to {self.max_flops} flops>"
+
+
+def choose(device: jax.Device, max_flops: int) -> SingleThreadDevice | None:
+    """None: not beside that device, which is no CPU or has one thread itself, or not wanted: ``max_flops`` is 0."""
+    if device.platform != "cpu" or thread_count() < 2 or not max_flops:
+        return None
+    return SingleThreadDevice(max_flops)
+
+
+def share(parameters: Any, device: jax.Device) -> Any:
+    """The same memory as parameters of programs on that device. Keep the given ones as long.
+
+    Raises ValueError: one of them would be copied; or whatever numpy says to elements that it does not know.
+    """
+
+    def shared(array: jax.Array) -> jax.Array:
+        made: jax.Array = jax.device_put(np.asarray(array), device)
+        if made.unsafe_buffer_pointer() != array.unsafe_buffer_pointer():
+            raise ValueError(f"a parameter of {array.dtype}{list(array.shape)} would be copied")
+        return made
+
+    return jax.tree.map(shared, parameters)
