@@ -1,8 +1,8 @@
 """The device for programs that gain nothing from several threads: a second client of XLA:CPU in this process, with one thread.
 
 XLA cuts a program into parts for the threads of the client that compiles it, and they wait for each other by spinning. A small
-program costs two to three times the processor time that way and is hardly done earlier (docs/measurements.md). No option of a
-single program says otherwise: neither ``xla_cpu_multi_thread_eigen`` nor any other that jaxlib 0.10 takes. But both clients
+program costs up to twice the processor time that way and is hardly done earlier (docs/measurements.md). No option of a single
+program says otherwise: neither ``xla_cpu_multi_thread_eigen`` nor the others of jaxlib 0.10 that were tried. But both clients
 compute in the memory of the one process, so parameters are shared and never copied.
 """
 

@@ -9,6 +9,7 @@ import pytest
 
 from config.model_config import parse_pbtxt
 from tests.workers import requests
+from workers.models.placement import Placement
 from workers.models.series import LENGTHS, Series
 from workers.models.series_program import SeriesProgram, SeriesWanted
 from workers.models.signature import signature
@@ -27,7 +28,7 @@ SIGNATURE = signature(
     {},
 )
 KEY = ((3,), (2,))
-PARAMETERS = {"scale": np.float32(3)}
+PLACEMENT = Placement({"scale": np.float32(3)})
 
 
 def apply(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -47,7 +48,7 @@ def series(single_ns: int = 60_000) -> Series:
 
 
 def with_program(made: Series, length: int) -> SeriesProgram:
-    program = made.compile(SeriesWanted(length, KEY), PARAMETERS)
+    program = made.compile(SeriesWanted(length, KEY), PLACEMENT)
     made.add(program)
     return program
 
@@ -70,7 +71,7 @@ def test_a_program_is_wished_for_when_it_was_missed_often_and_then_used() -> Non
     for _ in range(200):
         assert made.find(KEY, 5) is None
     assert made.wish is None, "one at a time"
-    four = made.compile(wish, PARAMETERS)
+    four = made.compile(wish, PLACEMENT)
     made.add(four)
     assert [made.find(KEY, waiting) for waiting in (5, 4, 3)] == [four, four, None]
     assert wish_of(made, 1) == SeriesWanted(1, KEY)
@@ -82,7 +83,7 @@ def test_a_program_is_wished_for_when_it_was_missed_often_and_then_used() -> Non
 def test_the_longest_that_is_ready_for_those_who_wait(order: tuple[int, ...]) -> None:
     made = series()
     for length in order:
-        made.add(made.compile(SeriesWanted(length, KEY), PARAMETERS))
+        made.add(made.compile(SeriesWanted(length, KEY), PLACEMENT))
     lengths = [0 if program is None else program.wanted.length for program in [made.find(KEY, n) for n in range(12)]]
     assert lengths == [0, 1, 2, 2, 4, 4, 4, 4, 8, 8, 8, 8]
     for _ in range(500):
@@ -95,7 +96,7 @@ def test_tiny_requests_rather_share_a_series_that_is_not_full() -> None:
     wish = wish_of(made, 5)
     assert wish.length == 8
     for length in LENGTHS:
-        made.add(made.compile(SeriesWanted(length, KEY), PARAMETERS))
+        made.add(made.compile(SeriesWanted(length, KEY), PLACEMENT))
     lengths = [0 if program is None else program.wanted.length for program in [made.find(KEY, n) for n in range(12)]]
     # Three are not worth one of four: with so few in flight, two batches keep client, front and worker busy at a time.
     assert lengths == [0, 1, 2, 2, 4, 8, 8, 8, 8, 8, 8, 8]
@@ -103,7 +104,7 @@ def test_tiny_requests_rather_share_a_series_that_is_not_full() -> None:
 
 def test_a_shorter_one_is_used_while_a_longer_one_is_missed() -> None:
     made = series()
-    two = made.compile(SeriesWanted(2, KEY), PARAMETERS)
+    two = made.compile(SeriesWanted(2, KEY), PLACEMENT)
     made.add(two)
     for _ in range(200):
         assert made.find(KEY, 9) is two
@@ -133,7 +134,7 @@ def test_slow_or_large_runs_go_alone() -> None:
 
 def test_what_becomes_slow_goes_alone_again() -> None:
     made = series()
-    made.add(made.compile(SeriesWanted(2, KEY), PARAMETERS))
+    made.add(made.compile(SeriesWanted(2, KEY), PLACEMENT))
     assert made.find(KEY, 2) is not None
     for _ in range(50):
         made.note(request_of(0), 10_000_000)
