@@ -45,9 +45,9 @@ class Function:
 
     def __init__(self, model: str) -> None:
         os.environ["JAX_PLATFORMS"] = "cpu"
-        os.environ["JAX_CPU_ENABLE_ASYNC_DISPATCH"] = "0"
         import jax
 
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
         specification = importlib.util.spec_from_file_location(model, _MODELS / model / "1" / "model.py")
         assert specification is not None
         assert specification.loader is not None

@@ -39,10 +39,6 @@ class DeviceName:
     def prepare_environment(self) -> None:
         """Call before anything imports jax."""
         os.environ["JAX_PLATFORMS"] = self.platform
-        if self.platform == "cpu":
-            # The thread that asks for a result computes it. Else XLA hands all but the tiniest to another one, and this one has
-            # nothing to do meanwhile: 110 instead of 60 us for one row of three small layers.
-            os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "0")
         if self.platform == "cuda":
             visible = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
             chosen = visible[self.index] if self.index < len(visible) else str(self.index)
@@ -52,4 +48,9 @@ class DeviceName:
         """Starts the back end. Raises RuntimeError: there is no such device."""
         import jax
 
+        if self.platform == "cpu":
+            # The thread that asks for a result computes it. Else XLA hands all but the tiniest to another one, and this one has
+            # nothing to do meanwhile: 110 instead of 60 us for one row of three small layers. Outputs would be allocated there
+            # as well (workers/output_memory.py). jax reads this from no environment variable.
+            jax.config.update("jax_cpu_enable_async_dispatch", False)
         return jax.devices()[0]
