@@ -103,7 +103,7 @@ static void release(void *memory) {
 
 typedef struct {
     const char *folder;
-    unsigned allocating, freeing;
+    unsigned allocating, freeing, failed;
 } search_t;
 
 typedef struct {
@@ -132,10 +132,15 @@ static void lead_here(search_t *search, const library_t *library, const ElfW(Rel
             continue;
         const char *name = library->names + library->symbols[symbol].st_name;
         void **entry = (void **)(library->base + relocation->r_offset);
-        if (strcmp(name, "posix_memalign") == 0)
-            search->allocating += replace(library, entry, (void *)allocate);
-        else if (strcmp(name, "free") == 0)
-            search->freeing += replace(library, entry, (void *)release);
+        bool allocates = strcmp(name, "posix_memalign") == 0;
+        if (!allocates && strcmp(name, "free") != 0)
+            continue;
+        if (!replace(library, entry, allocates ? (void *)allocate : (void *)release))
+            search->failed++;
+        else if (allocates)
+            search->allocating++;
+        else
+            search->freeing++;
     }
 }
 
@@ -151,8 +156,10 @@ static int look(struct dl_phdr_info *info, size_t size, void *data) {
         if (part->p_type == PT_DYNAMIC)
             entry = (const void *)(library.base + part->p_vaddr);
         if (part->p_type == PT_GNU_RELRO) {
-            library.sealed = library.base + part->p_vaddr;
-            library.sealed_end = library.sealed + part->p_memsz;
+            /* As glibc does: a page that is only partly of it stays writable. */
+            uintptr_t pages = ~((uintptr_t)sysconf(_SC_PAGESIZE) - 1), start = library.base + part->p_vaddr;
+            library.sealed = start & pages;
+            library.sealed_end = (start + part->p_memsz) & pages;
         }
     }
     uintptr_t of_data = 0, of_calls = 0;
@@ -186,7 +193,7 @@ static PyObject *attach(PyObject *module, PyObject *folder) {
     search_t search = {.folder = PyBytes_AsString(encoded)};
     dl_iterate_phdr(look, &search);
     Py_DECREF(encoded);
-    return PyBool_FromLong(search.allocating != 0 && search.freeing != 0);
+    return PyBool_FromLong(search.allocating != 0 && search.freeing != 0 && search.failed == 0);
 }
 
 static PyObject *watch(PyObject *module, PyObject *none) {
@@ -242,7 +249,7 @@ static PyObject *held(PyObject *module, PyObject *address) {
 }
 
 static PyMethodDef methods[] = {
-    {"attach", attach, METH_O, "Leads the libraries below a folder here. False: they import no such functions."},
+    {"attach", attach, METH_O, "Leads the libraries below a folder here. False: not all of it could be done, or they import no such functions."},
     {"watch", watch, METH_NOARGS, "Begins to note this thread's allocations."},
     {"watched", watched, METH_NOARGS, "Ends that; the first of them, in order: byte size and address."},
     {"offer", offer, METH_VARARGS, "Memory for this thread's allocation of that size after so many others of it."},
@@ -255,4 +262,9 @@ static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "workers._output_memory", "Memory for XLA's outputs.", -1, methods, NULL, NULL, NULL, NULL,
 };
 
-PyMODINIT_FUNC PyInit__output_memory(void) { return PyModule_Create(&definition); }
+PyMODINIT_FUNC PyInit__output_memory(void) {
+    PyObject *module = PyModule_Create(&definition);
+    if (module != NULL && PyModule_AddIntMacro(module, OFFERS) != 0)
+        Py_CLEAR(module);
+    return module;
+}

@@ -54,7 +54,8 @@ class OutputMemory:
         """``allocations``: byte size and address of each that a run made, in order; ``outputs``: what came of that run."""
         #: Output -> bytes, the same in every run.
         self.sizes = {name: array.nbytes for name, array in outputs.items()}
-        #: Output -> how many allocations of its size come before its own. Without those that XLA did not allocate as a whole.
+        #: Output -> how many allocations of its size come before its own. Without those that XLA did not allocate as a whole, and
+        #: those of which there are too many.
         self._skips: dict[str, int] = {}
         seen: dict[int, int] = {}
         found: dict[tuple[int, int], int] = {}
@@ -64,7 +65,7 @@ class OutputMemory:
             seen[byte_size] = seen.get(byte_size, 0) + 1
         for name, array in outputs.items():
             skip = found.get((array.nbytes, address_of(array))) if array.nbytes else None
-            if skip is not None:
+            if skip is not None and len(self._skips) < _output_memory.OFFERS:
                 self._skips[name] = skip
 
     @property
