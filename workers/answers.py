@@ -53,14 +53,12 @@ def complete(
     try:
         chosen = _choose(request, result, signature)
         sizes = {name: _byte_size(content) for name, (_, _, content) in chosen.items()}
-        if places is None or places.sizes != sizes:
-            if places is not None:
-                places.release()
+        if places is None:
             places = Places.find(request, sizes, inline_byte_size)
             if places is None:
                 return None
         tensors = _put(request, chosen, places)
-    except ServingError:
+    except BaseException:
         if places is not None:
             places.release()
         raise
