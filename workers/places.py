@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 
 from shm.arena import Lease, LeaseKey
 from shm.arrays import address_of
+from shm.cuda_regions import CudaRegion
 from shm.errors import Internal
 from shm.messages import RegionSlice, Slice
 from shm.regions import Region, check_range
+from shm.snapshot_region import SnapshotRegion
 from workers import output_memory
 from workers.region_table import AnyRegion
 from workers.request import Request
@@ -122,12 +124,12 @@ class Places:
         return {name: address_of(memory) for name, memory in self.offered.items()}
 
     def _ranges(self, request: Request) -> list[_Range]:
-        """What of mapped regions the request reads, and writes."""
-        mapped = {region.name: region for region in request.regions if isinstance(region, Region)}
+        """What of regions that are not a GPU's the request reads, and writes."""
+        files = {region.name: region for region in request.regions if not isinstance(region, CudaRegion)}
         read = [tensor.place for tensor in request.submit.inputs if isinstance(tensor.place, RegionSlice)]
         used = [(place.region, place.offset, place.byte_size) for place in read]
         used += [(place.region, place.offset, self.sizes[name]) for name, (place, _) in self.in_regions.items()]
-        return [_range(mapped[name], offset, size) for name, offset, size in used if name in mapped]
+        return [_range(files[name], offset, size) for name, offset, size in used if name in files]
 
     def take_lease(self) -> LeaseKey | None:
         """The key of the lease, which is the reader's to give back from now on."""
@@ -150,7 +152,7 @@ class Places:
         return f"<Places of {len(self.sizes)} outputs: {len(self.in_regions)} in regions, {len(self._offsets)} in {self.lease}>"
 
 
-def _range(region: Region, offset: int, byte_size: int) -> _Range:
+def _range(region: Region | SnapshotRegion, offset: int, byte_size: int) -> _Range:
     start = region.offset + offset
     return region.file, start, start + byte_size
 
