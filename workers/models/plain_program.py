@@ -24,9 +24,8 @@ _PLAIN = frozenset(
         """,
     )
 )
-_INSTRUCTION = re.compile(r"^ +(?:ROOT )?%?[\w.\-]+ = (.*)$", re.MULTILINE)
-#: Behind the type of its result.
-_OPERATION = re.compile(r" ([a-z][a-z0-9\-]*)\(")
+#: A name, the type of its result, what it does. Every indented line is one.
+_INSTRUCTION = re.compile(r" +(?:ROOT )?%?[\w.\-]+ = .*? ([a-z][a-z0-9\-]*)\(")
 
 
 def is_plain(compiled: Any) -> bool:
@@ -35,6 +34,5 @@ def is_plain(compiled: Any) -> bool:
         text = compiled.as_text()
     except Exception:  # it is not made for every back end
         return False
-    instructions = _INSTRUCTION.findall(text or "")
-    operations = [_OPERATION.search(instruction) for instruction in instructions]
-    return bool(operations) and all(found is not None and found[1] in _PLAIN for found in operations)
+    found = [_INSTRUCTION.match(line) for line in (text or "").split("\n") if line.startswith(" ")]
+    return bool(found) and all(one is not None and one[1] in _PLAIN for one in found)
