@@ -118,14 +118,20 @@ class Executable:
 
     def compute(self, parameters: Any, arguments: dict[str, Any], addresses: Mapping[str, int]) -> dict[str, Any]:
         """Runs the program; ``addresses``: memory for outputs, which may come to lie there."""
-        with precision(self._signature):
-            if addresses and self.memory_of_outputs is not None:
-                return self.memory_of_outputs.run(functools.partial(self.call, parameters, arguments), addresses)
-            if self.memory_of_outputs is None and self._device is None and output_memory.attached():
-                run = functools.partial(self.call, parameters, arguments)
-                made, self.memory_of_outputs = output_memory.watched(run, self._signature.outputs)
-                return made
-            return self.call(parameters, arguments)
+        if self._signature.wide:
+            with precision(self._signature):
+                return self._compute(parameters, arguments, addresses)
+        return self._compute(parameters, arguments, addresses)
+
+    def _compute(self, parameters: Any, arguments: dict[str, Any], addresses: Mapping[str, int]) -> dict[str, Any]:
+        learned = self.memory_of_outputs
+        if learned is None and self._device is None and output_memory.attached():
+            run = functools.partial(self.call, parameters, arguments)
+            made, self.memory_of_outputs = output_memory.watched(run, self._signature.outputs)
+            return made
+        if learned is not None and addresses:
+            return learned.run(functools.partial(self.call, parameters, arguments), addresses)
+        return self.call(parameters, arguments)
 
     def check_outputs(self, outputs: Mapping[str, Array], addresses: Mapping[str, int]) -> None:
         """After a run with such addresses: where outputs lie elsewhere, the next run learns anew how they are allocated."""
