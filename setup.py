@@ -20,6 +20,7 @@ setup(
     ext_modules=[
         extension("shm", "_guard"),
         extension("workers", "_large_copy"),
+        extension("workers", "_output_memory"),
         extension("workers", "_fast_path", "_lanes.h", "_plans.h", "_records.h"),
     ]
 )

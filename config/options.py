@@ -194,6 +194,8 @@ class Executables(Section, frozen=True):
     cache_directory: str = ""
     #: Shapes of one model version compiled because a request asked for them, besides its buckets; the oldest makes room.
     max_unexpected_shapes: Count = 32
+    #: Large outputs are written by XLA itself into the client's region or the arena, on CPU workers; else they are copied there.
+    place_outputs: bool = True
 
 
 class Regions(Section, frozen=True):

@@ -24,13 +24,15 @@ class SnapshotRegion:
     def __init__(self, name: str, key: str, fd: int, offset: int, byte_size: int) -> None:
         """Takes the descriptor over, also when it refuses. Raises InvalidArgument: empty, or not inside the object."""
         try:
-            check_object_range(name, fd, offset, byte_size)
+            found = check_object_range(name, fd, offset, byte_size)
         except BaseException:
             os.close(fd)
             raise
         self.name = name
         self.key = key
         self.fd = fd
+        #: As ``shm.regions.Region``'s.
+        self.file = (found.st_dev, found.st_ino)
         self.offset = offset
         self.byte_size = byte_size
         #: Requests that use the region now.

@@ -1,10 +1,9 @@
 """From a result to a Completion: every output is put where its client wants it, and only then it is announced.
 
-    requested region   copied into the client's memory, after all of them are known to fit; waited for where that is a GPU's
-    small              inside the record
-    the rest           one lease in the lane's response arena, each tensor at a multiple of 64
+    places found (workers/places.py) ─▶ written, unless the program has done so itself ─▶ announced
 
-This is the one copy on the way out (docs/data-plane.md). It also parts the answer from whatever memory the model returned.
+This is the one copy on the way out (docs/data-plane.md). It also parts the answer from whatever memory the model returned. Copies
+into a GPU's memory are waited for.
 """
 
 from __future__ import annotations
@@ -13,12 +12,11 @@ import contextlib
 
 import numpy as np
 
-from shm.arrays import Array, byte_content, datatype_of
+from shm.arrays import Array, address_of, byte_content, datatype_of
 from shm.cuda_regions import CudaRegion
 from shm.errors import Internal, ServingError
 from shm.forms import Form
 from shm.messages import Completion, FormCompletion, Inline, RegionSlice, Slice, Tensor
-from shm.regions import Region, check_range
 from shm.snapshot_region import SnapshotRegion
 from workers import large_copy
 from workers.classification import classify
@@ -26,12 +24,9 @@ from workers.device_array import DeviceArray
 from workers.known_form import AnswerPlan, Part
 from workers.models.batch_outputs import BatchOutputs, OutputLayout
 from workers.models.signature import Signature
-from workers.region_table import AnyRegion, check_intact
+from workers.places import Places, leased
+from workers.region_table import check_intact
 from workers.request import Request
-
-_ALIGNMENT = 64
-#: All inline tensors of an answer together, in units of the limit for one: more would burst the datagram.
-_INLINE_TENSORS = 8
 
 Content = bytes | Array
 
@@ -47,66 +42,60 @@ def complete(
     signature: Signature,
     version: int,
     inline_byte_size: int,
+    places: Places | None = None,
 ) -> Completion | None:
     """Puts the outputs into place. None: the response arena is full now; nothing was written anywhere, ask again later.
 
+    Args:
+      places: those found before the program ran, which may have written outputs there by itself; they are this function's now.
     Raises: Internal: an output does not fit where its client wants it.  InvalidArgument: larger than the whole response arena.
     """
-    chosen = _choose(request, result, signature)
-    in_regions = _fit(request, chosen)
-    inline_left = inline_byte_size * _INLINE_TENSORS
-    inline: set[str] = set()
-    needed = 0
-    for name, (_, _, content) in chosen.items():
-        if name in in_regions:
-            continue
-        size = _byte_size(content)
-        if size <= inline_byte_size and size <= inline_left:
-            inline.add(name)
-            inline_left -= size
-        else:
-            needed += -(-size // _ALIGNMENT) * _ALIGNMENT
-    lease = None
-    if needed:
-        lease = request.submitter.lane.loan(needed)
-        if lease is None:
-            return None
+    try:
+        chosen = _choose(request, result, signature)
+        sizes = {name: _byte_size(content) for name, (_, _, content) in chosen.items()}
+        if places is None:
+            places = Places.find(request, sizes, inline_byte_size)
+            if places is None:
+                return None
+        tensors = _put(request, chosen, places)
+    except BaseException:
+        if places is not None:
+            places.release()
+        raise
+    return Completion(request.request_id, version=version, outputs=tuple(tensors), lease=places.take_lease())
+
+
+def _put(request: Request, chosen: dict[str, tuple[str, tuple[int, ...], Content]], places: Places) -> list[Tensor]:
+    """Writes what is not there already. Raises InvalidArgument: a region is not there any more."""
     tensors: list[Tensor] = []
-    at = copied = 0
     queued = _Queued()
     try:
         for name, (datatype, shape, content) in chosen.items():
-            place: RegionSlice | Inline | Slice
+            place: RegionSlice | Inline | Slice | None
             size = _byte_size(content)
-            copied += size
-            if name in in_regions:
-                place, region = in_regions[name]
+            request.copied_byte_size += size
+            if name in places.in_regions:
+                place, region = places.in_regions[name]
                 if isinstance(region, CudaRegion):
                     queued.write(region, place.offset, content)
-                else:
-                    _write_region(region, place.offset, content)
-            elif name in inline or lease is None:
-                place = Inline(content if isinstance(content, bytes) else content.tobytes())
+                elif isinstance(region, SnapshotRegion):
+                    _write_snapshot(region, place.offset, content)
+                elif size:
+                    request.copied_byte_size -= _write(region.view(place.offset, size), content)
+            elif (place := places.in_arena(name)) is not None:
+                memory = places.memory(name)
+                assert memory is not None
+                request.copied_byte_size -= _write(memory, content)
             else:
-                _write(lease.view[at : at + size], content)
-                place = Slice(lease.place.segment, lease.place.offset + at, size)
-                at += -(-size // _ALIGNMENT) * _ALIGNMENT
+                place = Inline(content if isinstance(content, bytes) else content.tobytes())
             tensors.append(Tensor(name, datatype, shape, place))
         queued.settle()
         # After the last byte was read and written: what was missing meanwhile makes the whole answer void.
         check_intact(request.regions)
     except ServingError:
         queued.abandon()
-        if lease is not None:
-            lease.release()
         raise
-    request.copied_byte_size += copied
-    return Completion(
-        request.request_id,
-        version=version,
-        outputs=tuple(tensors),
-        lease=lease.key if lease is not None else None,
-    )
+    return tensors
 
 
 def complete_planned(request: Request, plan: AnswerPlan, made: BatchOutputs, row: int) -> FormCompletion | None:
@@ -185,7 +174,7 @@ def _write_small(request: Request, writes: list[tuple[RegionSlice, bytes]]) -> b
         if isinstance(used, CudaRegion):
             return False
     for place, part in writes:
-        target = _leased(request, place.region)
+        target = leased(request, place.region)
         assert not isinstance(target, CudaRegion)
         target.write(place.offset, part)
     check_intact(request.regions)
@@ -210,35 +199,6 @@ def _choose(
             )
         chosen[name] = (datatype, array.shape, byte_content(array) if datatype == "BYTES" else array)
     return chosen
-
-
-def _fit(
-    request: Request, chosen: dict[str, tuple[str, tuple[int, ...], Content]]
-) -> dict[str, tuple[RegionSlice, AnyRegion]]:
-    """Where outputs go that a region was named for, all checked before any is written."""
-    places: dict[str, tuple[RegionSlice, AnyRegion]] = {}
-    for name, wanted in request.outputs.items():
-        if wanted.region is None or name not in chosen:
-            continue
-        size = _byte_size(chosen[name][2])
-        if size > wanted.region.byte_size:
-            raise Internal(
-                f"shared memory size specified with the request for output '{name}' ({wanted.region.byte_size} bytes) "
-                f"should be at least {size} bytes to hold the results"
-            )
-        region = _leased(request, wanted.region.region)
-        if size:
-            check_range(wanted.region.offset, size, region.byte_size, region.name)
-        places[name] = (wanted.region, region)
-    return places
-
-
-def _leased(request: Request, name: str) -> AnyRegion:
-    """The very region that was checked: by now its name may be free, or stand for another one."""
-    for region in request.regions:
-        if region.name == name:
-            return region
-    raise AssertionError(f"no lease on region '{name}'")
 
 
 def _byte_size(content: Content) -> int:
@@ -279,23 +239,22 @@ class _Queued:
                 region.settle()
 
 
-def _write_region(region: Region | SnapshotRegion, offset: int, content: Content) -> None:
-    """The one copy into a client's memory. Raises InvalidArgument: the region is not there any more."""
-    size = _byte_size(content)
-    if not size:
-        return
-    if not isinstance(region, SnapshotRegion):
-        _write(region.view(offset, size), content)
-    elif isinstance(content, bytes):
+def _write_snapshot(region: SnapshotRegion, offset: int, content: Content) -> None:
+    """The one copy into a client's memory that is not mapped. Raises InvalidArgument: the bytes are not there any more."""
+    if isinstance(content, bytes):
         region.write(offset, content)
-    else:
+    elif content.nbytes:
         region.write(offset, np.ascontiguousarray(content).reshape(-1).view(np.uint8).data)
 
 
-def _write(view: memoryview, content: Content) -> None:
+def _write(view: memoryview, content: Content) -> int:
+    """The one copy on the way out. Returns how many bytes needed none, because the program has written them there."""
     if isinstance(content, bytes):
         view[:] = content
     elif isinstance(content, DeviceArray):
-        content.copy_into(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+        content.copy_into(address_of(view))
     elif content.nbytes:
+        if address_of(content) == address_of(view) and content.flags.c_contiguous:
+            return content.nbytes
         large_copy.copy(view, content)
+    return 0

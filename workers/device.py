@@ -50,7 +50,7 @@ class DeviceName:
 
         if self.platform == "cpu":
             # The thread that asks for a result computes it. Else XLA hands all but the tiniest to another one, and this one has
-            # nothing to do meanwhile: 110 instead of 60 us for one row of three small layers. No variable of the environment
-            # says this to jax 0.10.
+            # nothing to do meanwhile: 110 instead of 60 us for one row of three small layers. Outputs would be allocated there
+            # as well (workers/output_memory.py). jax reads this from no environment variable.
             jax.config.update("jax_cpu_enable_async_dispatch", False)
         return jax.devices()[0]

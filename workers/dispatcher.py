@@ -242,6 +242,9 @@ class Dispatcher:
             self._park(version, batch, model.wanted_by(batch))
             return True
         execution = Execution(batch, now_ns, executable)
+        sizes = model.sizes(executable, batch)
+        if sizes is not None:
+            self._outbox.prepare(execution, sizes)
         # Written before and cleared after, so that a batch that kills this process is known by its requests.
         self._page.begin(LOOP_DESK, [(request.submitter.peer, request.request_id) for request in batch])
         self._page.set_state(WorkerState.EXECUTING, now_ns)

@@ -10,8 +10,10 @@ held. Every way out of here ends a request exactly once.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
+from collections.abc import Mapping
 
 from config.options import Arenas
 from shm.arrays import Array
@@ -19,7 +21,9 @@ from shm.errors import Cancelled, Internal, ServingError, Unavailable
 from shm.forms import answer_template
 from workers.answers import complete, complete_planned, complete_small, failure, plan_answer
 from workers.models.batch_outputs import BatchOutputs
+from workers.models.executables import Executable
 from workers.models.execution import Execution, Result
+from workers.places import Places
 from workers.request import Request
 from workers.statistics import Failure
 from workers.submitter import BlockedAnswer, Submitter
@@ -55,20 +59,48 @@ class Outbox:
             request.release()
         request.submitter.in_flight.pop(request.request_id, None)
 
+    def prepare(self, execution: Execution, sizes: Mapping[str, int]) -> None:
+        """Finds places for the large outputs of a lone request, so that its program may write them there by itself.
+
+        Where they cannot be found, or not now, the answer finds out again, and says so.
+        """
+        (request,) = execution.requests
+        executable, submitter, outputs = execution.executable, request.submitter, request.outputs
+        if not isinstance(executable, Executable) or submitter.blocked or submitter.closed or request.cancelled:
+            return
+        if outputs:
+            if any(wanted.classification for wanted in outputs.values()):
+                return
+            sizes = {name: size for name, size in sizes.items() if name in outputs}
+        with contextlib.suppress(ServingError):
+            execution.places = Places.find(request, sizes, self._options.inline_byte_size)
+        if execution.places is not None:
+            execution.places.offer(request, executable)
+
     def answer_all(self, execution: Execution, now_ns: int) -> dict[Request, Failure]:
         """Answers every request of a batch. Returns those that got an error, and why."""
         failed: dict[Request, Failure] = {}
         row = 0
         for i, request in enumerate(execution.requests):
             if execution.outputs is None or not self._place_small(request, execution.outputs, row):
-                result = execution.results[i]
-                if request.timeline is not None:
-                    request.timeline.executed(execution, request.arrays, result)
-                given = self.answer(request, result, now_ns)
-                if isinstance(given, ServingError):
-                    failed[request] = _reason(given, result)
+                reason = self._answer_long(execution, i, now_ns)
+                if reason is not None:
+                    failed[request] = reason
             row += request.rows
+        if execution.places is not None:
+            # What lies in its place already is given up: others own that memory from now on.
+            execution.results = []
+            if not execution.places.close() and isinstance(execution.executable, Executable):
+                execution.executable.keep_outputs()
         return failed
+
+    def _answer_long(self, execution: Execution, i: int, now_ns: int) -> Failure | None:
+        """Answers one request of a batch with its result. Returns why it got an error."""
+        request, result = execution.requests[i], execution.results[i]
+        if request.timeline is not None:
+            request.timeline.executed(execution, request.arrays, result)
+        given = self.answer(request, result, now_ns, execution.places)
+        return _reason(given, result) if isinstance(given, ServingError) else None
 
     def _place_small(self, request: Request, made: BatchOutputs, row: int) -> bool:
         """Answers a request of the most frequent kind. False: it is another kind, or it cannot be answered well."""
@@ -99,14 +131,17 @@ class Outbox:
         self.end(request)
         return True
 
-    def answer(self, request: Request, result: Result, now_ns: int) -> Result:
-        """Answers with a result. Returns what the client gets: the result, or the error it became."""
+    def answer(self, request: Request, result: Result, now_ns: int, places: Places | None = None) -> Result:
+        """Answers with a result. Returns what the client gets: the result, or the error it became.
+
+        ``places``: those found before the run; the caller's to close.
+        """
         if isinstance(result, ServingError):
             self.fail(request, result)
         elif request.submitter.blocked and not request.submitter.closed:
             self._block(request, result, now_ns)
         else:
-            error = self._place(request, result)
+            error = self._place(request, result, places)
             if error is None:
                 return result
             if error is _Placing.FULL:
@@ -116,7 +151,9 @@ class Outbox:
                 return error
         return result
 
-    def _place(self, request: Request, result: dict[str, Array]) -> ServingError | _Placing | None:
+    def _place(
+        self, request: Request, result: dict[str, Array], places: Places | None = None
+    ) -> ServingError | _Placing | None:
         """None: placed and ended. ``FULL``: try again later. Anything else: answer that."""
         if request.submitter.closed:
             self.end(request)
@@ -125,7 +162,8 @@ class Outbox:
             return Cancelled("the request was cancelled")
         version = request.version
         try:
-            completion = complete(request, result, version.signature, version.version, self._options.inline_byte_size)
+            inline_byte_size = self._options.inline_byte_size
+            completion = complete(request, result, version.signature, version.version, inline_byte_size, places)
         except ServingError as error:
             # Its frames would be a cycle with the result they become, and keep a client's mapping until the collector comes by.
             return error.with_traceback(None)

@@ -28,7 +28,7 @@ from shm.errors import InvalidArgument
 from shm.lane import WorkerLane
 from shm.messages import Cancel, ChildReady, FormSubmit, RequestForm, Submit
 from shm.status_page import DESKS, StatusPage, WorkerState
-from workers import dlpack, fast_path, single_thread
+from workers import dlpack, fast_path, output_memory, single_thread
 from workers.control import Control
 from workers.device import DeviceName
 from workers.device_cuda import CudaDevice
@@ -86,6 +86,8 @@ class Worker:
             else:
                 self._cuda = CudaDevice(context, (dlpack.CUDA, device.local_hardware_id or 0))
                 self._pinned = PinnedMemory(context, options.workers.pinned_byte_size)
+        if device_name.platform == "cpu" and options.executables.place_outputs:
+            output_memory.attach()
         self._regions = RegionTable(RegionPolicy(options.regions), self._driver, device_name.gpu, self._pinned)
         self._compiler = WorkThread("compiler", self._inbox)
         self._dispatcher = Dispatcher(

@@ -76,13 +76,14 @@ class Row:
 
 
 ROWS = [
-    # Small tensors are laid out for the program that small requests share; large ones of a region lie well already.
+    # Small tensors are laid out for the program that small requests share; large ones lie well already, and the program writes
+    # such outputs where they go.
     Row("small-http", "addsub", "http", (1, 16), 256),
     Row("small-http-shm", "addsub", "http", (1, 16), 256, region=True),
     Row("small-grpc", "addsub", "grpc", (1, 16), 256, reads=3, front_calls=10),
-    Row("1MiB-http", "identity", "http", (MIB // 4,), MIB),
-    Row("1MiB-grpc", "identity", "grpc", (MIB // 4,), MIB),
-    Row("16MiB-http-shm", "identity", "http", (4 * MIB,), 16 * MIB, region=True),
+    Row("1MiB-http", "identity", "http", (MIB // 4,), 0),
+    Row("1MiB-grpc", "identity", "grpc", (MIB // 4,), 0),
+    Row("16MiB-http-shm", "identity", "http", (4 * MIB,), 0, region=True),
 ]
 #: What depends on how the kernel cuts a stream into pieces is counted only where there is one piece.
 small_rows = pytest.mark.parametrize("row", ROWS[:3], ids=lambda row: row.name)
@@ -162,7 +163,7 @@ def test_copies_and_executions(daemon: DaemonProcess, row: Row, asker: Asker) ->
         asker.ask(count)
         after = statistics(daemon, row.model)
         if after["copied_byte_size"] - before["copied_byte_size"] == row.copied * count:
-            break  # the program that small requests share was not ready before
+            break  # the program that small requests share was not ready before, or how a large output is allocated was not known
     assert after["copied_byte_size"] - before["copied_byte_size"] == row.copied * count
     assert after["execution_count"] - before["execution_count"] == count
     assert after["inference_stats"]["success"]["count"] - before["inference_stats"]["success"]["count"] == count

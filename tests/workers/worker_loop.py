@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from config import model_config
 from config.options import Executables, Lanes, Options
 from shm.arena import Arena
@@ -40,6 +38,9 @@ from workers.worker import Worker
 #: It never looks, and in ``WorkerLoop`` it never sleeps: a turn takes what is there.
 OPTIONS = Options(lanes=Lanes(spin_us=0), executables=Executables(cache_directory="/dev/null/none"))
 PATIENCE_SECONDS = 240.0
+#: As a worker opens it, which decides how programs run here: before any test does it in another way.
+DEVICE_NAME = DeviceName("cpu", 0)
+DEVICE = DEVICE_NAME.open()
 
 
 class WorkerLoop:
@@ -49,7 +50,7 @@ class WorkerLoop:
         ours, theirs = pair()
         self.control = Channel(ours, decoder(FromWorker))
         channel = Channel(theirs, decoder(ToWorkerControl))
-        self.worker = Worker(channel, options, DeviceName("cpu", 0), jax.devices()[0], turn_ns=0)
+        self.worker = Worker(channel, options, DEVICE_NAME, DEVICE, turn_ns=0)
         arenas = options.arenas
         self.arena = Arena(arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
         self.front = self.open_lane(7)

@@ -15,7 +15,7 @@ from workers.models.packing import Packing
 from workers.models.signature import Signature
 
 #: All outputs of a run; more are cut as arrays, so that nothing large is copied twice.
-_LIMIT = 1 << 18
+LIMIT = 1 << 18
 
 
 #: One output of all requests: name, datatype, which of the contents, start, step, byte size and shape of a row. Row n begins at
@@ -71,6 +71,6 @@ def layout_of_rows(signature: Signature, packing: Packing) -> OutputLayout:
 
 def uncut(layout: OutputLayout, arrays: Sequence[Array]) -> BatchOutputs | None:
     """None: they are too large for this."""
-    if sum([array.nbytes for array in arrays]) > _LIMIT:
+    if sum([array.nbytes for array in arrays]) > LIMIT:
         return None
     return BatchOutputs(layout, [array.tobytes() for array in arrays])

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,15 +20,18 @@ import numpy as np
 
 from shm.arrays import DTYPES, Array, address_of, datatype_of
 from shm.errors import Internal
+from workers import output_memory
 from workers.device_cuda import CudaDevice
 from workers.models.batch_outputs import OutputLayout
 from workers.models.buckets import Buckets, Shapes
 from workers.models.executable_cache import ExecutableCache
 from workers.models.gather_buffer import ALIGNMENT, GatherBuffer
 from workers.models.placement import CompiledProgram, Placement
+from workers.models.plain_program import is_plain
 from workers.models.precision import precision
 from workers.models.signature import Signature, TensorSpec
 from workers.models.small_programs import SmallPrograms
+from workers.output_memory import OutputMemory
 from workers.region_tensor import LateTensor
 from workers.request import Request
 from workers.single_thread import SingleThreadDevice
@@ -53,11 +56,13 @@ class Executable:
         "_batches",
         "_buffers",
         "_device",
+        "_plain",
         "_program",
         "_signature",
         "_specs",
         "call",
         "layout",
+        "memory_of_outputs",
         "wanted",
     )
 
@@ -78,6 +83,9 @@ class Executable:
         self._batches = signature.batches
         #: How its outputs lie, once it has run.
         self.layout: OutputLayout | None = None
+        #: How they are allocated, once it has run where that can be learned.
+        self.memory_of_outputs: OutputMemory | None = None
+        self._plain: bool | None = None
         self._specs = [
             (spec, shape)
             for spec, shape in zip(signature.inputs.values(), wanted.shapes, strict=True)
@@ -117,6 +125,40 @@ class Executable:
         with precision(self._signature):
             made = self.call(arguments)
         return [np.asarray(made[name]) for name in self._signature.outputs]
+
+    def compute(self, arguments: dict[str, Any], addresses: Mapping[str, int]) -> dict[str, Any]:
+        """Runs the program; ``addresses``: memory for outputs, which may come to lie there."""
+        if self._signature.wide:
+            with precision(self._signature):
+                return self._compute(arguments, addresses)
+        return self._compute(arguments, addresses)
+
+    def _compute(self, arguments: dict[str, Any], addresses: Mapping[str, int]) -> dict[str, Any]:
+        learned = self.memory_of_outputs
+        if learned is None and self._device is None and output_memory.attached():
+            run = functools.partial(self.call, arguments)
+            made, self.memory_of_outputs = output_memory.watched(run, self._signature.outputs)
+            return made
+        if learned is not None and addresses:
+            return learned.run(functools.partial(self.call, arguments), addresses)
+        return self.call(arguments)
+
+    def check_outputs(self, outputs: Mapping[str, Array], addresses: Mapping[str, int]) -> None:
+        """After a run with such addresses: where outputs lie elsewhere, the next run learns anew how they are allocated."""
+        if any(address_of(outputs[name]) != address for name, address in addresses.items()):
+            self.memory_of_outputs = None
+
+    def keep_outputs(self) -> None:
+        """Its outputs are only ever copied from now on: somebody did not give one up."""
+        if self.memory_of_outputs is not None:
+            self.memory_of_outputs.refuse()
+
+    @property
+    def plain(self) -> bool:
+        """Whether its program only computes (``workers/models/plain_program.py``)."""
+        if self._plain is None:
+            self._plain = is_plain(self._program.call)
+        return self._plain
 
     def gather(self, requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
         """The arguments for a batch, and how many bytes were copied for them.

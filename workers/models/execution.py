@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from workers.models.batch_outputs import BatchOutputs
     from workers.models.executables import Executable
     from workers.models.series_program import SeriesProgram
+    from workers.places import Places
 
 _log = logging.getLogger(__name__)
 _PATH = re.compile(r"(?<![\w.])/[^\s'\"():,;]+")
@@ -40,6 +41,7 @@ class Execution:
         "executable",
         "gathered_ns",
         "outputs",
+        "places",
         "requests",
         "runs",
     )
@@ -56,6 +58,8 @@ class Execution:
         self._cut: Callable[[], list[Result]] | None = None
         #: What ``results`` would be cut from, where an answer can be made of that directly.
         self.outputs: BatchOutputs | None = None
+        #: Of a lone request: where its outputs go, if that was found before the run, so that the program may write them there.
+        self.places: Places | None = None
         self.began_ns = began_ns
         #: Inputs are where the model wants them.
         self.gathered_ns = began_ns

@@ -11,11 +11,10 @@ import numpy as np
 
 from shm.arrays import Array
 from shm.errors import InvalidArgument, Unsupported
-from workers.models.batch_outputs import BatchOutputs, layout_of, uncut
+from workers.models.batch_outputs import LIMIT, BatchOutputs, layout_of, uncut
 from workers.models.buckets import Buckets, Shapes, sliced
 from workers.models.executables import Executable, Executables, Wanted, is_numeric
 from workers.models.execution import Execution, Result
-from workers.models.precision import precision
 from workers.models.series import MOST, Series
 from workers.models.series_program import SeriesProgram
 from workers.models.signature import Signature
@@ -115,6 +114,18 @@ class JaxModel:
             return []
         return [self.executables.planned(Wanted(self._buckets.rows(rows), key)) for rows in range(1, most + 1)]
 
+    def sizes(self, executable: Executable | SeriesProgram, requests: Sequence[Request]) -> Mapping[str, int] | None:
+        """Output -> bytes, if they are large, known, and as the program makes them what a lone request is answered with."""
+        if not isinstance(executable, Executable) or executable.memory_of_outputs is None:
+            return None
+        sizes = executable.memory_of_outputs.sizes
+        alone = self._plain and self._whole(requests, executable.wanted.rows)
+        return sizes if alone and sum(sizes.values()) > LIMIT else None
+
+    def _whole(self, requests: Sequence[Request], bucket: int) -> bool:
+        """Whether a program's outputs are one request's, with nothing to be cut off."""
+        return not self._cut and len(requests) == 1 and (not self._signature.batches or requests[0].rows == bucket)
+
     def execute(self, execution: Execution) -> None:
         """Raises LookupError: its executable is not compiled; ask ``find`` first."""
         requests = execution.requests
@@ -128,13 +139,12 @@ class JaxModel:
             return
         arguments, execution.copied_byte_size = executable.gather(requests)
         execution.gathered_ns = time.monotonic_ns()
-        if self._signature.wide:
-            with precision(self._signature):
-                made = executable.call(arguments)
-        else:
-            made = executable.call(arguments)
+        addresses = {} if execution.places is None else execution.places.addresses
+        made = executable.compute(arguments, addresses)
         # All of them are waited for: only then has the program read its last input.
         outputs = self._outputs(made)
+        if addresses:
+            executable.check_outputs(outputs, addresses)
         execution.computed_ns = time.monotonic_ns()
         rows = executable.wanted.rows
         execution.computed(
@@ -173,7 +183,7 @@ class JaxModel:
 
     def _split(self, requests: Sequence[Request], bucket: int, outputs: dict[str, Array]) -> list[Result]:
         batches = self._signature.batches
-        if not self._cut and len(requests) == 1 and (not batches or requests[0].rows == bucket):
+        if self._whole(requests, bucket):
             return [outputs]
         results: list[Result] = []
         at = 0
