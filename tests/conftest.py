@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -19,6 +20,9 @@ from tests.daemon_process import DaemonProcess, nothing_left_behind
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=False)
 settings.register_profile("tensord", settings.get_profile("search"), derandomize=True, database=None)
 settings.load_profile("tensord")
+
+# As in a CPU worker (workers/device.py); the back end takes it when the first test module that needs one opens it.
+jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
 @pytest.fixture(autouse=True, scope="session")
