@@ -13,6 +13,7 @@ import pytest
 from jax import lax
 
 from workers.models.executable_cache import ExecutableCache
+from workers.models.placement import CompiledProgram, Placement
 from workers.models.plain_program import is_plain
 
 X = jax.ShapeDtypeStruct((64, 64), np.float32)
@@ -80,10 +81,10 @@ def test_of_a_program_from_the_cache(tmp_path: Path) -> None:
     cache = ExecutableCache(tmp_path)
     for name, function in (("plain", PLAIN["network"]), ("other", OTHERS["sort"])):
         key = cache.key((name.encode(),))
-        cache.store(key, compiled(function))
-        loaded = cache.load(key)
+        cache.store(key, CompiledProgram(compiled(function), Placement(())))
+        loaded = cache.load(key, Placement(()))
         assert loaded is not None
-        assert is_plain(loaded) == (name == "plain")
+        assert is_plain(loaded.call) == (name == "plain")
 
 
 class Text:
