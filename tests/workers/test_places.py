@@ -26,6 +26,7 @@ from tests.workers.requests import request_of
 from tests.workers.worker_loop import DEVICE
 from workers import output_memory
 from workers.models.executables import Executable, Wanted
+from workers.models.placement import CompiledProgram, Placement
 from workers.models.signature import Signature, signature
 from workers.output_memory import OutputMemory
 from workers.places import ALIGNMENT, Places
@@ -146,7 +147,7 @@ def executable_of(program: Any, sizes: Mapping[str, int], unknown: tuple[str, ..
     allocations = [
         (made[name].nbytes, made[name].__array_interface__["data"][0]) for name in sizes if name not in unknown
     ]
-    executable = Executable(Wanted(1, ((4,),)), SIGNATURE, program)
+    executable = Executable(Wanted(1, ((4,),)), SIGNATURE, CompiledProgram(program, Placement({})))
     executable.memory_of_outputs = OutputMemory(made, allocations)
     return executable
 

@@ -1,14 +1,18 @@
-"""Programs that only compute: no value in them decides what is read, written or run.
+"""Programs that may write to a client's memory by themselves: all they do is compute, and outputs are all they leave there.
 
-The memory an output is written to may be a client's, who can change it at any moment, and XLA uses such memory for intermediate
-results as well. In a plain program that makes wrong numbers, the client's own. In any other it could make a wrong index, or upset
-a sort that trusts its data to hold still.
+The memory that an output is written to may be a client's, who can change it at any moment, and read it. In a plain program what
+that changes are numbers, the client's own: no value decides what is read, written or run, so there is no index to be made wrong,
+and no sort to be upset that trusts its data to hold still. And what the client reads is never anything but its outputs: XLA likes
+to put intermediate results where an output will be, and those may tell of a model's parameters.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
+
+from google.protobuf import empty_pb2, unknown_fields
 
 #: XLA's names. None of them takes an index, a count or a condition from a tensor; what they call is part of the program's text.
 _PLAIN = frozenset(
@@ -28,11 +32,39 @@ _PLAIN = frozenset(
 _INSTRUCTION = re.compile(r" +(?:ROOT )?%?[\w.\-]+ = .*? ([a-z][a-z0-9\-]*)\(")
 
 
+#: Fields of XLA's BufferAssignmentProto and BufferAllocationProto (xla/service/hlo.proto).
+_ALLOCATIONS, _LIVE_OUT, _ASSIGNED = 3, 7, 9
+
+
 def is_plain(compiled: Any) -> bool:
-    """Of a ``jax.stages.Compiled``. One whose text cannot be had, or read, is not."""
+    """Of a ``jax.stages.Compiled``. One of which not everything is known that has to be is not."""
     try:
         text = compiled.as_text()
-    except Exception:  # it is not made for every back end
+        assignment = compiled.runtime_executable().get_compiled_memory_stats().serialized_buffer_assignment_proto
+        return _only_computes(text or "") and _leaves_only_outputs(assignment or b"")
+    except Exception:  # not every back end says as much, and another jaxlib may say it otherwise
         return False
-    found = [_INSTRUCTION.match(line) for line in (text or "").split("\n") if line.startswith(" ")]
+
+
+def _only_computes(text: str) -> bool:
+    found = [_INSTRUCTION.match(line) for line in text.split("\n") if line.startswith(" ")]
     return bool(found) and all(one is not None and one[1] in _PLAIN for one in found)
+
+
+def _leaves_only_outputs(assignment: bytes) -> bool:
+    """Whether no memory of an output holds another value before."""
+    outputs = 0
+    for number, allocation in _fields(assignment):
+        if number == _ALLOCATIONS:
+            numbers = [field for field, _ in _fields(allocation)]
+            outputs += _LIVE_OUT in numbers
+            if _LIVE_OUT in numbers and numbers.count(_ASSIGNED) != 1:
+                return False
+    return outputs > 0
+
+
+def _fields(message: Any) -> Iterator[tuple[int, Any]]:
+    """Number and content of each field of a message in the wire format, of which no declaration is at hand."""
+    fields: Any = unknown_fields.UnknownFieldSet(empty_pb2.Empty.FromString(message))
+    for field in fields:
+        yield field.field_number, field.data

@@ -21,19 +21,22 @@ CONSTANT = np.arange(90_000, dtype=np.float32).reshape(300, 300)
 
 PLAIN: dict[str, Callable[[Any], Any]] = {
     "constants": lambda x: x[:1, :1] + CONSTANT,
-    "network": lambda x: jax.nn.relu(jax.nn.relu(x @ x + 1) @ x),
     "half": lambda x: x.astype(jnp.bfloat16) @ x.astype(jnp.bfloat16),
-    "attention": lambda x: jax.nn.dot_product_attention(*[x.reshape(1, 64, 4, 16)] * 3),
-    "softmax": lambda x: jax.nn.softmax(x @ x),
-    "layer norm": lambda x: (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5),
     "elementwise": lambda x: jnp.where(x > 0, jnp.exp(jnp.tanh(x)), jax.nn.gelu(x)),
-    "integers": lambda x: x.astype(int) // (x.astype(int) + 1),
     "reductions": lambda x: (x.sum(0), x.max(1), jnp.argmax(x, 1), jnp.all(x > 0)),
-    "running sum": lambda x: jnp.cumsum(x, 0),
-    "convolution": lambda x: lax.conv_general_dilated(x[None, None], jnp.ones((8, 1, 3, 3)), (1, 1), "SAME"),
     "pooling": lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2, 2), (2, 2), "VALID"),
     "moves": lambda x: jnp.concatenate([x[::-1].T, jnp.roll(x, 3), jnp.pad(x[2:, ::2], ((1, 1), (0, 0)))], 1),
     "one hot": lambda x: jax.nn.one_hot(x[:, 0].astype(int), 64),
+}
+#: They compute, and XLA puts something on the way where an output will be.
+SHARING: dict[str, Callable[[Any], Any]] = {
+    "network": lambda x: jax.nn.relu(jax.nn.relu(x @ x + 1) @ x),
+    "attention": lambda x: jax.nn.dot_product_attention(*[x.reshape(1, 64, 4, 16)] * 3),
+    "softmax": lambda x: jax.nn.softmax(x @ x),
+    "layer norm": lambda x: (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5),
+    "integers": lambda x: x.astype(int) // (x.astype(int) + 1),
+    "running sum": lambda x: jnp.cumsum(x, 0),
+    "convolution": lambda x: lax.conv_general_dilated(x[None, None], jnp.ones((8, 1, 3, 3)), (1, 1), "SAME"),
 }
 OTHERS: dict[str, Callable[[Any], Any]] = {
     "sort": lambda x: jnp.sort(x),
@@ -72,6 +75,15 @@ def test_plain(name: str) -> None:
     assert is_plain(compiled(PLAIN[name]))
 
 
+@pytest.mark.parametrize("name", SHARING)
+def test_one_that_leaves_more_than_its_outputs_is_not_plain(name: str) -> None:
+    made = compiled(SHARING[name])
+    assert not is_plain(made)
+    # It is for that reason alone.
+    made.runtime_executable = compiled(PLAIN["elementwise"]).runtime_executable
+    assert is_plain(made)
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_not_plain(name: str) -> None:
     assert not is_plain(compiled(OTHERS[name]))
@@ -79,7 +91,7 @@ def test_not_plain(name: str) -> None:
 
 def test_of_a_program_from_the_cache(tmp_path: Path) -> None:
     cache = ExecutableCache(tmp_path)
-    for name, function in (("plain", PLAIN["network"]), ("other", OTHERS["sort"])):
+    for name, function in (("plain", PLAIN["half"]), ("other", OTHERS["sort"]), ("sharing", SHARING["softmax"])):
         key = cache.key((name.encode(),))
         cache.store(key, CompiledProgram(compiled(function), Placement(())))
         loaded = cache.load(key, Placement(()))
@@ -88,10 +100,11 @@ def test_of_a_program_from_the_cache(tmp_path: Path) -> None:
 
 
 class Text:
-    """A program of which only the text is there."""
+    """A plain program with another text."""
 
     def __init__(self, text: Any) -> None:
         self.text = text
+        self.runtime_executable = compiled(PLAIN["elementwise"]).runtime_executable
 
     def as_text(self) -> Any:
         if isinstance(self.text, Exception):
@@ -117,6 +130,24 @@ HEAD = "HloModule m\n\nENTRY %main (x: f32[2]) -> f32[2] {\n  %x = f32[2]{0} par
 )
 def test_every_line_is_read(line: str, plain: bool) -> None:
     assert is_plain(Text(HEAD + line + "\n}\n")) is plain
+
+
+class Statistics:
+    """Of a program's memory."""
+
+    def __init__(self, assignment: bytes | None) -> None:
+        self.serialized_buffer_assignment_proto = assignment
+
+    def get_compiled_memory_stats(self) -> Statistics:
+        return self
+
+
+@pytest.mark.parametrize("assignment", [None, b"", b"\x0a\x00", b"\x1a\x02\x38\x01", b"\xff"])
+def test_what_is_not_known_to_be_alone_is_not_plain(assignment: bytes | None) -> None:
+    program = Text(HEAD + "  ROOT %y = f32[2]{0} negate(%x)\n}\n")
+    assert is_plain(program)
+    program.runtime_executable = lambda: Statistics(assignment)
+    assert not is_plain(program)
 
 
 @pytest.mark.parametrize("text", ["", None, "HloModule m\n", NotImplementedError("no text here")])
