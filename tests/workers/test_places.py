@@ -420,13 +420,13 @@ def test_an_output_that_is_kept(lane: ALane, monkeypatch: pytest.MonkeyPatch) ->
     output_memory.attach()
     spec = jax.ShapeDtypeStruct((LARGE // 4,), np.float32)
     compiled = jax.jit(lambda _, inputs: {"y": inputs["x"] + 1}).lower({}, {"x": spec}).compile()
-    executable = Executable(Wanted(1, ((LARGE // 4,),)), SIGNATURE, compiled)
+    executable = Executable(Wanted(1, ((LARGE // 4,),)), SIGNATURE, CompiledProgram(compiled, Placement({})))
     # Pages begin at a multiple of 64.
     x = np.frombuffer(mmap.mmap(-1, LARGE), np.float32)
-    executable.compute({}, {"x": x}, {})
+    executable.compute({"x": x}, {})
     places = found(request_for(lane), {"y": LARGE})
     places.offer(request_for(lane), executable)
-    kept = np.asarray(executable.compute({}, {"x": x}, places.addresses)["y"])
+    kept = np.asarray(executable.compute({"x": x}, places.addresses)["y"])
     assert output_memory.address_of(kept) == places.addresses["y"]
     executable.check_outputs({"y": kept}, places.addresses)
     assert executable.memory_of_outputs is not None
