@@ -73,19 +73,21 @@ def _put(request: Request, chosen: dict[str, tuple[str, tuple[int, ...], Content
         for name, (datatype, shape, content) in chosen.items():
             place: RegionSlice | Inline | Slice | None
             size = _byte_size(content)
-            request.copied_byte_size += size
+            written = name in places.written
+            if not written:
+                request.copied_byte_size += size
             if name in places.in_regions:
                 place, region = places.in_regions[name]
                 if isinstance(region, CudaRegion):
                     queued.write(region, place.offset, content)
                 elif isinstance(region, SnapshotRegion):
                     _write_snapshot(region, place.offset, content)
-                elif size:
-                    request.copied_byte_size -= _write(region.view(place.offset, size), content)
+                elif size and not written:
+                    _write(region.view(place.offset, size), content)
             elif (place := places.in_arena(name)) is not None:
-                memory = places.memory(name)
-                assert memory is not None
-                request.copied_byte_size -= _write(memory, content)
+                memory = None if written else places.memory(name)
+                if memory is not None:
+                    _write(memory, content)
             else:
                 place = Inline(content if isinstance(content, bytes) else content.tobytes())
             tensors.append(Tensor(name, datatype, shape, place))
@@ -247,14 +249,11 @@ def _write_snapshot(region: SnapshotRegion, offset: int, content: Content) -> No
         region.write(offset, np.ascontiguousarray(content).reshape(-1).view(np.uint8).data)
 
 
-def _write(view: memoryview, content: Content) -> int:
-    """The one copy on the way out. Returns how many bytes needed none, because the program has written them there."""
+def _write(view: memoryview, content: Content) -> None:
+    """The one copy on the way out."""
     if isinstance(content, bytes):
         view[:] = content
     elif isinstance(content, DeviceArray):
         content.copy_into(address_of(view))
     elif content.nbytes:
-        if address_of(content) == address_of(view) and content.flags.c_contiguous:
-            return content.nbytes
         large_copy.copy(view, content)
-    return 0

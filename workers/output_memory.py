@@ -97,9 +97,9 @@ def watched(call: Callable[[], dict[str, Any]], names: Iterable[str]) -> tuple[d
     return made, OutputMemory({name: np.asarray(made[name]) for name in names}, allocations)
 
 
-def given_up(view: memoryview) -> bool:
+def given_up(address: int, view: memoryview) -> bool:
     """Whether no array lies any more where one was made to. False: somebody keeps one, so the memory is never unmapped."""
-    if not _output_memory.held(address_of(view)):
+    if not _output_memory.held(address):
         return True
     _log.warning("an output of %d bytes is kept beyond its answer: its memory stays mapped", len(view))
     _kept.append(view)

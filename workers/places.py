@@ -7,7 +7,7 @@ the rest           one lease in the lane's response arena, each tensor at a mult
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from shm.arena import Lease, LeaseKey
@@ -38,7 +38,7 @@ _Range = tuple[tuple[int, int], int, int]
 class Places:
     """Belongs to one request; made by ``find``."""
 
-    __slots__ = ("_offsets", "in_regions", "lease", "offered", "sizes")
+    __slots__ = ("_offsets", "addresses", "in_regions", "lease", "offered", "sizes", "written")
 
     def __init__(
         self,
@@ -56,6 +56,10 @@ class Places:
         self.lease = lease
         #: Output -> the memory that the program may write to by itself.
         self.offered: dict[str, memoryview] = {}
+        #: Output -> where that begins.
+        self.addresses: dict[str, int] = {}
+        #: The outputs it has written there.
+        self.written: Collection[str] = ()
 
     @classmethod
     def find(cls, request: Request, sizes: Mapping[str, int], inline_byte_size: int) -> Places | None:
@@ -108,7 +112,8 @@ class Places:
         used = self._ranges(request) if self.in_regions else []
         for name, size in self.sizes.items():
             memory = self.memory(name) if name in outputs.offerable and size >= _WORTH_OFFERING else None
-            if memory is None or address_of(memory) % ALIGNMENT:
+            address = 0 if memory is None else address_of(memory)
+            if memory is None or address % ALIGNMENT:
                 continue
             if name in self.in_regions:
                 place, region = self.in_regions[name]
@@ -117,11 +122,7 @@ class Places:
                 if not executable.plain or _overlapping(_range(region, place.offset, size), used) > 1:
                     continue
             self.offered[name] = memory
-
-    @property
-    def addresses(self) -> dict[str, int]:
-        """Where the program may write outputs by itself."""
-        return {name: address_of(memory) for name, memory in self.offered.items()}
+            self.addresses[name] = address
 
     def _ranges(self, request: Request) -> list[_Range]:
         """What of regions that are not a GPU's the request reads, and writes."""
@@ -144,7 +145,7 @@ class Places:
     def close(self) -> bool:
         """The answer is announced, or there is none. False: somebody keeps an output that the program wrote to its place."""
         self.release()
-        free = [output_memory.given_up(memory) for memory in self.offered.values()]
+        free = [output_memory.given_up(self.addresses[name], memory) for name, memory in self.offered.items()]
         self.offered.clear()
         return all(free)
 

@@ -143,10 +143,12 @@ class Executable:
             return learned.run(functools.partial(self.call, arguments), addresses)
         return self.call(arguments)
 
-    def check_outputs(self, outputs: Mapping[str, Array], addresses: Mapping[str, int]) -> None:
-        """After a run with such addresses: where outputs lie elsewhere, the next run learns anew how they are allocated."""
-        if any(address_of(outputs[name]) != address for name, address in addresses.items()):
+    def written(self, outputs: Mapping[str, Array], addresses: Mapping[str, int]) -> list[str]:
+        """Of a run with such addresses: the outputs that lie there. Unless all do, the next run learns how they are allocated."""
+        found = [name for name, address in addresses.items() if address_of(outputs[name]) == address]
+        if len(found) < len(addresses):
             self.memory_of_outputs = None
+        return found
 
     def keep_outputs(self) -> None:
         """Its outputs are only ever copied from now on: somebody did not give one up."""

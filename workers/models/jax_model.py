@@ -139,12 +139,12 @@ class JaxModel:
             return
         arguments, execution.copied_byte_size = executable.gather(requests)
         execution.gathered_ns = time.monotonic_ns()
-        addresses = {} if execution.places is None else execution.places.addresses
-        made = executable.compute(arguments, addresses)
+        places = execution.places
+        made = executable.compute(arguments, {} if places is None else places.addresses)
         # All of them are waited for: only then has the program read its last input.
         outputs = self._outputs(made)
-        if addresses:
-            executable.check_outputs(outputs, addresses)
+        if places is not None:
+            places.written = executable.written(outputs, places.addresses)
         execution.computed_ns = time.monotonic_ns()
         rows = executable.wanted.rows
         execution.computed(
