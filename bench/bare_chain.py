@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import importlib.util
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -28,6 +26,9 @@ from typing import Any
 
 import numpy as np
 import uvloop
+
+from workers.device import DeviceName
+from workers.models.model_code import import_model
 
 _MODELS = Path(__file__).parent / "models"
 #: Of each model: the shapes of one request's inputs, and the elements of its outputs.
@@ -44,16 +45,12 @@ class Function:
     """The jitted function over several requests at once, each ``input_byte_size`` bytes in and ``output_byte_size`` out."""
 
     def __init__(self, model: str) -> None:
-        os.environ["JAX_PLATFORMS"] = "cpu"
+        name = DeviceName("cpu", 0)
+        name.prepare_environment()
         import jax
 
-        jax.config.update("jax_cpu_enable_async_dispatch", False)
-        specification = importlib.util.spec_from_file_location(model, _MODELS / model / "1" / "model.py")
-        assert specification is not None
-        assert specification.loader is not None
-        module = importlib.util.module_from_spec(specification)
-        specification.loader.exec_module(module)
-        apply, self._parameters = module.create(_MODELS / model, {}, jax.devices()[0])
+        module = import_model(_MODELS / model / "1" / "model.py", f"bench_{model}")
+        apply, self._parameters = module.create(_MODELS / model, {}, name.open())
         shapes = _INPUTS[model]
         self._outputs = list(_OUTPUTS[model])
         self.input_byte_size = sum(4 * int(np.prod(shape)) for shape in shapes.values())

@@ -8,16 +8,18 @@ The processor time is the whole process's, so that what XLA's threads spend wait
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import statistics
 import time
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from workers.device import DeviceName
+from workers.models.model_code import import_model
+
+if TYPE_CHECKING:
+    from workers.models.placement import Placement
 
 _MODEL = Path(__file__).parent / "models" / "mlp" / "1" / "model.py"
 _RUNS = 100
@@ -31,23 +33,17 @@ class Spent(NamedTuple):
 
 
 class Program:
-    """The network for so many rows on one device."""
+    """The network for so many rows, as a worker compiles it for a place."""
 
-    def __init__(self, apply: Any, parameters: Any, rows: int, device: Any) -> None:
+    def __init__(self, apply: Any, placement: Placement, rows: int) -> None:
         import jax
 
-        from workers.single_thread import share
-
-        self._parameters = share(parameters, device)
+        self._parameters = placement.parameters
         self._inputs = {"x": np.ones((rows, 784), np.float32)}
-        where = jax.sharding.SingleDeviceSharding(device)
-        given = jax.tree.map(
-            lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where),
-            (parameters, self._inputs),
-        )
-        lowered = jax.jit(apply).lower(*given)
+        inputs = {"x": placement.spec((rows, 784), np.dtype(np.float32))}
+        lowered = jax.jit(apply).lower(placement.parameter_specs, inputs)
         self.flops = lowered.cost_analysis()["flops"]
-        self._compiled = lowered.compile()
+        self._compiled = placement.compile(lowered)
 
     def measure(self) -> Spent:
         """The median by the clock and the mean of processor time, of a hundred runs."""
@@ -61,15 +57,6 @@ class Program:
         return Spent(statistics.median(spans) * 1e6, processor / _RUNS * 1e6)
 
 
-def _model() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("mlp", _MODEL)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
 def main() -> None:
     """Prints a line for each bucket."""
     parser = argparse.ArgumentParser(prog="bench.threads", description=__doc__.splitlines()[0])
@@ -78,17 +65,19 @@ def main() -> None:
     name = DeviceName("cpu", 0)
     name.prepare_environment()
     from workers.device_cpu import thread_count
-    from workers.single_thread import SingleThreadDevice
+    from workers.models.placement import Placement
+    from workers.single_thread import SingleThreadDevice, share
 
     usual, single = name.open(), SingleThreadDevice(0).open()
     if single is None:
         raise SystemExit("this jax has no second CPU client")
-    model = _model()
+    model = import_model(_MODEL, "bench_mlp")
     apply, parameters = model.create(_MODEL.parent, {}, usual)
+    placements = (Placement(parameters), Placement(share(parameters, single), single))
     print(f"{'':12}   {thread_count()} threads, us       one thread, us")
     print(f"{'rows':>4} {'Mflops':>7}   {'clock':>7} {'processor':>9}   {'clock':>7} {'processor':>9}")
     for rows in model.batch_buckets:
-        programs = [Program(apply, parameters, rows, device) for device in (usual, single)]
+        programs = [Program(apply, placement, rows) for placement in placements]
         for program in programs:
             program.measure()
         spent: list[list[Spent]] = [[], []]

@@ -144,8 +144,9 @@ class Region:
         self.name = name
         self.key = key
         self.fd = fd
+        found = os.fstat(fd)
         #: Which object it is, whatever names it has: two regions can be of the same memory.
-        self.file = ((found := os.fstat(fd)).st_dev, found.st_ino)
+        self.file = (found.st_dev, found.st_ino)
         self.offset = offset
         self.byte_size = byte_size
         #: Requests that use the region now.

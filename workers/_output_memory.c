@@ -249,7 +249,7 @@ static PyObject *held(PyObject *module, PyObject *address) {
 }
 
 static PyMethodDef methods[] = {
-    {"attach", attach, METH_O, "Leads the libraries below a folder here. False: not all of it could be done, or they import no such functions."},
+    {"attach", attach, METH_O, "Leads the libraries below a folder here. False: they import no such functions, or it failed."},
     {"watch", watch, METH_NOARGS, "Begins to note this thread's allocations."},
     {"watched", watched, METH_NOARGS, "Ends that; the first of them, in order: byte size and address."},
     {"offer", offer, METH_VARARGS, "Memory for this thread's allocation of that size after so many others of it."},

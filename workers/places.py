@@ -18,14 +18,13 @@ from shm.messages import RegionSlice, Slice
 from shm.regions import Region, check_range
 from shm.snapshot_region import SnapshotRegion
 from workers import output_memory
+from workers.models.gather_buffer import ALIGNMENT
 from workers.region_table import AnyRegion
 from workers.request import Request
 
 if TYPE_CHECKING:
     from workers.models.executables import Executable
 
-#: Every tensor in an arena starts at a multiple of it, and XLA writes to nothing that does not.
-ALIGNMENT = 64
 #: All inline tensors of an answer together, in units of the limit for one: more would burst the datagram.
 _INLINE_TENSORS = 8
 #: An output of fewer bytes is copied sooner than it is arranged that it need not be.
@@ -109,9 +108,9 @@ class Places:
         outputs = executable.memory_of_outputs
         if outputs is None:
             return
-        used = self._ranges(request) if self.in_regions else []
+        used, offerable = self._ranges(request) if self.in_regions else [], outputs.offerable
         for name, size in self.sizes.items():
-            memory = self.memory(name) if name in outputs.offerable and size >= _WORTH_OFFERING else None
+            memory = self.memory(name) if name in offerable and size >= _WORTH_OFFERING else None
             address = 0 if memory is None else address_of(memory)
             if memory is None or address % ALIGNMENT:
                 continue

@@ -26,10 +26,11 @@ from tests.workers.requests import request_of
 from tests.workers.worker_loop import DEVICE
 from workers import output_memory
 from workers.models.executables import Executable, Wanted
+from workers.models.gather_buffer import ALIGNMENT
 from workers.models.placement import CompiledProgram, Placement
 from workers.models.signature import Signature, signature
 from workers.output_memory import OutputMemory
-from workers.places import ALIGNMENT, Places
+from workers.places import Places
 from workers.region_table import AnyRegion
 from workers.request import Request
 

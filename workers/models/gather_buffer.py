@@ -14,7 +14,7 @@ from shm.arrays import Array
 from workers.region_tensor import LateTensor
 from workers.request import Request
 
-#: What XLA:CPU needs to use an argument in place.
+#: What XLA:CPU needs to use an argument in place, or to write an output there.
 ALIGNMENT = 64
 
 

@@ -30,8 +30,6 @@ _PLAIN = frozenset(
 )
 #: A name, the type of its result, what it does. Every indented line is one.
 _INSTRUCTION = re.compile(r" +(?:ROOT )?%?[\w.\-]+ = .*? ([a-z][a-z0-9\-]*)\(")
-
-
 #: Fields of XLA's BufferAssignmentProto and BufferAllocationProto (xla/service/hlo.proto).
 _ALLOCATIONS, _LIVE_OUT, _ASSIGNED = 3, 7, 9
 
