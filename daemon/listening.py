@@ -6,6 +6,7 @@ They outlive every front, so connections made while a front is replaced wait in 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import socket
 import stat
@@ -29,6 +30,8 @@ class Listener:
         #: As clients are told; None once closed.
         self.url: str | None = f"unix:{path}" if path else url(sock, protocol)
         self.is_tcp = not path
+        if self.is_tcp:
+            _never_pace(sock)
         # Of our making: where it is replaced meanwhile, another process owns the name now.
         self._path = path
         self._inode = os.stat(path).st_ino if path else 0
@@ -128,6 +131,18 @@ def inherited(environment: Mapping[str, str]) -> socket.socket | None:
     sock.setblocking(False)
     os.set_inheritable(sock.fileno(), False)
     return sock
+
+
+def _never_pace(sock: socket.socket) -> None:
+    """Connections of this host's own programs never wait for a clock: nothing between them can be congested.
+
+    Where the host's congestion control is one that paces (bbr), each 64 KiB of a large answer would wait for a timer. Reno paces
+    nothing, is in every kernel, and any process may choose it. Connections inherit it; once they are made it is too late.
+    """
+    host = sock.getsockname()[0]
+    if ipaddress.ip_address(host).is_loopback:
+        with contextlib.suppress(OSError):  # they are slower then, and nothing else
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 
 
 def url(sock: socket.socket, protocol: str = "http") -> str:

@@ -28,6 +28,21 @@ def test_listen_and_url() -> None:
     assert listener.url is None
 
 
+@pytest.mark.parametrize(("address", "paced"), [("127.0.0.1", False), ("::1", False), ("0.0.0.0", True)])
+def test_programs_of_this_host_are_never_paced(address: str, paced: bool) -> None:
+    """Whoever comes from elsewhere gets what the host's operator chose."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as other:
+        chosen = other.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+    with contextlib.closing(listening.listen(address, 0, "http")) as listener:
+        with socket.create_connection(listener.socket.getsockname()[:2]):
+            listener.socket.setblocking(True)
+            connection, _ = listener.socket.accept()
+        with connection:
+            control = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+    assert control.rstrip(b"\0") == (chosen.rstrip(b"\0") if paced else b"reno")
+
+
 def test_a_unix_socket(tmp_path: Path) -> None:
     path = tmp_path / "s"
     listener = listening.listen(f"unix:{path}", 0, "http", "0600")
