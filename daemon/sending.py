@@ -37,6 +37,8 @@ class Sending:
         record, form, in_flight = pending.record, pending.form, worker.in_flight
         pending.worker = worker
         in_flight[record.request_id] = pending
+        if pending.leases and form is not None:
+            worker.lane.announce(pending.leases)
         if len(in_flight) > 1 or worker.writing:
             if form is None:
                 worker.lane.submit(record)  # type: ignore[arg-type]

@@ -273,6 +273,8 @@ class Submitter:
                 self._complete(worker, template)
                 continue
             pending = in_flight.pop(own.request_id, None)
+            if own.lease is not None and (pending is None or pending.cancelled):
+                self.release(worker.lane, own.lease)
             if pending is None:
                 continue
             del self._pending[own.request_id]

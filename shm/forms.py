@@ -2,13 +2,14 @@
 
     submitter                                                          worker
     RequestForm 7: model, names, datatypes, shapes, regions   ──▶      what was found when the first one was validated
-    FormSubmit 7: id, bytes   FormSubmit 7: id, bytes   ...   ──▶
+    FormSubmit 7: id, bytes   FormSubmit 7: id, slice   ...   ──▶
                                                        ◀──      AnswerForm 3: names, datatypes, shapes, regions
                                                        ◀──      FormCompletion 3: id, bytes   ...
 
-A client asks the same again and again, with other tensors. Whoever sends numbers its forms, and after ``MAX_FORMS`` begins again
-at 0; a lane is told a form whenever its number last stood for another one. Records are read in the order in which they were sent,
-so a number means what was said of it last.
+A client asks the same again and again, with other tensors. Those that lie in no region are in the record or, if they are large,
+in an arena, and the record says where; in a template ``Inline(b"")`` stands for each. Whoever sends numbers its forms, and after
+``MAX_FORMS`` begins again at 0; a lane is told a form whenever its number last stood for another one. Records are read in the
+order in which they were sent, so a number means what was said of it last.
 """
 
 from __future__ import annotations
@@ -20,7 +21,19 @@ import msgspec
 
 from shm.channel import Channel
 from shm.errors import InvalidArgument
-from shm.messages import Completion, FormCompletion, FormSubmit, Inline, Record, Slice, Submit, Tensor, encoder
+from shm.messages import (
+    Completion,
+    Content,
+    FormCompletion,
+    FormSubmit,
+    Inline,
+    Record,
+    RegionSlice,
+    Slice,
+    Submit,
+    Tensor,
+    encoder,
+)
 
 #: Forms of one sender that have a number at the same time.
 MAX_FORMS = 1024
@@ -118,7 +131,7 @@ def request_template(submit: Submit) -> Submit:
 
 def answer_template(completion: Completion) -> Completion:
     """What an answer has in common with others of its kind."""
-    return msgspec.structs.replace(completion, request_id=0, outputs=_emptied(completion.outputs))
+    return msgspec.structs.replace(completion, request_id=0, outputs=_emptied(completion.outputs), lease=None)
 
 
 def whole_request(template: Submit, record: FormSubmit) -> Submit:
@@ -136,39 +149,50 @@ def whole_request(template: Submit, record: FormSubmit) -> Submit:
 def whole_answer(template: Completion, record: FormCompletion) -> Completion:
     """An answer of a form, as if it had been sent whole. Raises InvalidArgument: it has too many tensors, or too few."""
     return msgspec.structs.replace(
-        template, request_id=record.request_id, outputs=_filled(template.outputs, record.contents)
+        template,
+        request_id=record.request_id,
+        outputs=_filled(template.outputs, record.contents),
+        lease=record.lease,
     )
 
 
 def no_view(place: Slice) -> memoryview:
-    """The view of answers of a form: none of them has a lease."""
+    """The view of answers without a lease."""
     raise AssertionError(f"{place} in an answer without a lease")
 
 
-def inline_count(tensors: tuple[Tensor, ...]) -> int:
-    """How many of them are in the record."""
+def own_contents(tensors: tuple[Tensor, ...]) -> tuple[Content, ...]:
+    """What a record of their form says of them."""
+    places = [tensor.place for tensor in tensors]
+    return tuple(
+        [place.content if type(place) is Inline else place for place in places if type(place) is not RegionSlice]  # type: ignore[misc]
+    )
+
+
+def own_count(tensors: tuple[Tensor, ...]) -> int:
+    """How many of a template's tensors a record has of its own."""
     return sum([type(tensor.place) is Inline for tensor in tensors])
 
 
 def _emptied(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(
         [
-            Tensor(tensor.name, tensor.datatype, tensor.shape, _EMPTY) if type(tensor.place) is Inline else tensor
+            tensor if type(tensor.place) is RegionSlice else Tensor(tensor.name, tensor.datatype, tensor.shape, _EMPTY)
             for tensor in tensors
         ]
     )
 
 
-def _filled(tensors: tuple[Tensor, ...], contents: tuple[bytes, ...]) -> tuple[Tensor, ...]:
-    inline = inline_count(tensors)
-    if inline != len(contents):
-        raise InvalidArgument(f"{len(contents)} tensors came in a record whose form has {inline} there")
+def _filled(tensors: tuple[Tensor, ...], contents: tuple[Content, ...]) -> tuple[Tensor, ...]:
+    own = own_count(tensors)
+    if own != len(contents):
+        raise InvalidArgument(f"{len(contents)} tensors came in a record whose form has {own} there")
     rest = iter(contents)
-    return tuple(
-        [
-            Tensor(tensor.name, tensor.datatype, tensor.shape, Inline(next(rest)))
-            if type(tensor.place) is Inline
-            else tensor
-            for tensor in tensors
-        ]
-    )
+    filled: list[Tensor] = []
+    for tensor in tensors:
+        if type(tensor.place) is Inline:
+            content = next(rest)
+            place = content if type(content) is Slice else Inline(content)  # type: ignore[arg-type]
+            tensor = Tensor(tensor.name, tensor.datatype, tensor.shape, place)
+        filled.append(tensor)
+    return tuple(filled)

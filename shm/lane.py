@@ -21,7 +21,7 @@ from typing import Any
 from shm.arena import Arena, ArenaMap, Lease, LeaseKey, OnSegment
 from shm.channel import Channel
 from shm.errors import InvalidArgument
-from shm.forms import Form, Forms, HeardForms, SaidForms, inline_count
+from shm.forms import Form, Forms, HeardForms, SaidForms, own_count
 from shm.messages import (
     AnswerForm,
     Cancel,
@@ -78,7 +78,7 @@ class SubmitterLane:
         self._responses = ArenaMap()
         self._releases: list[LeaseKey] = []
         self._said: SaidForms[Submit] = SaidForms(self._channel, RequestForm)
-        #: With the number of tensors in each answer's record.
+        #: With the number of tensors that each answer's record has of its own.
         self._heard: HeardForms[tuple[Completion, int]] = HeardForms()
 
     def fileno(self) -> int:
@@ -96,8 +96,13 @@ class SubmitterLane:
                 self._announcer.announce(tensor.place.segment)
         self._channel.put(record)
 
+    def announce(self, leases: Iterable[Lease]) -> None:
+        """Before a request of a form: its inputs lie there."""
+        for lease in leases:
+            self._announcer.announce(lease.place.segment)
+
     def submit_formed(self, form: Form[Submit], record: FormSubmit) -> None:
-        """Queues a request of a form, whose inputs are in the record or in regions."""
+        """Queues a request of a form, whose inputs are in place."""
         if form not in self._said:
             self._said.say(form)
         self._channel.put(record)
@@ -144,16 +149,16 @@ class SubmitterLane:
         for record in records:
             if type(record) is FormCompletion:
                 # Looked up now: behind it the number may stand for another form.
-                template, inline = heard[record.form]
-                if len(record.contents) != inline:
+                template, own = heard[record.form]
+                if len(record.contents) != own:
                     raise InvalidArgument(
-                        f"{len(record.contents)} tensors came in an answer whose form has {inline} there"
+                        f"{len(record.contents)} tensors came in an answer whose form has {own} there"
                     )
                 completions.append((template, record))
             elif type(record) is Completion:
                 completions.append((record, None))
             elif type(record) is AnswerForm:
-                heard.learn(record.number, (record.completion, inline_count(record.completion.outputs)))
+                heard.learn(record.number, (record.completion, own_count(record.completion.outputs)))
             else:
                 _apply_segment(record, [], self._responses)
         return completions
@@ -247,6 +252,8 @@ class WorkerLane:
 
     def complete_formed(self, form: Form[Completion], record: FormCompletion) -> None:
         """Queues an answer of a form: its outputs are in the record, or in place."""
+        if record.lease is not None:
+            self._announcer.announce(record.lease[0])
         self._said.say(form)
         self._channel.put(record)
 

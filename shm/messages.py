@@ -60,6 +60,8 @@ class Inline(Record, frozen=True, tag="i"):
 
 
 Place = Slice | RegionSlice | Inline
+#: What a request or an answer of a form has of its own of a tensor.
+Content = bytes | Slice
 
 
 class Tensor(Record, frozen=True, tag="t"):
@@ -175,7 +177,7 @@ class Completion(Record, frozen=True, tag="C"):
 class RequestForm(Record, frozen=True, tag="Q+"):
     """What requests of one kind have in common (``shm.forms``); from now on the number stands for it.
 
-    ``submit`` is one of them without what each has of its own: its id and its client's, its moments, the tensors in its record.
+    ``submit`` is one of them without what each has of its own: its id and its client's, its moments, the tensors in no region.
     """
 
     number: int
@@ -187,15 +189,15 @@ class FormSubmit(Record, frozen=True, tag="q"):
 
     request_id: int
     form: int
-    #: Of the inputs that travel in the record, in their order.
-    contents: tuple[bytes, ...]
+    #: Of the inputs that lie in no region, in their order: their bytes, or where those are.
+    contents: tuple[Content, ...]
     client_id: str = ""
     deadline_ns: int = 0
     received_ns: int = 0
 
 
 class AnswerForm(Record, frozen=True, tag="C+"):
-    """What answers of one kind have in common; ``completion`` is one of them without its id and the tensors in its record."""
+    """What answers of one kind have in common; ``completion`` is one of them without its id and the tensors in no region."""
 
     number: int
     completion: Completion
@@ -206,8 +208,10 @@ class FormCompletion(Record, frozen=True, tag="c"):
 
     request_id: int
     form: int
-    #: Of the outputs that travel in the record, in their order.
-    contents: tuple[bytes, ...]
+    #: Of the outputs that lie in no region, in their order: their bytes, or where those are.
+    contents: tuple[Content, ...]
+    #: As in Completion.
+    lease: tuple[int, int, int] | None = None
 
 
 ToWorker = SegmentOpened | SegmentClosed | Submit | RequestForm | FormSubmit | Release | Cancel

@@ -18,7 +18,8 @@ from collections.abc import Mapping
 from config.options import Arenas
 from shm.arrays import Array
 from shm.errors import Cancelled, Internal, ServingError, Unavailable
-from shm.forms import answer_template
+from shm.forms import answer_template, own_contents
+from shm.messages import Completion, FormCompletion
 from workers.answers import complete, complete_planned, complete_small, failure, plan_answer
 from workers.models.batch_outputs import BatchOutputs
 from workers.models.executables import Executable
@@ -173,7 +174,11 @@ class Outbox:
         if completion is None:
             return _Placing.FULL
         version.statistics.copied(request.copied_byte_size)
-        request.submitter.answer(completion if request.timeline is None else request.timeline.attach(completion))
+        form = request.form
+        if form is not None and completion.lease is not None and form.familiar is version.familiar:
+            _answer_formed(request.submitter, completion)
+        else:
+            request.submitter.answer(completion if request.timeline is None else request.timeline.attach(completion))
         self.end(request)
         return None
 
@@ -238,6 +243,14 @@ class Outbox:
 
     def __repr__(self) -> str:
         return f"<Outbox {len(self._blocked)} submitters blocked>"
+
+
+def _answer_formed(submitter: Submitter, completion: Completion) -> None:
+    """Queues a large answer as one of its form."""
+    kind = submitter.lane.answer_form(answer_template(completion))
+    contents = own_contents(completion.outputs)
+    submitter.lane.complete_formed(kind, FormCompletion(completion.request_id, kind.number, contents, completion.lease))
+    submitter.unflushed = True
 
 
 def _reason(error: ServingError, result: Result) -> Failure:

@@ -153,7 +153,10 @@ def _formed(
         if not form.elsewhere or record.contents:
             submit = whole_request(submit, record)
         return _familiar(submit, submitter, known, regions, leased)
-    contents = record.contents
+    contents: list[bytes | memoryview] = [
+        content if type(content) is bytes else submitter.lane.view(content)  # type: ignore[arg-type]
+        for content in record.contents
+    ]
     # Of other sizes, or another number of them: the long way says what is wrong.
     return dict(zip(form.names, contents, strict=True)) if [*map(len, contents)] == form.sizes else None
 

@@ -99,7 +99,10 @@ class KnownAsked(Pending):
         self.call.completed(self, completion, lane)
 
     def formed(self, template: Completion, own: FormCompletion) -> None:
-        self.call.formed(self, template, own)
+        if own.lease is None:
+            self.call.formed(self, template, own)
+        else:
+            Pending.formed(self, template, own)
 
     def cancel(self, submitter: Submitter) -> None:
         """Nobody waits for it any more."""

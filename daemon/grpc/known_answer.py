@@ -11,7 +11,7 @@ from __future__ import annotations
 from daemon.grpc import frames, header_blocks, response_codec
 from daemon.grpc.reply import PREFIX
 from shm.forms import no_view
-from shm.messages import Completion, FormCompletion, Inline
+from shm.messages import Completion, Content, FormCompletion, Inline
 
 #: Where the number of a stream begins in a frame's head.
 _NUMBER_AT = 5
@@ -26,7 +26,7 @@ class KnownAnswer:
         self, template: Completion, answer: FormCompletion, model: str, client_id: bytes, streamed: bool
     ) -> None:
         self._template = template
-        self._sizes = [*map(len, answer.contents)]
+        self._sizes = [*map(len, answer.contents)]  # type: ignore[arg-type]
         message, size = _message(template, self._sizes, model, client_id, True if streamed else None)
         if streamed:
             begin = b"\x12" + response_codec.varint(size)
@@ -46,15 +46,15 @@ class KnownAnswer:
                 )
             )
 
-    def fits(self, template: Completion, contents: tuple[bytes, ...]) -> bool:
+    def fits(self, template: Completion, contents: tuple[Content, ...]) -> bool:
         """Whether an answer of that form with those tensors is one of these."""
-        return template is self._template and [*map(len, contents)] == self._sizes
+        return template is self._template and [*map(len, contents)] == self._sizes  # type: ignore[arg-type]
 
-    def streamed(self, number: bytes, client_id: bytes, contents: tuple[bytes, ...]) -> bytes:
+    def streamed(self, number: bytes, client_id: bytes, contents: tuple[Content, ...]) -> bytes:
         """An answer of a stream of that number."""
         return self._pattern % (number, client_id, *contents)
 
-    def unary(self, number: bytes, client_id: bytes, contents: tuple[bytes, ...]) -> bytes:
+    def unary(self, number: bytes, client_id: bytes, contents: tuple[Content, ...]) -> bytes:
         """The whole answer of a unary call."""
         return self._pattern % (number, number, client_id, *contents, number)
 

@@ -151,7 +151,7 @@ class StreamInfer(Call):
         known = layout.streamed
         if known is None or not known.fits(template, contents):
             known = layout.streamed = KnownAnswer(template, answer, asked.model, asked.id, True)
-        if not self._stream.send_known(known, asked.id, contents):
+        if not self._stream.send_known(known, asked.id, contents):  # type: ignore[arg-type]
             self._send_whole(asked, whole_answer(template, answer), no_view)
         if self._waiting or self._half_closed or self._stream.held:
             self._go_on()

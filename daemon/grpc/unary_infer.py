@@ -118,7 +118,7 @@ class UnaryInfer(Call):
         known = layout.unary
         if known is None or not known.fits(template, contents):
             known = layout.unary = KnownAnswer(template, answer, asked.model, asked.id, False)
-        if not self._stream.answer_known(known, asked.id, contents):
+        if not self._stream.answer_known(known, asked.id, contents):  # type: ignore[arg-type]
             whole = whole_answer(template, answer)
             self._stream.answer(response_codec.encode(whole, asked.model, asked.client_id, no_view))
 

@@ -124,7 +124,7 @@ class Answering(Pending):
 
     def formed(self, template: Completion, own: FormCompletion) -> None:
         known = self._known
-        if known is None:
+        if known is None or own.lease is not None:
             Pending.formed(self, template, own)
             return
         answer = known.answer(template, own) if self.keep_alive else None

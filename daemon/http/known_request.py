@@ -78,9 +78,9 @@ class KnownRequest:
         """The whole answer of a connection that stays; None: it is not of a kind that is remembered."""
         if template is not self._answered:
             self._learn(template, own)
-        if [*map(len, own.contents)] != self._answer_sizes:
+        if [*map(len, own.contents)] != self._answer_sizes:  # type: ignore[arg-type]
             return None
-        return b"".join((self._answer, *own.contents))
+        return b"".join((self._answer, *own.contents))  # type: ignore[arg-type]
 
     def _learn(self, template: Completion, own: FormCompletion) -> None:
         decoded, self._answered, self._answer_sizes = self.decoded, template, None

@@ -24,6 +24,7 @@ from shm.forms import (
 )
 from shm.messages import (
     Completion,
+    Content,
     FormCompletion,
     FormSubmit,
     Inline,
@@ -75,12 +76,21 @@ SUBMITS = st.builds(
     trace=st.integers(0, 3),
 )
 COMPLETIONS = st.builds(
-    Completion, NUMBERS, version=NUMBERS, outputs=TENSORS, parameters=PARAMETERS, final=st.booleans()
+    Completion,
+    NUMBERS,
+    version=NUMBERS,
+    outputs=TENSORS,
+    lease=st.none() | st.tuples(NUMBERS, NUMBERS, NUMBERS),
+    parameters=PARAMETERS,
+    final=st.booleans(),
 )
 
 
-def contents_of(tensors: tuple[Tensor, ...]) -> tuple[bytes, ...]:
-    return tuple(tensor.place.content for tensor in tensors if isinstance(tensor.place, Inline))
+def contents_of(tensors: tuple[Tensor, ...]) -> tuple[Content, ...]:
+    places = [tensor.place for tensor in tensors]
+    return tuple(
+        place.content if isinstance(place, Inline) else place for place in places if not isinstance(place, RegionSlice)
+    )
 
 
 def own_of(submit: Submit, number: int = 0) -> FormSubmit:
@@ -106,7 +116,7 @@ def test_a_request_is_whole_again(submit: Submit) -> None:
 @given(COMPLETIONS)
 def test_an_answer_is_whole_again(completion: Completion) -> None:
     template = sent(answer_template(completion))
-    own = sent(FormCompletion(completion.request_id, 0, contents_of(completion.outputs)))
+    own = sent(FormCompletion(completion.request_id, 0, contents_of(completion.outputs), completion.lease))
     assert whole_answer(template, own) == completion
 
 
@@ -115,9 +125,11 @@ def test_what_is_a_request_s_own_is_not_in_its_template(submit: Submit, other: S
     """Two that differ in nothing else are of one form; and no form is of two kinds."""
     own = other.request_id, other.client_id, other.deadline_ns, other.received_ns
     tensors = tuple(
-        msgspec.structs.replace(tensor, place=Inline(tensor.place.content + b"+"))
-        if isinstance(tensor.place, Inline)
-        else tensor
+        tensor
+        if isinstance(tensor.place, RegionSlice)
+        else msgspec.structs.replace(
+            tensor, place=Inline(tensor.place.content + b"+") if isinstance(tensor.place, Inline) else Inline(b"")
+        )
         for tensor in submit.inputs
     )
     alike = msgspec.structs.replace(
@@ -146,8 +158,8 @@ def test_values_that_only_compare_equal_are_of_two_forms() -> None:
         assert repr(sent(form.template).parameters["p"]) == repr(value)
 
 
-@given(SUBMITS, st.lists(st.binary(max_size=3), max_size=5))
-def test_another_number_of_tensors_is_refused(submit: Submit, contents: list[bytes]) -> None:
+@given(SUBMITS, st.lists(st.one_of(st.binary(max_size=3), st.builds(Slice, NUMBERS, NUMBERS, NUMBERS)), max_size=5))
+def test_another_number_of_tensors_is_refused(submit: Submit, contents: list[Content]) -> None:
     template, wanted = request_template(submit), len(contents_of(submit.inputs))
     completion = Completion(1, outputs=submit.inputs)
     if len(contents) == wanted:

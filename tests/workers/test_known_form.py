@@ -15,13 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shm.errors import InvalidArgument, NotFound, ServingError
-from shm.forms import Forms, request_template, whole_request
+from shm.forms import Forms, own_contents, request_template, whole_request
 from shm.messages import (
+    Content,
     FormSubmit,
     Inline,
     RegionSlice,
     RegisterSystemRegion,
     RequestedOutput,
+    Slice,
     Submit,
     Tensor,
 )
@@ -35,6 +37,7 @@ from workers.validation import validate, validate_formed
 
 __all__ = ["regions", "submitter"]  # fixtures
 
+slices = st.builds(Slice, st.integers(-1, 1), st.integers(-1, 40), st.integers(-1, 40))
 X = Tensor("x", "FP32", (2, 2), Inline(np.arange(4, dtype=np.float32).tobytes()))
 OTHER = Tensor("x", "FP32", (2, 2), Inline(np.arange(4, 8, dtype=np.float32).tobytes()))
 WORDS = Tensor("w", "BYTES", (2, 1), Inline(b"\x01\0\0\0a\x02\0\0\0bc"))
@@ -50,7 +53,7 @@ def form_of(submit: Submit) -> KnownForm:
 
 
 def record_of(submit: Submit) -> FormSubmit:
-    contents = tuple(tensor.place.content for tensor in submit.inputs if isinstance(tensor.place, Inline))
+    contents = own_contents(submit.inputs)
     return FormSubmit(submit.request_id, 0, contents, submit.client_id, submit.deadline_ns, submit.received_ns)
 
 
@@ -146,7 +149,7 @@ def test_each_has_its_own_tensors(submitter: Submitter, regions: RegionTable) ->
     version=st.sampled_from([BATCHED, FREE]),
     inputs=st.lists(tensors, max_size=4),
     wanted=st.lists(outputs, max_size=3),
-    contents=st.lists(st.binary(max_size=20), max_size=4),
+    contents=st.lists(st.one_of(st.binary(max_size=20), slices), max_size=4),
 )
 def test_an_enemy_gets_what_it_would_get_whole(
     submitter: Submitter,
@@ -154,7 +157,7 @@ def test_an_enemy_gets_what_it_would_get_whole(
     version: ModelVersion,
     inputs: list[Tensor],
     wanted: list[RequestedOutput],
-    contents: list[bytes],
+    contents: list[Content],
 ) -> None:
     """The same words too; and nothing stays leased, however often it comes."""
     submit = submit_of(*inputs, outputs=tuple(wanted), client_id="me")
