@@ -20,9 +20,11 @@
 #include <sys/epoll.h>
 #include <unistd.h>
 
-#include "_lanes.h"
+#include "_lone_runs.h"
 
 #define MAX_EVENTS 64
+/* Records of leases that are given back, in one datagram. */
+#define MAX_RELEASES 8
 /* Answers of further runs share a datagram only while so many requests wait, and for no longer than that. */
 #define MANY 4
 /* With more requests on their way there is soon something to do, and waking up is shared by them. */
@@ -72,21 +74,16 @@ static batch_t *find_batch(fast_path_t *self, PyObject *owner) {
     return NULL;
 }
 
-static PyObject *learn(fast_path_t *self, PyObject *arguments) {
-    int fd, form, series, rows;
-    unsigned long long answer_form, most_waiting;
-    PyObject *owner, *programs, *by_rows, *inputs, *outputs, *intact;
-    if (!PyArg_ParseTuple(arguments, "ii(OKpO!O!)iO!O!KO", &fd, &form, &owner, &most_waiting, &series, &PyTuple_Type, &programs,
-                          &PyTuple_Type, &by_rows, &rows, &PyTuple_Type, &inputs, &PyTuple_Type, &outputs, &answer_form, &intact))
+/* A plan without its tensors. */
+static plan_t *make_plan(fast_path_t *self, PyObject *given, int rows, unsigned long long answer_form) {
+    unsigned long long most_waiting;
+    int series;
+    PyObject *owner, *programs, *by_rows;
+    if (!PyArg_ParseTuple(given, "OKpO!O!", &owner, &most_waiting, &series, &PyTuple_Type, &programs, &PyTuple_Type, &by_rows))
         return NULL;
-    lane_t *lane = known_lane(self, fd);
-    if (lane == NULL)
-        return NULL;
-    if (form < 0 || form >= MAX_FORMS)
-        return PyErr_Format(PyExc_ValueError, "form %d, forms have numbers below %d", form, MAX_FORMS);
     plan_t *plan = PyMem_Calloc(1, sizeof(plan_t));
     if (plan == NULL)
-        return PyErr_NoMemory();
+        return (plan_t *)PyErr_NoMemory();
     plan->rows = rows;
     plan->form = answer_form;
     plan->batch = find_batch(self, owner);
@@ -94,7 +91,32 @@ static PyObject *learn(fast_path_t *self, PyObject *arguments) {
         plan->batch = make_batch(owner, most_waiting, series, programs, by_rows);
     if (plan->batch != NULL)
         plan->batch->plans++;
-    if (plan->batch == NULL || read_tensors(inputs, outputs, plan)) {
+    else
+        drop_plan(&plan);
+    return plan;
+}
+
+static PyObject *keep_plan(fast_path_t *self, int fd, int form, plan_t *plan) {
+    lane_t *lane = known_lane(self, fd);
+    if (lane != NULL && form >= 0 && form < MAX_FORMS) {
+        drop_plan(&lane->plans[form]);
+        lane->plans[form] = plan;
+        lane->forms = form < lane->forms ? lane->forms : form + 1;
+        Py_RETURN_NONE;
+    }
+    drop_plan(&plan);
+    return lane == NULL ? NULL : PyErr_Format(PyExc_ValueError, "form %d, forms have numbers below %d", form, MAX_FORMS);
+}
+
+static PyObject *learn(fast_path_t *self, PyObject *arguments) {
+    int fd, form, rows;
+    unsigned long long answer_form;
+    PyObject *batch, *inputs, *outputs, *intact;
+    if (!PyArg_ParseTuple(arguments, "iiO!iO!O!KO", &fd, &form, &PyTuple_Type, &batch, &rows, &PyTuple_Type, &inputs, &PyTuple_Type,
+                          &outputs, &answer_form, &intact))
+        return NULL;
+    plan_t *plan = make_plan(self, batch, rows, answer_form);
+    if (plan == NULL || read_tensors(inputs, outputs, plan)) {
         drop_plan(&plan);
         return NULL;
     }
@@ -102,10 +124,24 @@ static PyObject *learn(fast_path_t *self, PyObject *arguments) {
         Py_INCREF(intact);
         plan->intact = intact;
     }
-    drop_plan(&lane->plans[form]);
-    lane->plans[form] = plan;
-    lane->forms = form < lane->forms ? lane->forms : form + 1;
-    Py_RETURN_NONE;
+    return keep_plan(self, fd, form, plan);
+}
+
+static PyObject *learn_alone(fast_path_t *self, PyObject *arguments) {
+    int fd, form, rows;
+    unsigned long long answer_form;
+    PyObject *batch, *inputs, *outputs, *alone;
+    if (!PyArg_ParseTuple(arguments, "iiO!iO!O!KO", &fd, &form, &PyTuple_Type, &batch, &rows, &PyTuple_Type, &inputs, &PyTuple_Type,
+                          &outputs, &answer_form, &alone))
+        return NULL;
+    plan_t *plan = make_plan(self, batch, rows, answer_form);
+    if (plan == NULL || read_lone_tensors(inputs, outputs, plan)) {
+        drop_plan(&plan);
+        return NULL;
+    }
+    Py_INCREF(alone);
+    plan->alone = alone;
+    return keep_plan(self, fd, form, plan);
 }
 
 static PyObject *forget(fast_path_t *self, PyObject *unused) {
@@ -131,14 +167,16 @@ static PyObject *forget_form(fast_path_t *self, PyObject *arguments) {
 static PyObject *open_lane(fast_path_t *self, PyObject *arguments) {
     int fd;
     unsigned long long peer;
-    PyObject *in_flight;
-    if (!PyArg_ParseTuple(arguments, "iKO!", &fd, &peer, &PyDict_Type, &in_flight))
+    PyObject *in_flight, *take_back;
+    if (!PyArg_ParseTuple(arguments, "iKO!O", &fd, &peer, &PyDict_Type, &in_flight, &take_back))
         return NULL;
     lane_t *lane = PyMem_Calloc(1, sizeof(lane_t));
     if (lane == NULL)
         return PyErr_NoMemory();
     Py_INCREF(in_flight);
+    Py_INCREF(take_back);
     lane->in_flight = in_flight;
+    lane->take_back = take_back;
     lane->fd = fd;
     lane->peer = peer;
     lane->filled = DATAGRAM_HEAD;
@@ -151,6 +189,7 @@ static void drop_lane(lane_t *lane) {
     for (int i = 0; i < lane->forms; i++)
         drop_plan(&lane->plans[i]);
     Py_DECREF(lane->in_flight);
+    Py_DECREF(lane->take_back);
     PyMem_Free(lane);
 }
 
@@ -182,16 +221,23 @@ static int make_room(fast_path_t *self) {
     return 0;
 }
 
-/* All of a datagram's requests wait here afterwards, or, if one of them is not of a known kind, none. */
+/* All of a datagram's requests wait here afterwards, and its leases are given back; or, if one is not of a known kind, none. */
 static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *datagram, size_t size, uint64_t now) {
     reader_t reader = {datagram + 1, datagram + size};
     uint64_t records, last_id = 0;
-    size_t before = self->count;
+    size_t before = self->count, releases = 0;
+    reader_t returned[MAX_RELEASES];
     if (datagram[0] != INLINE_KIND || read_array(&reader, &records))
         return -1;
     for (uint64_t n = 0; n < records; n++) {
         form_submit_t record;
         const unsigned char *start = reader.at;
+        if (is_release(&reader)) {
+            if (releases == MAX_RELEASES || skip_release(&reader))
+                goto refused;
+            returned[releases++] = (reader_t){start, reader.at};
+            continue;
+        }
         if (read_form_submit(&reader, &record) || record.form >= MAX_FORMS)
             goto refused;
         plan_t *plan = lane->plans[record.form];
@@ -208,7 +254,7 @@ static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *d
                 request->contents[i] = (const unsigned char *)input->region;
                 continue;
             }
-            if (used >= record.count || record.sizes[used] != input->size)
+            if (used >= record.count || record.sizes[used] != input->size || (record.contents[used] == NULL && plan->alone == NULL))
                 goto refused;
             request->contents[i] = record.contents[used++];
         }
@@ -222,8 +268,12 @@ static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *d
         request->size = (size_t)(reader.at - start);
         self->count++;
     }
-    if (reader.at == reader.end)
-        return 0;
+    if (reader.at != reader.end)
+        goto refused;
+    for (size_t n = 0; n < releases; n++)
+        if (take_back(lane, returned[n].at, (size_t)(returned[n].end - returned[n].at)))
+            goto refused;
+    return 0;
 refused:
     self->count = before;
     return -1;
@@ -373,43 +423,81 @@ static void set_state(fast_path_t *self, uint64_t state, uint64_t now) {
     self->page[2] = now;
 }
 
-/* Runs the requests at the head that can share a run. 1: they are Python's affair.  -1: an error of the process. */
-static int run(fast_path_t *self) {
-    const request_t *requests = &self->waiting[self->first];
+/* Calls what runs these requests; ``moments``: see count_run. */
+static PyObject *execute(fast_path_t *self, const request_t *requests, int count, PyObject *call, PyObject *argument, uint64_t moments[4]) {
     _Atomic uint64_t *desk = self->page + self->desk;
-    int count, rows;
-    const program_t *program = choose(self, &count, &rows);
-    if (program == NULL || !has_room(requests, count))
-        return 1;
-    uint64_t began = now_ns();
-    gather(program, requests, count, rows);
     for (int n = 0; n < count; n++) {
         desk[1 + 2 * n] = requests[n].lane->peer;
         desk[2 + 2 * n] = requests[n].id;
     }
     /* Written before and cleared after, so that a batch that kills this process is known by its requests. */
     desk[0] = (uint64_t)count;
-    uint64_t gathered = now_ns();
-    set_state(self, self->executing, gathered);
-    PyObject *made = PyObject_CallNoArgs(program->run);
-    uint64_t computed = now_ns();
+    moments[1] = now_ns();
+    set_state(self, self->executing, moments[1]);
+    PyObject *made = PyObject_CallFunctionObjArgs(call, argument, NULL);
+    moments[2] = now_ns();
     desk[0] = 0;
-    set_state(self, self->idle, computed);
+    set_state(self, self->idle, moments[2]);
+    return made;
+}
+
+/* A run or its answers went wrong: 1, or an error of the process. */
+static int give_up(const request_t *requests, int count) {
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception))
+        return -1;
+    PyErr_Clear();
+    /* Whose fault it was is known of regions only. */
+    int found = 0;
+    for (int n = 0; n < count; n++)
+        found |= requests[n].plan->failed;
+    for (int n = 0; n < count && !found; n++)
+        requests[n].plan->failed = 1;
+    return 1;
+}
+
+/* Runs the large request at the head, which is run by itself. Returns as ``run``. */
+static int run_alone(fast_path_t *self) {
+    const request_t *request = &self->waiting[self->first];
+    const batch_t *batch = request->plan->batch;
+    /* Those that can share a run are gathered, by Python. */
+    int shared = self->first + 1 < self->count && request[1].plan->batch == batch && batch->most > request->plan->rows;
+    if (shared || !has_room(request, 1))
+        return 1;
+    uint64_t moments[4] = {now_ns()}, copied = 0;
+    PyObject *places = places_of(request, &copied);
+    PyObject *made = places == NULL ? NULL : execute(self, request, 1, request->plan->alone, places, moments);
+    Py_XDECREF(places);
+    int outcome = made == Py_None ? 1 : made == NULL || answer_alone(request, made) ? give_up(request, 1) : 0;
+    Py_XDECREF(made);
+    if (outcome == 0) {
+        moments[3] = now_ns();
+        count_run(request->plan->batch, request, 1, request->plan->rows, moments);
+        request->plan->batch->figures.copied += copied;
+        self->first++;
+        /* The processor is others' beside large tensors. */
+        self->together = FEW + 1;
+    }
+    return outcome;
+}
+
+/* Runs the requests at the head that can share a run. 1: they are Python's affair.  -1: an error of the process. */
+static int run(fast_path_t *self) {
+    const request_t *requests = &self->waiting[self->first];
+    if (requests->plan->alone != NULL)
+        return run_alone(self);
+    int count, rows;
+    const program_t *program = choose(self, &count, &rows);
+    if (program == NULL || !has_room(requests, count))
+        return 1;
+    uint64_t moments[4] = {now_ns()};
+    gather(program, requests, count, rows);
+    PyObject *made = execute(self, requests, count, program->run, NULL, moments);
     int wrong = made == NULL || answer(requests, count, made);
     Py_XDECREF(made);
-    if (wrong) {
-        if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception))
-            return -1;
-        PyErr_Clear();
-        /* Whose fault it was is known of regions only. */
-        int found = 0;
-        for (int n = 0; n < count; n++)
-            found |= requests[n].plan->failed;
-        for (int n = 0; n < count && !found; n++)
-            requests[n].plan->failed = 1;
-        return 1;
-    }
-    count_run(requests->plan->batch, requests, count, rows, (uint64_t[]){began, gathered, computed, now_ns()});
+    if (wrong)
+        return give_up(requests, count);
+    moments[3] = now_ns();
+    count_run(requests->plan->batch, requests, count, rows, moments);
     self->first += (size_t)count;
     return 0;
 }
@@ -437,6 +525,9 @@ static int serve(fast_path_t *self, PyObject *datagrams) {
     /* Whether a queue takes so many is not decided here. */
     int outcome = too_many(self);
     while (outcome == 0 && self->first < self->count) {
+        /* After a long run Python looks what else has come before the next one. */
+        if (self->first > 0 && self->waiting[self->first].plan->alone != NULL && now_ns() - began > RUN_ON_NS)
+            break;
         outcome = run(self);
         if (outcome == 0 && (self->count - self->first < MANY || now_ns() - began > RUN_ON_NS))
             outcome = flush_all(self);
@@ -585,10 +676,12 @@ static void destroy(fast_path_t *self) {
 }
 
 static PyMethodDef methods[] = {
-    {"open", (PyCFunction)open_lane, METH_VARARGS, "(fd, peer, in_flight): a lane; its descriptor is in the epoll."},
+    {"open", (PyCFunction)open_lane, METH_VARARGS, "(fd, peer, in_flight, take_back): a lane; its descriptor is in the epoll."},
     {"close", (PyCFunction)close_lane, METH_VARARGS, "(fd): that lane is gone."},
     {"learn", (PyCFunction)learn, METH_VARARGS,
      "(fd, form, batch, rows, inputs, outputs, answer_form, intact): requests of that form are run here."},
+    {"learn_alone", (PyCFunction)learn_alone, METH_VARARGS,
+     "(fd, form, batch, rows, inputs, outputs, answer_form, alone): the same of large ones, each of which is run by itself."},
     {"forget", (PyCFunction)forget, METH_NOARGS, "No form is run here any more."},
     {"forget_form", (PyCFunction)forget_form, METH_VARARGS, "(fd, form): that form is not run here any more."},
     {"wait", (PyCFunction)wait_for, METH_VARARGS,
