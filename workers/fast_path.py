@@ -1,6 +1,7 @@
-"""Small requests of known forms, answered outside of Python: what the loop's C part (``workers/_fast_path.c``) may do by itself.
+"""Requests of known forms, answered outside of Python: what the loop's C part (``workers/_fast_path.c``) may do by itself.
 
     answered in Python, twice ─▶ learn: where its tensors go, which programs run it, where its answer is cut from
+                                  │     a large one: what runs it where its tensors lie (``workers/lone_run.py``)
                                   ╰─ from then on ``wait`` receives, runs and answers such requests, and returns for anything else
 
 It decides nothing. What it was told holds until a table changes: models, regions, series programs, the numbers of forms. All of
