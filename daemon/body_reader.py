@@ -49,11 +49,14 @@ class BodyReader(asyncio.BufferedProtocol):
         #: The one that is arriving; None: what arrives is the connection's to understand.
         self._body: Body | None = None
         self._first = memoryview(bytearray(_FIRST_BYTE_SIZE))
+        #: Where the next bytes go.
+        self._room = self._first
         self._started = False
 
     def receive(self, body: Body) -> None:
         """What arrives next is the rest of ``body``; it is read even if nothing else were."""
         self._body = body
+        self._room = body.rest()
         if self._started:
             self._transport.resume_reading()
         else:
@@ -62,14 +65,14 @@ class BodyReader(asyncio.BufferedProtocol):
 
     def stop(self) -> None:
         """The body will not be whole."""
-        self._body = None
+        self._body, self._room = None, self._first
 
     def leave(self) -> None:
         """Gives the transport back."""
         self._exchange(self._connection)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._first if self._body is None else self._body.rest()
+        return self._room
 
     def buffer_updated(self, nbytes: int) -> None:
         body = self._body
@@ -77,8 +80,9 @@ class BodyReader(asyncio.BufferedProtocol):
             self._connection.data_received(bytes(self._first[:nbytes]))
             return
         body.advance(nbytes)
-        if not len(body.rest()):
-            self._body = None
+        self._room = body.rest()
+        if not self._room:
+            self._body, self._room = None, self._first
             self._connection.direct_body_complete()
 
     def _exchange(self, protocol: object) -> None:
@@ -88,6 +92,7 @@ class BodyReader(asyncio.BufferedProtocol):
         self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.stop()
         self._connection.connection_lost(exc)
 
     def eof_received(self) -> bool | None:

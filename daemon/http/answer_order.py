@@ -22,6 +22,7 @@ from daemon.body_reader import BodyReader
 from daemon.connection_end import ConnectionEnd
 from daemon.http.deadlines import Deadlines, Late
 from daemon.http.exchange import Exchange
+from daemon.http.known_large_request import KnownLargeRequest
 from daemon.http.known_request import KnownRequest
 from daemon.http.response_codec import CLOSE, Buffer, error_response
 from daemon.http.serving import Serving
@@ -47,6 +48,8 @@ class AnswerOrder(HttpToolsProtocol):
         self._ends_with: Exchange | RequestResponseCycle | None = None
         #: The request that came last, where it was whole and nothing came behind it: mostly the next one repeats it.
         self._repeated: KnownRequest | None = None
+        #: The same of a large one, whose body was read by ``_reader``: the next one's mostly has to be as well.
+        self._large: KnownLargeRequest | None = None
         #: Exchanges whose answers are partly in the transport's buffer.
         self._unwritten: list[Exchange] = []
         self._write_paused = False
@@ -75,6 +78,13 @@ class AnswerOrder(HttpToolsProtocol):
         super().connection_lost(exc)
         self.serving.seat.count(len(self.connections))
 
+    def _append(self, exchange: Exchange | RequestResponseCycle) -> None:
+        """Its body comes next."""
+        self._order.append(exchange)
+        self._receiving = exchange
+        if self.serving.stopping:
+            self.announce_end()
+
     # ------------------------------------------------------------------------------------------------ answers
 
     def write_answer(self, pieces: list[Buffer]) -> bool:
@@ -99,6 +109,20 @@ class AnswerOrder(HttpToolsProtocol):
         else:
             # Nothing has come since its request.
             self._times.idle_since = monotonic()
+
+    def answer_pieces(self, pieces: list[Buffer]) -> bool:
+        """The same in several, of which something has to be given back. True when nothing is left in the transport's buffer."""
+        self.transport.writelines(pieces)
+        self.server_state.total_requests += 1
+        answered = self._order.popleft()
+        if self._write_paused:
+            assert isinstance(answered, Exchange)
+            self._unwritten.append(answered)
+        if self._large is None or self.flow.read_paused:
+            self._take_turns(answered)
+        else:
+            self._times.idle_since = monotonic()
+        return not self._write_paused
 
     def answered(self) -> None:
         """The active request has its answer: the next one's turn."""
@@ -160,7 +184,7 @@ class AnswerOrder(HttpToolsProtocol):
     def _refuse(self, status: int, message: str) -> None:
         """Answers after everything that came before, then hangs up. What still arrives is thrown away."""
         self._closing = True
-        self._repeated = None
+        self._repeated = self._large = None
         self._refusal = error_response(status, message, CLOSE)
         if self._reader is not None:
             # Before the lease that it fills is given back.
@@ -184,7 +208,7 @@ class AnswerOrder(HttpToolsProtocol):
     def _hang_up(self) -> None:
         """Ends our side; the client may still be sending, and must not be reset before it has read the answer."""
         self._closing = True
-        self._repeated = None
+        self._repeated = self._large = None
         if self._ended or (self._receiving is None and not self._linger_needed()):
             self.transport.close()
             return

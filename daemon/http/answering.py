@@ -19,14 +19,13 @@ from daemon.http import response_codec
 from daemon.http.compression import Deflation
 from daemon.http.conversions import Job
 from daemon.http.decoded_request import DecodedRequest
-from daemon.http.known_request import KnownRequest
+from daemon.http.known_answer import KnownAnswer
 from daemon.http.message_head import InferHead
 from daemon.http.serving import Serving
 from daemon.pending import Pending
 from daemon.status import http_status
 from daemon.tracer import Trace
 from shm.errors import ServingError
-from shm.forms import no_view, whole_answer
 from shm.lane import SubmitterLane
 from shm.messages import Completion, FormCompletion, Slice
 
@@ -58,6 +57,9 @@ class Outlet(Protocol):
     def answer_whole(self, answer: bytes) -> None:
         """Both, for a small answer of which nothing has to be given back, of an exchange that does not end the connection."""
 
+    def answer_pieces(self, pieces: list[response_codec.Buffer]) -> bool:
+        """Both, for one of which something has. Returns as ``write_answer``."""
+
     def pause_body(self, pause: bool) -> None:
         """Stop (True) and go on (False) reading from the socket."""
 
@@ -72,7 +74,7 @@ class Answering(Pending):
     #: What the JSON said, once it is read.
     decoded: DecodedRequest | None = None
     #: Where the connection repeats its last request, and nothing is to be noted of this one.
-    _known: KnownRequest | None = None
+    _known: KnownAnswer | None = None
     phase: Phase = Phase.RECEIVING
     #: The client is.
     _gone: bool = False
@@ -124,14 +126,25 @@ class Answering(Pending):
 
     def formed(self, template: Completion, own: FormCompletion) -> None:
         known = self._known
-        if known is None or own.lease is not None:
-            Pending.formed(self, template, own)
-            return
-        answer = known.answer(template, own) if self.keep_alive else None
-        if answer is not None:
-            self._outlet.answer_whole(answer)
-        else:
-            self._encode(whole_answer(template, own), no_view)
+        if known is not None and self.keep_alive:
+            if own.lease is None:
+                answer = known.whole(template, own)
+                if answer is not None:
+                    self._outlet.answer_whole(answer)
+                    return
+            else:
+                assert self.worker is not None
+                lane = self.worker.lane
+                try:
+                    pieces = known.pieces(template, own, lane.view)
+                except ServingError:
+                    pieces = None  # the ordinary way says what is wrong
+                if pieces is not None:
+                    self._unwritten = lane, own.lease
+                    if self._outlet.answer_pieces(pieces):
+                        self.written()
+                    return
+        Pending.formed(self, template, own)
 
     def _answer_converted(self, answer: tuple[list[response_codec.Buffer], list[response_codec.Buffer]]) -> None:
         self._job = None

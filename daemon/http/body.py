@@ -77,9 +77,14 @@ class PlacedBody:
 
     def __init__(self, lease: Lease, byte_size: int, head_size: int) -> None:
         self.lease = lease
-        self._start = -head_size % ALIGNMENT
+        self._start = self.start(head_size)
         self._end = self._start + byte_size
         self.received = 0
+
+    @staticmethod
+    def start(head_size: int) -> int:
+        """Where in its lease a body with so much JSON begins."""
+        return -head_size % ALIGNMENT
 
     @staticmethod
     def lease_size(byte_size: int) -> int:

@@ -1,7 +1,7 @@
 """One inference request, on the short way past ASGI: no task, no queue, no event. This is its incoming half.
 
     head ─▶ body (reception) ─▶ decode (request_codec) ─▶ submit ─▶ completion ─▶ encode (answering) ─▶ socket
-     ╰────── known, with its JSON (known_request) ─────────▲
+     ╰────── known, with its JSON (known_text) ────────────▲
 
 Each arrow is a call from the connection's or the lane's callback. The connection (protocol.py) keeps exchanges in the order in
 which their requests came, so an answer is written only by the exchange whose turn it is.
@@ -19,6 +19,7 @@ from daemon.http.answering import Answering, Phase
 from daemon.http.body import PlacedBody
 from daemon.http.compression import BodyTooLarge
 from daemon.http.decoded_request import DecodedRequest
+from daemon.http.known_large_request import KnownLargeRequest
 from daemon.http.known_request import KnownRequest
 from daemon.http.raw_request import decode_raw
 from daemon.http.reception import Reception
@@ -37,6 +38,8 @@ class Exchange(Answering):
     #: From ``begin`` until the submitter has the tensors: each refers to the other, and requests shall leave the garbage
     #: collector nothing to do.
     _reception: Reception | None = None
+    #: Instead of it, where the body is read for a request that is probably known.
+    placed: PlacedBody | None = None
     _my_turn: bool = False
     #: Until it is sent: where tensors lie that did not come in the body's own leases.
     _leases: tuple[Lease, ...] = ()
@@ -111,6 +114,48 @@ class Exchange(Answering):
             self._answer_error(http_status(error), error.message)
         except Exception:
             self._answer_defect()
+
+    def expect(self, known: KnownLargeRequest) -> PlacedBody | None:
+        """Instead of ``begin``: it is probably the known one, whose body goes there. None: it cannot be taken so, not now."""
+        serving = self._serving
+        tracer = serving.tracer
+        try:
+            lease = serving.submitter.loan(known.lease_size)
+            if lease is None:
+                return None
+            self._leases = (lease,)
+            if known.edition != serving.table.edition or (tracer is not None and tracer.on):
+                self._admit()
+                known.admitted(serving.table.edition, serving.submitter.forms)
+        except ServingError:
+            self._give_back()
+            return None
+        self.placed = body = known.body(lease)
+        return body
+
+    def repeat_large(self, known: KnownLargeRequest) -> bool:
+        """Instead of ``complete`` and ``take_turn``. False: it was another one, and goes the ordinary way from here on."""
+        body, self.placed = self.placed, None
+        assert body is not None
+        if self._trace is None:
+            submitter = self._serving.submitter
+            record = known.record(submitter.next_id(), body.lease, monotonic_ns())
+            if record is not None:
+                self.record, self.form, self.leases = record, known.form, self._leases
+                self.phase = Phase.SUBMITTED
+                try:
+                    submitter.send(self)
+                    self._leases = ()
+                except ServingError as error:
+                    self._answer_error(http_status(error), error.message)
+                except Exception:
+                    self._answer_defect()
+                return True
+        self._known, self._leases, self._my_turn = None, (), True
+        self._reception = Reception(self._serving, self._head, self._outlet.pause_body, self._go_on)
+        self._reception.hold(body)
+        self.complete()
+        return False
 
     # ------------------------------------------------------------------------------------------------ submit
 

@@ -34,6 +34,15 @@ class KnownHead:
         """Whether the chunk is exactly one more request with this head."""
         return len(chunk) == self.request_size and chunk.startswith(self.head)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether what its requests say is all in their JSON, and their answers are written as they are.
+
+        Raw requests have no JSON: what they mean is the model's affair, and changes with it.
+        """
+        meaning = self.meaning
+        return not (meaning.coding or meaning.accepts or meaning.keep_alive_line) and meaning.json_size != 0
+
     def begins(self, chunk: bytes) -> bool:
         """Whether the chunk is this head and less than all of a small body: many clients send them one after the other."""
         return self.request is not None and len(chunk) < self.request_size and chunk.startswith(self.head)
@@ -45,15 +54,21 @@ def learn(chunk: bytes, meaning: InferHead, decoded: DecodedRequest | None, inli
     ``decoded``: what its JSON said, where it came so far.
     """
     length = meaning.content_length
+    if length is None:
+        return None
+    known = learn_head(chunk[: len(chunk) - length], meaning)
+    if known is None or decoded is None or length > COLLECT_BYTE_SIZE or not known.is_plain:
+        return known
+    start_size = len(known.head) + (length if meaning.json_size is None else meaning.json_size)
+    request = recognise(chunk[:start_size], start_size - len(known.head), meaning, decoded, inline_byte_size)
+    return KnownHead(known.head, meaning, len(chunk), request)
+
+
+def learn_head(head: bytes, meaning: InferHead) -> KnownHead | None:
+    """From the bytes before a body; None: not to be remembered."""
+    length = meaning.content_length
     if length is None or meaning.error is not None or not meaning.keep_alive:
         return None
-    head = chunk[: len(chunk) - length]
     if len(head) > _MAX_HEAD or head.find(_END) != len(head) - len(_END):
         return None
-    request: KnownRequest | None = None
-    text_size = length if meaning.json_size is None else meaning.json_size
-    # Raw requests have no JSON: what they mean is the model's affair, and changes with it.
-    plain = not (meaning.coding or meaning.accepts or meaning.keep_alive_line)
-    if decoded is not None and plain and text_size > 0 and length <= COLLECT_BYTE_SIZE:
-        request = recognise(chunk[: len(head) + text_size], text_size, meaning, decoded, inline_byte_size)
-    return KnownHead(head, meaning, len(chunk), request)
+    return KnownHead(head, meaning, len(head) + length, None)

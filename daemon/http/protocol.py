@@ -1,6 +1,7 @@
 """A connection: uvicorn's httptools protocol, with a short way for inference requests and guards for everything.
 
-This is its incoming half, from the socket to requests; ``answer_order`` is the other.
+This is its incoming half, from the socket to requests; ``large_bodies`` has those that are read past it, ``answer_order`` is the
+other half.
 
 The guards, each with a clear answer: size of the head and number of its fields (431), size of the body (413), malformed HTTP
 (400), what message_head refuses, number of connections (503), a request that does not get whole in time (408). Whoever asks
@@ -22,28 +23,25 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
 from daemon.access import Restricted
-from daemon.body_reader import BodyReader
 from daemon.http import message_head
-from daemon.http.answer_order import AnswerOrder
 from daemon.http.answering import Phase
 from daemon.http.body import PlacedBody, TextBody
 from daemon.http.exchange import Exchange
 from daemon.http.infer_route import InferRoute, InferRoutes
-from daemon.http.known_head import KnownHead, learn
+from daemon.http.known_head import KnownHead, learn, learn_head
+from daemon.http.large_bodies import DIRECT_BYTE_SIZE, LargeBodies
 from daemon.http.message_head import InferHead
 from daemon.http.serving import Serving
 from shm.errors import ServingError
 
 _log = logging.getLogger(__name__)
 
-#: A body with more to come than this is read from the socket straight into the arena.
-DIRECT_BYTE_SIZE = 64 << 10
 #: Requests a client may send ahead on one connection before the first is answered.
 _MAX_PIPELINED = 256
 _SUBMITTED = Phase.SUBMITTED
 
 
-class InferProtocol(AnswerOrder):
+class InferProtocol(LargeBodies):
     """One connection. ``serving`` and ``routes`` are set once per process, by ``protocol_for``."""
 
     routes: ClassVar[InferRoutes]
@@ -56,8 +54,6 @@ class InferProtocol(AnswerOrder):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        #: The head of the last request, where the next one may repeat it.
-        self._known: KnownHead | None = None
         #: How many messages began in the chunk being parsed, and what the head of the last of them meant.
         self._begun = 0
         self._meaning: InferHead | None = None
@@ -88,11 +84,13 @@ class InferProtocol(AnswerOrder):
         known = self._repeated
         if known is not None and len(data) == known.request_size and data.startswith(known.start) and not self._order:
             # A whole request of which only the tensors need to be looked at.
-            exchange = Exchange(self.serving, known.head, self, True, known.decoded, known, _SUBMITTED)
+            exchange = Exchange(self.serving, known.head, self, True, known.decoded, known.answer, _SUBMITTED)
             self._order.append(exchange)
             if self.serving.stopping:
                 self.announce_end()
             exchange.repeat(known, data)
+        elif self._large is not None and not self._order and self._expect(self._large, data):
+            pass
         elif not self._closing:
             self._receive(data)
 
@@ -109,7 +107,7 @@ class InferProtocol(AnswerOrder):
                 self._times.body_since = self._times.body_since or time.monotonic()
                 return
         self._begun = 0
-        self._known = self._repeated = None
+        self._known = self._repeated = self._large = None
         if self._receiving is None:
             self._head_size += len(data)
             if not self._times.head_since:
@@ -126,17 +124,15 @@ class InferProtocol(AnswerOrder):
             return
         receiving = self._receiving
         if isinstance(receiving, Exchange):
-            if (
-                isinstance(body := receiving.reception.body, PlacedBody | TextBody)
-                and len(body.rest()) >= DIRECT_BYTE_SIZE
-            ):
-                self._reader = self._reader or BodyReader(self, self.transport)
-                self._reader.receive(body)
+            body = receiving.reception.body
+            if isinstance(body, PlacedBody | TextBody) and len(body.rest()) >= DIRECT_BYTE_SIZE:
+                if between and self._begun == 1 and self._meaning is not None:
+                    self._known = learn_head(data[: len(data) - body.received], self._meaning)
+                self._read_rest(body)
             return
         if self._reader is not None and receiving is None and not self._times.head_since and not self.flow.read_paused:
             # What came was small and whole: requests like it may be known.
-            self._reader.leave()
-            self._reader = None
+            self._leave_reader()
         if (
             between
             and receiving is None
@@ -319,12 +315,6 @@ class InferProtocol(AnswerOrder):
         if len(self._order) == 1:
             self._start_asgi_task(cycle, self.app)
 
-    def _append(self, exchange: Exchange | RequestResponseCycle) -> None:
-        self._order.append(exchange)
-        self._receiving = exchange
-        if self.serving.stopping:
-            self.announce_end()
-
     # ------------------------------------------------------------------------------------------------- body
 
     def on_body(self, body: bytes) -> None:
@@ -351,13 +341,6 @@ class InferProtocol(AnswerOrder):
         elif receiving is not None and not receiving.response_complete:
             receiving.more_body = False
             receiving.message_event.set()
-
-    def direct_body_complete(self) -> None:
-        """The rest of a large body was read past the parser: the next bytes are a new request's."""
-        self.parser = httptools.HttpRequestParser(self)
-        self.on_message_complete()
-        if self.flow.read_paused and not self.transport.is_closing():
-            self.transport.pause_reading()  # it was resumed past the flow control, for this body
 
     # ------------------------------------------------------------------------------------------------ guards
 

@@ -157,6 +157,11 @@ class Reception:
         else:
             self.body.received += byte_size
 
+    def hold(self, body: PlacedBody) -> None:
+        """Instead of ``begin`` and ``receive``: it is whole, and lies there."""
+        self.body = body
+        self._leases.append(body.lease)
+
     def complete(self) -> None:
         """The body is whole."""
         self._whole = True

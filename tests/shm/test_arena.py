@@ -95,6 +95,21 @@ def test_buddies_join_again(sizes: list[int]) -> None:
     assert buddies.free_blocks() == {0: 1 << 20}
 
 
+def test_a_block_is_taken_again_as_it_was_given_back_and_joined_where_nothing_else_is_left() -> None:
+    buddies = Buddies(1 << 20)
+    first, second = buddies.take(1 << 14), buddies.take(1 << 14)
+    assert first is not None
+    assert second is not None
+    buddies.give(second, 1 << 14)
+    buddies.give(first, 1 << 14)
+    assert (buddies.take(1 << 14), buddies.take(1 << 14)) == (first, second)
+    buddies.give(first, 1 << 14)
+    assert buddies.take(1 << 20) is None
+    buddies.give(second, 1 << 14)
+    assert buddies.take(1 << 20) == 0
+    assert buddies.take(1) is None
+
+
 def test_a_large_tensor_gets_a_segment_and_the_next_one_reuses_it() -> None:
     arena = Arena(1 * MIB, 64 * MIB, 32 * MIB)
     first = arena.loan(16 * MIB)

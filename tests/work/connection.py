@@ -153,7 +153,7 @@ class LaneBench(ABC):
                     if whole is None:
                         continue
                     completion = complete(self.worker, whole)
-                    if isinstance(record, FormSubmit) and completion.lease is None:
+                    if isinstance(record, FormSubmit):
                         answer_formed(self.worker, completion)
                     else:
                         self.worker.complete(completion)
@@ -179,6 +179,8 @@ class LaneBench(ABC):
 class Bench(LaneBench):
     """Of the HTTP front."""
 
+    transport: type[KeptTransport] = KeptTransport
+
     def __init__(self) -> None:
         super().__init__()
         self._kind = protocol_for(Serving(OPTIONS, self.table, self.submitter, self.tally.seat(0)))
@@ -190,7 +192,7 @@ class Bench(LaneBench):
 
     def connect(self) -> KeptTransport:
         connection: InferProtocol = self._kind(self._config, self._state, {}, asyncio.get_running_loop())
-        transport = KeptTransport(connection)
+        transport = self.transport(connection)
         connection.connection_made(transport)
         self.transports.append(transport)
         return transport

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from shm.lane import WorkerLane
-from shm.messages import Completion, Inline, RegionSlice, Submit, Tensor
+from shm.messages import Completion, Inline, RegionSlice, Slice, Submit, Tensor
 from tests.work.connection import MIB, Bench, KeptTransport
 from tests.work.counter import Work
 
@@ -55,6 +55,10 @@ _SHARED = said(
     [("INPUT0", [1, 16], _REGION), ("INPUT1", [1, 16], _REGION)], [("OUTPUT0", _REGION), ("OUTPUT1", _REGION)]
 )
 _LARGE = said([("INPUT0", [MIB // 4], {"binary_data_size": MIB})], [("OUTPUT0", {"binary_data": True})])
+_TWO_LARGE = said(
+    [(name, [MIB // 8], {"binary_data_size": MIB // 2}) for name in ("INPUT0", "INPUT1")],
+    [("OUTPUT0", {"binary_data": True}), ("OUTPUT1", {"binary_data": True})],
+)
 _VALUES = json.dumps(
     {"inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [1, 16], "data": list(range(16))}]}
 ).encode()
@@ -95,6 +99,17 @@ def one_large(lane: WorkerLane, record: Submit) -> Completion:
     )
 
 
+def two_large(lane: WorkerLane, record: Submit) -> Completion:
+    lease = lane.loan(MIB)
+    assert lease is not None
+    segment, offset, half = lease.place.segment, lease.place.offset, MIB // 2
+    outputs = tuple(
+        Tensor(name, "FP32", (MIB // 8,), Slice(segment, offset + at, half))
+        for name, at in (("OUTPUT0", 0), ("OUTPUT1", half))
+    )
+    return Completion(record.request_id, version=1, outputs=outputs, lease=lease.key)
+
+
 @dataclass(frozen=True)
 class Row:
     """A kind of request and what it may cost. Limits are what was counted when they were set, and a tenth more."""
@@ -119,7 +134,8 @@ ROWS = [
     Row("small-json", as_json, two_small, 3000),
     # As on a connection that is used once.
     Row("small-new", lambda _: binary("addsub", _SMALL, 128), two_small, 3732, fresh=True),
-    Row("1MiB", lambda _: binary("identity", _LARGE, MIB), one_large, 4529, peak=45_000, lane_calls=3),
+    Row("two-large", lambda _: binary("addsub", _TWO_LARGE, MIB), two_large, 1961, peak=45_000, lane_calls=3),
+    Row("1MiB", lambda _: binary("identity", _LARGE, MIB), one_large, 1871, peak=45_000, lane_calls=3),
 ]
 rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 

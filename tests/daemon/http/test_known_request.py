@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from daemon.http.decoded_request import DecodedRequest, Part
 from daemon.http.known_head import learn
 from daemon.http.known_request import KnownRequest, recognise
 from daemon.http.message_head import InferHead
 from daemon.http.request_codec import decode
-from daemon.http.response_codec import encode, response_head
 from shm.errors import InvalidArgument
-from shm.forms import MAX_FORMS, Forms, answer_template, whole_request
+from shm.forms import MAX_FORMS, Forms, whole_request
 from shm.messages import (
-    Completion,
-    FormCompletion,
     FormSubmit,
     Inline,
     ModelGone,
     RegionSlice,
-    Slice,
     Submit,
     Tensor,
 )
@@ -191,64 +184,6 @@ def test_only_plain_requests_with_json_are_known_to_their_tensors(changed: dict[
     undecoded = learn(fields + b"{........}1234", head(), None, 8)
     assert undecoded is not None
     assert undecoded.request is None
-
-
-# -------------------------------------------------------------------------------------------------------------- answers
-
-SHAPES = st.sampled_from([(4,), (2, 2), (1,), (0,)])
-NAMES, DATATYPES = st.sampled_from(["y", "z", "other"]), st.sampled_from(["UINT8", "INT8"])
-TENSORS = st.builds(Tensor, NAMES, DATATYPES, SHAPES, st.just(RegionSlice("region", 0, 4))) | SHAPES.flatmap(
-    lambda shape: st.builds(
-        Tensor,
-        NAMES,
-        DATATYPES,
-        st.just(shape),
-        st.binary(min_size=math.prod(shape), max_size=math.prod(shape)).map(Inline),
-    )
-)
-COMPLETIONS = st.builds(
-    Completion,
-    st.just(1),
-    version=st.sampled_from([1, 2]),
-    outputs=st.lists(TENSORS, max_size=2).map(tuple),
-    parameters=st.sampled_from([{}, {}, {}, {"key": "value"}]),
-)
-
-
-@given(st.lists(st.tuples(COMPLETIONS, st.integers(1, 3)), max_size=8), st.sampled_from(["", "id-7"]))
-def test_every_answer_is_what_encoding_it_gives(completions: list[tuple[Completion, int]], client_id: str) -> None:
-    """Whatever answers follow each other, some of them several times, and others of their form."""
-    request = known([PLAIN], id=client_id)
-    assert request is not None
-    decoded, forms = request.decoded, Forms[Completion]()
-    for completion, times in completions:
-        form = forms.form(answer_template(completion))
-        contents = tuple(tensor.place.content for tensor in completion.outputs if type(tensor.place) is Inline)
-        for _ in range(times):
-            whole = request.answer(form.template, FormCompletion(1, form.number, contents))
-            if not all(
-                tensor.name in decoded.binary or type(tensor.place) is RegionSlice for tensor in completion.outputs
-            ):
-                assert whole is None
-                continue
-            said, parts = encode(completion, "echo", client_id, decoded.binary, decoded.all_binary, _no_lease)
-            assert whole == b"".join((response_head(len(said), parts), said, *parts))
-
-
-@pytest.mark.parametrize("contents", [(b"123", b"56"), (b"12345", b"6"), (b"12", b"3456"), (), (b"123456",)])
-def test_an_answer_of_other_sizes_is_not_taken_for_the_last_one(contents: tuple[bytes, ...]) -> None:
-    """Strings have any: whatever it is, it is written anew, or refused there. Its head says the size of each part."""
-    request = known([PLAIN])
-    assert request is not None
-    outputs = tuple(Tensor(name, "BYTES", (1,), Inline(b"")) for name in ("y", "z"))
-    template = answer_template(Completion(1, version=1, outputs=outputs))
-    assert request.answer(template, FormCompletion(1, 0, (b"1234", b"56"))) is not None
-    assert request.answer(template, FormCompletion(1, 0, contents)) is None
-    assert request.answer(template, FormCompletion(1, 0, (b"6543", b"21"))) is not None
-
-
-def _no_lease(place: Slice) -> memoryview:
-    raise AssertionError(place)
 
 
 # --------------------------------------------------------------------------------------------------- on a connection

@@ -1,0 +1,189 @@
+"""Large requests over a connection of a front in this process (``tests.work.connection``), and a worker that echoes them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from daemon.http.protocol import InferProtocol
+from shm.messages import Cancel, Completion, FormSubmit, Inline, RegionSlice, Submit, Tensor
+from tests.fakes import WholeRequests, answer_formed
+from tests.work.connection import Bench, KeptTransport
+
+#: More than is read with a head, and 64 KiB.
+SIZE = 96 << 10
+REGION = {"shared_memory_region": "region", "shared_memory_byte_size": 4}
+#: As many as any answer here takes.
+_STEPS = 100
+Sizes = Sequence[int | None]
+
+
+def request(content: bytes, *headers: str, sizes: Sizes = (), model: str = "identity", **fields: Any) -> bytes:
+    """Inputs ``x0``, ``x1``, ... of those sizes, None: in a region; without any, all of the content. Outputs in binary."""
+    inputs = [
+        {
+            "name": f"x{number}",
+            "datatype": "UINT8",
+            "shape": [size or 4],
+            "parameters": REGION if size is None else {"binary_data_size": size},
+        }
+        for number, size in enumerate(sizes or (len(content),))
+    ]
+    text = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}, **fields}).encode()
+    lines = [
+        *(f"POST /v2/models/{model}/infer HTTP/1.1", "Host: x", f"Inference-Header-Content-Length: {len(text)}"),
+        *(f"Content-Length: {len(text) + len(content)}", *headers),
+    ]
+    return "".join(f"{line}\r\n" for line in lines).encode() + b"\r\n" + text + content
+
+
+def head_size(content: bytes) -> int:
+    """Of a request's bytes: those before its body."""
+    return content.index(b"\r\n\r\n") + 4
+
+
+class TakenTransport(KeptTransport):
+    """Copies what is written: what lies in a lease is another answer's soon."""
+
+    closing = False
+
+    def writelines(self, list_of_data: Any) -> None:
+        super().writelines([bytes(piece) for piece in list_of_data])
+
+    def close(self) -> None:
+        self.closing = True
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def can_write_eof(self) -> bool:
+        return False
+
+
+class LargeBench(Bench):
+    """A front whose clients take what is written at once."""
+
+    transport = TakenTransport
+
+
+class EchoingWorker:
+    """Answers what comes with its inputs, as outputs ``x0``, ``x1``, ..."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._requests = WholeRequests()
+        #: What came: as it came, and what it said without what is its alone and with the bytes of its tensors.
+        self.records: list[Submit | FormSubmit] = []
+        self.said: list[tuple[Any, ...]] = []
+        #: Taken and not yet answered.
+        self.waiting: list[tuple[Submit, bool]] = []
+        self.cancelled: list[int] = []
+
+    def take(self) -> None:
+        """What has come."""
+        lane = self._bench.worker
+        while (records := lane.receive()) is not None:
+            for record in records:
+                if isinstance(record, Cancel):
+                    self.cancelled.append(record.request_id)
+                elif (whole := self._requests.read(record)) is not None:
+                    assert isinstance(record, Submit | FormSubmit)
+                    self.records.append(record)
+                    self.waiting.append((whole, isinstance(record, FormSubmit)))
+                    self.said.append(
+                        (whole.model, whole.outputs, whole.parameters, whole.client_id, self.contents(whole))
+                    )
+
+    def contents(self, whole: Submit) -> list[Any]:
+        """Name, shape and bytes of each input, or where it is, and whether it is in the arena."""
+        found: list[Any] = []
+        for tensor in whole.inputs:
+            place = tensor.place
+            if isinstance(place, RegionSlice):
+                found.append((tensor.name, tensor.shape, place))
+            elif isinstance(place, Inline):
+                found.append((tensor.name, tensor.shape, place.content))
+            else:
+                found.append((tensor.name, tensor.shape, bytes(self._bench.worker.view(place)), place.offset % 64))
+        return found
+
+    def echo(self, whole: Submit) -> Completion:
+        """Each input as an output: large ones in one lease, others in the record."""
+        lane = self._bench.worker
+        large = [tensor.place.byte_size for tensor in whole.inputs if self._large(tensor)]
+        lease = lane.loan(sum(large)) if large else None
+        outputs: list[Tensor] = []
+        used = 0
+        for tensor in whole.inputs:
+            place = tensor.place
+            if self._large(tensor):
+                assert lease is not None
+                size = place.byte_size  # type: ignore[union-attr]
+                lease.view[used : used + size] = lane.view(place)  # type: ignore[arg-type]
+                at = type(lease.place)(lease.place.segment, lease.place.offset + used, size)
+                outputs.append(Tensor(tensor.name, "UINT8", tensor.shape, at))
+                used += size
+            else:
+                outputs.append(tensor)
+        return Completion(
+            whole.request_id, version=1, outputs=tuple(outputs), lease=None if lease is None else lease.key
+        )
+
+    @staticmethod
+    def _large(tensor: Tensor) -> bool:
+        return not isinstance(tensor.place, RegionSlice | Inline)
+
+    def answer(self, complete: Callable[[Submit], Completion] | None = None) -> None:
+        """All that wait; those of a form, where the answer is good, with one of a form."""
+        waiting, self.waiting = self.waiting, []
+        for whole, formed in waiting:
+            completion = (complete or self.echo)(whole)
+            if formed and not completion.code:
+                answer_formed(self._bench.worker, completion)
+            else:
+                self._bench.worker.complete(completion)
+        assert self._bench.worker.flush()
+
+    @property
+    def leases(self) -> int:
+        """Answers that were not given back."""
+        self.take()
+        return self._bench.worker.arena.statistics()["leases"]
+
+
+def connection_of(transport: KeptTransport) -> InferProtocol:
+    """Also where another reads for it."""
+    protocol = transport._protocol
+    connection: InferProtocol = getattr(protocol, "_connection", protocol)
+    return connection
+
+
+async def turns(count: int = 6) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def exchange(
+    worker: EchoingWorker,
+    transport: KeptTransport,
+    pieces: Sequence[bytes],
+    complete: Callable[[Submit], Completion] | None = None,
+) -> bytes:
+    """Sends the pieces, has answered whatever they ask, and returns all that the client got."""
+    for piece in pieces:
+        transport.arrive(piece)
+        await turns(1)
+    connection = connection_of(transport)
+    # Values become text in steps, a turn of the loop each.
+    for _ in range(_STEPS):
+        await turns()
+        worker.take()
+        if worker.waiting:
+            worker.answer(complete)
+        elif not connection._order or connection._receiving is not None:
+            break
+    got = b"".join(bytes(piece) for write in transport.writes for piece in write)
+    transport.writes.clear()
+    return got

@@ -1,0 +1,449 @@
+"""Large requests that a connection repeats travel as ones of a form; a client sees nothing of it. And nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shm.messages import Completion, FormSubmit, Inline, ModelGone, ModelState, RegionPlace, Slice, Submit, Tensor
+from tests.daemon.http.large_client import (
+    SIZE,
+    EchoingWorker,
+    LargeBench,
+    connection_of,
+    exchange,
+    head_size,
+    request,
+    turns,
+)
+from tests.work.connection import Bench, KeptTransport
+
+TIMES = 4
+
+
+def on_a_bench(test: Callable[[Bench, EchoingWorker], Coroutine[Any, Any, None]]) -> None:
+    """At its end nothing is on loan, at either end of the lane."""
+
+    async def run() -> None:
+        bench = LargeBench()
+        try:
+            worker = EchoingWorker(bench)
+            await test(bench, worker)
+            await turns()
+            assert worker.leases == 0
+            statistics = bench.submitter.statistics()
+            assert (statistics["leases"], statistics["in_flight"]) == (0, 0)
+        finally:
+            bench.close()
+
+    asyncio.run(run())
+
+
+def tensor(number: int, size: int = SIZE) -> bytes:
+    return bytes([number % 251]) * size
+
+
+def cut(content: bytes, *at: int) -> list[bytes]:
+    bounds = [0, *sorted(at), len(content)]
+    return [content[start:end] for start, end in itertools.pairwise(bounds) if start < end]
+
+
+def at_head(content: bytes) -> list[bytes]:
+    """As libcurl sends it: the head by itself."""
+    return cut(content, head_size(content))
+
+
+async def known(
+    bench: Bench, worker: EchoingWorker, asked: Callable[[int], bytes] = lambda number: request(tensor(number))
+) -> KeptTransport:
+    """A connection that has repeated itself."""
+    transport = bench.connect()
+    for number in range(2):
+        await exchange(worker, transport, at_head(asked(number)))
+    assert isinstance(worker.records[-1], FormSubmit)
+    return transport
+
+
+# ------------------------------------------------------------------------------------------------------------ the same
+
+
+def json_of(*names: str) -> dict[str, Any]:
+    """They are asked for as JSON, which has numbers."""
+    return {"outputs": [{"name": name, "parameters": {"binary_data": False}} for name in names]}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "headers", "fields", "formed"),
+    [
+        ((SIZE,), (), {}, True),
+        ((SIZE, SIZE + 4), (), {"id": "me"}, True),
+        ((4, SIZE, 512, 513), (), {}, True),
+        ((None, SIZE, None), (), {}, True),
+        ((SIZE,), (), {"parameters": {"binary_data_output": True, "sequence_id": 5, "x": 1.5}}, True),
+        ((SIZE, 4), (), json_of("x0", "x1"), True),
+        ((SIZE, 4), (), {"outputs": [*json_of("x1")["outputs"], {"name": "x0", "parameters": {"binary_data": True}}]}, True),
+        ((SIZE,), ("Connection: keep-alive",), {}, True),
+        ((SIZE,), ("Accept-Encoding: gzip",), {}, False),
+        ((SIZE,), (), {"id": "i" * 2048}, False),
+    ],
+    ids=["one", "two", "small", "regions", "parameters", "json", "both", "keep-alive", "gzip", "long"],
+)  # fmt: skip
+def test_records_and_answers_are_those_of_a_new_connection(
+    sizes: tuple[int | None, ...], headers: tuple[str, ...], fields: dict[str, Any], formed: bool
+) -> None:
+    async def test(bench: Bench, worker: EchoingWorker) -> None:
+        same = bench.connect()
+        for number in range(TIMES):
+            content = b"".join(tensor(number + part, size or 0) for part, size in enumerate(sizes))
+            asked = request(content, *headers, sizes=sizes, **fields)
+            expected = await exchange(worker, bench.connect(), at_head(asked))
+            assert expected.startswith(b"HTTP/1.1 200 OK\r\n")
+            assert not isinstance(worker.records[-1], FormSubmit)
+            assert await exchange(worker, same, at_head(asked)) == expected
+            assert worker.said[-1] == worker.said[-2]
+            assert isinstance(worker.records[-1], FormSubmit) == (formed and number > 0)
+            assert worker.leases == 0
+
+    on_a_bench(test)
+
+
+def test_large_tensors_are_told_by_their_places() -> None:
+    """They lie aligned; what is tiny travels in the record, what is in a region is part of the form."""
+
+    async def test(bench: Bench, worker: EchoingWorker) -> None:
+        sizes = (SIZE, 4, None)
+        await known(bench, worker, lambda number: request(tensor(number, SIZE + 4), sizes=sizes))
+        record = worker.records[-1]
+        assert isinstance(record, FormSubmit)
+        place, small = record.contents
+        assert isinstance(place, Slice)
+        assert (place.byte_size, place.offset % 64) == (SIZE, 0)
+        assert small == tensor(1, 4)
+
+    on_a_bench(test)
+
+
+ASKED = request(tensor(9))
+HEAD = head_size(ASKED)
+TEXT = len(ASKED) - SIZE
+
+
+@pytest.mark.parametrize("at", [1, HEAD - 1, HEAD, HEAD + 1, TEXT - 1, TEXT, TEXT + 1, TEXT + 5000, len(ASKED) - 1])
+def test_a_request_that_is_cut_anywhere(at: int) -> None:
+    """Whatever it is, it is answered, and the next one is known again."""
+
+    async def test(bench: Bench, worker: EchoingWorker) -> None:
+        transport = await known(bench, worker)
+        expected = await exchange(worker, bench.connect(), [ASKED])
+        for _ in range(3):
+            assert await exchange(worker, transport, cut(ASKED, at)) == expected
+            assert worker.said[-1] == worker.said[2]
+        assert isinstance(worker.records[-1], FormSubmit) == (at >= HEAD)
+        assert await exchange(worker, transport, at_head(ASKED)) == expected
+        assert await exchange(worker, transport, at_head(ASKED)) == expected
+        assert isinstance(worker.records[-1], FormSubmit)
+
+    on_a_bench(test)
+
+
+def test_what_differs_in_one_thing_is_not_taken_for_it() -> None:
+    """The JSON, its length, that of the body, a header field, another kind of request; each comes behind a known one."""
+    others = [
+        request(tensor(7), id="me"),
+        request(tensor(7), parameters={"binary_data_output": True, "x": 2}),
+        request(tensor(7)).replace(b'"x0"', b'"X0"'),
+        request(tensor(7, SIZE + 1)),
+        request(tensor(7, SIZE // 8)),
+        request(tensor(7), "X-Other: 1"),
+        request(tensor(7), model="addsub"),
+        request(tensor(7, 4)),
+        request(tensor(7)).replace(b'"UINT8"', b'"INT16"'),
+        request(tensor(7)).replace(b'"shape"', b'"shapE"'),
+        request(tensor(7)).replace(b"POST", b"PUSH"),
+    ]
+
+    async def test(bench: Bench, worker: EchoingWorker) -> None:
+        for other in others[:-1]:
+            transport = await known(bench, worker)
+            for asked in (other, ASKED, other, other, ASKED, ASKED):
+                expected = await exchange(worker, bench.connect(), at_head(asked))
+                count = len(worker.said)
+                assert await exchange(worker, transport, at_head(asked)) == expected
+                assert worker.said[count:] == worker.said[count - 1 : count] * (len(worker.said) - count)
+        transport = await known(bench, worker)
+        assert b" 400 " in await exchange(worker, transport, at_head(others[-1]))
+
+    on_a_bench(test)
+
+
+def test_another_json_of_the_same_size_becomes_the_known_one() -> None:
+    async def test(bench: Bench, worker: EchoingWorker) -> None:
+        transport = await known(bench, worker)
+        kinds = []
+        for name in (b'"x0"', b'"X0"', b'"X0"', b'"y0"', b'"x0"', b'"x0"'):
+            got = await exchange(worker, transport, at_head(request(tensor(3)).replace(b'"x0"', name)))
+            assert name in got
+            assert got.endswith(tensor(3))
+            kinds.append(isinstance(worker.records[-1], FormSubmit))
+        assert kinds == [True, False, True, False, False, True]
+
+    on_a_bench(test)
+
+
+REQUESTS = [
+    request(tensor(1)),
+    request(tensor(1)),
+    request(tensor(1)).replace(b'"x0"', b'"z0"'),
+    request(tensor(1), id="me"),
+    request(tensor(1, SIZE + 100), sizes=(SIZE, 100)),
+    request(tensor(1, 40 << 10)),
+    request(tensor(1, 8)),
+    b"POST /v2/models/none/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}",
+]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(range(len(REQUESTS))), st.integers(0, 250)), max_size=8), st.data())
+def test_any_requests_in_any_pieces_are_answered_as_if_each_came_alone(
+    asked: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """Behind each other, some of them before the last one is answered."""
+
+    def with_tensor(number: int, fill: int) -> bytes:
+        size = next(size for size in (SIZE + 100, SIZE, 40 << 10, 8, 0) if REQUESTS[number].endswith(tensor(1, size)))
+        return REQUESTS[number][: len(REQUESTS[number]) - size] + tensor(fill, size)
+
+    async def test(bench: Bench, worker: EchoingWorker) -> None:
+        contents = [with_tensor(number, fill) for number, fill in asked]
+        expected = b"".join([await exchange(worker, bench.connect(), [content]) for content in contents])
+        once = worker.said[:]
+        same, got, stream = bench.connect(), b"", b"".join(contents)
+        heads = []
+        start = 0
+        for content in contents:
+            heads += [start, start + head_size(content)]
+            start += len(content)
+        cuts = data.draw(st.lists(st.sampled_from(heads) if heads else st.nothing(), max_size=12)) if heads else []
+        if stream:
+            cuts += data.draw(st.lists(st.integers(0, len(stream)), max_size=4))
+        for piece in cut(stream, *cuts):
+            if data.draw(st.booleans()):
+                same.arrive(piece)
+                await turns(1)
+            else:
+                got += await exchange(worker, same, [piece])
+        assert got + await exchange(worker, same, []) == expected
+        assert worker.said[len(once) :] == once
+
+    on_a_bench(test)
+    # A refusal that waited for its turn holds what led to it.
+    gc.collect()
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+
+
+def small(whole: Submit) -> Completion:
+    return Completion(whole.request_id, version=1, outputs=(Tensor("y", "UINT8", (2,), Inline(b"ab")),))
+
+
+def refused(whole: Submit) -> Completion:
+    return Completion(whole.request_id, code="INVALID_ARGUMENT", message="not that")
+
+
+def test_answers_of_other_kinds() -> None:
+    """Small ones, errors, ones of no form, ones of another size: as if none had been remembered."""
+
+    async def test(bench: Bench, worker: EchoingWorker) -> None:
+        def half(whole: Submit) -> Completion:
+            lease = bench.worker.loan(SIZE // 2)
+            assert lease is not None
+            lease.view[:] = tensor(5, SIZE // 2)
+            return Completion(
+                whole.request_id,
+                version=1,
+                outputs=(Tensor("x0", "UINT8", (SIZE,), lease.place),),
+                lease=lease.key,
+            )
+
+        transport = await known(bench, worker)
+        for complete in (None, small, small, None, refused, None, half, None, half):
+            expected = await exchange(worker, bench.connect(), at_head(ASKED), complete)
+            assert (b"not that" in expected) == (complete is refused)
+            assert await exchange(worker, transport, at_head(ASKED), complete) == expected
+            assert isinstance(worker.records[-1], FormSubmit)
+            # As it came before the worker knew the form.
+            transport.arrive(ASKED)
+            await turns()
+            worker.take()
+            worker.waiting = [(whole, False) for whole, _ in worker.waiting]
+            worker.answer(complete)
+            assert await exchange(worker, transport, []) == expected
+
+    on_a_bench(test)
+
+
+def test_an_answer_outside_the_arena_is_an_error_for_its_client_alone() -> None:
+    async def test(bench: Bench, worker: EchoingWorker) -> None:
+        def outside(whole: Submit) -> Completion:
+            good = worker.echo(whole)
+            (output,) = good.outputs
+            place = Slice(output.place.segment, 1 << 40, SIZE)  # type: ignore[union-attr]
+            return Completion(
+                whole.request_id,
+                version=1,
+                outputs=(Tensor(output.name, "UINT8", output.shape, place),),
+                lease=good.lease,
+            )
+
+        transport = await known(bench, worker)
+        good = await exchange(worker, transport, at_head(ASKED))
+        assert good.endswith(tensor(9))
+        assert b"leave a segment" in await exchange(worker, transport, at_head(ASKED), outside)
+        assert await exchange(worker, transport, at_head(ASKED)) == good
+
+    on_a_bench(test)
+
+
+def test_the_lease_of_an_answer_stays_until_it_is_written() -> None:
+    async def test(bench: Bench, worker: EchoingWorker) -> None:
+        transport = await known(bench, worker)
+        connection = connection_of(transport)
+        write = transport.writelines
+
+        def paused(pieces: Any) -> None:
+            write(pieces)
+            connection.pause_writing()
+
+        transport.writelines = paused  # type: ignore[method-assign]
+        got = await exchange(worker, transport, at_head(ASKED))
+        assert isinstance(worker.records[-1], FormSubmit)
+        assert got.endswith(tensor(9))
+        assert worker.leases == 1
+        # What comes meanwhile is not taken for the known one.
+        transport.arrive(ASKED[:HEAD])
+        connection.resume_writing()
+        await turns()
+        assert worker.leases == 0
+        transport.writelines = write  # type: ignore[method-assign]
+        assert await exchange(worker, transport, [ASKED[HEAD:]]) == got
+
+    on_a_bench(test)
+
+
+# ------------------------------------------------------------------------------------------------ what is not remembered
+
+
+def test_a_model_that_goes_and_comes_back() -> None:
+    """Also while the body arrives: it was there when the request came, and is not when that is sent."""
+
+    async def test(bench: Bench, worker: EchoingWorker) -> None:
+        transport = await known(bench, worker)
+        good = await exchange(worker, transport, at_head(ASKED))
+        ready = ModelState("identity", 1, "READY", workers=(7,), metadata=b"{}", config=b"{}")
+        bench.submitter.model_changed(ModelGone("identity", 1))
+        missing = await exchange(worker, transport, at_head(ASKED))
+        assert b" 404 " in missing
+        bench.submitter.model_changed(ready)
+        for formed in (False, True):
+            assert await exchange(worker, transport, at_head(ASKED)) == good
+            assert isinstance(worker.records[-1], FormSubmit) == formed
+        transport.arrive(ASKED[:HEAD])
+        bench.submitter.model_changed(ModelGone("identity", 1))
+        assert await exchange(worker, transport, [ASKED[HEAD:]]) == missing
+        bench.submitter.model_changed(ready)
+        bench.submitter.region_placed(RegionPlace("other", "cpu:0"))
+        assert await exchange(worker, transport, at_head(ASKED)) == good
+        bench.submitter.model_changed(ModelState("other", 1, "READY", workers=(7,), metadata=b"{}", config=b"{}"))
+        assert await exchange(worker, transport, at_head(ASKED)) == good
+        assert isinstance(worker.records[-1], FormSubmit)
+
+    on_a_bench(test)
+
+
+def test_no_room_in_the_arena() -> None:
+    """It waits like any other, and is known again when there is room."""
+
+    async def test(bench: Bench, worker: EchoingWorker) -> None:
+        transport = await known(bench, worker)
+        good = await exchange(worker, transport, at_head(ASKED))
+        arena = bench.submitter._arena
+        arena_loan, held = arena.loan, bench.submitter.loan(1)
+        assert held is not None
+        arena.loan = lambda byte_size: None  # type: ignore[method-assign]
+        assert await exchange(worker, transport, at_head(ASKED)) == b""
+        arena.loan = arena_loan  # type: ignore[method-assign]
+        bench.submitter.give_back(held)
+        assert await exchange(worker, transport, []) == good
+        assert not isinstance(worker.records[-1], FormSubmit)
+        for _ in range(2):
+            assert await exchange(worker, transport, at_head(ASKED)) == good
+        assert isinstance(worker.records[-1], FormSubmit)
+
+    on_a_bench(test)
+
+
+def test_too_many_requests_in_flight() -> None:
+    async def test(bench: Bench, worker: EchoingWorker) -> None:
+        transport = await known(bench, worker)
+        good = await exchange(worker, transport, at_head(ASKED))
+        bench.submitter._max_in_flight = 0
+        answer = await exchange(worker, transport, at_head(ASKED))
+        assert b" 503 " in answer
+        assert json.loads(answer[answer.index(b"{") :])["error"].startswith("0 requests are in flight")
+        bench.submitter._max_in_flight = 1
+        assert await exchange(worker, transport, at_head(ASKED)) == good
+
+    on_a_bench(test)
+
+
+# ------------------------------------------------------------------------------------------------------------- the end
+
+
+@pytest.mark.parametrize("at", [HEAD, HEAD + 5, TEXT + 5000, len(ASKED)])
+def test_a_client_that_leaves_in_the_middle(at: int) -> None:
+    """Nothing of its request stays; where a worker has it already, that is told."""
+
+    async def test(bench: Bench, worker: EchoingWorker) -> None:
+        transport = await known(bench, worker)
+        for piece in cut(ASKED[:at], HEAD):
+            transport.arrive(piece)
+        await turns()
+        worker.take()
+        assert bench.submitter.statistics()["leases"] == 1
+        transport._protocol.connection_lost(None)
+        await turns()
+        worker.take()
+        sent = [whole.request_id for whole, _ in worker.waiting]
+        assert worker.cancelled == sent
+        assert len(sent) == (at == len(ASKED))
+        worker.answer()
+        await turns()
+        assert transport.writes == []
+
+    on_a_bench(test)
+
+
+def test_requests_that_come_before_the_answer() -> None:
+    async def test(bench: Bench, worker: EchoingWorker) -> None:
+        transport = await known(bench, worker)
+        expected = [
+            await exchange(worker, bench.connect(), [asked]) for asked in (ASKED, request(tensor(8)), REQUESTS[6])
+        ]
+        for piece in (*at_head(ASKED), *at_head(request(tensor(8))), REQUESTS[6]):
+            transport.arrive(piece)
+            await turns()
+        assert await exchange(worker, transport, []) == b"".join(expected)
+        for _ in range(2):
+            assert await exchange(worker, transport, at_head(ASKED)) == expected[0]
+        assert isinstance(worker.records[-1], FormSubmit)
+
+    on_a_bench(test)
