@@ -23,7 +23,7 @@ import msgspec
 from config.options import Options
 from daemon.tally import Tally
 from shm.channel import Channel, pair
-from shm.forms import HeardForms, answer_template, whole_answer, whole_request
+from shm.forms import HeardForms, answer_template, own_contents, whole_answer, whole_request
 from shm.lane import WorkerLane
 from shm.messages import (
     Call,
@@ -97,13 +97,12 @@ def whole_answers(received: list[tuple[Completion, FormCompletion | None]]) -> l
 
 
 def answer_formed(lane: WorkerLane, completion: Completion) -> None:
-    """Queues a good answer without a lease as one of a form."""
+    """Queues a good answer as one of a form."""
     assert not completion.code
-    assert completion.lease is None
     assert completion.final
     form = lane.answer_form(answer_template(completion))
-    contents = tuple(tensor.place.content for tensor in completion.outputs if isinstance(tensor.place, Inline))
-    lane.complete_formed(form, FormCompletion(completion.request_id, form.number, contents))
+    contents = own_contents(completion.outputs)
+    lane.complete_formed(form, FormCompletion(completion.request_id, form.number, contents, completion.lease))
 
 
 class EchoWorker:
@@ -117,7 +116,7 @@ class EchoWorker:
         self.requests = WholeRequests()
         #: The record in which the last of ``next`` came.
         self.record: Submit | FormSubmit | None = None
-        #: Whether good answers without a lease are answers of a form, as a real worker's are when a request repeats itself.
+        #: Whether good answers are answers of a form, as a real worker's are when a request repeats itself.
         self.formed = False
         self._requests: deque[tuple[Submit, Submit | FormSubmit]] = deque()
 
@@ -156,16 +155,18 @@ class EchoWorker:
         """Answers with the first input, as output ``y``."""
         self.answer(request, self.content(request))
 
-    def answer(self, request: Submit, content: bytes) -> None:
+    def answer(self, request: Submit, content: bytes, final: bool = True) -> None:
         """Answers with UINT8 content as output ``y``, in a lease where it is not tiny."""
         shape = (len(content),)
         if len(content) <= 512:
-            self.complete(request.request_id, outputs=(Tensor("y", "UINT8", shape, Inline(content)),))
+            outputs = (Tensor("y", "UINT8", shape, Inline(content)),)
+            self.complete(request.request_id, outputs=outputs, final=final)
             return
         lease = self.lane.loan(len(content))
         assert lease is not None
         lease.view[:] = content
-        self.complete(request.request_id, outputs=(Tensor("y", "UINT8", shape, lease.place),), lease=lease.key)
+        outputs = (Tensor("y", "UINT8", shape, lease.place),)
+        self.complete(request.request_id, outputs=outputs, lease=lease.key, final=final)
 
     def echo_until(self, client: Client) -> None:
         """Echoes whatever comes until that client has something to read: those who left may have left requests behind."""
@@ -184,7 +185,7 @@ class EchoWorker:
     def complete(self, request_id: int, **fields: Any) -> None:
         """Sends any Completion; a lane whose other end is gone swallows it."""
         completion = Completion(request_id, **{"version": 1, **fields})
-        if self.formed and completion.final and not completion.code and completion.lease is None:
+        if self.formed and completion.final and not completion.code:
             answer_formed(self.lane, completion)
         else:
             self.lane.complete(completion)

@@ -18,9 +18,10 @@ from daemon.grpc import frames
 from shm.lane import WorkerLane
 from shm.messages import Completion, Submit
 from tests.daemon.grpc.frame_client import STREAM
+from tests.work.connection import MIB
 from tests.work.counter import Work
 from tests.work.grpc_connection import GrpcBench, call, message, opened, payloads
-from tests.work.test_front_work import two_in_regions, two_small
+from tests.work.test_front_work import one_large, two_in_regions, two_small
 
 Infer = service_pb2.ModelInferRequest
 Parameter = service_pb2.InferParameter
@@ -60,6 +61,19 @@ def shared(client_id: str, **fields: Any) -> bytes:
     return bytes(asked.SerializeToString())
 
 
+def large(client_id: str, **fields: Any) -> bytes:
+    """As perf_analyzer asks with 1 MiB."""
+    asked = Infer(
+        model_name="identity",
+        id=client_id,
+        inputs=[Infer.InferInputTensor(name="INPUT0", datatype="FP32", shape=[MIB // 4])],
+        outputs=[Infer.InferRequestedOutputTensor(name="OUTPUT0")],
+        raw_input_contents=[bytes(MIB)],
+        **fields,
+    )
+    return bytes(asked.SerializeToString())
+
+
 @dataclass(frozen=True)
 class Row:
     """A kind of message and what it may cost. Limits are what was counted when they were set, and a tenth more."""
@@ -73,6 +87,8 @@ class Row:
     streams: int = 0
     #: Python's memory at its highest above where it was, bytes.
     peak: int = 21_000
+    #: What the client grants again with each message.
+    granted: int = 240
 
 
 ROWS = [
@@ -81,6 +97,8 @@ ROWS = [
     Row("streams-together", small, two_small, 1097, streams=4),
     Row("unary", small, two_small, 1718),
     Row("unary-shm", shared, two_in_regions, 1718),
+    Row("stream-large", large, one_large, 1, streams=1, granted=MIB + 240),
+    Row("unary-large", large, one_large, 1, granted=MIB + 240),
 ]
 rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
@@ -101,9 +119,10 @@ class Asking:
     def chunk(self) -> bytes:
         row = self._row
         if not row.streams:
-            return call(next(self._numbers), row.content(""))
+            return call(next(self._numbers), row.content(""), row.granted)
         return b"".join(
-            message(number, row.content(str(next(self._ids)), parameters=_WANTS_FINAL)) for number in self._streams
+            message(number, row.content(str(next(self._ids)), parameters=_WANTS_FINAL), row.granted)
+            for number in self._streams
         )
 
     async def ask(self, work: Work, content: bytes) -> None:
