@@ -9,12 +9,16 @@ A tensor in a lease is left where it lies: what comes before it and what comes b
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from daemon.grpc import frames, header_blocks, response_codec
 from daemon.grpc.call import Buffer
-from daemon.grpc.reply import PREFIX, View
+from daemon.grpc.reply import PREFIX
 from shm.forms import no_view
 from shm.messages import Completion, Content, FormCompletion, Inline, Slice
 
+#: Bytes of an answer in the worker's response arena.
+View = Callable[[Slice], memoryview]
 #: Where the number of a stream begins in a frame's head.
 _NUMBER_AT = 5
 

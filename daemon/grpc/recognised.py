@@ -70,13 +70,13 @@ class Recognised:
         pieces = layout.cut(began)
         if pieces[::2] != layout.fixed:
             return None
-        client_id = pieces[1]
         try:
+            text = pieces[1].decode()
             lease = submitter.loan(layout.lease_byte_size)
-            return None if lease is None else PlacedMessage(submitter, layout, client_id, client_id.decode(), lease)
         except (ServingError, UnicodeDecodeError):
             # Whoever reads it says what is wrong.
             return None
+        return None if lease is None else PlacedMessage(submitter, layout, pieces[1], text, lease)
 
     def admits(self, layout: Layout) -> bool:
         """Whether its messages become requests of its form."""

@@ -18,16 +18,17 @@ from daemon.grpc.arriving_message import ArrivingMessage
 from daemon.grpc.call import Buffer, Call
 from daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, RESOURCE_EXHAUSTED
 from daemon.grpc.inflation import Refused, inflated
+from daemon.grpc.known_reply import KnownReply
 from daemon.grpc.placed_message import PlacedMessage
 from daemon.grpc.reception import Reception
-from daemon.grpc.reply import PREFIX, Reply, read_prefix
+from daemon.grpc.reply import PREFIX, read_prefix
 
 _log = logging.getLogger(__name__)
 #: Larger messages that do not come in one piece may go to where a worker reads them while they arrive.
 _RECEIVED_BYTE_SIZE = 64 << 10
 
 
-class Stream(Reply):
+class Stream(KnownReply):
     """Owned by its connection until ``ended``."""
 
     call: Call | None = None

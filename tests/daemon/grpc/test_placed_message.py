@@ -41,6 +41,7 @@ class Message:
     """What is sent. Of the same ``sizes``, ``id`` and ``model`` it is of the same layout, unless its fields are turned."""
 
     sizes: tuple[int, ...]
+    #: "xx" becomes what is no text.
     id: str
     model: str
     path: str
@@ -66,7 +67,7 @@ class Message:
         if self.bent and len(self.sizes) > 1:
             pieces[-1] = b"\x7a" + pieces[-1][1:]
         turned = self.turned % len(pieces)
-        return b"".join(pieces[turned:] + pieces[:turned])
+        return b"".join(pieces[turned:] + pieces[:turned]).replace(b"\x1a\2xx", b"\x1a\2\xff\xff")
 
     def reads(self, number: int) -> Iterator[bytes]:
         content = prefixed(self.content)
@@ -83,7 +84,7 @@ class Message:
 MESSAGES = st.builds(
     Message,
     sizes=st.sampled_from(SIZES[:3]) | st.sampled_from(SIZES),
-    id=st.sampled_from(["", "a", "b", "cc", "é"]),
+    id=st.sampled_from(["", "a", "b", "cc", "é", "xx"]),
     model=st.just("identity") | st.sampled_from(["identity", "addsub", "nobody1x"]),
     path=st.sampled_from([INFER, STREAM]),
     first=st.integers(0, 250),
@@ -186,7 +187,7 @@ def asked(test: Callable[[Asking], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(run())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(MESSAGES, min_size=1, max_size=3), st.lists(st.integers(0, 2), max_size=8))
 def test_any_sequence_however_it_is_cut(messages: list[Message], order: list[int]) -> None:
     async def test(asking: Asking) -> None:
@@ -218,6 +219,8 @@ def test_the_third_is_one_of_a_form(sizes: tuple[int, ...], client_id: str, path
     [
         {"id": "b"},
         {"id": "bb"},
+        {"id": "é"},
+        {"id": "xx"},
         {"model": "addsub"},
         {"model": "nobody1x"},
         {"sizes": (66_000, 4099, 8)},
@@ -230,7 +233,7 @@ def test_the_third_is_one_of_a_form(sizes: tuple[int, ...], client_id: str, path
 )
 def test_another_one_between_two(change: dict[str, Any], path: str) -> None:
     async def test(asking: Asking) -> None:
-        usual = Message((66_000, 4100, 7), "a", "identity", path)
+        usual = Message((66_000, 4100, 7), "aa", "identity", path)
         for message in (usual, usual, usual, replace(usual, **change), usual, usual, usual):
             assert await asking.ask(message) == await anew(message)
         assert asking.formed >= 2
