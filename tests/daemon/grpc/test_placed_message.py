@@ -118,10 +118,9 @@ class Asking:
             while (records := self._bench.worker.receive()) is not None:
                 for record in records:
                     self.formed += isinstance(record, FormSubmit)
-                    if isinstance(record, Submit | FormSubmit) or not hasattr(record, "leases"):
-                        whole = self._whole.read(record)
-                        if whole is not None:
-                            got = self._answer(record, whole)
+                    whole = self._whole.read(record)
+                    if whole is not None:
+                        got = self._answer(record, whole)
         assert self._bench.submitter.in_flight() == 0
         assert self._bench.submitter.statistics()["leases"] == 0
         assert self._bench.worker.arena.statistics()["leases"] == 0
@@ -134,6 +133,7 @@ class Asking:
         for tensor in submit.inputs:
             place = tensor.place
             assert isinstance(place, Slice | Inline)
+            assert isinstance(place, Inline) or place.offset % 64 == 0
             contents.append(bytes(worker.view(place)) if isinstance(place, Slice) else place.content)
         # The first tensor in the record, the others in a lease, one behind the other.
         size = sum(map(len, contents[1:]))
