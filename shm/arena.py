@@ -192,18 +192,12 @@ class Arena:
 
 
 class Buddies:
-    """Blocks of ``BLOCK`` x 2^n inside one power-of-two range. A block's buddy is its offset with the block's own bit flipped.
-
-    The block given back last is not joined with its buddies until another one is, or until it is missed: whoever repeats itself
-    takes the same block each time, and splitting and joining would cost more than all else that a lease costs.
-    """
+    """Blocks of ``BLOCK`` x 2^n inside one power-of-two range. A block's buddy is its offset with the block's own bit flipped."""
 
     def __init__(self, byte_size: int) -> None:
         self._orders = (byte_size // BLOCK).bit_length()
         self._free: list[dict[int, None]] = [{} for _ in range(self._orders)]
         self._free[-1][0] = None
-        #: The block given back last, and its order; -1: none.
-        self._last, self._last_order = 0, -1
         #: Larger requests get a segment of their own: one of them must not be able to empty the shared segment.
         self.largest = byte_size // 4
 
@@ -218,16 +212,6 @@ class Buddies:
     def take(self, byte_size: int) -> int | None:
         """The offset of a free block, or None."""
         order = self._order(byte_size)
-        if order == self._last_order:
-            self._last_order = -1
-            return self._last
-        offset = self._split(order)
-        if offset is None and self._last_order >= 0:
-            self._join_last()
-            offset = self._split(order)
-        return offset
-
-    def _split(self, order: int) -> int | None:
         for larger in range(order, self._orders):
             if self._free[larger]:
                 # The block freed last is taken first: its pages are in the cache and in both page tables.
@@ -239,15 +223,8 @@ class Buddies:
         return None
 
     def give(self, offset: int, byte_size: int) -> None:
-        """Returns a block taken with the same size."""
-        if self._last_order >= 0:
-            self._join_last()
-        self._last, self._last_order = offset, self._order(byte_size)
-
-    def _join_last(self) -> None:
-        """Joins it with its buddy as long as that is free."""
-        offset, order = self._last, self._last_order
-        self._last_order = -1
+        """Returns a block taken with the same size, and joins it with its buddy as long as that is free."""
+        order = self._order(byte_size)
         while order < self._orders - 1:
             buddy = offset ^ (BLOCK << order)
             if buddy not in self._free[order]:
@@ -259,8 +236,6 @@ class Buddies:
 
     def free_blocks(self) -> dict[int, int]:
         """Offset -> byte size of every free block, for tests and statistics."""
-        if self._last_order >= 0:
-            self._join_last()
         return {offset: BLOCK << order for order, blocks in enumerate(self._free) for offset in blocks}
 
 

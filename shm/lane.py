@@ -125,9 +125,8 @@ class SubmitterLane:
         """True: all is sent. False: call again when the lane is writable."""
         self._announcer.withdraw_closed()
         if self._releases:
-            releases = Release(tuple(self._releases))
+            self._channel.put(Release(tuple(self._releases)))
             self._releases.clear()
-            return self._channel.send(releases)
         return self._channel.flush()
 
     def receive(self) -> list[tuple[Completion, FormCompletion | None]] | None:

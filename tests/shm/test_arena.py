@@ -95,19 +95,6 @@ def test_buddies_join_again(sizes: list[int]) -> None:
     assert buddies.free_blocks() == {0: 1 << 20}
 
 
-def test_the_block_given_back_last_is_joined_when_it_is_missed() -> None:
-    buddies = Buddies(1 << 20)
-    first, second = buddies.take(BLOCK), buddies.take(BLOCK)
-    assert first is not None
-    assert second is not None
-    buddies.give(first, BLOCK)
-    assert buddies.take(BLOCK) == first
-    buddies.give(first, BLOCK)
-    buddies.give(second, BLOCK)
-    assert buddies.take(1 << 20) == 0
-    assert buddies.take(BLOCK) is None
-
-
 def test_a_large_tensor_gets_a_segment_and_the_next_one_reuses_it() -> None:
     arena = Arena(1 * MIB, 64 * MIB, 32 * MIB)
     first = arena.loan(16 * MIB)
