@@ -21,6 +21,8 @@ setup(
         extension("shm", "_guard"),
         extension("workers", "_large_copy"),
         extension("workers", "_output_memory"),
-        extension("workers", "_fast_path", "_lanes.h", "_plans.h", "_records.h"),
+        extension(
+            "workers", "_fast_path", "_arrivals.h", "_lanes.h", "_lone_runs.h", "_plans.h", "_records.h", "_runs.h"
+        ),
     ]
 )

@@ -192,18 +192,24 @@ class Arena:
 
 
 class Buddies:
-    """Blocks of ``BLOCK`` x 2^n inside one power-of-two range. A block's buddy is its offset with the block's own bit flipped."""
+    """Blocks of ``BLOCK`` x 2^n inside one power-of-two range. A block's buddy is its offset with the block's own bit flipped.
+
+    What is given back stays as it is until nothing else is left: mostly the next one wanted is of that size, and joining a block
+    with its buddies only to split it again is most of the work.
+    """
 
     def __init__(self, byte_size: int) -> None:
         self._orders = (byte_size // BLOCK).bit_length()
+        #: Joined as far as can be; and what was given back since.
         self._free: list[dict[int, None]] = [{} for _ in range(self._orders)]
         self._free[-1][0] = None
+        self._given: list[list[int]] = [[] for _ in range(self._orders)]
         #: Larger requests get a segment of their own: one of them must not be able to empty the shared segment.
         self.largest = byte_size // 4
 
     @staticmethod
     def _order(byte_size: int) -> int:
-        return (max(byte_size, 1) - 1).bit_length() - 12 if byte_size > BLOCK else 0
+        return (byte_size - 1).bit_length() - 12 if byte_size > BLOCK else 0
 
     def block_size(self, byte_size: int) -> int:
         """What a lease of that size really takes."""
@@ -212,9 +218,24 @@ class Buddies:
     def take(self, byte_size: int) -> int | None:
         """The offset of a free block, or None."""
         order = self._order(byte_size)
+        given = self._given[order]
+        if given:
+            # The block freed last is taken first: its pages are in the cache and in both page tables.
+            return given.pop()
+        offset = self._split(order)
+        if offset is None and any(self._given):
+            self._join()
+            offset = self._split(order)
+        return offset
+
+    def give(self, offset: int, byte_size: int) -> None:
+        """Returns a block taken with the same size."""
+        self._given[self._order(byte_size)].append(offset)
+
+    def _split(self, order: int) -> int | None:
+        """A block of that order out of the smallest that is large enough."""
         for larger in range(order, self._orders):
             if self._free[larger]:
-                # The block freed last is taken first: its pages are in the cache and in both page tables.
                 offset, _ = self._free[larger].popitem()
                 while larger > order:
                     larger -= 1
@@ -222,20 +243,24 @@ class Buddies:
                 return offset
         return None
 
-    def give(self, offset: int, byte_size: int) -> None:
-        """Returns a block taken with the same size, and joins it with its buddy as long as that is free."""
-        order = self._order(byte_size)
-        while order < self._orders - 1:
-            buddy = offset ^ (BLOCK << order)
-            if buddy not in self._free[order]:
-                break
-            del self._free[order][buddy]
-            offset = min(offset, buddy)
-            order += 1
-        self._free[order][offset] = None
+    def _join(self) -> None:
+        """Joins what was given back with its buddies, as long as those are free."""
+        for least, given in enumerate(self._given):
+            for offset in given:
+                order = least
+                while order < self._orders - 1:
+                    buddy = offset ^ (BLOCK << order)
+                    if buddy not in self._free[order]:
+                        break
+                    del self._free[order][buddy]
+                    offset = min(offset, buddy)
+                    order += 1
+                self._free[order][offset] = None
+            given.clear()
 
     def free_blocks(self) -> dict[int, int]:
-        """Offset -> byte size of every free block, for tests and statistics."""
+        """Offset -> byte size of every free block, joined; for tests and statistics."""
+        self._join()
         return {offset: BLOCK << order for order, blocks in enumerate(self._free) for offset in blocks}
 
 

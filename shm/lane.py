@@ -59,6 +59,10 @@ class _Announcer:
             self._channel.put(SegmentOpened(segment, opened.byte_size), opened.fd)
             self._announced.add(segment)
 
+    def is_told(self, segment: int) -> bool:
+        """Whether there is nothing to announce before its use."""
+        return segment in self._announced and self._closures == self._arena.closures
+
     def withdraw_closed(self) -> None:
         """One comparison when nothing was closed. A mapping at the peer would keep the pages of a closed segment."""
         if self._closures == self._arena.closures:
@@ -125,8 +129,9 @@ class SubmitterLane:
         """True: all is sent. False: call again when the lane is writable."""
         self._announcer.withdraw_closed()
         if self._releases:
-            self._channel.put(Release(tuple(self._releases)))
+            releases = Release(tuple(self._releases))
             self._releases.clear()
+            return self._channel.send(releases)
         return self._channel.flush()
 
     def receive(self) -> list[tuple[Completion, FormCompletion | None]] | None:
@@ -239,6 +244,10 @@ class WorkerLane:
     def loan(self, byte_size: int) -> Lease | None:
         """Room for an answer; None when the arena is full now. Raises InvalidArgument: larger than the whole arena."""
         return self._arena.loan(byte_size)
+
+    def is_announced(self, lease: Lease) -> bool:
+        """Whether the submitter knows where that is, and nothing else has to be told it of the arena."""
+        return self._announcer.is_told(lease.place.segment)
 
     def complete(self, record: Completion) -> None:
         """Queues an answer whose bytes are in place."""

@@ -16,7 +16,7 @@ class FastPath:
     def __init__(
         self, epoll_fd: int, look_ns: int, page: memoryview, desk: int, idle: int, executing: int, /
     ) -> None: ...
-    def open(self, fd: int, peer: int, in_flight: dict[int, Any], /) -> None: ...
+    def open(self, fd: int, peer: int, in_flight: dict[int, Any], take_back: Callable[[bytes], object], /) -> None: ...
     def close(self, fd: int, /) -> None: ...
     def learn(
         self,
@@ -30,6 +30,20 @@ class FastPath:
         outputs: tuple[tuple[int, int, int, int, int], ...],
         answer_form: int,
         intact: Callable[[], None] | None,
+        /,
+    ) -> None: ...
+    def learn_alone(
+        self,
+        fd: int,
+        form: int,
+        batch: Batch,
+        rows: int,
+        #: Byte sizes.
+        inputs: tuple[int, ...],
+        #: Which small output, start in it, byte size; -1: in the lease.
+        outputs: tuple[tuple[int, int, int], ...],
+        answer_form: int,
+        alone: Callable[[tuple[tuple[int, int] | bytes, ...]], tuple[int, int, int, list[Array]] | None],
         /,
     ) -> None: ...
     def forget(self) -> None: ...

@@ -22,7 +22,8 @@ typedef struct lane {
     /* The answers could not be sent. */
     int unsent;
     uint64_t peer;
-    PyObject *in_flight;
+    /* The ids of Python's requests; what takes a datagram of leases that are given back. */
+    PyObject *in_flight, *take_back;
     plan_t *plans[MAX_FORMS];
     /* One more than the highest form that ever had one. */
     int forms;
@@ -110,7 +111,7 @@ static void write_answer(const request_t *request, const Py_buffer *stacks, int 
     lane_t *lane = request->lane;
     const plan_t *plan = request->plan;
     unsigned char *at = lane->answer + lane->filled;
-    at = write_form_completion(at, request->id, plan->form, plan->inside);
+    at = write_form_completion(at, request->id, plan->form, plan->inside, 0);
     for (int i = 0; i < plan->outputs; i++) {
         const output_t *output = &plan->output[i];
         if (output->region != NULL)

@@ -84,6 +84,8 @@ typedef struct {
     output_t output[MAX_TENSORS];
     size_t answer_size, copied;
     PyObject *intact; /* NULL: no regions */
+    /* Runs one large request by itself, see _lone_runs.h. NULL: requests are gathered. */
+    PyObject *alone;
 } plan_t;
 
 static void drop_batch(batch_t *batch) {
@@ -104,6 +106,7 @@ static void drop_plan(plan_t **place) {
     if (plan->batch != NULL)
         drop_batch(plan->batch);
     Py_XDECREF(plan->intact);
+    Py_XDECREF(plan->alone);
     PyMem_Free(plan);
 }
 

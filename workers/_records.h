@@ -1,7 +1,9 @@
 /* The records of requests and answers of a form, as shm/messages.py has them: the subset of msgpack that they need.
  *
  *     FormSubmit      ["q", request id, form, [content, ...], client id, deadline, received]
- *     FormCompletion  ["c", request id, form, [content, ...]]
+ *     FormCompletion  ["c", request id, form, [content, ...]], and a lease
+ *     Release         ["L", [lease, ...]]                         lease: [segment, offset, generation]
+ *     content         bytes, or where they are: ["a", segment, offset, byte size]
  *
  * Reading is bounded by ``end`` everywhere and fails on anything else: whoever is not sure lets Python's decoder judge.
  */
@@ -86,10 +88,27 @@ static inline int skip_str(reader_t *reader) {
 }
 
 typedef struct {
+    uint64_t segment, offset;
+} place_t;
+
+typedef struct {
     uint64_t id, form, deadline_ns, received_ns, count;
+    /* NULL: they are at its place. */
     const unsigned char *contents[MAX_TENSORS];
+    place_t places[MAX_TENSORS];
     uint64_t sizes[MAX_TENSORS];
 } form_submit_t;
+
+#define SLICE "\x94\xa1" "a"
+
+static inline int read_content(reader_t *reader, form_submit_t *record, uint64_t i) {
+    const unsigned char *head;
+    if (reader->at == reader->end || *reader->at != (unsigned char)SLICE[0])
+        return read_bin(reader, &record->contents[i], &record->sizes[i]);
+    record->contents[i] = NULL;
+    return read_bytes(reader, 3, &head) || memcmp(head, SLICE, 3) || read_uint(reader, &record->places[i].segment) ||
+           read_uint(reader, &record->places[i].offset) || read_uint(reader, &record->sizes[i]);
+}
 
 static inline int read_form_submit(reader_t *reader, form_submit_t *record) {
     const unsigned char *head;
@@ -97,9 +116,28 @@ static inline int read_form_submit(reader_t *reader, form_submit_t *record) {
         read_uint(reader, &record->form) || read_array(reader, &record->count) || record->count > MAX_TENSORS)
         return -1;
     for (uint64_t i = 0; i < record->count; i++)
-        if (read_bin(reader, &record->contents[i], &record->sizes[i]))
+        if (read_content(reader, record, i))
             return -1;
     return skip_str(reader) || read_uint(reader, &record->deadline_ns) || read_uint(reader, &record->received_ns);
+}
+
+#define RELEASE "\x92\xa1" "L"
+
+/* Whether that is next. */
+static inline int is_release(const reader_t *reader) {
+    return reader->end - reader->at > 3 && memcmp(reader->at, RELEASE, 3) == 0;
+}
+
+static inline int skip_release(reader_t *reader) {
+    const unsigned char *head;
+    uint64_t leases, numbers, number;
+    if (read_bytes(reader, 3, &head) || read_array(reader, &leases))
+        return -1;
+    for (uint64_t i = 0; i < leases; i++)
+        if (read_array(reader, &numbers) || numbers != 3 || read_uint(reader, &number) || read_uint(reader, &number) ||
+            read_uint(reader, &number))
+            return -1;
+    return 0;
 }
 
 static inline unsigned char *write_number(unsigned char *at, int width, uint64_t number) {
@@ -120,12 +158,25 @@ static inline unsigned char *write_bin_head(unsigned char *at, uint64_t size) {
     return write_number(at + 1, 4, size);
 }
 
+static inline unsigned char *write_slice(unsigned char *at, uint64_t segment, uint64_t offset, uint64_t size) {
+    memcpy(at, SLICE, 3);
+    return write_uint(write_uint(write_uint(at + 3, segment), offset), size);
+}
+
+static inline unsigned char *write_lease(unsigned char *at, uint64_t segment, uint64_t offset, uint64_t generation) {
+    *at = 0x93;
+    return write_uint(write_uint(write_uint(at + 1, segment), offset), generation);
+}
+
 /* Of at most MAX_TENSORS contents, without them and their heads. */
 #define FORM_COMPLETION_HEAD (3 + 9 + 9 + 1 + 2)
 #define BIN_HEAD 5
+#define SLICE_SIZE (3 + 3 * 9)
+#define LEASE_SIZE (1 + 3 * 9)
 
-static inline unsigned char *write_form_completion(unsigned char *at, uint64_t id, uint64_t form, int count) {
-    memcpy(at, "\x94\xa1" "c", 3);
+/* ``leased``: a lease follows the contents. */
+static inline unsigned char *write_form_completion(unsigned char *at, uint64_t id, uint64_t form, int count, int leased) {
+    memcpy(at, leased ? "\x95\xa1" "c" : "\x94\xa1" "c", 3);
     at = write_uint(write_uint(at + 3, id), form);
     *at = 0xdc;
     return write_number(at + 1, 2, (uint64_t)count);

@@ -1,6 +1,7 @@
-"""Small requests of known forms, answered outside of Python: what the loop's C part (``workers/_fast_path.c``) may do by itself.
+"""Requests of known forms, answered outside of Python: what the loop's C part (``workers/_fast_path.c``) may do by itself.
 
     answered in Python, twice ─▶ learn: where its tensors go, which programs run it, where its answer is cut from
+                                  │     a large one: what runs it where its tensors lie (``workers/lone_run.py``)
                                   ╰─ from then on ``wait`` receives, runs and answers such requests, and returns for anything else
 
 It decides nothing. What it was told holds until a table changes: models, regions, series programs, the numbers of forms. All of
@@ -21,8 +22,10 @@ from shm.messages import RegionSlice
 from shm.regions import Region
 from shm.status_page import StatusPage, WorkerState
 from workers.known_form import AnswerPlan, KnownForm
+from workers.lone_run import LoneRun, plan_alone
 from workers.model_version import ModelVersion
 from workers.models.buckets import Shapes
+from workers.models.executables import Executable
 from workers.models.execution import Execution
 from workers.models.jax_model import JaxModel
 from workers.poller import Poller, Woken
@@ -113,6 +116,29 @@ class _Batch:
             self.model.series.note_again(self._key, turns.single_ns // turns.single_runs)
 
 
+class _Alone:
+    """Large requests of one load and one shape, each of which is run by itself."""
+
+    changed = False
+
+    def __init__(self, version: ModelVersion, model: JaxModel, executable: Executable) -> None:
+        self._version = version
+        self._model = model
+        self.executable = executable
+
+    def native(self) -> _fast_path.Batch:
+        """As the C part wants it: where several wait and fit into one run, no program of those is for them."""
+        shapes, rules = self.executable.wanted.shapes, self._version.loaded.queue_rules
+        most = min(self._version.batcher.at_once(shapes), _fast_path.MAX_ROWS)
+        return self, rules.max_size, False, (), (-1,) * max(1, most)
+
+    def count(self, turns: Turns) -> None:
+        """Counts what was done of them."""
+        self._version.statistics.add(turns)
+        # So that it is not forgotten as one that was not used for long.
+        self._model.executables.find(self.executable.wanted)
+
+
 class FastPath(Poller):
     """One per worker; belongs to its loop. ``desk``: where the status page says what runs."""
 
@@ -134,11 +160,15 @@ class FastPath(Poller):
         self._changes = changes
         self._seen = changes()
         self._batches: dict[tuple[ModelVersion, Hashable], _Batch] = {}
+        self._alone: dict[tuple[ModelVersion, Hashable], _Alone] = {}
         #: (descriptor of the lane, number) of what was learned.
         self._forms: set[tuple[int, int]] = set()
 
     def open(self, submitter: Submitter) -> None:
-        self._native.open(submitter.lane.fileno(), submitter.peer, submitter.in_flight)
+        lane = submitter.lane
+        self._native.open(
+            lane.fileno(), submitter.peer, submitter.in_flight, lambda datagram: lane.read(datagram, [], False)
+        )
 
     def close_lane(self, submitter: Submitter) -> None:
         self._settle()
@@ -159,7 +189,11 @@ class FastPath(Poller):
 
     def learn(self, version: ModelVersion, execution: Execution) -> None:
         model, made = version.jitted, execution.outputs
-        if model is None or made is None or version.loaded.instances or not version.loaded.queue_rules.plain:
+        if model is None or version.loaded.instances or not version.loaded.queue_rules.plain:
+            return
+        if len(execution.requests) == 1 and (made is None or not execution.requests[0].small):
+            self._learn_alone(version, model, execution)
+        if made is None:
             return
         program = execution.executable
         for request in execution.requests:
@@ -214,6 +248,39 @@ class FastPath(Poller):
             return
         self._forms.add((lane.fileno(), form.number))
 
+    def _learn_alone(self, version: ModelVersion, model: JaxModel, execution: Execution) -> None:
+        """Of a request that had a run to itself, with large tensors, none of them in a region."""
+        (request,) = execution.requests
+        form, lane, executable = request.form, request.submitter.lane, execution.executable
+        if form is None or form.known is None or form.names is None or form.outputs is None:
+            return
+        if request.submitter.closed or not isinstance(executable, Executable):
+            return
+        key = (lane.fileno(), form.number)
+        if key in self._forms or self._seen != self._changes() or form.familiar is not version.familiar:
+            return
+        answer = plan_alone(execution, form) if model.is_whole(execution) and not version.batcher.delays else None
+        if answer is None or not lane.knows(answer.form):
+            return
+        batch = self._alone.get((version, request.key))
+        if batch is None or batch.executable is not executable:
+            batch = self._alone[version, request.key] = _Alone(version, model, executable)
+        run = LoneRun(executable, lane, form.submit.inputs, form.sizes, answer)
+        try:
+            self._native.learn_alone(
+                key[0],
+                key[1],
+                batch.native(),
+                request.rows,
+                tuple(form.sizes),
+                answer.outputs,
+                answer.form.number,
+                run,
+            )
+        except ValueError:
+            return
+        self._forms.add(key)
+
     def _found(self, places: Sequence[RegionSlice]) -> dict[str, Region] | None:
         """The regions of those places. None: they are not all mapped here, or nothing is in one of them."""
         found: dict[str, Region] = {}
@@ -238,6 +305,7 @@ class FastPath(Poller):
         self._settle()
         self._native.forget()
         self._batches.clear()
+        self._alone.clear()
         self._forms.clear()
         self._seen = self._changes()
 

@@ -43,7 +43,7 @@ class AnswerPlan(NamedTuple):
 class KnownForm:
     """One form of one submitter."""
 
-    __slots__ = ("elsewhere", "familiar", "known", "names", "number", "outputs", "plans", "sizes", "submit")
+    __slots__ = ("elsewhere", "familiar", "known", "large", "names", "number", "outputs", "plans", "sizes", "submit")
 
     def __init__(self, number: int, submit: Submit) -> None:
         self.number = number
@@ -64,6 +64,8 @@ class KnownForm:
         self.outputs: Mapping[str, RequestedOutput] | None = None
         #: By how a run's outputs lie: what becomes of them.
         self.plans: dict[OutputLayout, AnswerPlan] = {}
+        #: The form of the last answer with large outputs.
+        self.large: Form[Completion] | None = None
 
     def learn(self, familiar: Familiar, known: Known | None, outputs: Mapping[str, RequestedOutput]) -> None:
         """One of them was found right."""
@@ -71,6 +73,7 @@ class KnownForm:
         self.sizes = [byte_size for _, byte_size in known.tensors] if known is not None else []
         self.outputs = outputs if all(output.region is None for output in outputs.values()) else None
         self.plans = {}
+        self.large = None
 
     def plan(self, layout: OutputLayout, plan: AnswerPlan) -> None:
         """Remembers how answers cut from such outputs are made. There are as many as programs that ran them."""

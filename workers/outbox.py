@@ -21,6 +21,7 @@ from shm.errors import Cancelled, Internal, ServingError, Unavailable
 from shm.forms import answer_template, own_contents
 from shm.messages import Completion, FormCompletion
 from workers.answers import complete, complete_planned, complete_small, failure, plan_answer
+from workers.known_form import KnownForm
 from workers.models.batch_outputs import BatchOutputs
 from workers.models.executables import Executable
 from workers.models.execution import Execution, Result
@@ -176,7 +177,7 @@ class Outbox:
         version.statistics.copied(request.copied_byte_size)
         form = request.form
         if form is not None and completion.lease is not None and form.familiar is version.familiar:
-            _answer_formed(request.submitter, completion)
+            _answer_formed(request.submitter, form, completion)
         else:
             request.submitter.answer(completion if request.timeline is None else request.timeline.attach(completion))
         self.end(request)
@@ -245,9 +246,9 @@ class Outbox:
         return f"<Outbox {len(self._blocked)} submitters blocked>"
 
 
-def _answer_formed(submitter: Submitter, completion: Completion) -> None:
+def _answer_formed(submitter: Submitter, form: KnownForm, completion: Completion) -> None:
     """Queues a large answer as one of its form."""
-    kind = submitter.lane.answer_form(answer_template(completion))
+    kind = form.large = submitter.lane.answer_form(answer_template(completion))
     contents = own_contents(completion.outputs)
     submitter.lane.complete_formed(kind, FormCompletion(completion.request_id, kind.number, contents, completion.lease))
     submitter.unflushed = True

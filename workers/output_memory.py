@@ -27,6 +27,8 @@ else:
     available = True
 
 _log = logging.getLogger(__name__)
+#: An output of fewer bytes is copied sooner than it is arranged that it need not be.
+WORTH = 1 << 16
 #: What must stay as it is for ever, because an array that lies in it was not given up.
 _kept: list[memoryview] = []
 _attached = False

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 #: All inline tensors of an answer together, in units of the limit for one: more would burst the datagram.
 _INLINE_TENSORS = 8
-#: An output of fewer bytes is copied sooner than it is arranged that it need not be.
-_WORTH_OFFERING = 1 << 16
 
 #: A range of a file: which one, start, end.
 _Range = tuple[tuple[int, int], int, int]
@@ -37,7 +35,7 @@ _Range = tuple[tuple[int, int], int, int]
 class Places:
     """Belongs to one request; made by ``find``."""
 
-    __slots__ = ("_offsets", "addresses", "in_regions", "lease", "offered", "sizes", "written")
+    __slots__ = ("addresses", "in_regions", "lease", "offered", "offsets", "sizes", "written")
 
     def __init__(
         self,
@@ -50,7 +48,7 @@ class Places:
         self.sizes = sizes
         self.in_regions = in_regions
         #: Output -> where in the lease it begins.
-        self._offsets = offsets
+        self.offsets = offsets
         #: Until ``take_lease``.
         self.lease = lease
         #: Output -> the memory that the program may write to by itself.
@@ -83,7 +81,7 @@ class Places:
 
     def in_arena(self, name: str) -> Slice | None:
         """Where in the response arena an output goes; None: into the record or a region."""
-        at = self._offsets.get(name)
+        at = self.offsets.get(name)
         if at is None or self.lease is None:
             return None
         return Slice(self.lease.place.segment, self.lease.place.offset + at, self.sizes[name])
@@ -93,7 +91,7 @@ class Places:
 
         Raises InvalidArgument: not wholly inside its region.
         """
-        at, size = self._offsets.get(name), self.sizes[name]
+        at, size = self.offsets.get(name), self.sizes[name]
         if at is not None and self.lease is not None:
             return self.lease.view[at : at + size]
         place, region = self.in_regions.get(name, (None, None))
@@ -110,7 +108,7 @@ class Places:
             return
         used, offerable = self._ranges(request) if self.in_regions else [], outputs.offerable
         for name, size in self.sizes.items():
-            memory = self.memory(name) if name in offerable and size >= _WORTH_OFFERING else None
+            memory = self.memory(name) if name in offerable and size >= output_memory.WORTH else None
             address = 0 if memory is None else address_of(memory)
             if memory is None or address % ALIGNMENT:
                 continue
@@ -149,7 +147,7 @@ class Places:
         return all(free)
 
     def __repr__(self) -> str:
-        return f"<Places of {len(self.sizes)} outputs: {len(self.in_regions)} in regions, {len(self._offsets)} in {self.lease}>"
+        return f"<Places of {len(self.sizes)} outputs: {len(self.in_regions)} in regions, {len(self.offsets)} in {self.lease}>"
 
 
 def _range(region: Region | SnapshotRegion, offset: int, byte_size: int) -> _Range:

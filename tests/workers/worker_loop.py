@@ -11,15 +11,14 @@ from typing import Any
 
 from config import model_config
 from config.options import Executables, Lanes, Options
-from shm.arena import Arena
+from shm.arena import Arena, Lease
 from shm.channel import Channel, pair
-from shm.forms import Forms, request_template
+from shm.forms import Forms, own_contents, request_template
 from shm.lane import SubmitterLane
 from shm.messages import (
     Completion,
     FormSubmit,
     FromWorker,
-    Inline,
     LaneOpened,
     Load,
     Loaded,
@@ -95,13 +94,14 @@ class WorkerLoop:
         inputs: Sequence[Tensor],
         outputs: tuple[RequestedOutput, ...] = (),
         lane: SubmitterLane | None = None,
+        leases: Sequence[Lease] = (),
     ) -> int:
-        """Queues a request as a front does it with what a client repeats; ``flush`` sends it."""
+        """Queues a request as a front does it with what a client repeats; ``flush`` sends it. ``leases``: of its Slices."""
         self.number += 1
         submit = Submit(self.number, model, 0, tuple(inputs), outputs, received_ns=time.monotonic_ns())
         form = self.forms.form(request_template(submit))
-        contents = tuple([tensor.place.content for tensor in inputs if isinstance(tensor.place, Inline)])
-        record = FormSubmit(self.number, form.number, contents, received_ns=submit.received_ns)
+        record = FormSubmit(self.number, form.number, own_contents(submit.inputs), received_ns=submit.received_ns)
+        (lane or self.front).announce(leases)
         (lane or self.front).submit_formed(form, record)
         return self.number
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from shm.arrays import Array
 from shm.errors import InvalidArgument, Unsupported
-from workers.models.batch_outputs import LIMIT, BatchOutputs, layout_of, uncut
+from workers import output_memory
+from workers.models.batch_outputs import BatchOutputs, layout_of, uncut
 from workers.models.buckets import Buckets, Shapes, sliced
 from workers.models.executables import Executable, Executables, Wanted, is_numeric
 from workers.models.execution import Execution, Result
@@ -120,7 +121,20 @@ class JaxModel:
             return None
         sizes = executable.memory_of_outputs.sizes
         alone = self._plain and self._whole(requests, executable.wanted.rows)
-        return sizes if alone and sum(sizes.values()) > LIMIT else None
+        return sizes if alone and max(sizes.values(), default=0) >= output_memory.WORTH else None
+
+    def is_whole(self, execution: Execution) -> bool:
+        """Whether a run was of one request, its inputs as the program takes them, and its outputs as they were made."""
+        executable, requests = execution.executable, execution.requests
+        if (
+            not isinstance(executable, Executable)
+            or not self._plain
+            or not self._whole(requests, executable.wanted.rows)
+        ):
+            return False
+        arrays, lead = requests[0].arrays, 1 if self._signature.batches else 0
+        shapes = zip(self._signature.inputs, executable.wanted.shapes, strict=True)
+        return all(shape is None or arrays[name].shape[lead:] == shape for name, shape in shapes)
 
     def _whole(self, requests: Sequence[Request], bucket: int) -> bool:
         """Whether a program's outputs are one request's, with nothing to be cut off."""
@@ -148,7 +162,7 @@ class JaxModel:
         execution.computed_ns = time.monotonic_ns()
         rows = executable.wanted.rows
         execution.computed(
-            self._uncut(executable, outputs) if self._plain else None,
+            self._uncut(executable, outputs) if self._plain and places is None else None,
             lambda: self._split(requests, rows, outputs),
         )
         if self.series is not None:

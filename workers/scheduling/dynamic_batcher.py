@@ -42,6 +42,11 @@ class DynamicBatcher(Generic[W]):
         """Up to how many rows of waiting requests of that key run as soon as they can, together. 0: they wait, or run alone."""
         return self._limit(key) if self._rules.joins and not self._rules.delay_ns else 0
 
+    @property
+    def delays(self) -> bool:
+        """Whether a request may wait for others to join it, although nothing runs."""
+        return self._rules.joins and self._rules.delay_ns > 0
+
     def due_ns(self, now_ns: int) -> int | None:
         """When the next batch should run: not after ``now_ns`` means now. None: nothing waits."""
         head = self._queue.head()

@@ -1,0 +1,192 @@
+/* Runs of the requests that wait: which go together, where their inputs go, what is counted, and when their answers leave. */
+
+#ifndef TENSORD_RUNS_H
+#define TENSORD_RUNS_H
+
+#include "_arrivals.h"
+
+/* Answers of further runs share a datagram only while so many requests wait, and for no longer than that. */
+#define MANY 4
+/* With more requests on their way there is soon something to do, and waking up is shared by them. */
+#define FEW 4
+#define RUN_ON_NS 250000
+
+/* ``moments``: begun, gathered, computed, answered. */
+static void count_run(batch_t *batch, const request_t *requests, int count, int rows, const uint64_t moments[4]) {
+    figures_t *figures = &batch->figures;
+    uint64_t runs = batch->series ? (uint64_t)count : 1;
+    size_figures_t *size = &figures->sizes[batch->series ? 1 : rows];
+    for (int n = 0; n < count; n++) {
+        uint64_t arrived = requests[n].arrived_ns;
+        figures->request_ns += moments[3] > arrived ? moments[3] - arrived : 0;
+        /* One that arrived while this began has not waited. */
+        figures->queue_ns += moments[0] > arrived ? moments[0] - arrived : 0;
+        figures->copied += requests[n].plan->copied;
+    }
+    figures->answered += (uint64_t)count;
+    figures->rows += (uint64_t)rows;
+    figures->runs += runs;
+    size->runs += runs;
+    for (int part = 0; part < 3; part++) {
+        uint64_t took = moments[part + 1] - moments[part];
+        size->ns[part] += took;
+        figures->compute_ns[part] += took * (uint64_t)count;
+    }
+    if (count == 1) {
+        figures->single_runs++;
+        figures->single_ns += moments[2] - moments[1];
+    }
+}
+
+/* The requests at the head that can share a run: how many, and for how many rows. NULL: that is Python's affair. */
+static const program_t *choose(const fast_path_t *self, int *count, int *rows) {
+    const request_t *requests = &self->waiting[self->first];
+    const batch_t *batch = requests->plan->batch;
+    size_t left = self->count - self->first;
+    int together = 0, number = 0;
+    while ((size_t)number < left && requests[number].plan->batch == batch && together + requests[number].plan->rows <= batch->most)
+        together += requests[number++].plan->rows;
+    if (number == 0 || batch->programs[together - 1] < 0)
+        return NULL;
+    const program_t *program = &batch->program[batch->programs[together - 1]];
+    while (together > program->rows)
+        together -= requests[--number].plan->rows;
+    *count = number;
+    *rows = together;
+    return number == 0 ? NULL : program;
+}
+
+static void gather(const program_t *program, const request_t *requests, int count, int rows) {
+    for (int n = 0, row = 0; n < count; row += requests[n++].plan->rows) {
+        const plan_t *plan = requests[n].plan;
+        for (int i = 0; i < plan->inputs; i++) {
+            const argument_t *argument = &program->arguments[plan->input[i].argument];
+            memcpy(argument->address + (size_t)row * argument->stride, requests[n].contents[i], plan->input[i].size);
+        }
+    }
+    for (int i = 0; program->clears && i < program->count; i++) {
+        const argument_t *argument = &program->arguments[i];
+        memset(argument->address + (size_t)rows * argument->stride, 0, (size_t)(program->rows - rows) * argument->stride);
+    }
+}
+
+static void set_state(fast_path_t *self, uint64_t state, uint64_t now) {
+    self->page[0] = state;
+    self->page[1] = now;
+    self->page[2] = now;
+}
+
+/* Calls what runs these requests; ``moments``: see count_run. */
+static PyObject *execute(fast_path_t *self, const request_t *requests, int count, PyObject *call, PyObject *argument, uint64_t moments[4]) {
+    _Atomic uint64_t *desk = self->page + self->desk;
+    for (int n = 0; n < count; n++) {
+        desk[1 + 2 * n] = requests[n].lane->peer;
+        desk[2 + 2 * n] = requests[n].id;
+    }
+    /* Written before and cleared after, so that a batch that kills this process is known by its requests. */
+    desk[0] = (uint64_t)count;
+    moments[1] = now_ns();
+    set_state(self, self->executing, moments[1]);
+    PyObject *made = PyObject_CallFunctionObjArgs(call, argument, NULL);
+    moments[2] = now_ns();
+    desk[0] = 0;
+    set_state(self, self->idle, moments[2]);
+    return made;
+}
+
+/* A run or its answers went wrong: 1, or an error of the process. */
+static int give_up(const request_t *requests, int count) {
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception))
+        return -1;
+    PyErr_Clear();
+    /* Whose fault it was is known of regions only. */
+    int found = 0;
+    for (int n = 0; n < count; n++)
+        found |= requests[n].plan->failed;
+    for (int n = 0; n < count && !found; n++)
+        requests[n].plan->failed = 1;
+    return 1;
+}
+
+/* Runs the large request at the head, which is run by itself. Returns as ``run``. */
+static int run_alone(fast_path_t *self) {
+    const request_t *request = &self->waiting[self->first];
+    const batch_t *batch = request->plan->batch;
+    /* Those that can share a run are gathered, by Python. */
+    int shared = self->first + 1 < self->count && request[1].plan->batch == batch && batch->most > request->plan->rows;
+    if (shared || !has_room(request, 1))
+        return 1;
+    uint64_t moments[4] = {now_ns()}, copied = 0;
+    PyObject *places = places_of(request, &copied);
+    PyObject *made = places == NULL ? NULL : execute(self, request, 1, request->plan->alone, places, moments);
+    Py_XDECREF(places);
+    int outcome = made == Py_None ? 1 : made == NULL || answer_alone(request, made) ? give_up(request, 1) : 0;
+    Py_XDECREF(made);
+    if (outcome == 0) {
+        moments[3] = now_ns();
+        count_run(request->plan->batch, request, 1, request->plan->rows, moments);
+        request->plan->batch->figures.copied += copied;
+        self->first++;
+        /* The processor is others' beside large tensors. */
+        self->together = FEW + 1;
+    }
+    return outcome;
+}
+
+/* Runs the requests at the head that can share a run. 1: they are Python's affair.  -1: an error of the process. */
+static int run(fast_path_t *self) {
+    const request_t *requests = &self->waiting[self->first];
+    if (requests->plan->alone != NULL)
+        return run_alone(self);
+    int count, rows;
+    const program_t *program = choose(self, &count, &rows);
+    if (program == NULL || !has_room(requests, count))
+        return 1;
+    uint64_t moments[4] = {now_ns()};
+    gather(program, requests, count, rows);
+    PyObject *made = execute(self, requests, count, program->run, NULL, moments);
+    int wrong = made == NULL || answer(requests, count, made);
+    Py_XDECREF(made);
+    if (wrong)
+        return give_up(requests, count);
+    moments[3] = now_ns();
+    count_run(requests->plan->batch, requests, count, rows, moments);
+    self->first += (size_t)count;
+    return 0;
+}
+
+static int too_many(const fast_path_t *self) {
+    for (size_t i = 0; i < self->count; i++)
+        if (self->count > self->waiting[i].plan->batch->most_waiting)
+            return 1;
+    return 0;
+}
+
+static int flush_all(fast_path_t *self) {
+    int unsent = 0;
+    for (lane_t *lane = self->lanes; lane != NULL; lane = lane->next) {
+        flush(lane);
+        unsent |= lane->unsent;
+    }
+    return unsent;
+}
+
+/* Runs what waits, and sends the answers. */
+static int serve(fast_path_t *self, PyObject *datagrams) {
+    uint64_t began = now_ns();
+    self->together = self->count;
+    /* Whether a queue takes so many is not decided here. */
+    int outcome = too_many(self);
+    while (outcome == 0 && self->first < self->count) {
+        /* After a long run Python looks what else has come before the next one. */
+        if (self->first > 0 && self->waiting[self->first].plan->alone != NULL && now_ns() - began > RUN_ON_NS)
+            break;
+        outcome = run(self);
+        if (outcome == 0 && (self->count - self->first < MANY || now_ns() - began > RUN_ON_NS))
+            outcome = flush_all(self);
+    }
+    flush_all(self);
+    return outcome < 0 || give_back(self, datagrams) ? -1 : 0;
+}
+
+#endif
