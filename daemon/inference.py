@@ -153,13 +153,13 @@ def begin(submitter: Submitter, request: InferenceRequest, on_completion: OnComp
 
 
 def form_of(submitter: Submitter, request: InferenceRequest) -> Form[Submit] | None:
-    """The form of requests that differ from that one in their ids, deadlines and small tensors. None: it has large ones."""
+    """The form of requests that differ from that one in ids, deadlines and tensors. None: it has large ones without a place."""
     tensors: list[Tensor] = []
     for name, datatype, shape, content in request.inputs:
         place: Place = _EMPTY
         if isinstance(content, RegionSlice):
             place = content
-        elif isinstance(content, Slice) or len(content) > submitter.inline_byte_size:
+        elif not isinstance(content, Slice) and len(content) > submitter.inline_byte_size:
             return None
         tensors.append(Tensor(name, datatype, shape, place))
     return submitter.forms.form(request_template(_record(request, 0, tuple(tensors), 0)))

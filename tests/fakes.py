@@ -155,16 +155,18 @@ class EchoWorker:
         """Answers with the first input, as output ``y``."""
         self.answer(request, self.content(request))
 
-    def answer(self, request: Submit, content: bytes) -> None:
+    def answer(self, request: Submit, content: bytes, final: bool = True) -> None:
         """Answers with UINT8 content as output ``y``, in a lease where it is not tiny."""
         shape = (len(content),)
         if len(content) <= 512:
-            self.complete(request.request_id, outputs=(Tensor("y", "UINT8", shape, Inline(content)),))
+            outputs = (Tensor("y", "UINT8", shape, Inline(content)),)
+            self.complete(request.request_id, outputs=outputs, final=final)
             return
         lease = self.lane.loan(len(content))
         assert lease is not None
         lease.view[:] = content
-        self.complete(request.request_id, outputs=(Tensor("y", "UINT8", shape, lease.place),), lease=lease.key)
+        outputs = (Tensor("y", "UINT8", shape, lease.place),)
+        self.complete(request.request_id, outputs=outputs, lease=lease.key, final=final)
 
     def echo_until(self, client: Client) -> None:
         """Echoes whatever comes until that client has something to read: those who left may have left requests behind."""

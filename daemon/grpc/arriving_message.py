@@ -54,6 +54,11 @@ class ArrivingMessage:
         return self.reception is not None and self.reception.phase in (Phase.PLACED, Phase.REFUSED)
 
     @property
+    def received(self) -> Reception | None:
+        """What the call gets, once everything came. None: ``content``."""
+        return self.reception if self.is_placed else None
+
+    @property
     def waits(self) -> bool:
         """Whether there is no room for it now."""
         return self.reception is not None and self.reception.phase is Phase.WAITING

@@ -21,7 +21,10 @@ class Asking(Protocol):
         """An answer to it."""
 
     def formed(self, asked: KnownAsked, template: Completion, answer: FormCompletion) -> None:
-        """The only answer to it, a good one of a form."""
+        """The only answer to it, a good one of a form, without a lease."""
+
+    def lent(self, asked: KnownAsked, template: Completion, answer: FormCompletion) -> bool:
+        """The same of one with a lease. False, or an error: nothing was done, and it is ``completed`` as any other."""
 
 
 class Asked:
@@ -101,7 +104,13 @@ class KnownAsked(Pending):
     def formed(self, template: Completion, own: FormCompletion) -> None:
         if own.lease is None:
             self.call.formed(self, template, own)
-        else:
+            return
+        try:
+            written = self.call.lent(self, template, own)
+        except Exception:
+            # Whoever writes it whole says why it cannot be written.
+            written = False
+        if not written:
             Pending.formed(self, template, own)
 
     def cancel(self, submitter: Submitter) -> None:

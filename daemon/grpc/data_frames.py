@@ -49,6 +49,8 @@ class DataFrames(Outgoing):
         #: Reads what is large in our place; there while the connection sends such. What came since it last had something to do.
         self._reader: BodyReader | None = None
         self._reads_since = 0
+        #: What that reads now.
+        self._payload: FramePayload | None = None
         #: The client sends nothing any more.
         self._ended = False
 
@@ -111,13 +113,14 @@ class DataFrames(Outgoing):
         if self.phase is Phase.CLOSED or self._ended or self._paused_since:
             return
         if stream is not None and not stream.ended and self.is_plain:
-            size = min(self._data_left, len(stream.room()))
-            if size >= DIRECT_BYTE_SIZE:
+            place = stream.room()[: self._data_left]
+            if len(place) >= DIRECT_BYTE_SIZE:
                 assert self._transport is not None
                 if reader is None:
                     reader = self._reader = BodyReader(self, self._transport)
                 self._reads_since = 0
-                reader.receive(FramePayload(stream, size, self._directly_read))
+                self._payload = FramePayload(place, self._heard)
+                reader.receive(self._payload)
                 return
         if reader is not None:
             self._reads_since += 1
@@ -125,15 +128,17 @@ class DataFrames(Outgoing):
                 self._reader = None
                 reader.leave()
 
-    def _directly_read(self, byte_size: int) -> None:
-        self._data_left -= byte_size
+    def _heard(self) -> None:
         self._heard_at = self.loop.time()
 
     def direct_body_complete(self) -> None:
         """What belonged to the tensor was read past us: what comes next comes here again."""
         self._flushing = True
+        payload, self._payload = self._payload, None
+        assert payload is not None
+        self._data_left -= payload.byte_size
         if self._data_stream is not None:
-            self._data_stream.advanced()
+            self._data_stream.advance(payload.byte_size)
         if not self._data_left:
             self._data_ends()
         self._flushing = False
@@ -142,8 +147,11 @@ class DataFrames(Outgoing):
 
     def stop_direct(self, stream: Stream) -> None:
         """What is under way of that stream is not wanted any more."""
-        if self._reader is not None and self._data_stream is stream:
+        if self._payload is not None and self._data_stream is stream:
+            assert self._reader is not None
             self._reader.stop()
+            self._data_left -= self._payload.taken
+            self._payload = None
 
     def _data_target(self, number: int, size: int) -> Stream | None:
         """The stream a DATA frame is for, its windows reduced; None: one that ended meanwhile."""

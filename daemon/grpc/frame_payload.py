@@ -4,28 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from daemon.grpc.stream import Stream
-
 
 class FramePayload:
     """What ``daemon.body_reader`` reads for a connection.
 
     Args:
-      byte_size: of both the frame and the tensor at least so much is still to come.
-      taken: told of every so many bytes of the frame.
+      place: where it goes; of both the frame and the tensor at least so much is still to come.
+      heard: called whenever some of it has come.
     """
 
-    __slots__ = ("_left", "_stream", "_taken")
+    __slots__ = ("_heard", "_rest", "byte_size")
 
-    def __init__(self, stream: Stream, byte_size: int, taken: Callable[[int], None]) -> None:
-        self._stream = stream
-        self._left = byte_size
-        self._taken = taken
+    def __init__(self, place: memoryview, heard: Callable[[], None]) -> None:
+        self.byte_size = len(place)
+        self._rest = place
+        self._heard = heard
+
+    @property
+    def taken(self) -> int:
+        """How many bytes have come."""
+        return self.byte_size - len(self._rest)
 
     def rest(self) -> memoryview:
-        return self._stream.room()[: self._left]
+        return self._rest
 
     def advance(self, byte_size: int) -> None:
-        self._left -= byte_size
-        self._stream.advance(byte_size)
-        self._taken(byte_size)
+        self._rest = self._rest[byte_size:]
+        self._heard()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from time import monotonic_ns
 
 from daemon.forwarding import Forwarding
 from daemon.grpc.asked import Asking, KnownAsked
 from daemon.grpc.call import Buffer
+from daemon.grpc.placed_message import PlacedMessage
 from daemon.grpc.reception import Reception
 from daemon.grpc.recognised import Known, Recognised
 from daemon.grpc.request_codec import DecodedHead
@@ -20,6 +22,8 @@ from shm.errors import ServingError
 from shm.lane import SubmitterLane
 from shm.messages import Completion, FormSubmit, ModelState
 
+#: Whole; one that is no buffer has a lease.
+Message = Buffer | Reception | PlacedMessage
 #: What a client is told of an answer that could not be written.
 DEFECT = "internal error; the server's log has the details"
 
@@ -41,9 +45,13 @@ class Inferring:
         self._forwarding = forwarding
         self.tracer = tracer
 
-    def decode(self, stream: Stream, message: Buffer | Reception) -> tuple[DecodedHead, InferenceRequest, ModelState]:
+    def reception(self, byte_size: int, began: Buffer) -> Reception | PlacedMessage:
+        """Who takes a large message of that size, which begins so."""
+        return self.recognised.placed(self.submitter, byte_size, began) or Reception(self.submitter, byte_size)
+
+    def decode(self, stream: Stream, message: Message) -> tuple[DecodedHead, InferenceRequest, ModelState]:
         """A message as a request, with the caller's headers that are parameters. Raises RefusedRequest: nothing stays on loan."""
-        if isinstance(message, Reception):
+        if isinstance(message, Reception | PlacedMessage):
             understood = self.recognised.decode_received(message)
         else:
             understood = self.recognised.decode(message)
@@ -86,26 +94,31 @@ class Inferring:
         submitter.send(asked)
         return asked
 
+    def ask_placed(self, call: Asking, message: PlacedMessage, deadline_ns: int) -> KnownAsked:
+        """The same of one whose layout has a form. Its lease is the request's, or given back. Raises as that."""
+        submitter, layout = self.submitter, message.layout
+        form = layout.form
+        assert form is not None
+        record = FormSubmit(
+            submitter.next_id(), form.number, message.contents(), message.text, deadline_ns, monotonic_ns()
+        )
+        lease = message.take_lease()
+        asked = KnownAsked(call=call, layout=layout, id=message.client_id, record=record, form=form, leases=(lease,))
+        try:
+            submitter.send(asked)
+        except ServingError:
+            submitter.give_back(lease)
+            raise
+        return asked
+
     def releaser(
         self, completion: Completion, lane: SubmitterLane | None, trace: Trace | None
     ) -> Callable[[], None] | None:
         """What is due when an answer has left: its lease is given back and, with the last, the trace ends. None: nothing."""
         release = None
         if completion.lease is not None and lane is not None:
-            release = _Release(self.submitter, lane, completion.lease)
+            release = partial(self.submitter.release, lane, completion.lease)
         return release if trace is None or not completion.final else Sent(trace, release)
-
-
-class _Release:
-    """Gives a lease of the response arena back."""
-
-    __slots__ = ("_key", "_lane", "_submitter")
-
-    def __init__(self, submitter: Submitter, lane: SubmitterLane, key: tuple[int, int, int]) -> None:
-        self._submitter, self._lane, self._key = submitter, lane, key
-
-    def __call__(self) -> None:
-        self._submitter.release(self._lane, self._key)
 
 
 class Sent:
@@ -113,7 +126,7 @@ class Sent:
 
     __slots__ = ("_release", "_trace")
 
-    def __init__(self, trace: Trace, release: _Release | None) -> None:
+    def __init__(self, trace: Trace, release: Callable[[], None] | None) -> None:
         self._trace, self._release = trace, release
         trace.stamp("GRPC_SEND_START")
 

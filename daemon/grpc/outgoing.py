@@ -118,6 +118,15 @@ class Outgoing(asyncio.Protocol):
             self._flushing = True
             self.loop.call_soon(self._flush)
 
+    def write_lent(self, pieces: list[Buffer], on_written: Callable[[], None]) -> None:
+        """The same of several, some of them views of what is given back once all of them have left."""
+        self._out += pieces
+        self.room -= sum(map(len, pieces))
+        self._on_written.append(on_written)
+        if not self._flushing:
+            self._flushing = True
+            self.loop.call_soon(self._flush)
+
     def _flush(self) -> None:
         self._flushing = False
         out = self._out

@@ -14,7 +14,7 @@ behind the tensors.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from daemon.grpc.request_fields import ArrivingFields, RefusedRequest
 from daemon.submit import Submitter
@@ -27,6 +27,8 @@ _ALIGNMENT = 64
 _PADDED_BYTE_SIZE = 64 << 10
 #: Longer heads hold data.
 _MAX_HEAD = 64 << 10
+#: Longer ones are not kept as they came.
+_MAX_KEPT_HEAD = 2 << 10
 
 
 class Phase(enum.Enum):
@@ -53,6 +55,7 @@ class Reception:
 
     __slots__ = (
         "_at",
+        "_began",
         "_dropped",
         "_error",
         "_fields",
@@ -62,17 +65,21 @@ class Reception:
         "_raws",
         "_submitter",
         "_taken",
+        "byte_size",
         "phase",
     )
 
     def __init__(self, submitter: Submitter, byte_size: int) -> None:
         self._submitter = submitter
+        self.byte_size = byte_size
         self._fields = ArrivingFields(byte_size)
         self.phase = Phase.HEAD
         self._on_room: Callable[[], None] | None = None
         self._lease: Lease | None = None
         #: Bytes of the message before the first raw tensor's.
         self._taken = 0
+        #: These, unless they are too many.
+        self._began = b""
         #: Where in the lease the next byte goes, and how much of it may still be pads.
         self._at = self._padding = 0
         #: Begin and size of each raw tensor in the lease.
@@ -80,10 +87,39 @@ class Reception:
         self._error: RefusedRequest | None = None
         self._dropped = False
 
+    @classmethod
+    def resumed(cls, submitter: Submitter, byte_size: int, lease: Lease, starts: Iterable[bytes]) -> Reception:
+        """One that has taken some tensors already, each as long as it said. It owns the lease now.
+
+        Args:
+          starts: what came before each of them.
+        """
+        reception = cls(submitter, byte_size)
+        fields = reception._fields
+        for start in starts:
+            fields.take(memoryview(start), 0)
+            if reception._lease is None:
+                reception._room_size()
+                reception._settle(lease)
+            else:
+                reception._begin_tensor()
+            reception.advance(fields.raw_left)
+        return reception
+
     @property
     def kept_byte_size(self) -> int:
         """What it has in ordinary memory."""
-        return len(self._fields.head) + len(self._fields.client_id)
+        return len(self._fields.head) + len(self._fields.client_id) + len(self._began)
+
+    @property
+    def began(self) -> bytes:
+        """All that came before the first raw tensor, as it came. Empty: it was too long to be kept."""
+        return self._began
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Begin and size of each raw tensor in the lease."""
+        return self._raws
 
     # -------------------------------------------------------------------------------------------------------- receive
 
@@ -103,6 +139,7 @@ class Reception:
                 self.phase = Phase.DECLINED
                 return
             self._taken += at
+            self._began = self._began + piece[:at] if self._taken <= _MAX_KEPT_HEAD else b""
             if begins:
                 self._ask_for_room(on_room)
                 if self._lease is not None:
@@ -127,11 +164,7 @@ class Reception:
         self._fields.take_raw(byte_size)
 
     def _ask_for_room(self, on_room: Callable[[], None]) -> None:
-        fields = self._fields
-        size = fields.unread
-        if fields.raw_left < size:
-            self._padding = _ALIGNMENT * (1 + size // _PADDED_BYTE_SIZE)
-            size += self._padding
+        size = self._room_size()
         try:
             lease = self._submitter.loan(size)
         except ServingError as error:
@@ -153,6 +186,15 @@ class Reception:
                 on_room()
 
         self._submitter.wait_for_room(size, granted)
+
+    def _room_size(self) -> int:
+        """Of the lease, with the first tensor about to come."""
+        fields = self._fields
+        size = fields.unread
+        if fields.raw_left < size:
+            self._padding = _ALIGNMENT * (1 + size // _PADDED_BYTE_SIZE)
+            size += self._padding
+        return size
 
     def _settle(self, lease: Lease) -> None:
         self._lease = lease
@@ -210,8 +252,13 @@ class Reception:
                 raws.append(Slice(lease.place.segment, lease.place.offset + begin, size))
         return bytes(self._fields.head), bytes(self._fields.client_id), raws
 
+    @property
+    def lease(self) -> Lease | None:
+        """Where the tensors lie."""
+        return self._lease
+
     def take_lease(self) -> Lease | None:
-        """Where the tensors lie; from now on its taker gives that back."""
+        """That; from now on its taker gives it back."""
         lease, self._lease = self._lease, None
         return lease
 

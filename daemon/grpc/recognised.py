@@ -5,14 +5,16 @@ A client that asks again and again sends the same message but for its ``id`` and
     head        what the bytes beside id and raw tensors mean, which costs protobuf and checks to find out
     layout      of a whole message, by its size: which bytes these are, so that one comparison stands for reading its fields
 
-The same bytes mean the same. Whether the model is there is asked whenever any has changed.
+A large message is placed while it arrives: its layout says where, before any of it is read (``PlacedMessage``). The same bytes
+mean the same. Whether the model is there is asked whenever any has changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from daemon.grpc.layout import Layout
+from daemon.grpc.layout import LargeLayout, Layout, large_layout
+from daemon.grpc.placed_message import PlacedMessage
 from daemon.grpc.reception import Reception
 from daemon.grpc.request_codec import DecodedHead, decode_head
 from daemon.grpc.request_fields import Buffer, RefusedRequest, split
@@ -38,6 +40,7 @@ class Recognised:
         """``submitter``: whose forms messages become; None: none, because something is still added to each request."""
         self._table = table
         self._submitter = submitter
+        self._large: dict[int, LargeLayout] = {}
         self._decoded: dict[tuple[bytes, bool], DecodedHead] = {}
         self._layouts: dict[int, Layout] = {}
 
@@ -55,6 +58,29 @@ class Recognised:
             return layout, pieces[1], pieces[1].decode(), pieces[3::2]
         except UnicodeDecodeError:
             return None
+
+    def placed(self, submitter: Submitter, byte_size: int, began: Buffer) -> PlacedMessage | None:
+        """A large message of that size that begins so, in the submitter's arena. None: it is not known, or there is no room.
+
+        Nothing is said of whether it becomes a request: see ``admits``.
+        """
+        layout = self._large.get(byte_size)
+        if layout is None or len(began) < layout.head_size:
+            return None
+        pieces = layout.cut(began)
+        if pieces[::2] != layout.fixed:
+            return None
+        try:
+            text = pieces[1].decode()
+            lease = submitter.loan(layout.lease_byte_size)
+        except (ServingError, UnicodeDecodeError):
+            # Whoever reads it says what is wrong.
+            return None
+        return None if lease is None else PlacedMessage(submitter, layout, pieces[1], text, lease)
+
+    def admits(self, layout: Layout) -> bool:
+        """Whether its messages become requests of its form."""
+        return layout.form is not None and (layout.edition == self._table.edition or self._serves(layout))
 
     def _serves(self, layout: Layout) -> bool:
         """The table has changed: whether the model is still there, and as what."""
@@ -79,7 +105,7 @@ class Recognised:
         if (
             len(head) <= self.MAX_HEAD
             and len(message) <= self.MAX_MESSAGE
-            and all(content is None or type(content) is RegionSlice for _, _, _, content in decoded.inputs)
+            and _is_raw(decoded)
             and (not raws or id_at[1] <= raws[0][0])
         ):
             if len(self._layouts) >= self.MAX_COUNT:
@@ -87,15 +113,35 @@ class Recognised:
             self._layouts[len(message)] = Layout(bytes(message), (id_at, *raws), decoded)
         return understood
 
-    def decode_received(self, message: Reception) -> tuple[DecodedHead, InferenceRequest, ModelState]:
+    def decode_received(self, message: Reception | PlacedMessage) -> tuple[DecodedHead, InferenceRequest, ModelState]:
         """The same of one that was placed while it arrived. Its lease is the request's, or given back. Raises RefusedRequest."""
         try:
-            head, client_id, raws = message.fields()
-            understood = self._understood(self._head(head, client_id, True), client_id, raws)
+            understood = self._placed(message) if isinstance(message, PlacedMessage) else self._received(message)
         except RefusedRequest:
             message.drop()
             raise
         understood[1].lease = message.take_lease()
+        return understood
+
+    def _placed(self, message: PlacedMessage) -> tuple[DecodedHead, InferenceRequest, ModelState]:
+        layout = message.layout
+        understood = self._understood(layout.decoded, message.client_id, message.contents())
+        if layout.awaits_form and self._submitter is not None:
+            layout.form, layout.awaits_form = form_of(self._submitter, understood[1]), False
+        return understood
+
+    def _received(self, message: Reception) -> tuple[DecodedHead, InferenceRequest, ModelState]:
+        head, client_id, raws = message.fields()
+        decoded = self._head(head, client_id, True)
+        understood = self._understood(decoded, client_id, raws)
+        lease = message.lease
+        assert lease is not None
+        if message.began and _is_raw(decoded):
+            layout = large_layout(message.began, message.places, message.byte_size, lease, decoded)
+            if layout is not None:
+                if len(self._large) >= self.MAX_COUNT:
+                    self._large.clear()
+                self._large[message.byte_size] = layout
         return understood
 
     def _head(self, head: bytes, client_id: bytes, has_raw: bool) -> DecodedHead:
@@ -121,6 +167,11 @@ class Recognised:
             return decoded, _request(decoded, text, _inputs(decoded, raws)), state
         except ServingError as error:
             raise RefusedRequest(error, text) from None
+
+
+def _is_raw(decoded: DecodedHead) -> bool:
+    """Whether all tensors are raw, or in regions."""
+    return all(content is None or type(content) is RegionSlice for _, _, _, content in decoded.inputs)
 
 
 def _text(client_id: bytes) -> str:

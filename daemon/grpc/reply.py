@@ -22,7 +22,6 @@ from daemon.grpc.header_blocks import CallHead
 
 if TYPE_CHECKING:
     from daemon.grpc.connection import Connection
-    from daemon.grpc.known_answer import KnownAnswer
 
 #: Before each message, either way: whether it is compressed, and its length.
 PREFIX = struct.Struct(">BI")
@@ -95,42 +94,6 @@ class Reply(ABC):
         if on_sent is not None:
             on_sent()
         self._close()
-
-    def answer_known(self, known: KnownAnswer, client_id: bytes, contents: tuple[bytes, ...]) -> bool:
-        """The same of a known answer, unless something is in its way. False: nothing was done."""
-        connection, framed = self.connection, known.framed
-        if (
-            framed > connection.send_window
-            or framed > self.send_window
-            or framed > connection.small
-            or self._finished
-            or self._head_sent
-        ):
-            return False
-        connection.send_window -= framed
-        connection.write(known.unary(frames.number(self.id), client_id, contents))
-        self._finished = True
-        self._close()
-        return True
-
-    def send_known(self, known: KnownAnswer, client_id: bytes, contents: tuple[bytes, ...]) -> bool:
-        """A known message of a stream, unless something is in its way. False: nothing was done."""
-        connection, framed = self.connection, known.framed
-        if (
-            framed > connection.send_window
-            or framed > self.send_window
-            or framed > connection.small
-            or framed > connection.room
-            or self._unsent
-            or self._finished
-            or not self._head_sent
-        ):
-            return False
-        self.send_window -= framed
-        connection.send_window -= framed
-        connection.answered = True
-        connection.write(known.streamed(frames.number(self.id), client_id, contents))
-        return True
 
     def send(self, parts: list[Buffer], on_sent: Callable[[], None] | None = None) -> None:
         """One message; what the windows do not allow yet waits. ``on_sent``: its bytes are not looked at any more."""

@@ -9,6 +9,7 @@ Source: grpc_service.proto; protobuf's encoding specification.
 
 from __future__ import annotations
 
+from daemon.grpc import response_codec
 from shm.errors import InvalidArgument, ServingError
 
 Buffer = bytes | memoryview
@@ -143,6 +144,11 @@ class ArrivingFields:
         """The owner has taken so many bytes of the raw tensor."""
         self.raw_left -= byte_size
         self.unread -= byte_size
+
+
+def raw_start(byte_size: int) -> bytes:
+    """What stands before a raw tensor of that size, as short as it can be."""
+    return response_codec.field_start(_RAW, byte_size)
 
 
 def _too_many_raws() -> RefusedRequest:

@@ -18,14 +18,17 @@ from daemon.grpc.arriving_message import ArrivingMessage
 from daemon.grpc.call import Buffer, Call
 from daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, RESOURCE_EXHAUSTED
 from daemon.grpc.inflation import Refused, inflated
-from daemon.grpc.reply import PREFIX, Reply, read_prefix
+from daemon.grpc.known_reply import KnownReply
+from daemon.grpc.placed_message import PlacedMessage
+from daemon.grpc.reception import Reception
+from daemon.grpc.reply import PREFIX, read_prefix
 
 _log = logging.getLogger(__name__)
 #: Larger messages that do not come in one piece may go to where a worker reads them while they arrive.
 _RECEIVED_BYTE_SIZE = 64 << 10
 
 
-class Stream(Reply):
+class Stream(KnownReply):
     """Owned by its connection until ``ended``."""
 
     call: Call | None = None
@@ -41,7 +44,7 @@ class Stream(Reply):
     partial_since = 0.0
     #: The first bytes of a message whose prefix is not whole, or the message of which a part is here.
     _begun = b""
-    _arriving: ArrivingMessage | None = None
+    _arriving: ArrivingMessage | PlacedMessage | None = None
     #: What of ``Serving.collected`` is this stream's.
     _kept = 0
     _timer: asyncio.TimerHandle | None = None
@@ -65,6 +68,10 @@ class Stream(Reply):
             if length == end - content and length <= self.connection.serving.max_message:
                 self._deliver(flag, data, content, end)
                 return
+            if end - content < length <= self.connection.serving.max_message:
+                self._begin(flag, length, memoryview(data)[content:end])
+                self._note()
+                return
         self._take(memoryview(data)[start:end])
         self._note()
 
@@ -85,34 +92,46 @@ class Stream(Reply):
                     self.refuse(RESOURCE_EXHAUSTED, f"Received message larger than max ({length} vs. {limit})")
                     return
                 self.partial_since = 0.0
-                if length <= end - at:
-                    content = at
-                    at += length
-                    self._deliver(flag, piece, content, at)
-                    continue
-                assert self.call is not None
-                reception = self.call.reception(length) if not flag and length > _RECEIVED_BYTE_SIZE else None
-                arriving = self._arriving = ArrivingMessage(flag, length, reception, self._room_came)
+                if length > end - at:
+                    self._begin(flag, length, piece[at:])
+                    return
+                content = at
+                at += length
+                self._deliver(flag, piece, content, at)
+                continue
             size = min(arriving.left, end - at)
             arriving.feed(piece[at : at + size])
             at += size
             if not arriving.left:
                 self._arrived(arriving)
 
+    def _begin(self, flag: int, byte_size: int, piece: memoryview) -> None:
+        """A message of which a part is there."""
+        reception: Reception | None = None
+        if not flag and byte_size > _RECEIVED_BYTE_SIZE:
+            assert self.call is not None
+            taker = self.call.reception(byte_size, piece)
+            if isinstance(taker, PlacedMessage):
+                self._arriving = taker
+                taker.feed(piece[taker.layout.head_size :])
+                return
+            reception = taker
+        arriving = self._arriving = ArrivingMessage(flag, byte_size, reception, self._room_came)
+        arriving.feed(piece)
+
     def room(self) -> memoryview:
         """Where the next bytes of its DATA may be written; empty: ``receive`` takes them."""
         return memoryview(b"") if self._arriving is None else self._arriving.rest()
 
     def advance(self, byte_size: int) -> None:
-        """That many bytes were written into ``room``. ``advanced`` is due when enough of them were."""
-        assert self._arriving is not None
-        self._arriving.advance(byte_size)
-
-    def advanced(self) -> None:
-        """Nothing more is written into ``room`` for now."""
-        if self._arriving is not None and not self._arriving.left:
-            self._arrived(self._arriving)
-            self._note()
+        """That many bytes were written into ``room``, and nothing more is for now."""
+        arriving = self._arriving
+        assert arriving is not None
+        arriving.advance(byte_size)
+        if not arriving.left:
+            self._arrived(arriving)
+            if self._kept:
+                self._note()
 
     @property
     def waits_for_room(self) -> bool:
@@ -156,19 +175,20 @@ class Stream(Reply):
         self._kept = 0
         self.partial_since = 0.0
 
-    def _arrived(self, arriving: ArrivingMessage) -> None:
+    def _arrived(self, arriving: ArrivingMessage | PlacedMessage) -> None:
         """The message under way is whole."""
         self._arriving = None
         self.partial_since = 0.0
-        if not arriving.is_placed:
+        received = arriving.received
+        if received is None:
+            assert type(arriving) is ArrivingMessage
             content = arriving.content()
             arriving.drop()
             self._deliver(arriving.flag, content, 0, len(content))
             return
         assert self.call is not None
-        assert arriving.reception is not None
         try:
-            self.call.received(arriving.reception)
+            self.call.received(received)
         except Exception:
             arriving.drop()
             self._defect()

@@ -10,13 +10,15 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from daemon.grpc import response_codec
 from daemon.grpc.asked import Asked, KnownAsked
 from daemon.grpc.call import Buffer, Call, kept
 from daemon.grpc.codes import INTERNAL, OK, number
-from daemon.grpc.inferring import DEFECT, Inferring, Sent
+from daemon.grpc.inferring import DEFECT, Inferring, Message, Sent
 from daemon.grpc.known_answer import KnownAnswer
+from daemon.grpc.placed_message import PlacedMessage
 from daemon.grpc.reception import Reception
 from daemon.grpc.request_fields import RefusedRequest
 from daemon.grpc.stream import Stream
@@ -39,14 +41,14 @@ class StreamInfer(Call):
         self._stream = stream
         self._in_flight: set[Asked | KnownAsked] = set()
         #: Messages that came before there was room for them; bounded by the stream's window.
-        self._waiting: deque[Buffer | Reception] = deque()
+        self._waiting: deque[Message] = deque()
         self._half_closed = False
         #: For its next message, CLOCK_MONOTONIC ns; 0: none was traced so far.
         self._waits_since = time.monotonic_ns() if inferring.tracer.on else 0
         self._grpc_errors = ("triton_grpc_error", "true") in stream.head.metadata
 
-    def reception(self, byte_size: int) -> Reception | None:
-        return Reception(self._inferring.submitter, byte_size)
+    def reception(self, byte_size: int, began: Buffer) -> Reception | PlacedMessage:
+        return self._inferring.reception(byte_size, began)
 
     def message(self, content: Buffer, start: int, end: int) -> None:
         inferring = self._inferring
@@ -62,9 +64,15 @@ class StreamInfer(Call):
         except ServingError as error:
             self._refused(number(error), error.message, known[2])
 
-    def received(self, message: Reception) -> None:
+    def received(self, message: Reception | PlacedMessage) -> None:
+        inferring = self._inferring
         if self._stream.held or not self._has_room():
             self._wait(message)
+        elif type(message) is PlacedMessage and not inferring.tracer.on and inferring.recognised.admits(message.layout):
+            try:
+                self._in_flight.add(inferring.ask_placed(self, message, self._stream.deadline_ns))
+            except ServingError as error:
+                self._refused(number(error), error.message, message.text)
         else:
             self._ask(message)
 
@@ -74,7 +82,7 @@ class StreamInfer(Call):
 
     def abandoned(self) -> None:
         for message in self._waiting:
-            if isinstance(message, Reception):
+            if isinstance(message, Reception | PlacedMessage):
                 message.drop()
         self._waiting.clear()
         for asked in self._in_flight:
@@ -86,11 +94,11 @@ class StreamInfer(Call):
     def _has_room(self) -> bool:
         return len(self._in_flight) < self._inferring.max_stream_requests and self._stream.unsent_size < _MAX_UNSENT
 
-    def _wait(self, message: Buffer | Reception) -> None:
+    def _wait(self, message: Message) -> None:
         self._stream.held = True
         self._waiting.append(message)
 
-    def _ask(self, message: Buffer | Reception) -> None:
+    def _ask(self, message: Message) -> None:
         waited_ns, read_ns = self._waits_since, 0
         if self._inferring.tracer.on:
             read_ns = self._waits_since = time.monotonic_ns()
@@ -155,6 +163,21 @@ class StreamInfer(Call):
             self._send_whole(asked, whole_answer(template, answer), no_view)
         if self._waiting or self._half_closed or self._stream.held:
             self._go_on()
+
+    def lent(self, asked: KnownAsked, template: Completion, answer: FormCompletion) -> bool:
+        layout, contents, lease, worker = asked.layout, answer.contents, answer.lease, asked.worker
+        assert lease is not None
+        assert worker is not None
+        known, lane = layout.streamed, worker.lane
+        if known is None or not known.fits_lent(template, contents):
+            known = layout.streamed = KnownAnswer(template, answer, asked.model, asked.id, True)
+        release = partial(self._inferring.submitter.release, lane, lease)
+        if not self._stream.send_lent(known, asked.id, contents, lane.view, release):
+            return False
+        self._in_flight.discard(asked)
+        if self._waiting or self._half_closed or self._stream.held:
+            self._go_on()
+        return True
 
     def _answered(
         self,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 
 from daemon.grpc import response_codec
 from daemon.grpc.asked import Asked, KnownAsked
 from daemon.grpc.call import Buffer, Call, kept
 from daemon.grpc.codes import INTERNAL, number
-from daemon.grpc.inferring import DEFECT, Inferring, Sent
+from daemon.grpc.inferring import DEFECT, Inferring, Message, Sent
 from daemon.grpc.known_answer import KnownAnswer
+from daemon.grpc.placed_message import PlacedMessage
 from daemon.grpc.reception import Reception
 from daemon.grpc.request_fields import RefusedRequest
 from daemon.grpc.stream import Stream
@@ -31,13 +33,13 @@ class UnaryInfer(Call):
     def __init__(self, inferring: Inferring, stream: Stream) -> None:
         self._inferring = inferring
         self._stream = stream
-        self._message: Buffer | Reception | None = None
+        self._message: Message | None = None
         self._asked: Asked | KnownAsked | None = None
         #: CLOCK_MONOTONIC ns, if it may be traced.
         self._waits_since = time.monotonic_ns() if inferring.tracer.on else 0
 
-    def reception(self, byte_size: int) -> Reception | None:
-        return Reception(self._inferring.submitter, byte_size)
+    def reception(self, byte_size: int, began: Buffer) -> Reception | PlacedMessage:
+        return self._inferring.reception(byte_size, began)
 
     def message(self, content: Buffer, start: int, end: int) -> None:
         if self._message is not None:
@@ -45,7 +47,7 @@ class UnaryInfer(Call):
         else:
             self._message = kept(content, start, end)
 
-    def received(self, message: Reception) -> None:
+    def received(self, message: Reception | PlacedMessage) -> None:
         if self._message is not None:
             message.drop()
             self._stream.refuse(INTERNAL, "a unary call has one request message")
@@ -57,12 +59,19 @@ class UnaryInfer(Call):
         if message is None:
             self._stream.finish(INTERNAL, "a unary call has one request message")
             return
-        known = None
+        inferring, known = self._inferring, None
         if type(message) is bytes and not self._waits_since:
-            known = self._inferring.recognised.known(message, 0, len(message))
+            known = inferring.recognised.known(message, 0, len(message))
         try:
             if known is not None and not known[0].decoupled:
-                self._asked = self._inferring.ask_known(self, known, self._stream.deadline_ns)
+                self._asked = inferring.ask_known(self, known, self._stream.deadline_ns)
+            elif (
+                type(message) is PlacedMessage
+                and not self._waits_since
+                and inferring.recognised.admits(message.layout)
+                and not message.layout.decoupled
+            ):
+                self._asked = inferring.ask_placed(self, message, self._stream.deadline_ns)
             else:
                 self._ask(message)
         except RefusedRequest as refused:
@@ -71,14 +80,14 @@ class UnaryInfer(Call):
             self._refuse(number(error), error.message)
 
     def abandoned(self) -> None:
-        if isinstance(self._message, Reception):
+        if isinstance(self._message, Reception | PlacedMessage):
             self._message.drop()
         if self._asked is not None:
             self._asked.cancel(self._inferring.submitter)
 
     # ------------------------------------------------------------------------------------------------- request
 
-    def _ask(self, message: Buffer | Reception) -> None:
+    def _ask(self, message: Message) -> None:
         """Raises: RefusedRequest: it is no request.  ServingError: it cannot be begun."""
         inferring, stream = self._inferring, self._stream
         read_ns = time.monotonic_ns() if self._waits_since else 0
@@ -121,6 +130,19 @@ class UnaryInfer(Call):
         if not self._stream.answer_known(known, asked.id, contents):  # type: ignore[arg-type]
             whole = whole_answer(template, answer)
             self._stream.answer(response_codec.encode(whole, asked.model, asked.client_id, no_view))
+
+    def lent(self, asked: KnownAsked, template: Completion, answer: FormCompletion) -> bool:
+        layout, contents, lease, worker = asked.layout, answer.contents, answer.lease, asked.worker
+        assert lease is not None
+        assert worker is not None
+        known, lane = layout.unary, worker.lane
+        if known is None or not known.fits_lent(template, contents):
+            known = layout.unary = KnownAnswer(template, answer, asked.model, asked.id, False)
+        release = partial(self._inferring.submitter.release, lane, lease)
+        if not self._stream.answer_lent(known, asked.id, contents, lane.view, release):
+            return False
+        self._asked = None
+        return True
 
     def _refuse(self, code: int, message: str) -> None:
         asked, self._asked = self._asked, None

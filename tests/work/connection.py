@@ -112,6 +112,10 @@ class LaneBench(ABC):
     def connect(self) -> KeptTransport:
         """A new connection, one of ``transports``."""
 
+    def answers(self, transport: KeptTransport) -> int:
+        """How many writes of answers that has kept."""
+        return len(transport.writes)
+
     async def occupy(self) -> None:
         """The worker has taken a request, and is not done with it."""
         record = Submit(self.submitter.next_id(), "addsub", 0, ())
@@ -133,7 +137,7 @@ class LaneBench(ABC):
         Args:
           each: requests in what arrives at a connection; their answers are one write.
         """
-        written = [len(transport.writes) for transport, _ in requests]
+        written = [self.answers(transport) for transport, _ in requests]
         with work.counting():
             for transport, content in requests:
                 transport.arrive(content)
@@ -162,7 +166,7 @@ class LaneBench(ABC):
         for _ in range(_TURNS):
             with work.counting():
                 await asyncio.sleep(0)
-        assert [len(transport.writes) for transport, _ in requests] == [before + 1 for before in written]
+        assert [self.answers(transport) for transport, _ in requests] == [before + 1 for before in written]
         while self.worker.receive() is not None:
             pass
         return datagrams

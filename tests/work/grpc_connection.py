@@ -21,9 +21,9 @@ from daemon.tracer import Tracer
 from tests.daemon.grpc.frame_client import INFER, STREAM, prefixed
 from tests.work.connection import OPTIONS, KeptTransport, LaneBench
 
-#: A client's window for all it is sent; each answer is granted again with the next request.
+#: A client's window for all it is sent; each answer is granted again with the next request. And the frames it takes.
 _WINDOW = 1 << 24
-_GRANTED = 240
+_FRAME_SIZE = (1 << 22) - 1
 #: Literals without indexing: the same bytes for every call, as of a client whose table holds what it repeats.
 _BLOCK = {
     path: b"".join(
@@ -62,11 +62,15 @@ class GrpcBench(LaneBench):
         connection.connection_made(transport)
         transport.arrive(
             frames.PREFACE
-            + frames.settings(((frames.INITIAL_WINDOW_SIZE, _WINDOW),))
+            + frames.settings(((frames.INITIAL_WINDOW_SIZE, _WINDOW), (frames.MAX_FRAME_SIZE, _FRAME_SIZE)))
             + frames.window_update(0, _WINDOW - frames.DEFAULT_WINDOW)
         )
         self.transports.append(transport)
         return transport
+
+    def answers(self, transport: KeptTransport) -> int:
+        """But for those that grant the client what it sent."""
+        return sum(sum(map(len, write)) > frames.UPDATE_SIZE for write in transport.writes)
 
 
 def opened(number: int, path: str) -> bytes:
@@ -74,16 +78,16 @@ def opened(number: int, path: str) -> bytes:
     return frames.frame(frames.HEADERS, frames.END_HEADERS, number, _BLOCK[path])
 
 
-def message(number: int, content: bytes) -> bytes:
+def message(number: int, content: bytes, granted: int) -> bytes:
     """One of a stream, behind what the client grants for the last answer."""
     data = frames.frame(frames.DATA, 0, number, prefixed(content))
-    return frames.window_update(number, _GRANTED) + frames.window_update(0, _GRANTED) + data
+    return frames.window_update(number, granted) + frames.window_update(0, granted) + data
 
 
-def call(number: int, content: bytes) -> bytes:
+def call(number: int, content: bytes, granted: int) -> bytes:
     """A unary one."""
     data = frames.frame(frames.DATA, frames.END_STREAM, number, prefixed(content))
-    return opened(number, INFER) + frames.window_update(number, 5) + data + frames.window_update(0, _GRANTED)
+    return opened(number, INFER) + frames.window_update(number, 5) + data + frames.window_update(0, granted)
 
 
 def payloads(written: bytes, kind: int) -> list[bytes]:

@@ -1,8 +1,6 @@
-"""A frame's part of a tensor: never more than is left of either."""
+"""A frame's part of a tensor: what comes of it goes where it belongs, and no further."""
 
 from __future__ import annotations
-
-from unittest.mock import Mock
 
 import pytest
 
@@ -11,20 +9,13 @@ from daemon.grpc.frame_payload import FramePayload
 
 @pytest.mark.parametrize("steps", [[60], [1, 59], [20] * 3])
 def test_the_frame_and_no_more(steps: list[int]) -> None:
-    tensor, at = memoryview(bytearray(100)), 0
-    taken: list[int] = []
-
-    def advance(byte_size: int) -> None:
-        nonlocal at
-        at += byte_size
-
-    stream = Mock()
-    stream.room.side_effect = lambda: tensor[at:]
-    stream.advance.side_effect = advance
-    payload = FramePayload(stream, 60, taken.append)
-    for step in steps:
-        payload.rest()[:step] = b"x" * step
+    tensor = memoryview(bytearray(100))
+    heard: list[int] = []
+    payload = FramePayload(tensor[:60], lambda: heard.append(payload.taken))
+    for number, step in enumerate(steps, 1):
+        payload.rest()[:step] = b"%d" % number * step
         payload.advance(step)
     assert len(payload.rest()) == 0
-    assert taken == steps
-    assert bytes(tensor) == b"x" * 60 + bytes(40)
+    assert payload.taken == payload.byte_size == 60
+    assert heard == [sum(steps[:number]) for number in range(1, len(steps) + 1)]
+    assert bytes(tensor) == b"".join(b"%d" % number * step for number, step in enumerate(steps, 1)) + bytes(40)

@@ -78,6 +78,29 @@ def test_who_waits_for_it_to_leave() -> None:
     connection(test)
 
 
+def test_what_is_lent_is_given_back_when_it_has_left() -> None:
+    """At once where the kernel takes it; when it has, where it does not."""
+
+    async def test(outgoing: Outgoing, transport: Mock) -> None:
+        heard: list[str] = []
+        large = memoryview(bytes(100_000))
+        outgoing.write_lent([b"head", large, b"end"], lambda: heard.append("written"))
+        assert outgoing.room == WRITE_BUFFER - 100_007
+        assert heard == []
+        await asyncio.sleep(0)
+        ((pieces,),) = [call.args for call in transport.writelines.mock_calls]
+        assert pieces[1] is large
+        assert heard == ["written"]
+        transport.writelines.side_effect = lambda _: outgoing.pause_writing()
+        outgoing.write_lent([b"head", large], lambda: heard.append("taken"))
+        await asyncio.sleep(0)
+        assert heard == ["written"]
+        outgoing.resume_writing()
+        assert heard == ["written", "taken"]
+
+    connection(test)
+
+
 def test_blocked_streams_take_turns() -> None:
     async def test(outgoing: Outgoing, transport: Mock) -> None:
         pumped: list[int] = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import struct
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,8 +11,6 @@ from hypothesis import strategies as st
 
 from daemon.grpc import frames
 from daemon.grpc.codes import OK
-from daemon.grpc.known_answer import KnownAnswer
-from shm.messages import Completion, FormCompletion, Inline, Tensor
 from tests.daemon.grpc.test_stream import Wire, opened, prefixed
 
 
@@ -114,60 +111,3 @@ def test_compressed_answers(accepts: tuple[str, ...], compressed: bool) -> None:
         found.append((bool(flag), gzip.decompress(content[5 : 5 + size]) if flag else content[5 : 5 + size]))
         content = content[5 + size :]
     assert found == [(compressed, bytes(2000)), (False, b"short")]
-
-
-def known_answer(size: int, streamed: bool) -> KnownAnswer:
-    template = Completion(0, version=1, outputs=(Tensor("y", "UINT8", (size,), Inline(b"")),))
-    return KnownAnswer(template, FormCompletion(1, 0, (bytes(size),)), "m", b"id", streamed)
-
-
-@pytest.mark.parametrize("streamed", [True, False])
-def test_a_known_answer_takes_its_windows(streamed: bool) -> None:
-    wire, stream, _ = opened()
-    stream.half_closed = True
-    known = known_answer(3, streamed)
-    if streamed:
-        stream.send([b"first"])
-        list(wire.frames())
-    before = wire.send_window, stream.send_window
-    give = stream.send_known if streamed else stream.answer_known
-    assert give(known, b"id", (b"abc",))
-    found = list(wire.frames())
-    assert [kind for kind, _, _ in found] == [frames.HEADERS, frames.DATA, frames.HEADERS][streamed : 3 - streamed]
-    (size,) = [len(payload) for kind, _, payload in found if kind == frames.DATA]
-    assert known.framed == size == before[0] - wire.send_window
-    assert not streamed or size == before[1] - stream.send_window
-    assert (stream.ended, wire.ended) == ((False, []) if streamed else (True, [stream]))
-
-
-@pytest.mark.parametrize("streamed", [True, False])
-@pytest.mark.parametrize("why", ["window", "connection_window", "compression", "large", "finished", "head"])
-def test_a_known_answer_with_something_in_its_way(why: str, streamed: bool) -> None:
-    """Nothing is done then: it is written as any other."""
-    known = known_answer(17_000 if why == "large" else 1000, streamed)
-    options: dict[str, Any] = {
-        "window": {"window": 1020},
-        "connection_window": {"connection_window": 1020},
-        "compression": {"response_compression": "low"},
-    }.get(why, {})
-    wire, stream, _ = opened(**options)
-    if why == "finished":
-        stream.finish(OK)
-    elif (why == "head") != streamed:
-        stream.send([])
-    list(wire.frames())
-    before = wire.send_window, stream.send_window
-    assert not (stream.send_known if streamed else stream.answer_known)(known, b"id", (bytes(1000),))
-    assert (wire.send_window, stream.send_window, list(wire.frames())) == (*before, [])
-
-
-def test_a_known_message_behind_others_that_wait() -> None:
-    known = known_answer(1000, True)
-    wire, stream, _ = opened(room=0)
-    stream.send([b"before"])
-    wire.room = 1 << 20
-    assert not stream.send_known(known, b"id", (bytes(1000),))
-    stream.pump()
-    assert stream.send_known(known, b"id", (bytes(1000),))
-    wire.room = known.framed - 1
-    assert not stream.send_known(known, b"id", (bytes(1000),))

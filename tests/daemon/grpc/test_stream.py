@@ -50,6 +50,10 @@ class Wire:
     def write(self, piece: Buffer) -> None:
         self.out += piece
 
+    def write_lent(self, pieces: list[Buffer], on_written: Callable[[], None]) -> None:
+        self.out += b"".join(pieces)
+        on_written()
+
     def when_written(self, on_written: Callable[[], None]) -> None:
         on_written()
 
