@@ -10,7 +10,7 @@ where its tensors lie. Whatever is not as it was then is left to that way.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,8 +29,6 @@ from workers.models.gather_buffer import ALIGNMENT
 Place = tuple[int, int] | bytes
 #: Segment (-1: no lease), offset and generation of the lease, and the outputs that are not in it.
 Outcome = tuple[int, int, int, list[Array]]
-
-
 #: Instead of the place among those in the record: in the lease.
 _LEASED = -1
 
@@ -112,10 +110,10 @@ class LoneRun:
                     return None
                 content = self._lane.view(Slice(segment, offset, byte_size))
             arguments[name] = np.frombuffer(content, dtype).reshape(shape)
-        if not self._answer.byte_size:
-            made = self._executable.compute(arguments, {})
-            return -1, 0, 0, [np.asarray(made[name]) for name in self._answer.inside]
-        return self._run_leased(arguments)
+        if self._answer.byte_size:
+            return self._run_leased(arguments)
+        outputs = _waited_for(self._executable.compute(arguments, {}))
+        return -1, 0, 0, [outputs[name] for name in self._answer.inside]
 
     def _run_leased(self, arguments: dict[str, Array]) -> Outcome | None:
         memory, lane = self._executable.memory_of_outputs, self._lane
@@ -139,12 +137,10 @@ class LoneRun:
         """Returns the outputs that are not in the lease. None: not all of the others are."""
         executable, start = self._executable, address_of(lease.view)
         addresses = {name: start + at for name, (at, _) in self._answer.leased.items()}
-        made = executable.compute(arguments, addresses)
-        # All of them are waited for: only then has the program read its last input.
-        outputs = {name: np.asarray(array) for name, array in made.items()}
+        outputs = _waited_for(executable.compute(arguments, addresses))
         written = executable.written(outputs, addresses)
         inside = [outputs[name] for name in self._answer.inside]
-        del made, outputs
+        del outputs
         for name, (at, size) in self._answer.leased.items():
             if not output_memory.given_up(addresses[name], lease.view[at : at + size]):
                 executable.keep_outputs()
@@ -152,3 +148,8 @@ class LoneRun:
 
     def __repr__(self) -> str:
         return f"<LoneRun of {self._executable.wanted}, {self._answer.byte_size} bytes out>"
+
+
+def _waited_for(made: Mapping[str, Any]) -> dict[str, Array]:
+    """All outputs of a run: only then has the program read its last input."""
+    return {name: np.asarray(array) for name, array in made.items()}
