@@ -78,18 +78,28 @@ static PyObject *keep_plan(fast_path_t *self, int fd, int form, plan_t *plan) {
     return lane == NULL ? NULL : PyErr_Format(PyExc_ValueError, "form %d, forms have numbers below %d", form, MAX_FORMS);
 }
 
-static PyObject *learn(fast_path_t *self, PyObject *arguments) {
-    int fd, form, rows;
+typedef int (*read_t)(PyObject *inputs, PyObject *outputs, plan_t *plan);
+
+/* A plan with its tensors; ``call``: the last of the arguments. */
+static plan_t *read_plan(fast_path_t *self, PyObject *arguments, read_t read, int *fd, int *form, PyObject **call) {
+    int rows;
     unsigned long long answer_form;
-    PyObject *batch, *inputs, *outputs, *intact;
-    if (!PyArg_ParseTuple(arguments, "iiO!iO!O!KO", &fd, &form, &PyTuple_Type, &batch, &rows, &PyTuple_Type, &inputs, &PyTuple_Type,
-                          &outputs, &answer_form, &intact))
+    PyObject *batch, *inputs, *outputs;
+    if (!PyArg_ParseTuple(arguments, "iiO!iO!O!KO", fd, form, &PyTuple_Type, &batch, &rows, &PyTuple_Type, &inputs, &PyTuple_Type,
+                          &outputs, &answer_form, call))
         return NULL;
     plan_t *plan = make_plan(self, batch, rows, answer_form);
-    if (plan == NULL || read_tensors(inputs, outputs, plan)) {
+    if (plan != NULL && read(inputs, outputs, plan))
         drop_plan(&plan);
+    return plan;
+}
+
+static PyObject *learn(fast_path_t *self, PyObject *arguments) {
+    int fd, form;
+    PyObject *intact;
+    plan_t *plan = read_plan(self, arguments, read_tensors, &fd, &form, &intact);
+    if (plan == NULL)
         return NULL;
-    }
     if (intact != Py_None) {
         Py_INCREF(intact);
         plan->intact = intact;
@@ -98,17 +108,11 @@ static PyObject *learn(fast_path_t *self, PyObject *arguments) {
 }
 
 static PyObject *learn_alone(fast_path_t *self, PyObject *arguments) {
-    int fd, form, rows;
-    unsigned long long answer_form;
-    PyObject *batch, *inputs, *outputs, *alone;
-    if (!PyArg_ParseTuple(arguments, "iiO!iO!O!KO", &fd, &form, &PyTuple_Type, &batch, &rows, &PyTuple_Type, &inputs, &PyTuple_Type,
-                          &outputs, &answer_form, &alone))
+    int fd, form;
+    PyObject *alone;
+    plan_t *plan = read_plan(self, arguments, read_lone_tensors, &fd, &form, &alone);
+    if (plan == NULL)
         return NULL;
-    plan_t *plan = make_plan(self, batch, rows, answer_form);
-    if (plan == NULL || read_lone_tensors(inputs, outputs, plan)) {
-        drop_plan(&plan);
-        return NULL;
-    }
     Py_INCREF(alone);
     plan->alone = alone;
     return keep_plan(self, fd, form, plan);

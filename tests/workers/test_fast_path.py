@@ -434,6 +434,14 @@ def test_whatever_comes_is_answered_or_given_back_as_it_came(
         native.front.send(datagram)
         events, datagrams, unsent = native.fast.wait(0, True)
         answers = native.answers()
+        progress = len(answers)
+        while datagrams and progress:
+            # After a run that took long, as on a slow machine, the rest is left to Python; here it comes once more.
+            ((_, (rest, _, _)),) = datagrams
+            native.front.send(rest)
+            events, datagrams, unsent = native.fast.wait(0, True)
+            more = native.answers()
+            answers, progress = answers + more, len(more)
         if datagrams:
             assert datagrams == [(native.lane.fileno(), (datagram, [], False))]
             assert not answers
