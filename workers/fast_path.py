@@ -202,7 +202,9 @@ class FastPath(Poller):
             if form is None or plan is None or submitter.closed:
                 continue
             known = (submitter.lane.fileno(), form.number) in self._forms
-            if not known and self._seen == self._changes() and form.familiar is version.familiar:
+            if known or (form.names is not None and not request.small):
+                continue  # or its tensors lie in an arena: such are never gathered here
+            if self._seen == self._changes() and form.familiar is version.familiar:
                 batch = self._batches.get((version, request.key))
                 if batch is None:
                     batch = self._batches[version, request.key] = _Batch(version, model, cast(Shapes, request.key))
