@@ -25,6 +25,9 @@ MAX_PROCESSES = 64
 Processes = Annotated[int, Meta(ge=1, le=MAX_PROCESSES)]
 #: Bounded, so that every time is also a number of nanoseconds.
 Seconds = Annotated[float, Meta(ge=0, le=1e8)]
+Compression = Literal["none", "low", "medium", "high"]
+#: What zlib calls each of them; 0: answers are not compressed.
+COMPRESSION_LEVELS: dict[Compression, int] = {"none": 0, "low": 1, "medium": 6, "high": 9}
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -59,6 +62,8 @@ class Http(Section, frozen=True):
     max_body_byte_size: Annotated[int, Meta(ge=1024, le=_LARGEST)] = 64 << 20
     #: Bodies in ordinary memory, of all connections together: JSON, and what comes chunked or compressed.
     max_collected_byte_size: Annotated[int, Meta(ge=1024, le=_LARGEST)] = 256 << 20
+    #: Of answers to clients that accept gzip or deflate.
+    response_compression: Compression = "none"
     max_connections: Count = 4096
     #: A request whose head / body is not whole by then is answered 408 and its connection closed.
     head_timeout: Seconds = 10.0
@@ -95,7 +100,7 @@ class Grpc(Section, frozen=True):
     max_concurrent_streams: Count = 1024
     #: Requests of one ModelStreamInfer that are in flight; the client waits beyond.
     max_stream_requests: Count = 256
-    response_compression: Literal["none", "low", "medium", "high"] = "none"
+    response_compression: Compression = "none"
     #: A connection that has not opened, or a message that is not whole, by then is given up.
     head_timeout: Seconds = 10.0
     body_timeout: Seconds = 60.0

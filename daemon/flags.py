@@ -58,6 +58,12 @@ FLAGS = (
     Flag("http-port", "http.port", "Port to listen on; 0 picks a free one.", metavar="PORT"),
     Flag("http-processes", "http.processes", "HTTP fronts that share the port.", metavar="COUNT"),
     Flag("http-max-input-size", "http.max_body_byte_size", "Largest request body in bytes.", metavar="BYTES"),
+    Flag(
+        "http-infer-response-compression-level",
+        "http.response_compression",
+        "none, low, medium or high.",
+        metavar="LEVEL",
+    ),
     Flag("http-header-timeout", "http.head_timeout", "Seconds for a connection to send a head.", metavar="SECONDS"),
     Flag(
         "http-restricted-api",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from config.options import Grpc
+from config.options import COMPRESSION_LEVELS, Grpc
 from daemon.access import Rule
 from daemon.grpc.call import Call
 from daemon.grpc.reply import MIN_COMPRESSED, SMALL
@@ -42,5 +42,5 @@ class Serving:
     def __post_init__(self) -> None:
         self.max_message = self.options.max_message_byte_size
         self.max_collected = max(self.options.max_receiving_byte_size, 2 * self.max_message)
-        self.compression = {"none": 0, "low": 1, "medium": 6, "high": 9}[self.options.response_compression]
+        self.compression = COMPRESSION_LEVELS[self.options.response_compression]
         self.small = MIN_COMPRESSED if self.compression else SMALL

@@ -156,7 +156,7 @@ class Answering(Pending):
     def _answer(self, head: list[response_codec.Buffer], parts: list[response_codec.Buffer]) -> None:
         json_size = len(head[0]) if len(head) == 1 else sum(map(len, head))
         if self._head.accepts:
-            self._deflation = Deflation(self._head.accepts, (*head, *parts))
+            self._deflation = Deflation(self._head.accepts, self._serving.compression, (*head, *parts))
             self._deflate(self._deflation, json_size, bool(sum(map(len, parts))))
             return
         line = response_codec.response_head(json_size, parts, self._connection_line())

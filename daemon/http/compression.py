@@ -19,10 +19,8 @@ Buffer = bytes | memoryview
 
 #: What zlib is told to read or write. Either format stands for itself: what says gzip and is deflate is broken.
 _WINDOW_BITS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
-#: Bytes read or written in a step; less than a millisecond of work.
+#: Bytes read or written in a step: about a millisecond of work, some more at the highest level.
 _INFLATE_IN, _INFLATE_OUT, _DEFLATE_IN = 16 << 10, 256 << 10, 32 << 10
-#: The quickest: answers are mostly numbers, of which more effort saves hardly a byte, and the loop pays for it.
-_LEVEL = 1
 #: Members of an Accept-Encoding list that are looked at.
 _MAX_CODINGS = 32
 
@@ -108,12 +106,18 @@ class Inflation:
 
 
 class Deflation:
-    """An answer that is compressed. ``pieces`` are only read, and not kept once done or dropped."""
+    """An answer that is compressed.
 
-    def __init__(self, coding: str, pieces: Iterable[Buffer]) -> None:
+    Args:
+      coding: "gzip" or "deflate".
+      level: zlib's, from 1. Answers are mostly numbers, of which more effort saves hardly a byte.
+      pieces: are only read, and not kept once done or dropped.
+    """
+
+    def __init__(self, coding: str, level: int, pieces: Iterable[Buffer]) -> None:
         self.coding = coding
         self._pieces = deque(memoryview(piece) for piece in pieces)
-        self._stream = zlib.compressobj(_LEVEL, zlib.DEFLATED, _WINDOW_BITS[coding])
+        self._stream = zlib.compressobj(level, zlib.DEFLATED, _WINDOW_BITS[coding])
         self.compressed: list[bytes] = []
 
     def step(self) -> bool:

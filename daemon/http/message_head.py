@@ -36,8 +36,9 @@ class InferHead:
     error: ServingError | None = None
     #: The header line of the answer that says that the connection stays, where that is not understood.
     keep_alive_line: bytes = b""
-    #: How the body is compressed, "" if it is not, and how the answer shall be.
+    #: How the body is compressed; "": it is not.
     coding: str = ""
+    #: How the answer is to be compressed; "": not, also where the client would accept it and the operator does not want it.
     accepts: str = ""
     #: Headers that are parameters of the request, and beat those of the body.
     forwarded: dict[str, str] | None = None
@@ -71,8 +72,13 @@ def path_and_query(target: bytes) -> tuple[str, bytes, bytes]:
     return b"/".join(segments).decode("utf-8", "replace"), path, query
 
 
-def infer_head(route: InferRoute, version: str, keep_alive: bool, fields: Fields) -> InferHead:
-    """The head of an inference request; what is wrong with it is in its ``error``."""
+def infer_head(
+    route: InferRoute, version: str, keep_alive: bool, fields: Fields, compresses: bool = False
+) -> InferHead:
+    """The head of an inference request; what is wrong with it is in its ``error``.
+
+    ``compresses``: whether answers are compressed for those who accept it.
+    """
     length: int | None = 0
     json_size: int | None = None
     error: ServingError | None = route.error
@@ -95,7 +101,7 @@ def infer_head(route: InferRoute, version: str, keep_alive: bool, fields: Fields
             if named is None or coding is not None:
                 error = error or Unsupported("Unsupported compression type")
             coding = named or ""
-        elif name == b"accept-encoding" and not accepts:
+        elif compresses and name == b"accept-encoding" and not accepts:
             accepts = answer_coding(value)
     # Who speaks HTTP/1.0 must be told that the connection stays.
     connection = b"" if version != "1.0" else b"Connection: keep-alive\r\n"

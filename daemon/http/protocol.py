@@ -247,7 +247,9 @@ class InferProtocol(LargeBodies):
 
     def _begin_exchange(self, route: InferRoute) -> None:
         keep_alive = bool(self.parser.should_keep_alive())
-        head = message_head.infer_head(route, self.parser.get_http_version(), keep_alive, self.headers)
+        head = message_head.infer_head(
+            route, self.parser.get_http_version(), keep_alive, self.headers, self.serving.compression > 0
+        )
         if self.serving.infer_rule is not None or self._forwarded:
             self._apply_rules(head)
         http = self.serving.options.http

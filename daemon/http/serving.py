@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from config.options import Options
+from config.options import COMPRESSION_LEVELS, Options
 from daemon.access import Rule
 from daemon.forwarding import Forwarding
 from daemon.http.conversions import Conversions
@@ -35,3 +35,8 @@ class Serving:
     collected_byte_size: int = 0
     #: Every answer is the last of its connection.
     stopping: bool = False
+    #: zlib level of answers for clients that accept gzip or deflate; 0: none.
+    compression: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.compression = COMPRESSION_LEVELS[self.options.http.response_compression]

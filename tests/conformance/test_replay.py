@@ -62,7 +62,9 @@ class Replay:
     def _start(self, profile: str) -> Any:
         assert corpus.FOLDER is not None
         folder, models = self._folders.mktemp(profile), corpus.FOLDER / "models"
-        daemon = DaemonProcess(folder, [models], arguments=corpus.arguments(profile))
+        # The recorded server compressed whatever a client accepts; here that is the operator's choice.
+        options = {"http": {"response_compression": "low"}}
+        daemon = DaemonProcess(folder, [models], options, corpus.arguments(profile))
         self._running.enter_context(daemon)
         daemon.wait_log(r"supervisor\W+ready: ")
         runner = corpus.replayer().Runner(daemon.url, daemon.grpc_url, daemon.metrics_url)

@@ -1,17 +1,31 @@
-"""tritonclient's own compression, both ways, sync and aio."""
+"""tritonclient's own compression, both ways, sync and aio; answers only where the operator wants it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import requests
 import tritonclient.http as httpclient
 import tritonclient.http.aio as aioclient
 
+from tests import repositories
 from tests.daemon_process import DaemonProcess
 
 CODINGS = ["gzip", "deflate"]
+
+
+@pytest.fixture(scope="module")
+def compressing(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """One whose operator wants answers compressed."""
+    repository = tmp_path_factory.mktemp("repository")
+    repositories.echo_models(repository)
+    options = {"http": {"response_compression": "medium"}}
+    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
+        running.wait_ready()
+        yield running
 
 
 def inputs_of(values: np.ndarray[Any, Any], binary: bool) -> list[httpclient.InferInput]:
@@ -25,10 +39,10 @@ def inputs_of(values: np.ndarray[Any, Any], binary: bool) -> list[httpclient.Inf
 @pytest.mark.parametrize("binary", [True, False])
 @pytest.mark.parametrize("size", [3, 200_000])
 def test_sync(
-    daemon: DaemonProcess, request_coding: str | None, answer_coding: str | None, binary: bool, size: int
+    compressing: DaemonProcess, request_coding: str | None, answer_coding: str | None, binary: bool, size: int
 ) -> None:
     values = np.arange(size, dtype=np.float32)
-    with httpclient.InferenceServerClient(daemon.url) as client:
+    with httpclient.InferenceServerClient(compressing.url) as client:
         for _ in range(2):
             answer = client.infer(
                 "echo_fp32",
@@ -42,9 +56,9 @@ def test_sync(
 
 @pytest.mark.parametrize("request_coding", [None, *CODINGS])
 @pytest.mark.parametrize("answer_coding", [None, *CODINGS])
-async def test_aio(daemon: DaemonProcess, request_coding: str | None, answer_coding: str | None) -> None:
+async def test_aio(compressing: DaemonProcess, request_coding: str | None, answer_coding: str | None) -> None:
     values = np.arange(200_000, dtype=np.float32)
-    async with aioclient.InferenceServerClient(daemon.url) as client:
+    async with aioclient.InferenceServerClient(compressing.url) as client:
         answer = await client.infer(
             "echo_fp32",
             inputs_of(values, True),
@@ -52,3 +66,16 @@ async def test_aio(daemon: DaemonProcess, request_coding: str | None, answer_cod
             response_compression_algorithm=answer_coding,
         )
         np.testing.assert_array_equal(answer.as_numpy("y"), values)
+
+
+def test_requests_asks_by_itself_and_gets_it_only_where_it_is_on(
+    daemon: DaemonProcess, compressing: DaemonProcess
+) -> None:
+    body = {"inputs": [{"name": "x", "shape": [3], "datatype": "FP32", "data": [1, 2, 3]}]}
+    for server, coding in ((daemon, None), (compressing, "gzip")):
+        with requests.Session() as session:
+            assert "gzip" in session.headers["Accept-Encoding"]
+            for _ in range(3):
+                answer = session.post(f"http://{server.url}/v2/models/echo_fp32/infer", json=body)
+                assert answer.headers.get("Content-Encoding") == coding
+                assert answer.json()["outputs"][0]["data"] == [1, 2, 3]

@@ -33,7 +33,7 @@ JSON = b'{"inputs":[{"name":"x","datatype":"UINT8","shape":[3],"data":[1,2,3]}]}
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[FrontProcess, EchoWorker]]:
-    http = {"port": 0, "max_body_byte_size": BODY_LIMIT}
+    http = {"port": 0, "max_body_byte_size": BODY_LIMIT, "response_compression": "low"}
     with serving(http=http, arenas={"byte_size": MIB, "max_byte_size": 64 * MIB}) as (front, (worker,)):
         yield front, worker
 

@@ -101,9 +101,9 @@ def test_members_of_gzip_follow_each_other() -> None:
 
 
 @pytest.mark.parametrize("coding", CODINGS)
-@given(pieces=st.lists(st.binary(max_size=100), max_size=5))
-def test_answers(coding: str, pieces: list[bytes]) -> None:
-    deflation = Deflation(coding, pieces)
+@given(level=st.integers(1, 9), pieces=st.lists(st.binary(max_size=100), max_size=5))
+def test_answers(coding: str, level: int, pieces: list[bytes]) -> None:
+    deflation = Deflation(coding, level, pieces)
     while deflation.step():
         pass
     assert UNPACK[coding](b"".join(deflation.compressed)) == b"".join(pieces)
@@ -111,7 +111,7 @@ def test_answers(coding: str, pieces: list[bytes]) -> None:
 
 def test_a_large_answer_takes_many_steps() -> None:
     pieces = [b"{}", memoryview(random.Random(2).randbytes(MIB)), b"", b"x" * 100]
-    deflation = Deflation("gzip", pieces)
+    deflation = Deflation("gzip", 1, pieces)
     steps = 1
     while deflation.step():
         steps += 1

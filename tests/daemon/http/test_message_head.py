@@ -62,6 +62,12 @@ def test_infer_heads() -> None:
     assert infer_head(route, "1.0", True, []).keep_alive_line == b"Connection: keep-alive\r\n"
 
 
+@pytest.mark.parametrize("compresses", [True, False])
+def test_answers_are_compressed_where_the_operator_wants_it(compresses: bool) -> None:
+    fields = [HOST, (b"accept-encoding", b"gzip, deflate")]
+    assert infer_head(InferRoute("m", 0), "1.1", True, fields, compresses).accepts == ("gzip" if compresses else "")
+
+
 @pytest.mark.parametrize("value", [b"", b"-1", b"x", b"1 ", b"9" * 19])
 def test_bad_json_sizes(value: bytes) -> None:
     head = infer_head(InferRoute("m", 0), "1.1", True, [(b"inference-header-content-length", value)])

@@ -71,7 +71,8 @@ BINARY = {"parameters": {"binary_data_output": True}}
     ids=["binary", "id", "json", "json-id", "both", "region", "keep-alive", "gzip", "header"],
 )
 def test_answers_are_those_of_a_new_connection(formed: bool, headers: tuple[str, ...], fields: dict[str, Any]) -> None:
-    with serving(http={"port": 0, "header_forward_pattern": "X-Fwd-.*"}) as (front, (worker,)), front.client() as same:
+    http = {"port": 0, "header_forward_pattern": "X-Fwd-.*", "response_compression": "low"}
+    with serving(http=http) as (front, (worker,)), front.client() as same:
         worker.formed = formed
         for number in range(TIMES):
             request, content = asked(b"%04d" % number, *headers, **fields), b"%d%d" % (number, number)
@@ -84,6 +85,15 @@ def test_answers_are_those_of_a_new_connection(formed: bool, headers: tuple[str,
         if headers in ((), ("X-Fwd-A: 1",)):
             assert isinstance(worker.record, FormSubmit)
             assert len(worker.requests.told) == 1
+
+
+def test_who_accepts_compressed_answers_and_gets_none_is_known() -> None:
+    with serving() as (front, (worker,)), front.client() as same:
+        for number in range(TIMES):
+            request = asked(b"%04d" % number, "Accept-Encoding: gzip, deflate", **BINARY)
+            _, answer = exchange(same, worker, request, b"ab")
+            assert (answer.status, "content-encoding" in answer.headers) == (200, False)
+        assert isinstance(worker.record, FormSubmit)
 
 
 @pytest.mark.parametrize("formed", [False, True])
