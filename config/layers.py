@@ -21,7 +21,8 @@ from config.options import Options, Section
 PREFIX = "TENSORD_"
 #: Read by the command line itself: which file to load.
 CONFIG_VARIABLE = "TENSORD_CONFIG"
-_DEFAULTS = Path(__file__).with_name("default.toml")
+#: Every key with its default, and comments for operators.
+DEFAULTS = Path(__file__).with_name("default.toml")
 
 
 class ConfigurationError(Exception):
@@ -63,7 +64,7 @@ def load(
       flags: settings from the command line.
     Raises: ConfigurationError: the first finding.
     """
-    layers: list[Iterable[Setting]] = [read_file(_DEFAULTS)]
+    layers: list[Iterable[Setting]] = [read_file(DEFAULTS)]
     if file is not None:
         layers.append(read_file(file))
     layers.append(read_environment(environment or {}))

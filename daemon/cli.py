@@ -1,4 +1,4 @@
-"""The command line: ``tensord serve``, ``tensord check``, ``tensord --version``.
+"""The command line: ``tensord serve``, ``tensord check``, ``tensord config``, ``tensord --version``.
 
 Exit status: 0 done, 1 a failure while serving or a bad repository, 2 a bad configuration or command line.
 """
@@ -47,7 +47,7 @@ def main() -> None:
     """tensord serves JAX models over the Open Inference Protocol, with tensors in shared memory.
 
     A configuration value comes from, the later wins: the defaults, the file (--config or TENSORD_CONFIG), environment variables
-    (TENSORD_HTTP_PORT and so on), flags. config/default.toml lists every key.
+    (TENSORD_HTTP_PORT and so on), flags. `tensord config` prints every key with its default and what it means.
     """
 
 
@@ -116,6 +116,15 @@ def check(config: Path | None, arguments: tuple[str, ...]) -> None:
         click.echo(f"{name}: it is to be loaded at start, but it is in no repository", err=True)
     click.echo(f"configuration: good; models: {len(found) - bad} good, {bad + len(missing)} bad")
     sys.exit(1 if bad or missing else 0)
+
+
+@main.command("config")
+def print_defaults() -> None:
+    """Print a configuration file that holds every key with its default and what it means.
+
+    A file of yours holds only what differs.
+    """
+    click.echo(layers.DEFAULTS.read_text(), nl=False)
 
 
 def _options(config: Path | None, arguments: Sequence[str]) -> Options:

@@ -67,6 +67,9 @@ class DaemonProcess:
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
         self.port = 0
+        #: Another installation's, for those who test one.
+        self.program: Sequence[str] = (sys.executable, "-m", "daemon")
+        self.cwd = ROOT
         #: What the log says once it serves.
         self.served_on = r"serving http on http://127\.0\.0\.1:(\d+)"
 
@@ -90,8 +93,8 @@ class DaemonProcess:
         """Starts it and waits until it says where it serves."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TENSORD_")} | self.environment
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "daemon", "serve", "--config", str(self.config), *self.arguments],
-            cwd=ROOT,
+            [*self.program, "serve", "--config", str(self.config), *self.arguments],
+            cwd=self.cwd,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -34,6 +34,13 @@ def test_version_and_help() -> None:
         assert words in text
 
 
+def test_the_defaults_are_a_configuration_file(tmp_path: Path) -> None:
+    done = tensord("config")
+    assert (done.returncode, done.stdout) == (0, (ROOT / "config" / "default.toml").read_text())
+    (tmp_path / "all.toml").write_text(done.stdout)
+    assert tensord("check", str(tmp_path / "all.toml")).returncode == 0
+
+
 def test_check_of_a_good_and_a_bad_repository(tmp_path: Path) -> None:
     write_model(tmp_path / "models", "good", 1, 2)
     file = tmp_path / "tensord.toml"

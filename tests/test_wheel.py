@@ -1,0 +1,130 @@
+"""What `pip install` gives somebody who has no checkout: one wheel for every Python from 3.11 on, complete, and it serves.
+
+1. The source archive is made, and the wheel out of it, so that both are whole.
+2. The wheel is installed into a fresh environment, where what it needs comes from that of the tests: nothing is downloaded.
+3. From there the daemon serves a model over HTTP, in a folder where nothing of the checkout lies.
+"""
+
+from __future__ import annotations
+
+import email
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests import repositories
+from tests.daemon_process import ROOT, DaemonProcess
+
+EXTENSIONS = {
+    "shm/_guard.abi3.so",
+    "workers/_fast_path.abi3.so",
+    "workers/_large_copy.abi3.so",
+    "workers/_output_memory.abi3.so",
+}
+ROOMS = ("config", "daemon", "shm", "workers")
+BACK_END = "import sys, setuptools.build_meta as made; getattr(made, sys.argv[1])(sys.argv[2])"
+
+pytestmark = pytest.mark.skipif(
+    shutil.which(sysconfig.get_config_var("CC").split()[0]) is None, reason="there is no compiler to build a wheel with"
+)
+
+
+def ran(*command: str | Path, cwd: Path) -> str:
+    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made from a copy: what was compiled in the checkout is not in it."""
+    folder = tmp_path_factory.mktemp("build")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ROOMS:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    ran(sys.executable, "-c", BACK_END, "build_sdist", folder, cwd=source)
+    (archive,) = folder.glob("*.tar.gz")
+    shutil.unpack_archive(archive, folder / "unpacked")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    ran(sys.executable, "-c", BACK_END, "build_wheel", folder, cwd=unpacked)
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+class Installation:
+    """An environment of its own that the wheel was installed into."""
+
+    def __init__(self, folder: Path, wheel: Path) -> None:
+        self.folder = folder
+        ran(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+        self.python = folder / "bin" / "python"
+        self.packages = Path(
+            ran(self.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
+        )
+        # Behind its own, so that only the libraries are found there; the checkout's own .pth is not read from it.
+        (self.packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", self.python)
+        ran(*pip, "install", "-q", "--no-index", "--no-deps", wheel, cwd=folder)
+
+    def daemon(self, repository: Path) -> DaemonProcess:
+        daemon = DaemonProcess(self.folder, [repository])
+        daemon.program, daemon.cwd = [str(self.folder / "bin" / "tensord")], self.folder
+        return daemon
+
+
+@pytest.fixture(scope="module")
+def installation(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    return Installation(tmp_path_factory.mktemp("installation") / "venv", wheel)
+
+
+def test_one_wheel_for_every_python(wheel: Path) -> None:
+    assert "-cp311-abi3-" in wheel.name, wheel.name
+    with zipfile.ZipFile(wheel) as opened:
+        (tags,) = (name for name in opened.namelist() if name.endswith(".dist-info/WHEEL"))
+        tag = email.message_from_bytes(opened.read(tags))["Tag"]
+    assert tag.startswith("cp311-abi3-linux")
+
+
+def test_what_is_in_it(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as opened:
+        names = set(opened.namelist())
+        (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+        said = email.message_from_bytes(opened.read(metadata))
+        (license,) = (name for name in names if name.endswith("/LICENSE"))
+        assert opened.read(license) == (ROOT / "LICENSE").read_bytes()
+    code = {name for name in names if ".dist-info/" not in name}
+    expected = {str(path.relative_to(ROOT)) for room in ROOMS for path in (ROOT / room).rglob("*.py*")}
+    expected = {name for name in expected if name.endswith((".py", ".pyi"))}
+    assert code == expected | EXTENSIONS | {"config/default.toml"}
+    assert (said["License-Expression"], said["License-File"]) == ("Apache-2.0", "LICENSE")
+
+
+def test_it_serves(installation: Installation, tmp_path: Path) -> None:
+    repository = repositories.scale_model(tmp_path / "models")
+    with installation.daemon(repository) as daemon:
+        daemon.wait_ready()
+        tensor = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [2.0] * 4}
+        status, answer = daemon.infer("scale", [tensor])
+        assert (status, answer["outputs"][0]["data"]) == (200, [7.0] * 4)
+        # Everything that runs is the installed one, compiled parts included.
+        mapped = {Path(each.path) for process in daemon.family() for each in process.memory_maps()}
+        compiled = {path for path in mapped if path.name.endswith(".abi3.so") and path.parent.name in ROOMS}
+        assert compiled == {installation.packages / name for name in EXTENSIONS}
+
+
+def test_what_the_help_names_is_there(installation: Installation) -> None:
+    """Whoever has no checkout reads the keys from the program."""
+    tensord = installation.folder / "bin" / "tensord"
+    assert "tensord config" in " ".join(ran(tensord, "--help", cwd=installation.folder).split())
+    defaults = ran(tensord, "config", cwd=installation.folder)
+    assert defaults == (ROOT / "config" / "default.toml").read_text()
+    assert os.listdir(installation.packages / "config")
