@@ -97,6 +97,16 @@ def _bindings() -> Any:
     return driver
 
 
+def driver_version() -> int:
+    """What the driver offers, 12080 for CUDA 12.8; 0: there is no driver."""
+    try:
+        driver = _bindings()
+    except NoCuda:
+        return 0
+    code, version = driver.cuDriverGetVersion()
+    return int(version) if code == driver.CUresult.CUDA_SUCCESS else 0
+
+
 def _name(driver: Any, code: Any) -> str:
     """``CUDA_ERROR_ILLEGAL_ADDRESS``. Codes that the bindings do not know are plain numbers."""
     return getattr(code, "name", f"CUDA error {code}")

@@ -12,6 +12,7 @@
  *
  *     $CUDA_STUB_DIR       must be set, or there is no device
  *     $CUDA_STUB_DEVICES   how many devices (1); $CUDA_VISIBLE_DEVICES picks among them, by index
+ *     $CUDA_STUB_VERSION   what cuDriverGetVersion says (12080)
  *     $CUDA_STUB_UNIFIED   host memory passes for a device's as well: XLA:CPU plays XLA on a GPU
  *     $CUDA_STUB_DIR/fail  "<function> <error code> <calls to let pass>": the next call after those fails, once, in any process
  */
@@ -195,7 +196,11 @@ API CUresult cuInit(unsigned flags) {
     return initialized ? SUCCESS : NO_DEVICE;
 }
 
-API CUresult cuDriverGetVersion(int *version) { *version = VERSION; return SUCCESS; }
+API CUresult cuDriverGetVersion(int *version) {
+    const char *given = getenv("CUDA_STUB_VERSION");
+    *version = given ? atoi(given) : VERSION;
+    return SUCCESS;
+}
 API CUresult cuDeviceGetCount(int *count) { ENTER; *count = visible_count; return SUCCESS; }
 API CUresult cuDeviceGet(int *device, int ordinal) {
     ENTER;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -40,6 +41,10 @@ class CudaStub:
             ],
             check=True,
         )
+        #: On the path of a process, JAX finds its plugin there.
+        self.plugins = folder / "plugins"
+        (self.plugins / "jax_plugins").mkdir(parents=True)
+        shutil.copy(Path(__file__).parent / "plugin.py", self.plugins / "jax_plugins" / "xla_cuda_stub.py")
         self.environment = {
             "LD_LIBRARY_PATH": str(libraries),
             "CUDA_STUB_DIR": str(self.folder),
@@ -47,6 +52,13 @@ class CudaStub:
             "CUDA_STUB_DELAY_US": str(delay_us),
             "CUDA_STUB_HIDDEN": "1",
         }
+
+    @property
+    def gpu_environment(self) -> dict[str, str]:
+        """For a process that computes on the stub's devices: XLA:CPU plays XLA on a GPU, so it has to reach their memory."""
+        visible = {key: value for key, value in self.environment.items() if key != "CUDA_STUB_HIDDEN"}
+        path = [str(self.plugins), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return visible | {"CUDA_STUB_UNIFIED": "1", "PYTHONPATH": os.pathsep.join(path)}
 
     def load(self) -> None:
         """Makes it this process's driver, for good: whatever was loaded under the name first is used."""

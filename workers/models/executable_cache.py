@@ -31,6 +31,7 @@ import jaxlib.version
 from jax.experimental import serialize_executable
 
 from workers.device_cpu import thread_count
+from workers.models.gpu_versions import gpu_versions
 from workers.models.placement import CompiledProgram, Placement
 from workers.models.small_programs import SmallPrograms
 from workers.single_thread import SingleThreadDevice
@@ -75,7 +76,11 @@ def use_persistent_cache(directory: Path | None, single_thread: SingleThreadDevi
     # JAX's key leaves out the number of threads, for which a program is compiled. The bound between one and several changes our
     # keys: what JAX then still answered we could not store, and would ask for at every start.
     max_flops = single_thread.max_flops if single_thread is not None else 0
-    jax.config.update("jax_compilation_cache_dir", str(directory / f"xla-{thread_count()}-{max_flops}"))
+    name = f"xla-{thread_count()}-{max_flops}"
+    if versions := gpu_versions():
+        # It leaves out most of these as well.
+        name += "-" + hashlib.sha256(repr(versions).encode()).hexdigest()[:16]
+    jax.config.update("jax_compilation_cache_dir", str(directory / name))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
@@ -91,9 +96,8 @@ def _platform() -> str:
         processor = []
     flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
     threads = thread_count() if device.platform == "cpu" else 0
-    return repr(
-        (jax.__version__, jaxlib.version.__version__, device.platform, device.device_kind, processor, flags, threads)
-    )
+    versions = [jax.__version__, jaxlib.version.__version__, *gpu_versions()]
+    return repr((versions, device.platform, device.device_kind, processor, flags, threads))
 
 
 class ExecutableCache:
