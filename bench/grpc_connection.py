@@ -59,6 +59,11 @@ def infer_request(model: str, tensors: list[tuple[str, np.ndarray]], output: str
         outputs=[service_pb2.ModelInferRequest.InferRequestedOutputTensor(name=output)],
         raw_input_contents=[values.tobytes() for _, values in tensors],
     ).SerializeToString()
+    return call(request)
+
+
+def call(request: bytes) -> bytes:
+    """The two frames of a unary ModelInfer with that message on stream 0."""
     headers = [(":method", "POST"), (":scheme", "http"), (":path", "/inference.GRPCInferenceService/ModelInfer")]
     headers += [(":authority", "bench"), ("te", "trailers"), ("content-type", "application/grpc")]
     block = hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple(*header) for header in headers])

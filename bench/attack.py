@@ -1,0 +1,161 @@
+"""What attackers cost other clients, the daemon's memory and its descriptors: ``python -m bench.attack``.
+
+Each attack of ``bench/attackers`` runs for some seconds, in a process of its own, against a daemon with the default bounds, while
+an ordinary client of each protocol goes on with small requests (bench/bystander.py). A line for each attack: the others' answers,
+those that failed or were wrong, their worst wait over HTTP and gRPC, and what each process held at first and some seconds after.
+The first line is without an attack: the machine by itself. At the end a body as large as may be is answered, which needs the
+arenas to be free, and the log is searched for tracebacks. Exit status 1: an answer was wrong, a request failed, or there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tritonclient.http as httpclient
+
+from bench.attackers.catalogue import ATTACKS
+from bench.footprint import Footprint, footprints
+from bench.server import ROOT, serving
+
+_HTTP, _GRPC = "127.0.0.1:18160", "127.0.0.1:18161"
+#: Floats of one tensor that is nearly as large as a body may be.
+_LARGEST = 15 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one attack: by protocol what the ordinary client saw, and what the attacker counted."""
+
+    others: dict[str, dict[str, Any]]
+    attacker: dict[str, int]
+
+    @property
+    def noticed(self) -> int:
+        """Requests of others that failed or were answered wrongly."""
+        return sum(sum(other["failures"].values()) for other in self.others.values())
+
+
+@contextlib.contextmanager
+def bystanders(http: str, grpc: str, kind: str = "small") -> Iterator[dict[str, dict[str, Any]]]:
+    """An ordinary client of each protocol while the block runs; afterwards what each saw is in the dictionary."""
+    seen: dict[str, dict[str, Any]] = {}
+    running = {
+        protocol: subprocess.Popen(
+            [sys.executable, "-m", "bench.bystander", protocol, address, kind],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for protocol, address in (("http", http), ("grpc", grpc))
+    }
+    try:
+        yield seen
+    finally:
+        for protocol, process in running.items():
+            seen[protocol] = json.loads(process.communicate()[0])
+
+
+def attack(name: str | None, http: str, grpc: str, seconds: float) -> Outcome:
+    """Runs one attack, or for None nothing, beside the bystanders. Raises SystemExit: the attacker itself failed."""
+    counts: dict[str, int] = {}
+    with bystanders(http, grpc) as seen:
+        # The bystanders' own start is no wait of theirs, but takes a processor from the attack.
+        time.sleep(1)
+        if name is None:
+            time.sleep(seconds)
+        else:
+            command = [sys.executable, "-m", "bench.attackers", name, http, grpc, str(seconds)]
+            done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+            if done.returncode:
+                raise SystemExit(f"the attack {name} ended with {done.returncode}")
+            counts = json.loads(done.stdout)
+    return Outcome(seen, counts)
+
+
+def largest_is_answered(http: str) -> bool:
+    """Whether a body as large as it may be finds its room."""
+    given = httpclient.InferInput("INPUT0", [_LARGEST], "FP32")
+    values = np.random.default_rng(0).random(_LARGEST, np.float32)
+    given.set_data_from_numpy(values)
+    wanted = httpclient.InferRequestedOutput("OUTPUT0")
+    with httpclient.InferenceServerClient(http, network_timeout=120) as client:
+        answer = client.infer("identity", [given], outputs=[wanted])
+    return bool(np.array_equal(answer.as_numpy("OUTPUT0"), values))
+
+
+def main() -> int:
+    """Parses the command line and attacks."""
+    parser = argparse.ArgumentParser(
+        prog="bench.attack", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--attacks", default=",".join(ATTACKS), help="by name, comma-separated; all by default")
+    parser.add_argument("--seconds", type=float, default=10.0, help="length of each")
+    parser.add_argument("--settle", type=float, default=5.0, help="seconds after it before the daemon is looked at")
+    parser.add_argument("--log", type=Path, default=Path("/tmp/bench-attack.log"), help="where the daemon's log goes")
+    arguments = parser.parse_args()
+    names = arguments.attacks.split(",")
+    for name in names:
+        if name not in ATTACKS:
+            parser.error(f"no attack '{name}', there are {', '.join(ATTACKS)}")
+    command = [sys.executable, "-m", "daemon", "serve", "--config", "bench/serve.toml", "--allow-metrics=false"]
+    command += [f"--http-port={_HTTP.rpartition(':')[2]}", f"--grpc-port={_GRPC.rpartition(':')[2]}"]
+    noticed = 0
+    print("| attack | others' answers | failed or wrong | worst wait, ms: http | grpc | attacker |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    with serving(command, _HTTP, arguments.log) as pid:
+        warm(_HTTP, _GRPC)
+        first = footprints(pid)
+        for name in (None, *names):
+            outcome = attack(name, _HTTP, _GRPC, arguments.seconds)
+            noticed += outcome.noticed
+            print(_line(name, outcome), flush=True)
+            time.sleep(arguments.settle)
+            print(_held(first, footprints(pid)), flush=True)
+        whole = largest_is_answered(_HTTP)
+    tracebacks = arguments.log.read_text(errors="replace").count("Traceback")
+    print(f"\nlargest body answered: {whole}; tracebacks in the log: {tracebacks}; others' failed or wrong: {noticed}")
+    return int(noticed > 0 or tracebacks > 0 or not whole)
+
+
+def warm(http: str, grpc: str) -> None:
+    """What is compiled or built at a first request is there before anything is measured."""
+    attack(None, http, grpc, 2)
+    largest_is_answered(http)
+
+
+def _line(name: str | None, outcome: Outcome) -> str:
+    others = outcome.others
+    answers = sum(other["answers"] for other in others.values())
+    waits = " | ".join(f"{others[protocol]['worst_ms']:.0f}" for protocol in ("http", "grpc"))
+    attacker = ", ".join(f"{what} {count}" for what, count in outcome.attacker.items())
+    line = f"| {name or 'none'} | {answers} | {outcome.noticed} | {waits} | {attacker} |"
+    for protocol, other in others.items():
+        line += "".join(f"\n|   {protocol}: {count} x {said} |" for said, count in other["failures"].items())
+    return line
+
+
+def _held(before: dict[str, Footprint], after: dict[str, Footprint]) -> str:
+    """One line for what differs from the beginning."""
+    parts = []
+    for name, now in after.items():
+        then = before.get(name, now)
+        parts.append(
+            f"{name}: {then.descriptors} -> {now.descriptors} descriptors, "
+            f"{then.private_bytes / 1e6:.0f} -> {now.private_bytes / 1e6:.0f} MB"
+        )
+    return "|   " + "; ".join(parts) + " |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

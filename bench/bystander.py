@@ -1,0 +1,136 @@
+"""An ordinary client beside others' load: ``python -m bench.bystander http|grpc ADDRESS small|mixed``, until its input ends.
+
+One request after the other (bench/mixture.py) on a kept connection that is opened anew every fifty requests; each answer is
+compared. Prints one JSON object: ``answers`` that were right, ``failures`` by what was said or wrong, and ``worst_ms`` and
+``median_ms``, the waits from asking to the whole answer, a connection's opening included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import select
+import statistics
+import sys
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as grpcclient
+import tritonclient.http as httpclient
+
+from bench.closed_loop import Connection
+from bench.grpc_connection import GrpcConnection
+from bench.mixture import Exchange, mixed, small
+
+_REQUESTS_A_CONNECTION = 50
+#: A daemon that says nothing for so long has lost the request.
+_PATIENCE = 120.0
+#: A client that waits a little between its requests does not fill a processor by itself.
+_PAUSE = 0.002
+
+
+class Bystander:
+    """One client of one protocol."""
+
+    def __init__(self, protocol: str, address: str, exchanges: Iterator[Exchange]) -> None:
+        self._kind = GrpcConnection if protocol == "grpc" else Connection
+        host, port = address.rsplit(":", 1)
+        self._address = (host, int(port))
+        self._exchanges = exchanges
+        self._connection: Connection | None = None
+        self._left = 0
+        self._answers = 0
+        self._failures: dict[str, int] = {}
+        #: Of all requests; of long runs a sample, and the longest of them.
+        self._waits_ms: deque[float] = deque(maxlen=100_000)
+        self._worst_ms = 0.0
+
+    def ask(self) -> None:
+        """One request."""
+        exchange = next(self._exchanges)
+        began = time.perf_counter()
+        try:
+            self._exchange(exchange)
+        except (OSError, AssertionError) as error:
+            said = f"{type(error).__name__}: {error}"[:200]
+            self._failures[said] = self._failures.get(said, 0) + 1
+            self.close()
+        else:
+            self._answers += 1
+        waited = 1e3 * (time.perf_counter() - began)
+        self._waits_ms.append(waited)
+        self._worst_ms = max(self._worst_ms, waited)
+
+    def close(self) -> None:
+        """Lets the connection go."""
+        if self._connection is not None:
+            self._connection.socket.close()
+        self._connection, self._left = None, 0
+
+    def report(self) -> dict[str, Any]:
+        """What it saw."""
+        return {
+            "answers": self._answers,
+            "failures": self._failures,
+            "worst_ms": self._worst_ms,
+            "median_ms": statistics.median(self._waits_ms or [0.0]),
+        }
+
+    def _exchange(self, exchange: Exchange) -> None:
+        """Raises OSError: the connection is lost.  AssertionError: not the right answer."""
+        if not self._left:
+            self.close()
+            self._connection, self._left = self._kind(self._address), _REQUESTS_A_CONNECTION
+            self._connection.socket.settimeout(_PATIENCE)
+        assert self._connection is not None
+        self._left -= 1
+        self._connection.send(exchange.request)
+        try:
+            while not self._connection.read():
+                pass
+        except AssertionError:
+            # So a gRPC connection says that the call failed. The next call has another stream.
+            if not exchange.is_error:
+                raise
+        else:
+            exchange.check(self._connection.received)
+
+
+@contextlib.contextmanager
+def requests(protocol: str, address: str, kind: str) -> Iterator[Iterator[Exchange]]:
+    """What it sends. ``kind``: "small", or "mixed" with a region that is registered while the block runs, over its protocol."""
+    if kind == "small":
+        yield small(protocol)
+        return
+    library = grpcclient if protocol == "grpc" else httpclient
+    name = f"tensord-bench-{uuid.uuid4().hex}"
+    values = np.random.default_rng().random(1 << 12, np.float32)
+    path = Path("/dev/shm", name)
+    with library.InferenceServerClient(address) as client:
+        try:
+            path.write_bytes(values.tobytes())
+            client.register_system_shared_memory(name, f"/{name}", values.nbytes)
+            yield mixed(protocol, name, values)
+            client.unregister_system_shared_memory(name)
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def main(protocol: str, address: str, kind: str) -> None:
+    """Asks until standard input ends."""
+    with requests(protocol, address, kind) as exchanges:
+        bystander = Bystander(protocol, address, exchanges)
+        pause = _PAUSE if kind == "small" else 0.0
+        while not select.select([sys.stdin], [], [], pause)[0]:
+            bystander.ask()
+        bystander.close()
+    print(json.dumps(bystander.report()))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

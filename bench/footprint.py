@@ -1,0 +1,41 @@
+"""What each process of a daemon holds: descriptors, and memory that is its own."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.server import children
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """One process at one moment."""
+
+    descriptors: int
+    #: Resident and shared with nobody. Arenas are shared: they are in ``shared_bytes``.
+    private_bytes: int
+    shared_bytes: int
+
+    @classmethod
+    def of(cls, pid: int) -> Footprint:
+        """Reads /proc. Raises OSError: the process has ended."""
+        kilobytes = {"Private": 0, "Shared": 0}
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            kind = line.partition("_")[0]
+            if kind in kilobytes:
+                kilobytes[kind] += int(line.split()[1])
+        return cls(len(os.listdir(f"/proc/{pid}/fd")), kilobytes["Private"] << 10, kilobytes["Shared"] << 10)
+
+
+def footprints(supervisor: int) -> dict[str, Footprint]:
+    """Of the supervisor and each child, by role; several of one role are numbered in the order of their starts."""
+    found: dict[str, Footprint] = {}
+    for pid, module in sorted({supervisor: "supervisor", **children(supervisor)}.items()):
+        name, number = module, 1
+        while name in found:
+            number += 1
+            name = f"{module} {number}"
+        found[name] = Footprint.of(pid)
+    return found

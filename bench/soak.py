@@ -1,0 +1,214 @@
+"""Everything at once for many minutes: ``python -m bench.soak MINUTES``.
+
+A daemon with two workers and two fronts of each protocol; ordinary clients of each protocol with requests of all kinds
+(bench/mixture.py), every answer compared; one attack after the other, in random order; and now and then a kill -9 of a process.
+The first worker and the first front of each protocol are never killed, so that what they hold can be followed: a line every so
+often with descriptors and private memory of these and of the supervisor, and at the end how much each grew since the first
+quarter. A killed front takes its connections with it: those losses are counted apart. A killed worker costs no client anything.
+Exit status 1: an answer was wrong, a request failed otherwise, descriptors grew, or there is a traceback in the log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from bench.attackers.catalogue import ATTACKS
+from bench.footprint import Footprint
+from bench.server import ROOT, children, serving
+
+_HTTP, _GRPC = "127.0.0.1:18170", "127.0.0.1:18171"
+#: What a client says that lost its connection with a front.
+_LOST = ("ConnectionResetError", "ConnectionError", "BrokenPipeError", "ConnectionRefusedError")
+_ATTACK_SECONDS = 10.0
+#: Connections of the ordinary clients and their lanes' channels come and go: so many more are no leak.
+_MORE_DESCRIPTORS = 32
+
+
+class Killer:
+    """Kills one process after the other, never the first of its kind."""
+
+    def __init__(self, supervisor: int, pause: float) -> None:
+        """``pause``: mean seconds between two kills; 0: none is killed."""
+        self._supervisor = supervisor
+        self._pause = pause
+        self._first = set(first_of_each(supervisor).values())
+        self._next = time.monotonic() + pause
+        self.killed: dict[str, int] = {}
+
+    def kill_if_due(self) -> None:
+        """One random process, when its time has come."""
+        if not self._pause or time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + random.expovariate(1 / self._pause)
+        candidates = [(pid, kind) for pid, kind in children(self._supervisor).items() if pid not in self._first]
+        if candidates:
+            pid, kind = random.choice(candidates)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                self.killed[kind] = self.killed.get(kind, 0) + 1
+
+
+class Attacks:
+    """One attacker at a time, until the block ends; ``done`` counts them."""
+
+    def __init__(self, names: list[str]) -> None:
+        self._names = names
+        self._running: subprocess.Popen[str] | None = None
+        self.done = 0
+
+    def __enter__(self) -> Attacks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._running is not None:
+            self._running.communicate()
+
+    def go_on(self) -> None:
+        """Starts the next one when the last is over. Raises SystemExit: the attacker itself failed."""
+        if self._running is not None and self._running.poll() is None:
+            return
+        if self._running is not None:
+            self._running.communicate()
+            if self._running.returncode:
+                raise SystemExit(f"an attack ended with {self._running.returncode}: {self._running.args}")
+            self.done += 1
+        if self._names:
+            name = random.choice(self._names)
+            command = [sys.executable, "-m", "bench.attackers", name, _HTTP, _GRPC, str(_ATTACK_SECONDS)]
+            self._running = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+
+
+@contextlib.contextmanager
+def clients(count: int) -> Iterator[list[dict[str, Any]]]:
+    """So many ordinary clients of each protocol; afterwards the list holds what each saw."""
+    seen: list[dict[str, Any]] = []
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "bench.bystander", protocol, address, "mixed"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for protocol, address in (("http", _HTTP), ("grpc", _GRPC))
+        for _ in range(count)
+    ]
+    try:
+        yield seen
+    finally:
+        inputs: list[IO[str]] = [process.stdin for process in running if process.stdin is not None]
+        for stdin in inputs:
+            stdin.close()
+        for process in running:
+            assert process.stdout is not None
+            seen.append(json.loads(process.stdout.read()))
+            process.stdout.close()
+            process.wait()
+
+
+def first_of_each(supervisor: int) -> dict[str, int]:
+    """The process ids of those that stay: kind -> the first that was started."""
+    found = {"supervisor": supervisor}
+    for pid, kind in sorted(children(supervisor).items()):
+        found.setdefault(kind, pid)
+    return found
+
+
+def grown(samples: list[dict[str, Footprint]]) -> dict[str, tuple[int, int]]:
+    """By process: descriptors and private bytes of the last sample above the most of the first quarter."""
+    early = samples[: max(1, len(samples) // 4)]
+    return {
+        name: (
+            now.descriptors - max(sample[name].descriptors for sample in early),
+            now.private_bytes - max(sample[name].private_bytes for sample in early),
+        )
+        for name, now in samples[-1].items()
+    }
+
+
+def main() -> int:
+    """Parses the command line and soaks."""
+    parser = argparse.ArgumentParser(
+        prog="bench.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("minutes", type=float)
+    parser.add_argument("--clients", type=int, default=2, help="ordinary clients of each protocol")
+    parser.add_argument("--kill-pause", type=float, default=10.0, help="mean seconds between two kills; 0: none")
+    parser.add_argument("--attacks", default=",".join(ATTACKS), help="by name, comma-separated; '' for none")
+    parser.add_argument("--samples", type=int, default=20, help="lines")
+    parser.add_argument("--log", type=Path, default=Path("/tmp/bench-soak.log"), help="where the daemon's log goes")
+    arguments = parser.parse_args()
+    command = [sys.executable, "-m", "daemon", "serve", "--config", "bench/serve.toml", "--allow-metrics=false"]
+    command += [f"--http-port={_HTTP.rpartition(':')[2]}", f"--grpc-port={_GRPC.rpartition(':')[2]}"]
+    command += ["--http-processes=2", "--grpc-processes=2"]
+    os.environ["TENSORD_WORKERS_CPU"] = "2"
+    samples: list[dict[str, Footprint]] = []
+    with serving(command, _HTTP, arguments.log) as pid, clients(arguments.clients) as seen:
+        killer = Killer(pid, arguments.kill_pause)
+        with Attacks([name for name in arguments.attacks.split(",") if name]) as attacks:
+            staying = first_of_each(pid)
+            begin, length = time.monotonic(), 60 * arguments.minutes
+            while (passed := time.monotonic() - begin) < length:
+                if passed >= length / arguments.samples * (len(samples) + 1):
+                    samples.append({name: Footprint.of(number) for name, number in staying.items()})
+                    print(_line(passed, samples[-1]), flush=True)
+                attacks.go_on()
+                killer.kill_if_due()
+                time.sleep(0.1)
+        # What attackers left is given back within the timeouts of the bounds; what is left then is a leak.
+        time.sleep(5)
+        samples.append({name: Footprint.of(number) for name, number in staying.items()})
+        print(_line(time.monotonic() - begin, samples[-1]), flush=True)
+    tracebacks = arguments.log.read_text(errors="replace").count("Traceback")
+    return _report(samples, seen, killer.killed, attacks.done, tracebacks)
+
+
+def _line(passed: float, sample: dict[str, Footprint]) -> str:
+    held = (f"{name} {now.descriptors} fds {now.private_bytes / 1e6:.1f} MB" for name, now in sample.items())
+    return f"{passed:6.0f} s   " + "   ".join(held)
+
+
+def _report(
+    samples: list[dict[str, Footprint]],
+    seen: list[dict[str, Any]],
+    killed: dict[str, int],
+    attacks: int,
+    tracebacks: int,
+) -> int:
+    """Prints what came of it; returns the exit status."""
+    failures: dict[str, int] = {}
+    for client in seen:
+        for said, count in client["failures"].items():
+            failures[said] = failures.get(said, 0) + count
+    lost = sum(count for said, count in failures.items() if said.startswith(_LOST))
+    failed = {said: count for said, count in failures.items() if not said.startswith(_LOST)}
+    answers = sum(client["answers"] for client in seen)
+    print(f"answers {answers}, worst wait {max(client['worst_ms'] for client in seen):.0f} ms")
+    print(
+        f"killed: {killed or 'none'}; attacks: {attacks}; connections lost with fronts: {lost}; tracebacks: {tracebacks}"
+    )
+    for said, count in failed.items():
+        print(f"failed or wrong: {count} x {said}")
+    leaked = False
+    for name, (descriptors, private_bytes) in grown(samples).items():
+        print(
+            f"{name}: {descriptors:+} descriptors, {private_bytes / 1e6:+.1f} MB ({private_bytes / max(1, answers):+.1f} a million answers)"
+        )
+        leaked |= descriptors > _MORE_DESCRIPTORS
+    lost_for_nothing = lost > 0 and not any(kind.startswith("daemon.") for kind in killed)
+    return int(bool(failed) or lost_for_nothing or leaked or tracebacks > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
