@@ -202,9 +202,8 @@ def _report(
         print(f"failed or wrong: {count} x {said}")
     leaked = False
     for name, (descriptors, private_bytes) in grown(samples).items():
-        print(
-            f"{name}: {descriptors:+} descriptors, {private_bytes / 1e6:+.1f} MB ({private_bytes / max(1, answers):+.1f} a million answers)"
-        )
+        rate = private_bytes / max(1, answers)  # megabytes a million
+        print(f"{name}: {descriptors:+} descriptors, {private_bytes / 1e6:+.1f} MB ({rate:+.1f} a million answers)")
         leaked |= descriptors > _MORE_DESCRIPTORS
     lost_for_nothing = lost > 0 and not any(kind.startswith("daemon.") for kind in killed)
     return int(bool(failed) or lost_for_nothing or leaked or tracebacks > 0)

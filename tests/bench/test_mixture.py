@@ -14,7 +14,7 @@ def test_an_answer_is_right_only_with_the_right_values() -> None:
     exchange.check(bytearray(b"a gRPC message\1\2\3\4"))
     with pytest.raises(AssertionError, match="wrong answer"):
         exchange.check(b"HTTP/1.1 200 OK\r\n\r\n{}\1\2\3\5")
-    with pytest.raises(AssertionError, match="HTTP/1.1 503"):
+    with pytest.raises(AssertionError, match="503 Service"):
         exchange.check(b"HTTP/1.1 503 Service Unavailable\r\n\r\n\1\2\3\4")
 
 
@@ -28,7 +28,7 @@ def test_json_is_compared_by_its_elements() -> None:
 def test_where_an_error_is_right_an_answer_is_wrong() -> None:
     exchange = Exchange(b"", None)
     exchange.check(b"HTTP/1.1 400 Bad Request\r\n\r\n{}")
-    with pytest.raises(AssertionError, match="HTTP/1.1 200"):
+    with pytest.raises(AssertionError, match="200 OK"):
         exchange.check(b"HTTP/1.1 200 OK\r\n\r\n{}")
 
 
