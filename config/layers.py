@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from config import accounts, core_list, header_pattern, restrictions
+from config import accounts, core_list, header_pattern, restrictions, service_links
 from config.options import Options, Section
 
 PREFIX = "TENSORD_"
@@ -114,15 +114,26 @@ def _flatten(content: dict[str, Any], source: str) -> Iterator[Setting]:
 
 def read_environment(environment: Mapping[str, str]) -> list[Setting]:
     """The settings among the variables. Raises ConfigurationError: a ``TENSORD_`` variable that names no key."""
-    variables = {PREFIX + key.replace(".", "_").upper(): key for key in known_keys()}
+    variables = _variables()
+    foreign = service_variables(environment)
     found = []
     for name, value in environment.items():
-        if not name.startswith(PREFIX) or name == CONFIG_VARIABLE:
+        if not name.startswith(PREFIX) or name == CONFIG_VARIABLE or name in foreign:
             continue
         if name not in variables:
             raise ConfigurationError(f"environment: unknown variable {name}{_nearest(name, variables)}")
         found.append(Setting(variables[name], value, name, textual=True))
     return found
+
+
+def service_variables(environment: Mapping[str, str]) -> frozenset[str]:
+    """``TENSORD_`` variables that a container platform set for a service of that name, and nobody for the daemon."""
+    return service_links.names(environment, PREFIX, _variables())
+
+
+def _variables() -> dict[str, str]:
+    """Each key's variable -> the key."""
+    return {PREFIX + key.replace(".", "_").upper(): key for key in known_keys()}
 
 
 def _convert(setting: Setting, wanted: Any) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -15,12 +16,13 @@ from typing import NoReturn
 
 import click
 
-from config import layers, log
+from config import layers, log, service_links
 from config.layers import ConfigurationError
 from config.options import Options
 from daemon import flags, repository, trace_file
 from shm.errors import InvalidArgument
 
+_log = logging.getLogger(__name__)
 #: Flags are ours to parse (see ``daemon.flags``), --config and --help are click's.
 _PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": True, "help_option_names": ["-h", "--help"]}
 
@@ -73,6 +75,8 @@ def serve(config: Path | None, arguments: tuple[str, ...]) -> None:
     except OSError as error:
         _fail(f"trace.file: '{options.trace.file}' cannot be written: {error.strerror}")
     log.configure(options.log, "supervisor")
+    if foreign := layers.service_variables(os.environ):
+        _log.info("%s", service_links.sentence(foreign))
     # Imported here: `tensord check` and --help need none of it.
     from daemon.devices import NoDevice
     from daemon.listening import ListenError

@@ -72,8 +72,11 @@ class Installation:
         )
         # Behind its own, so that only the libraries are found there; the checkout's own .pth is not read from it.
         (self.packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", self.python)
-        ran(*pip, "install", "-q", "--no-index", "--no-deps", wheel, cwd=folder)
+        self.install(wheel)
+
+    def install(self, wheel: Path) -> None:
+        pip = (sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "--python", self.python)
+        ran(*pip, "install", "--no-index", "--no-deps", "--force-reinstall", wheel, cwd=self.folder)
 
     def daemon(self, repository: Path) -> DaemonProcess:
         daemon = DaemonProcess(self.folder, [repository])
@@ -128,3 +131,40 @@ def test_what_the_help_names_is_there(installation: Installation) -> None:
     defaults = ran(tensord, "config", cwd=installation.folder)
     assert defaults == (ROOT / "config" / "default.toml").read_text()
     assert os.listdir(installation.packages / "config")
+
+
+def test_another_distribution_with_a_package_of_that_name(
+    wheel: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    """pip says nothing when it writes python-daemon's files over ours: the next start does, and serves."""
+    installation = Installation(tmp_path_factory.mktemp("shared") / "venv", wheel)
+    installation.install(
+        wheel_of(
+            tmp_path, "python_daemon", {"daemon/__init__.py": "from .daemon import D\n", "daemon/daemon.py": "D = 1\n"}
+        )
+    )
+    with installation.daemon(repositories.scale_model(tmp_path / "models")) as daemon:
+        daemon.wait_ready()
+        assert daemon.log.startswith(
+            "tensord: python_daemon 1.0 wrote its own over daemon/__init__.py: install it again"
+        )
+    installation.install(wheel)
+    done = subprocess.run(
+        [installation.folder / "bin" / "tensorctl", "--help"], capture_output=True, text=True, check=True
+    )
+    assert done.stderr.startswith("tensorctl: python_daemon 1.0 has files of the same names")
+
+
+def wheel_of(folder: Path, name: str, files: dict[str, str]) -> Path:
+    """A distribution as an index has it."""
+    place = f"{name}-1.0.dist-info"
+    files = files | {
+        f"{place}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{place}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{place}/RECORD"] = "".join(f"{path},,\n" for path in (*files, f"{place}/RECORD"))
+    made = folder / f"{name}-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(made, "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
+    return made

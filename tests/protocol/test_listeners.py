@@ -78,6 +78,25 @@ def test_http_on_a_unix_socket(repository: Path, tmp_path: Path, leaves_nothing:
     assert not path.exists()
 
 
+def test_a_service_of_its_name(repository: Path, tmp_path: Path, leaves_nothing: None) -> None:
+    """In a namespace with services tensord and tensord-http, whose variables Kubernetes sets in every container."""
+    environment = {
+        "TENSORD_SERVICE_HOST": "10.0.0.1",
+        "TENSORD_SERVICE_PORT": "8000",
+        "TENSORD_PORT": "tcp://10.0.0.1:8000",
+        "TENSORD_PORT_8000_TCP_ADDR": "10.0.0.1",
+        "TENSORD_HTTP_PORT": "tcp://10.0.0.2:8000",
+        "TENSORD_SERVER_NAME": "mine",
+    }
+    with DaemonProcess(tmp_path, [repository], environment=environment) as daemon:
+        assert b'"name":"mine"' in daemon.get("/v2")[1]
+        daemon.wait_log(
+            r"environment: not read as configuration, because the container platform set it for a service: "
+            r"TENSORD_HTTP_PORT, TENSORD_PORT, TENSORD_PORT_8000_TCP_ADDR, \.\.\.\n"
+        )
+        assert daemon.log.count("container platform") == 1
+
+
 def test_tls(serving: Any, authority: dict[str, str]) -> None:
     daemon = serving(
         grpc={"use_tls": True, "certificate": authority["server.pem"], "key": authority["server.key"]},
