@@ -153,7 +153,7 @@ class Dispatcher:
         first_due_ns = 0
         for version in list(self._active):
             self._expire(version, now_ns)
-            due_ns = version.batcher.due_ns(now_ns)
+            due_ns = version.batcher.due_ns()
             if due_ns is None:
                 del self._active[version]
                 continue
@@ -204,7 +204,7 @@ class Dispatcher:
     def _fill_instances(self, version: ModelVersion, now_ns: int) -> int | None:
         """Gives batches to free instances. Returns when the next batch is due, None while an instance must become free first."""
         while (instance := version.free_instance) is not None:
-            due_ns = version.batcher.due_ns(now_ns)
+            due_ns = version.batcher.due_ns()
             if due_ns is None or due_ns > now_ns:
                 return due_ns
             batch = self._take(version, now_ns)
@@ -343,11 +343,7 @@ class Dispatcher:
         """Batches of a shape grow only as far as an executable for them is ready."""
         if version.jitted is None:
             return
-        limit = version.jitted.executables.limit(wanted.shapes)
-        if limit:
-            version.batcher.limits[wanted.shapes] = limit
-        else:
-            version.batcher.limits.pop(wanted.shapes, None)
+        version.batcher.limit(wanted.shapes, version.jitted.executables.limit(wanted.shapes))
 
     # ---------------------------------------------------------------------------------------------------------- answers
 

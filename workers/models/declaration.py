@@ -117,4 +117,4 @@ def batch_rules(message: ModelConfig) -> BatchRules:
         return BatchRules(joins=False)
     batching = message.dynamic_batching
     delay_ns = batching.max_queue_delay_microseconds * 1000
-    return BatchRules(message.max_batch_size, delay_ns, tuple(sorted(batching.preferred_batch_size)))
+    return BatchRules(message.max_batch_size, delay_ns, tuple(sorted(set(batching.preferred_batch_size))))

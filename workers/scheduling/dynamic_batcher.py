@@ -1,9 +1,16 @@
 """Decides which waiting requests of one model version run together, and when.
 
-Pure: ``due_ns`` and ``take`` read the queue and the time they are told. The driver (``workers.worker``) runs what is taken.
+Pure: ``due_ns`` and ``take`` read the queue and the time they are told. The driver (``workers.dispatcher``) runs what is taken.
 
-    enough rows for a preferred batch, or for the largest one   due at once
-    otherwise                                                    due when the head has waited ``delay_ns``
+    no delay    whatever waits is due at once, as much of it as fits
+    a delay     requests of one key (they can share a batch) wait for company, each key for itself:
+                  their rows are exactly a preferred size where a request ends     due at once, with the largest such size
+                  they reach the largest preferred size, or the next one would      due at once
+                  otherwise                                                         due when the oldest has waited ``delay_ns``
+
+Keys do not wait for each other: a batch that is full runs although an older request of another key still waits for company, and
+a batch that can grow goes on waiting although requests of other keys have come. (Triton sends it as soon as a request of another
+shape comes, because its queue is one line: there, it can grow no further.)
 """
 
 from __future__ import annotations
@@ -21,9 +28,9 @@ class BatchRules:
 
     #: Rows in one batch; 1 for a model without a batch dimension.
     max_rows: int = 1
-    #: How long the head may wait for company.
+    #: How long the oldest request may wait for company.
     delay_ns: int = 0
-    #: Ascending; a batch of such a size runs without waiting for more.
+    #: Ascending; a batch of such a size runs without waiting for more. Empty: the largest one.
     preferred: tuple[int, ...] = ()
     #: False: every request runs alone.
     joins: bool = True
@@ -35,8 +42,14 @@ class DynamicBatcher(Generic[W]):
     def __init__(self, rules: BatchRules, queue: RequestQueue[W]) -> None:
         self._rules = rules
         self._queue = queue
+        self._preferred = frozenset(rules.preferred)
         #: Key -> rows, where less than ``max_rows`` can run at once (executables of that shape are compiled up to there).
-        self.limits: dict[Hashable, int] = {}
+        self._limits: dict[Hashable, int] = {}
+        #: Where there is a delay: key -> when its next batch is due. Looked at again for what changed in the queue.
+        self._due: dict[Hashable, int] = {}
+        self._changed: set[Hashable] = set()
+        if self.delays:
+            queue.changed = self._changed
 
     def at_once(self, key: Hashable) -> int:
         """Up to how many rows of waiting requests of that key run as soon as they can, together. 0: they wait, or run alone."""
@@ -47,44 +60,85 @@ class DynamicBatcher(Generic[W]):
         """Whether a request may wait for others to join it, although nothing runs."""
         return self._rules.joins and self._rules.delay_ns > 0
 
-    def due_ns(self, now_ns: int) -> int | None:
-        """When the next batch should run: not after ``now_ns`` means now. None: nothing waits."""
-        head = self._queue.head()
-        return None if head is None else self._due_ns(head, now_ns)
+    def limit(self, key: Hashable, rows: int) -> None:
+        """At most so many rows of that key run at once from now on; 0: as many as of any other."""
+        if rows:
+            self._limits[key] = rows
+        else:
+            self._limits.pop(key, None)
+        if self.delays:
+            self._changed.add(key)
 
-    def _due_ns(self, head: W, now_ns: int) -> int:
-        rules = self._rules
-        if not rules.delay_ns or not rules.joins or now_ns - head.arrived_ns >= rules.delay_ns:
-            return head.arrived_ns
-        if self._full(self._queue.rows(head.key), self._limit(head.key)):
-            return head.arrived_ns
-        return head.arrived_ns + rules.delay_ns
+    def due_ns(self) -> int | None:
+        """When the next batch should run. None: nothing waits."""
+        if self.delays:
+            self._look()
+            return min(self._due.values(), default=None)
+        head = self._queue.head()
+        return None if head is None else head.arrived_ns
 
     def take(self, now_ns: int) -> list[W]:
-        """Removes the next batch from the queue; empty when nothing is due."""
+        """Removes the next batch from the queue, the one whose first request is the most urgent; empty when none is due."""
+        if self.delays:
+            return self._take_due(now_ns)
         head = self._queue.head()
-        if head is None or self._due_ns(head, now_ns) > now_ns:
+        if head is None:
             return []
-        rules = self._rules
-        if not rules.joins:
-            return self._queue.take(head.key, 0)
-        limit = self._limit(head.key)
-        if rules.preferred and now_ns - head.arrived_ns < rules.delay_ns:
-            rows = self._queue.rows(head.key)
-            limit = min(limit, max((size for size in rules.preferred if size <= rows), default=limit))
-        return self._queue.take(head.key, limit)
+        return self._queue.take(head.key, self._limit(head.key) if self._rules.joins else 0)
+
+    def _take_due(self, now_ns: int) -> list[W]:
+        self._look()
+        due = [key for key, due_ns in self._due.items() if due_ns <= now_ns]
+        if not due:
+            return []
+        key = due[0] if len(due) == 1 else min(due, key=self._urgency)
+        waited = now_ns - self._queue.oldest_ns(key) >= self._rules.delay_ns
+        return self._queue.take(key, self._limit(key) if waited else self._ready_rows(key))
+
+    def _look(self) -> None:
+        """Brings ``_due`` up to date."""
+        while self._changed:
+            key = self._changed.pop()
+            if not self._queue.rows(key):
+                self._due.pop(key, None)
+                continue
+            oldest_ns = self._queue.oldest_ns(key)
+            self._due[key] = oldest_ns if self._ready_rows(key) else oldest_ns + self._rules.delay_ns
+
+    def _ready_rows(self, key: Hashable) -> int:
+        """The rows of a batch of that key that need not wait, taken from the front of the queue. 0: it may wait for more."""
+        limit, preferred = self._limit(key), self._rules.preferred
+        largest = min(preferred[-1], limit) if preferred else limit
+        if self._queue.rows(key) < (preferred[0] if preferred and preferred[0] < largest else largest):
+            return 0
+        rows = best = 0
+        for request in self._queue.waiting(key):
+            if rows and rows + request.rows > largest:
+                return best or rows
+            rows += request.rows
+            if rows >= largest:
+                return rows
+            if rows in self._preferred:
+                best = rows
+        return best
+
+    def _urgency(self, key: Hashable) -> tuple[int, int]:
+        first = next(self._queue.waiting(key))
+        return first.line, first.sequence
 
     def _limit(self, key: Hashable) -> int:
-        return self.limits.get(key, self._rules.max_rows)
-
-    def _full(self, rows: int, limit: int) -> bool:
-        preferred = self._rules.preferred
-        return rows >= limit or (bool(preferred) and rows >= preferred[0])
+        return self._limits.get(key, self._rules.max_rows)
 
     def check_invariants(self) -> None:
         """For tests."""
         self._queue.check_invariants()
-        assert all(0 < limit <= self._rules.max_rows for limit in self.limits.values())
+        assert all(0 < limit <= self._rules.max_rows for limit in self._limits.values())
+        if self.delays:
+            self._look()
+            assert self._due.keys() == {request.key for request in self._queue.requests()}
+            for key, due_ns in self._due.items():
+                waits_ns = 0 if self._ready_rows(key) else self._rules.delay_ns
+                assert due_ns == self._queue.oldest_ns(key) + waits_ns
 
     def __repr__(self) -> str:
         return f"<DynamicBatcher over {self._queue!r}>"

@@ -5,13 +5,16 @@ one thread uses it.
 
     line 2 * (level - 1)        requests of that priority level, on time         each line: key -> deque, oldest first
     line 2 * (level - 1) + 1    those whose timeout passed and may be delayed
+
+A line is there while somebody stands in it: a model may have more levels than any memory could hold.
 """
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -74,8 +77,8 @@ class QueueRules:
         return self.levels == self.default_level == 1 and not self.policies and self.default_policy == QueuePolicy()
 
     def level(self, priority: int) -> int:
-        """Where a request of that priority waits. Priorities beyond the levels wait in the last one, as in Triton."""
-        return min(priority, self.levels) if priority > 0 else self.default_level
+        """Where a request of that priority waits. As in Triton, one beyond the levels waits where those without a priority do."""
+        return priority if 0 < priority <= self.levels else self.default_level
 
     def policy(self, level: int) -> QueuePolicy:
         return self.policies.get(level, self.default_policy)
@@ -88,14 +91,19 @@ class RequestQueue(Generic[W]):
         self._rules = rules
         #: The one line that requests without a deadline stand in; -1: the rules know more than one, or watch those who wait.
         self._line = 0 if rules.plain else -1
-        self._lines: list[dict[Hashable, deque[W]]] = [{} for _ in range(2 * rules.levels)]
+        #: By number. The first one stays when it is empty: most queues never have another.
+        self._lines: dict[int, dict[Hashable, deque[W]]] = {0: {}}
+        #: The numbers of the lines, ascending.
+        self._order = [0]
         self._rows: dict[Hashable, int] = {}
-        #: Of the first level, the second, ...
-        self._level_sizes = [0] * rules.levels
+        #: Of the level of line 0, of line 2, ...; of those that have a line.
+        self._level_sizes = {0: 0}
         self._size = 0
         self._sequence = 0
         #: (when, sequence, request) of those that can expire; entries of requests that left are skipped.
         self._expiries: list[tuple[int, int, W]] = []
+        #: Keys of which other requests wait than when the batcher last looked; None: nobody looks.
+        self.changed: set[Hashable] | None = None
 
     def __len__(self) -> int:
         return self._size
@@ -113,7 +121,7 @@ class RequestQueue(Generic[W]):
             return
         level = self._rules.level(request.priority)
         policy = self._rules.policy(level)
-        if self._size >= self._rules.max_size or 0 < policy.max_size <= self._level_sizes[level - 1]:
+        if self._size >= self._rules.max_size or 0 < policy.max_size <= self._level_sizes.get(level - 1, 0):
             raise Unavailable("Exceeds maximum queue size")
         self._sequence += 1
         request.sequence = self._sequence
@@ -153,7 +161,8 @@ class RequestQueue(Generic[W]):
 
     def head(self) -> W | None:
         """The request whose turn it is."""
-        for line in self._lines:
+        for number in self._order:
+            line = self._lines[number]
             if line:
                 if len(line) == 1:
                     (waiting,) = line.values()
@@ -161,11 +170,21 @@ class RequestQueue(Generic[W]):
                 return min((waiting[0] for waiting in line.values()), key=_sequence)
         return None
 
+    def waiting(self, key: Hashable) -> Iterator[W]:
+        """The requests of that key in the order in which ``take`` takes them. Nothing may change meanwhile."""
+        for number in self._order:
+            yield from self._lines[number].get(key, ())
+
+    def oldest_ns(self, key: Hashable) -> int:
+        """When the request of that key arrived that has waited longest; one must wait."""
+        return min(line[key][0].arrived_ns for line in self._lines.values() if key in line)
+
     def take(self, key: Hashable, max_rows: int) -> list[W]:
         """Removes the oldest requests of that key, most urgent line first: as many as fit, and at least one if any waits."""
         taken: list[W] = []
         rows = 0
-        for number, line in enumerate(self._lines):
+        for number in self._order.copy():
+            line = self._lines[number]
             if not line or (waiting := line.get(key)) is None:
                 continue
             before = len(taken)
@@ -177,7 +196,7 @@ class RequestQueue(Generic[W]):
             self._level_sizes[number // 2] -= len(taken) - before
             if waiting:
                 break
-            del line[key]
+            self._end(number, line, key)
         if taken:
             self._size -= len(taken)
             self._less(key, rows)
@@ -190,9 +209,12 @@ class RequestQueue(Generic[W]):
         line = self._lines[request.line]
         waiting = line[request.key]
         waiting.remove(request)
+        self._level_sizes[request.line // 2] -= 1
         if not waiting:
-            del line[request.key]
-        self._left(request)
+            self._end(request.line, line, request.key)
+        self._size -= 1
+        request.line = -1
+        self._less(request.key, request.rows)
         return True
 
     def expire(self, now_ns: int) -> list[W]:
@@ -220,28 +242,40 @@ class RequestQueue(Generic[W]):
 
     def requests(self) -> list[W]:
         """Everything that waits, in no order."""
-        return [request for line in self._lines for waiting in line.values() for request in waiting]
+        return [request for line in self._lines.values() for waiting in line.values() for request in waiting]
 
-    def _insert(self, request: W, line: int, *, first: bool = False) -> None:
-        request.line = line
+    def _insert(self, request: W, number: int, *, first: bool = False) -> None:
+        line = self._lines.get(number)
+        if line is None:
+            line = self._lines[number] = {}
+            bisect.insort(self._order, number)
+            self._level_sizes.setdefault(number // 2, 0)
+        request.line = number
         self._size += 1
-        self._level_sizes[line // 2] += 1
+        self._level_sizes[number // 2] += 1
         self._rows[request.key] = self._rows.get(request.key, 0) + request.rows
-        waiting = self._lines[line].get(request.key)
+        if self.changed is not None:
+            self.changed.add(request.key)
+        waiting = line.get(request.key)
         if waiting is None:
-            self._lines[line][request.key] = deque((request,))
+            line[request.key] = deque((request,))
         elif first:
             waiting.appendleft(request)
         else:
             waiting.append(request)
 
-    def _left(self, request: W) -> None:
-        self._level_sizes[request.line // 2] -= 1
-        self._size -= 1
-        request.line = -1
-        self._less(request.key, request.rows)
+    def _end(self, number: int, line: dict[Hashable, deque[W]], key: Hashable) -> None:
+        """Nobody of that key stands in the line any more."""
+        del line[key]
+        if not line and number:
+            del self._lines[number]
+            self._order.remove(number)
+            if number > 1 and number ^ 1 not in self._lines:
+                del self._level_sizes[number // 2]
 
     def _less(self, key: Hashable, rows: int) -> None:
+        if self.changed is not None:
+            self.changed.add(key)
         left = self._rows[key] - rows
         if left:
             self._rows[key] = left
@@ -249,15 +283,17 @@ class RequestQueue(Generic[W]):
             del self._rows[key]
 
     def check_invariants(self) -> None:
-        """For tests: the counters say what the lines hold."""
+        """For tests: the counters say what the lines hold, and there is nothing but them."""
         requests = self.requests()
         assert len(requests) == self._size
-        assert all(waiting for line in self._lines for waiting in line.values())
-        for number, line in enumerate(self._lines):
+        assert self._order == sorted(self._lines)
+        assert all(line for number, line in self._lines.items() if number)
+        assert all(waiting for line in self._lines.values() for waiting in line.values())
+        for number, line in self._lines.items():
             for key, waiting in line.items():
                 assert all(request.line == number and request.key == key for request in waiting)
         rows: dict[Hashable, int] = {}
-        sizes = [0] * len(self._level_sizes)
+        sizes = dict.fromkeys([0, *(number // 2 for number in self._order)], 0)
         for request in requests:
             rows[request.key] = rows.get(request.key, 0) + request.rows
             sizes[request.line // 2] += 1

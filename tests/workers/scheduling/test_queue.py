@@ -57,7 +57,28 @@ def test_urgent_levels_come_first_and_fill_up_with_the_next() -> None:
     beyond = request(priority=99)
     queue = queue_of(normal, late, urgent, beyond, rules=rules)
     assert queue.head() is urgent
-    assert queue.take("a", 8) == [urgent, normal, late, beyond]
+    assert list(queue.waiting("a")) == [urgent, normal, beyond, late]
+    assert queue.take("a", 8) == [urgent, normal, beyond, late]
+
+
+def test_levels_cost_nothing_while_nobody_waits_there() -> None:
+    """As many as a configuration can say: what is not used is not there, and what is left is not kept."""
+    many = (1 << 64) - 1
+    queue = queue_of(rules=QueueRules(100, levels=many, default_level=1 << 40))
+    last, normal, second = request(priority=many), request(), request(priority=2)
+    for each in (last, normal, second):
+        queue.push(each)
+        queue.check_invariants()
+    assert queue.head() is second
+    assert queue.take("a", 8) == [second, normal, last]
+    queue.check_invariants()
+    assert queue._order == [0]
+
+
+def test_the_oldest_of_a_key_may_stand_in_any_line() -> None:
+    rules = QueueRules(100, levels=2, default_level=2)
+    queue = queue_of(request(arrived_ns=3), request(priority=1, arrived_ns=5), rules=rules)
+    assert queue.oldest_ns("a") == 3
 
 
 def test_full() -> None:
@@ -162,9 +183,14 @@ def test_entries_of_requests_that_left_do_not_pile_up() -> None:
     st.booleans(),
 )
 def test_any_mixture(events: list[tuple[Any, ...]], delay: bool) -> None:
-    """Every request pushed leaves exactly once, in order within its key and level, and the counters are always true."""
+    """Every request pushed leaves exactly once, in order within its key and level, and the counters are always true.
+
+    Who asks is told of every key of which something came or went.
+    """
     rules = QueueRules(20, QueuePolicy(max_size=10, timeout_ns=12, allow_override=True, delay=delay), levels=3)
     queue: RequestQueue[Waiting] = RequestQueue(rules)
+    queue.changed = set()
+    seen: dict[Any, list[Waiting]] = {}
     pushed: list[Waiting] = []
     left: list[Waiting] = []
     now = 0
@@ -197,6 +223,11 @@ def test_any_mixture(events: list[tuple[Any, ...]], delay: bool) -> None:
             now += event[1]
             left += queue.expire(now)
         queue.check_invariants()
+        for key in "abc":
+            waiting = list(queue.waiting(key))
+            assert key in queue.changed or waiting == seen.get(key, [])
+            seen[key] = waiting
+        queue.changed.clear()
         head = queue.head()
         assert (head is None) == (len(queue) == 0)
     assert len(left) == len({id(each) for each in left})
