@@ -104,15 +104,9 @@ class Connection(DataFrames):
         self._written()
 
     def eof_received(self) -> bool:
-        """The client closed its sending side; answers it still waits for are sent."""
-        self._ended = True
-        if not self.streams:
-            return False
-        self.phase = Phase.ENDING
-        for stream in list(self.streams.values()):
-            if not stream.half_closed:
-                stream.abandon()
-        return bool(self.streams)
+        """In gRPC the end of what a client sends is its end: what it left unanswered could wait for its windows for ever."""
+        self.abort()
+        return False
 
     # ---------------------------------------------------------------------------------------------------- frames
 

@@ -51,8 +51,6 @@ class DataFrames(Outgoing):
         self._reads_since = 0
         #: What that reads now.
         self._payload: FramePayload | None = None
-        #: The client sends nothing any more.
-        self._ended = False
 
     def _data(self, number: int, flags: int, data: bytes, start: int, end: int) -> None:
         """A whole DATA frame without padding, whose payload are those bytes of a chunk."""
@@ -110,7 +108,7 @@ class DataFrames(Outgoing):
     def _read_directly(self) -> None:
         """Has the rest of the payload read to where it belongs, if that is known, and takes the transport back later."""
         stream, reader = self._data_stream, self._reader
-        if self.phase is Phase.CLOSED or self._ended or self._paused_since:
+        if self.phase is Phase.CLOSED or self._paused_since:
             return
         if stream is not None and not stream.ended and self.is_plain:
             place = stream.room()[: self._data_left]

@@ -1,0 +1,103 @@
+"""Clients that notice when something is wrong: one of each protocol asks again and again and checks every answer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as grpcclient
+import tritonclient.http as httpclient
+
+from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
+
+#: What each of them has to be answered before it counts as going on.
+_MORE = 3
+
+
+class Ordinary:
+    """The model ``scale`` over HTTP, gRPC and a gRPC stream, each on one connection of its own, until the ``with`` block ends."""
+
+    def __init__(self, daemon: DaemonProcess) -> None:
+        self._daemon = daemon
+        self._stop = threading.Event()
+        kinds: tuple[Callable[[], None], ...] = (self._http, self._grpc, self._stream)
+        self._threads = [threading.Thread(target=self._watched, args=(kind,)) for kind in kinds]
+        self.answers = {kind.__name__: 0 for kind in kinds}
+        self.errors: list[str] = []
+
+    def __enter__(self) -> Ordinary:
+        for thread in self._threads:
+            thread.start()
+        self.go_on()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(PATIENCE)
+        assert not any(thread.is_alive() for thread in self._threads), "a client got no answer at all"
+        assert self.errors == []
+
+    def go_on(self) -> None:
+        """Returns when every one of them was answered some more; none has noticed anything."""
+        before = dict(self.answers)
+        wait_until(
+            lambda: self.errors or all(self.answers[kind] >= before[kind] + _MORE for kind in before),
+            "the ordinary clients to go on",
+            self._daemon,
+        )
+        assert self.errors == []
+
+    def _watched(self, kind: Callable[[], None]) -> None:
+        try:
+            kind()
+        except Exception as error:
+            self.errors.append(f"{kind.__name__}: {type(error).__name__}: {error}")
+
+    def _values(self, kind: str) -> np.ndarray:
+        return np.full((1, 4), self.answers[kind] % 1000, np.float32)
+
+    def _checked(self, kind: str, values: np.ndarray, answer: Any) -> None:
+        assert np.allclose(answer.as_numpy("y"), 3 * values + 1), "a wrong answer"
+        self.answers[kind] += 1
+
+    def _http(self) -> None:
+        with httpclient.InferenceServerClient(
+            self._daemon.url, connection_timeout=PATIENCE, network_timeout=PATIENCE
+        ) as client:
+            while not self._stop.is_set():
+                values = self._values("_http")
+                given = httpclient.InferInput("x", [1, 4], "FP32")
+                given.set_data_from_numpy(values)
+                self._checked("_http", values, client.infer("scale", [given]))
+
+    def _grpc(self) -> None:
+        with grpcclient.InferenceServerClient(self._daemon.grpc_url) as client:
+            while not self._stop.is_set():
+                values = self._values("_grpc")
+                given = grpcclient.InferInput("x", [1, 4], "FP32")
+                given.set_data_from_numpy(values)
+                self._checked("_grpc", values, client.infer("scale", [given]))
+
+    def _stream(self) -> None:
+        came = threading.Semaphore(0)
+        got: list[tuple[Any, Any]] = []
+
+        def called(result: Any, error: Any) -> None:
+            got.append((result, error))
+            came.release()
+
+        with grpcclient.InferenceServerClient(self._daemon.grpc_url) as client:
+            client.start_stream(called)
+            while not self._stop.is_set():
+                values = self._values("_stream")
+                given = grpcclient.InferInput("x", [1, 4], "FP32")
+                given.set_data_from_numpy(values)
+                client.async_stream_infer("scale", [given])
+                assert came.acquire(timeout=PATIENCE), "no answer"
+                result, error = got.pop()
+                assert error is None, error
+                self._checked("_stream", values, result)
+            client.stop_stream()
