@@ -34,6 +34,15 @@ class Call(ABC):
     def half_closed(self) -> None:
         """The client sends no more messages."""
 
+    @property
+    @abstractmethod
+    def idle(self) -> bool:
+        """Whether nothing was asked that is still to be answered."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """The server stops: what was taken is answered, nothing more is taken, and then the call ends. May be said again."""
+
     @abstractmethod
     def abandoned(self) -> None:
         """Nobody waits for an answer: the client went away, or the deadline passed."""

@@ -322,7 +322,10 @@ class Connection(DataFrames):
         if flags & frames.ACK:
             self._pings.answered()
             if payload == _LAST_CALL:
-                self.end()
+                if self.serving.stopping:
+                    self.stop()
+                else:
+                    self.end()
             return
         self.write(frames.frame(frames.PING, frames.ACK, 0, payload))
         answered, self.answered = self.answered, False
@@ -352,6 +355,12 @@ class Connection(DataFrames):
         if self.phase is Phase.ANNOUNCED:
             self.phase = Phase.ENDING
             self.write(frames.goaway(self._last_stream, frames.NO_ERROR))
+
+    def stop(self) -> None:
+        """The server stops: ``end``, and streams end with the answers they are owed."""
+        self.end()
+        for stream in list(self.streams.values()):
+            stream.stop()
 
     def check(self, now: float) -> None:
         """Looks at every deadline of the connection; called about once a second."""

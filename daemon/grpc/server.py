@@ -74,7 +74,7 @@ class GrpcFront(Front):
         while connections and (now := time.monotonic_ns()) < deadline:
             if now >= last_call:
                 for connection in list(connections):
-                    connection.end()
+                    connection.stop()
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
         if connections:
             _log.warning("%d connections were cut at the end of the grace period", len(connections))

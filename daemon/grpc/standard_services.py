@@ -63,6 +63,8 @@ class StandardServices:
                 if now != last:
                     yield now
                     last = now
+                if self._endpoints.stopping:
+                    return
                 await asyncio.sleep(_WATCH_SECONDS)
 
     async def _reflect(self, requests: AsyncIterator[Any]) -> AsyncIterator[Message]:
@@ -78,20 +80,32 @@ class _Conversation(Call):
     ) -> None:
         self._stream = stream
         self._request = request
-        self._questions: asyncio.Queue[Any] = asyncio.Queue(_MAX_QUESTIONS)
+        self._questions: asyncio.Queue[Any] = asyncio.Queue()
+        self._stopping = False
         self._task = asyncio.get_running_loop().create_task(self._run(answers))
 
     def message(self, content: Buffer, start: int, end: int) -> None:
+        if self._stopping:
+            return
+        if self._questions.qsize() >= _MAX_QUESTIONS:
+            self._stream.refuse(INVALID_ARGUMENT, f"more than {_MAX_QUESTIONS} questions are waiting")
+            return
         try:
             self._questions.put_nowait(self._request.FromString(bytes(content[start:end])))
         except DecodeError:
             self._stream.refuse(INVALID_ARGUMENT, "failed to parse the request message")
-        except asyncio.QueueFull:
-            self._stream.refuse(INVALID_ARGUMENT, f"more than {_MAX_QUESTIONS} questions are waiting")
 
     def half_closed(self) -> None:
-        if not self._questions.full():
-            self._questions.put_nowait(None)
+        self._questions.put_nowait(None)
+
+    @property
+    def idle(self) -> bool:
+        return self._questions.empty()
+
+    def stop(self) -> None:
+        if not self._stopping:
+            self._stopping = True
+            self.half_closed()
 
     def abandoned(self) -> None:
         self._task.cancel()

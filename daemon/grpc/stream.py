@@ -16,7 +16,7 @@ import time
 from daemon.grpc import frames
 from daemon.grpc.arriving_message import ArrivingMessage
 from daemon.grpc.call import Buffer, Call
-from daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, RESOURCE_EXHAUSTED
+from daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, RESOURCE_EXHAUSTED, UNAVAILABLE
 from daemon.grpc.inflation import Refused, inflated
 from daemon.grpc.known_reply import KnownReply
 from daemon.grpc.placed_message import PlacedMessage
@@ -220,6 +220,20 @@ class Stream(KnownReply):
             self.call.half_closed()
         except Exception:
             self._defect()
+
+    @property
+    def idle(self) -> bool:
+        """Whether it asks nothing: no message is on its way, and none waits for its answer."""
+        return not self._finished and not self.partial_since and self.call is not None and self.call.idle
+
+    def stop(self) -> None:
+        """The server stops: the call ends with its last answer, at once where it waits for none."""
+        if not self._finished and self.call is not None:
+            self.call.stop()
+
+    def stopped(self) -> None:
+        """Called by the call when it has nothing more to answer: its client may ask another server."""
+        self.refuse(UNAVAILABLE, "the server is stopping")
 
     def _defect(self) -> None:
         """Ours, and no reason to leave a client without its answer."""

@@ -43,6 +43,8 @@ class StreamInfer(Call):
         #: Messages that came before there was room for them; bounded by the stream's window.
         self._waiting: deque[Message] = deque()
         self._half_closed = False
+        #: Nothing more is taken.
+        self._stopping = False
         #: For its next message, CLOCK_MONOTONIC ns; 0: none was traced so far.
         self._waits_since = time.monotonic_ns() if inferring.tracer.on else 0
         self._grpc_errors = ("triton_grpc_error", "true") in stream.head.metadata
@@ -80,6 +82,15 @@ class StreamInfer(Call):
         self._half_closed = True
         self._end_if_done()
 
+    @property
+    def idle(self) -> bool:
+        return not self._in_flight and not self._waiting
+
+    def stop(self) -> None:
+        # Whatever comes from now on takes the way of what has to wait.
+        self._stopping = self._stream.held = True
+        self._end_if_done()
+
     def abandoned(self) -> None:
         for message in self._waiting:
             if isinstance(message, Reception | PlacedMessage):
@@ -95,6 +106,10 @@ class StreamInfer(Call):
         return len(self._in_flight) < self._inferring.max_stream_requests and self._stream.unsent_size < _MAX_UNSENT
 
     def _wait(self, message: Message) -> None:
+        if self._stopping:
+            if isinstance(message, Reception | PlacedMessage):
+                message.drop()
+            return
         self._stream.held = True
         self._waiting.append(message)
 
@@ -122,14 +137,17 @@ class StreamInfer(Call):
         """Takes what waited, now that there may be room, and lets the client send more."""
         while self._waiting and self._has_room():
             self._ask(self._waiting.popleft())
-        if self._stream.held and not self._waiting and self._has_room():
+        if self._stream.held and not self._stopping and not self._waiting and self._has_room():
             self._stream.held = False
             self._stream.connection.grant(self._stream)
         self._end_if_done()
 
     def _end_if_done(self) -> None:
-        if self._half_closed and not self._in_flight and not self._waiting:
-            self._stream.finish(OK)
+        if self.idle:
+            if self._half_closed:
+                self._stream.finish(OK)
+            elif self._stopping:
+                self._stream.stopped()
 
     # -------------------------------------------------------------------------------------------------- answers
 

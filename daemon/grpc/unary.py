@@ -47,6 +47,14 @@ class Unary(Call):
             return
         self._task = asyncio.get_running_loop().create_task(self._run(request))
 
+    @property
+    def idle(self) -> bool:
+        return self._message is None
+
+    def stop(self) -> None:
+        if self._stream.idle:
+            self._stream.stopped()
+
     def abandoned(self) -> None:
         if self._task is not None:
             self._task.cancel()

@@ -79,6 +79,14 @@ class UnaryInfer(Call):
         except ServingError as error:
             self._refuse(number(error), error.message)
 
+    @property
+    def idle(self) -> bool:
+        return self._message is None and self._asked is None
+
+    def stop(self) -> None:
+        if self._stream.idle:
+            self._stream.stopped()
+
     def abandoned(self) -> None:
         if isinstance(self._message, Reception | PlacedMessage):
             self._message.drop()

@@ -78,12 +78,20 @@ class Received(Call):
         self.messages: list[bytes] = []
         self.half = False
         self.gone = False
+        self.stopped = False
 
     def message(self, content: Buffer, start: int, end: int) -> None:
         self.messages.append(bytes(content[start:end]))
 
     def half_closed(self) -> None:
         self.half = True
+
+    @property
+    def idle(self) -> bool:
+        return not self.messages
+
+    def stop(self) -> None:
+        self.stopped = True
 
     def abandoned(self) -> None:
         self.gone = True
@@ -222,3 +230,30 @@ def test_a_defect_of_a_call_is_an_answer(caplog: pytest.LogCaptureFixture) -> No
     receive(stream, prefixed(b"a"))
     assert status(wire) == (INTERNAL, "internal error; the server's log has the details")
     assert "a call of /a met a defect" in caplog.text
+
+
+def test_what_is_idle() -> None:
+    """A stream asks nothing before its first message begins, and none any more once its answer is there."""
+    _, stream, call = opened()
+    assert stream.idle
+    stream.receive(prefixed(b"abc")[:6], 0, 6)
+    assert not stream.idle
+    stream.receive(b"bc", 0, 2)
+    assert not stream.idle
+    call.messages.clear()
+    assert stream.idle
+    stream.finish(0)
+    assert not stream.idle
+
+
+def test_a_stop_is_the_calls_affair() -> None:
+    wire, stream, call = opened()
+    stream.stop()
+    assert call.stopped
+    assert not stream.ended
+    stream.stopped()
+    assert stream.ended
+    assert call.gone
+    kinds = [kind for kind, _, _ in wire.frames()]
+    assert kinds == [frames.HEADERS, frames.RST_STREAM]
+    stream.stop()

@@ -1,0 +1,129 @@
+"""SIGTERM while clients are connected: who waits for nothing is let go at once, who was promised an answer gets it."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from tritonclient.grpc import service_pb2
+
+from daemon.grpc import frames
+from tests import repositories
+from tests.daemon.grpc.frame_client import INFER, STREAM, FrameClient, prefixed
+from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
+
+_CUT = "were cut at the end of the grace period"
+
+
+class Streaming:
+    """A client with one stream open; what came on it."""
+
+    def __init__(self, daemon: DaemonProcess) -> None:
+        self.client = grpcclient.InferenceServerClient(daemon.grpc_url)
+        self.came: queue.Queue[tuple[Any, Any]] = queue.Queue()
+        self.client.start_stream(lambda result, error: self.came.put((result, error)))
+
+    def ask(self, model: str, name: str, values: np.ndarray, datatype: str, **parameters: str) -> None:
+        given = grpcclient.InferInput(name, list(values.shape), datatype)
+        given.set_data_from_numpy(values)
+        self.client.async_stream_infer(model, [given], parameters=parameters)
+
+    def next(self) -> tuple[Any, Any]:
+        return self.came.get(timeout=PATIENCE)
+
+    def close(self) -> None:
+        self.client.stop_stream(cancel_requests=True)
+        self.client.close()
+
+
+@pytest.fixture
+def daemon(leaves_nothing: None, tmp_path: Path) -> Iterator[DaemonProcess]:
+    repository = repositories.scale_model(tmp_path / "repository")
+    repositories.sleepy_model(repository)
+    with DaemonProcess(tmp_path, [repository]) as daemon:
+        daemon.wait_ready()
+        yield daemon
+
+
+def test_streams_that_wait_for_nothing(daemon: DaemonProcess) -> None:
+    """
+    1. Open: a stream that was answered, one that never asked, the head of a unary call, health's Watch, a reflection.
+    2. SIGTERM. Result: every one of them ends by itself, nothing waits for the grace period.
+    """
+    answered = Streaming(daemon)
+    answered.ask("scale", "x", np.ones((1, 4), np.float32), "FP32")
+    assert answered.next()[1] is None
+    silent = FrameClient(int(daemon.grpc_url.rpartition(":")[2]))
+    for path in (STREAM, INFER):
+        silent.open(path)
+    silent.synchronise()
+    channel = grpc.insecure_channel(daemon.grpc_url)
+    watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+    assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+    hold = threading.Event()
+
+    def questions() -> Iterator[Any]:
+        yield reflection_pb2.ServerReflectionRequest(list_services="")
+        hold.wait(PATIENCE)
+
+    reflected = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(questions())
+    assert next(reflected).list_services_response.service
+    daemon.signal(signal.SIGTERM)
+    _, error = answered.next()
+    assert error.status() == "StatusCode.UNAVAILABLE"
+    assert "the server is stopping" in error.message()
+    assert [message.status for message in watch] == [health_pb2.HealthCheckResponse.NOT_SERVING]
+    assert list(reflected) == []
+    assert silent.ends()
+    assert [silent.answers[number].status for number in (1, 3)] == [grpc.StatusCode.UNAVAILABLE.value[0]] * 2
+    assert daemon.stop() == 0
+    assert _CUT not in daemon.log
+    hold.set()
+    channel.close()
+    silent.sock.close()
+    answered.close()
+
+
+def sleepy(**parameters: str) -> bytes:
+    """A request for ``sleepy``, as it stands on a stream."""
+    tensor = service_pb2.ModelInferRequest.InferInputTensor(name="DELAY_MS", datatype="INT32", shape=[1])
+    asked = service_pb2.ModelInferRequest(model_name="sleepy", inputs=[tensor], raw_input_contents=[bytes(4)])
+    for name, value in parameters.items():
+        asked.parameters[name].string_param = value
+    return prefixed(asked)
+
+
+def test_a_stream_with_requests_in_flight(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """
+    1. A stream has a request that runs, another stream has none. 2. SIGTERM. 3. More is asked on the first stream afterwards.
+    Result: what was taken is answered, what came later is not, and that stream ends then; the other one did at once.
+    """
+    began, until = tmp_path / "began", tmp_path / "until"
+    with FrameClient(int(daemon.grpc_url.rpartition(":")[2])) as client:
+        stream, idle = client.open(STREAM), client.open(STREAM)
+        client.data(stream, sleepy(began=str(began), until=str(until)))
+        wait_until(began.exists, "the model to begin", daemon)
+        daemon.signal(signal.SIGTERM)
+        assert client.answer(idle).status == grpc.StatusCode.UNAVAILABLE.value[0]
+        assert client.goaways[-1][:2] == (idle, frames.NO_ERROR)
+        client.data(stream, sleepy(began=str(tmp_path / "never")))
+        client.synchronise()
+        until.touch()
+        answer = client.answer(stream)
+        assert answer.status == grpc.StatusCode.UNAVAILABLE.value[0]
+        (only,) = answer.streamed()
+        assert only.infer_response.raw_output_contents == [bytes(4)]
+        assert client.ends()
+    assert daemon.stop() == 0
+    assert not (tmp_path / "never").exists()
+    assert _CUT not in daemon.log
