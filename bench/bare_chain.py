@@ -28,7 +28,7 @@ import numpy as np
 import uvloop
 
 from workers.device import DeviceName
-from workers.models.model_code import import_model
+from workers.models.model_imports import ModelImports
 
 _MODELS = Path(__file__).parent / "models"
 #: Of each model: the shapes of one request's inputs, and the elements of its outputs.
@@ -49,7 +49,8 @@ class Function:
         name.prepare_environment()
         import jax
 
-        module = import_model(_MODELS / model / "1" / "model.py", f"bench_{model}")
+        version = _MODELS / model / "1"
+        module = ModelImports.of_version(model, [version]).run(version / "model.py")
         apply, self._parameters = module.create(_MODELS / model, {}, name.open())
         shapes = _INPUTS[model]
         self._outputs = list(_OUTPUTS[model])

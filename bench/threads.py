@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from workers.device import DeviceName
-from workers.models.model_code import import_model
+from workers.models.model_imports import ModelImports
 
 if TYPE_CHECKING:
     from workers.models.placement import Placement
@@ -71,7 +71,7 @@ def main() -> None:
     usual, single = name.open(), SingleThreadDevice(0).open()
     if single is None:
         raise SystemExit("this jax has no second CPU client")
-    model = import_model(_MODEL, "bench_mlp")
+    model = ModelImports.of_version("mlp", [_MODEL.parent]).run(_MODEL)
     apply, parameters = model.create(_MODEL.parent, {}, usual)
     placements = (Placement(parameters), Placement(share(parameters, single), single))
     print(f"{'':12}   {thread_count()} threads, us       one thread, us")

@@ -7,6 +7,7 @@ expected and what was given. The one rule: an unknown key is refused, with the n
 from __future__ import annotations
 
 import difflib
+import os
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ def merge(settings: Iterable[Setting]) -> Options:
         target[name] = _convert(setting, keys[setting.key])
     options = msgspec.convert(merged, Options)
     _check(options)
-    return options
+    return _absolute(options)
 
 
 def read_file(path: Path) -> list[Setting]:
@@ -152,6 +153,17 @@ def _convert(setting: Setting, wanted: Any) -> Any:
 
 #: How msgspec describes ``tuple[str, ...]``.
 _LIST = msgspec.inspect.VarTupleType
+
+
+def _absolute(options: Options) -> Options:
+    """What workers open long after models, whose code may change the working directory, have begun to run."""
+    repository, executables = options.repository, options.executables
+    cache = executables.cache_directory
+    return msgspec.structs.replace(
+        options,
+        repository=msgspec.structs.replace(repository, paths=tuple(map(os.path.abspath, repository.paths))),
+        executables=msgspec.structs.replace(executables, cache_directory=cache and os.path.abspath(cache)),
+    )
 
 
 def _check(options: Options) -> None:

@@ -23,15 +23,14 @@ from workers import device_cpu
 from workers.device import DeviceName
 
 _log = logging.getLogger("workers")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: The outputs of several requests of 16 MiB.
 _KEPT_BYTE_SIZE = 256 << 20
 
 
 def main() -> None:
     die_with_parent()
-    # A signal to the whole group must not take the worker from under its requests: the supervisor says when to stop.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    _outlive_signals()
     parser = argparse.ArgumentParser(prog="workers", description=__doc__)
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--device", type=DeviceName.parse, required=True)
@@ -42,7 +41,7 @@ def main() -> None:
 
     # Imported after the environment is set, and before waiting: the supervisor scans its repositories meanwhile.
     from workers import device_cuda
-    from workers.models.model_code import install_python_backend
+    from workers.models import import_system
     from workers.worker import Worker
 
     try:
@@ -58,7 +57,7 @@ def main() -> None:
     heap.keep_freed_memory(_KEPT_BYTE_SIZE)
     if device_name.platform == "cuda":
         device_cuda.prepare_environment(options.workers)
-    install_python_backend()
+    import_system.prepare()
     worker = Worker(channel, options, device_name, device_name.open())
     status = 1
     try:
@@ -73,6 +72,20 @@ def main() -> None:
         # Threads inside models cannot be ended, and must not keep the process.
         logging.shutdown()
         os._exit(status)
+
+
+def _outlive_signals() -> None:
+    """A signal to the whole group must not take the worker from under its requests: the supervisor says when to stop.
+
+    They are handled, not ignored: ignoring is inherited by the processes that a model starts, which then could not be ended.
+    """
+    former = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+
+    def restore() -> None:
+        for number, action in former.items():
+            signal.signal(number, action)
+
+    os.register_at_fork(after_in_child=restore)
 
 
 def _receive_start(channel: Channel) -> tuple[Start, list[tuple[Any, list[int]]]]:

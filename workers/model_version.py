@@ -6,7 +6,6 @@ SERVING ──unload──▶ DRAINING: takes no request, finishes those it has 
 from __future__ import annotations
 
 import enum
-import sys
 from collections.abc import Callable, Hashable, Mapping
 
 from shm.arrays import Array
@@ -107,7 +106,7 @@ class ModelVersion:
             self._closed()
 
     def _closed(self) -> None:
-        sys.modules.pop(self.loaded.module, None)
+        self.loaded.imports.forget()
         waiting, self._on_closed = self._on_closed, []
         for call in waiting:
             call()

@@ -42,6 +42,17 @@ def test_later_layers_win(tmp_path: Path) -> None:
     assert options.arenas == Options().arenas
 
 
+def test_what_models_are_loaded_from_and_compiled_into_is_absolute(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = layers.load(
+        toml(tmp_path, '[repository]\npaths = ["models", "/b/../c"]\n[executables]\ncache_directory = "x"\n')
+    )
+    assert options.repository.paths == (f"{tmp_path}/models", "/c")
+    assert options.executables.cache_directory == f"{tmp_path}/x"
+
+
 def test_text_becomes_what_the_key_wants() -> None:
     options = layers.load(
         environment={

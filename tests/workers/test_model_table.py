@@ -12,6 +12,7 @@ from tests.workers.requests import request_of
 from workers.model_table import ModelTable
 from workers.model_version import ModelVersion, VersionState
 from workers.models.loader import LoadedModel
+from workers.models.model_imports import ModelImports
 from workers.models.signature import signature
 from workers.scheduling.dynamic_batcher import BatchRules
 from workers.scheduling.queue import QueueRules
@@ -43,7 +44,7 @@ def version_of(name: str = "m", number: int = 1, instances: int = 0) -> ModelVer
         cast(Any, made),
         QueueRules(9),
         BatchRules(),
-        "x",
+        ModelImports("tensord_model_0_x", []),
     )
     return ModelVersion(loaded)
 

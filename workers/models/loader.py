@@ -9,9 +9,8 @@ Runs in the worker's loader thread, one version after the other.
 from __future__ import annotations
 
 import functools
-import itertools
+import importlib
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +40,8 @@ from workers.models.execution import describe_exception
 from workers.models.host_model import HostModel
 from workers.models.jax_model import JaxModel
 from workers.models.jitted_instance import JittedInstance
-from workers.models.model_code import import_model, own_folders, python_source
+from workers.models.model_code import python_source
+from workers.models.model_imports import ModelImports
 from workers.models.precision import precision
 from workers.models.python_model import PythonModel, auto_complete
 from workers.models.signature import Signature, signature
@@ -73,8 +73,8 @@ class LoadedModel:
     instances: tuple[Instance, ...]
     queue_rules: QueueRules
     batch_rules: BatchRules
-    #: Its name in ``sys.modules``.
-    module: str
+    #: Its code, to be forgotten when the version is gone.
+    imports: ModelImports
 
 
 class Loader:
@@ -101,26 +101,26 @@ class Loader:
         self._page = page
         self._max_queue_size = max_queue_size
         self._max_unexpected_shapes = max_unexpected_shapes
-        self._serial = itertools.count(1)
 
     def load(self, record: Load) -> LoadedModel:
         """Raises ServingError: with one calm sentence, whatever went wrong; details are in the log."""
         folders = (Path(record.version_path), Path(record.model_path))
-        name = f"tensord_model_{next(self._serial)}"
+        imports = ModelImports.of_version(record.name, folders)
         try:
             message = model_config.from_bytes(record.config)
             message.name = message.name or record.name
-            with own_folders(*folders):
-                module = import_model(folders[0] / (message.default_model_filename or "model.py"), name)
-                return self._load(record, message, module)
+            # What was installed since the last model is found.
+            importlib.invalidate_caches()
+            module = imports.run(folders[0] / (message.default_model_filename or "model.py"))
+            return self._load(record, message, module, imports)
         except BaseException as error:
-            sys.modules.pop(name, None)
+            imports.forget()
             if isinstance(error, (Internal, InvalidArgument, Unsupported)):
                 raise
             _log.error("loading model '%s' version %d failed", record.name, record.version, exc_info=error)
             raise Internal(f"Internal: {describe_exception(error)}") from error
 
-    def _load(self, record: Load, message: ModelConfig, module: ModuleType) -> LoadedModel:
+    def _load(self, record: Load, message: ModelConfig, module: ModuleType, imports: ModelImports) -> LoadedModel:
         triton = hasattr(module, "TritonPythonModel")
         message.backend = message.backend or ("python" if triton else "jax")
         if message.backend not in model_config.BACKENDS:
@@ -156,7 +156,7 @@ class Loader:
             instances,
             queue_rules(message, self._max_queue_size),
             batch_rules(message),
-            module.__name__,
+            imports,
         )
 
     def _create(

@@ -21,10 +21,10 @@ from shm.status_page import StatusPage
 from tests.repositories import write_model
 from tests.workers.requests import request_of
 from workers.inbox import Inbox
+from workers.models import import_system
 from workers.models.executable_cache import ExecutableCache
 from workers.models.execution import Execution, Result
 from workers.models.loader import LoadedModel, Loader
-from workers.models.model_code import install_python_backend
 from workers.scheduling.dynamic_batcher import BatchRules
 from workers.scheduling.queue import QueuePolicy
 
@@ -32,11 +32,9 @@ Loading = Callable[..., LoadedModel]
 
 
 @pytest.fixture
-def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loading]:
+def load(tmp_path: Path) -> Iterator[Loading]:
     """Writes a model, loads it, and ends its instances after the test."""
-    for name in ("triton_python_backend_utils", "c_python_backend_utils"):
-        monkeypatch.setitem(sys.modules, name, None)
-    install_python_backend()
+    import_system.prepare()
     inbox, page = Inbox(), StatusPage.create()
     loader = Loader(jax.devices()[0], None, ExecutableCache(None), inbox, page, 100, 4)
     loaded: list[LoadedModel] = []
@@ -50,7 +48,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loading]:
 
     yield load_model
     for model in loaded:
-        sys.modules.pop(model.module, None)
+        model.imports.forget()
         for instance in model.instances:
             ended = threading.Event()
             instance.close(ended.set)

@@ -1,0 +1,68 @@
+"""What Python's import system is told once in a process so that models' imports are their own (``model_imports``).
+
+sys.meta_path                    modules of models' packages first; last, models' modules by their plain names
+importlib.import_module          called by a model's code it means what an import statement there means
+multiprocessing's preparation    a process that a model starts finds the model's functions by the names they have here
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from multiprocessing import spawn
+from types import ModuleType
+from typing import Any
+
+from workers.models import python_backend
+from workers.models.model_imports import ModelImports, OwnModules
+from workers.models.plain_names import PlainNames, importer_of
+
+
+def prepare() -> None:
+    """Idempotent. Models can import ``triton_python_backend_utils`` from now on."""
+    sys.modules["triton_python_backend_utils"] = python_backend
+    sys.modules["c_python_backend_utils"] = python_backend
+    if OwnModules in sys.meta_path:
+        return
+    sys.meta_path.insert(0, OwnModules)
+    sys.meta_path.append(PlainNames)
+    importlib.import_module = _import_module_for(importlib.import_module)  # type: ignore[assignment]
+    spawn.get_preparation_data = _preparation_with_models(spawn.get_preparation_data)  # type: ignore[assignment]
+
+
+def _import_module_for(usual: Callable[[str, str | None], ModuleType]) -> Callable[[str, str | None], ModuleType]:
+    @functools.wraps(usual)
+    def import_module(name: str, package: str | None = None) -> ModuleType:
+        model = importer_of(sys._getframe(1).f_builtins)
+        # A relative name begins with the full name of a package, which is unique.
+        if model is None or name.startswith("."):
+            return usual(name, package)
+        return model.module(name)
+
+    return import_module
+
+
+def _preparation_with_models(usual: Callable[[str], dict[str, Any]]) -> Callable[[str], dict[str, Any]]:
+    @functools.wraps(usual)
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        models = [_Model(imports) for imports in map(ModelImports.of, list(sys.modules)) if imports is not None]
+        return usual(name) | {"tensord_models": models}
+
+    return get_preparation_data
+
+
+class _Model:
+    """Unpickled by a new process, before what that process is to run: the model's package is there from then on."""
+
+    def __init__(self, imports: ModelImports) -> None:
+        self._imports = imports
+
+    def __reduce__(self) -> tuple[Callable[..., None], tuple[str, tuple[str, ...]]]:
+        return _adopt, (self._imports.package, self._imports.folders)
+
+
+def _adopt(package: str, folders: tuple[str, ...]) -> None:
+    prepare()
+    ModelImports(package, folders)
