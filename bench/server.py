@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import time
 import urllib.error
@@ -14,6 +15,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 ROOT = Path(__file__).parent.parent
 _TICK_US = 1e6 / os.sysconf("SC_CLK_TCK")
@@ -28,7 +30,7 @@ def serving(command: Sequence[str], address: str, log: Path) -> Iterator[int]:
     host, port = address.rsplit(":", 1)
     with contextlib.suppress(ConnectionRefusedError), socket.create_connection((host, int(port)), 5):
         raise SystemExit(f"{command[0]} cannot serve on {address}: somebody else does")
-    with log.open("wb") as output:
+    with log_file(log) as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
     try:
         while not ready(address):
@@ -44,6 +46,20 @@ def serving(command: Sequence[str], address: str, log: Path) -> Iterator[int]:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def log_file(path: Path) -> BinaryIO:
+    """That file, emptied. In a folder like /tmp somebody else may have put a link or a file there: raises SystemExit then."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        raise SystemExit(f"{path} cannot be written: {error.strerror}") from None
+    found = os.fstat(fd)
+    if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
+        os.close(fd)
+        raise SystemExit(f"{path} is somebody else's: say where the log goes")
+    os.ftruncate(fd, 0)
+    return os.fdopen(fd, "wb")
 
 
 def ready(address: str) -> bool:

@@ -195,7 +195,7 @@ class Requests(Section, frozen=True):
 class Executables(Section, frozen=True):
     """Compilation."""
 
-    #: "": $XDG_CACHE_HOME/tensord, or $CACHE_DIRECTORY under systemd. Created with mode 0700: it holds code.
+    #: "": $XDG_CACHE_HOME/tensord, or $CACHE_DIRECTORY under systemd. It holds code, so it has to be this user's alone.
     cache_directory: str = ""
     #: Shapes of one model version compiled because a request asked for them, besides its buckets; the oldest makes room.
     max_unexpected_shapes: Count = 32

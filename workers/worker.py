@@ -38,7 +38,8 @@ from workers.inbox import Inbox
 from workers.known_form import KnownForm
 from workers.model_table import ModelTable
 from workers.model_version import ModelVersion
-from workers.models.executable_cache import ExecutableCache, cache_directory, use_persistent_cache
+from workers.models.executable_cache import ExecutableCache, cache_directory
+from workers.models.jax_cache import use_persistent_cache
 from workers.models.loader import LoadedModel, Loader
 from workers.pinned_memory import PinnedMemory
 from workers.poller import Datagram, Poller
@@ -95,11 +96,11 @@ class Worker:
         )
         directory = cache_directory(options.executables.cache_directory)
         small = single_thread.choose(device, options.workers.single_thread_flops)
-        use_persistent_cache(directory, small)
+        programs = use_persistent_cache(directory)
         loader = Loader(
             device,
             device_name.gpu,
-            ExecutableCache(directory),
+            ExecutableCache(directory, programs),
             self._inbox,
             self._page,
             options.requests.max_queue_size,

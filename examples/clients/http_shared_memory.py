@@ -28,7 +28,8 @@ def main() -> int:
     name = f"digits_{os.getpid()}"
     offset = -(-images.nbytes // 64) * 64
     byte_size = offset + logits_byte_size
-    region = shared_memory.create_shared_memory_region(name, f"/{name}", byte_size)
+    # Without create_only it would take whatever object has that name, somebody else's included.
+    region = shared_memory.create_shared_memory_region(name, f"/{name}", byte_size, create_only=True)
     try:
         shared_memory.set_shared_memory_region(region, [images])
         with triton.InferenceServerClient(url) as client:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.server import Usage, children, serving
+from bench.server import Usage, children, log_file, serving
 from tests.daemon_process import wait_until
 
 
@@ -46,3 +46,20 @@ def test_nobody_else_is_measured_in_a_servers_place(tmp_path: Path) -> None:
         ):
             pass
     assert not (tmp_path / "log").exists()
+
+
+def test_a_log_is_never_written_through_a_link(tmp_path: Path) -> None:
+    """In /tmp, where it goes unless told otherwise, anybody may have put one."""
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "log").symlink_to("victim")
+    with pytest.raises(SystemExit, match="cannot be written"):
+        log_file(tmp_path / "log")
+    assert (tmp_path / "victim").read_text() == "mine"
+    with log_file(tmp_path / "victim") as file:
+        file.write(b"x")
+    assert (tmp_path / "victim").read_text() == "x"
+    if os.geteuid() == 0:
+        os.chown(tmp_path / "victim", 54321, -1)
+        with pytest.raises(SystemExit, match="is somebody else's"):
+            log_file(tmp_path / "victim")
+        assert (tmp_path / "victim").read_text() == "x"

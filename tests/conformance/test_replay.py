@@ -8,10 +8,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import tempfile
+import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,16 +74,19 @@ class Replay:
 @contextlib.contextmanager
 def _alone_on_shared_memory() -> Iterator[None]:
     """The recorded cases use fixed names in /dev/shm: one replay at a time on a machine."""
-    with open(Path(tempfile.gettempdir()) / "replay.lock", "w") as lock:
+    lock = os.open("/dev/shm", os.O_RDONLY | os.O_DIRECTORY)
+    try:
         deadline = time.monotonic() + PATIENCE
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                assert time.monotonic() < deadline, f"another replay holds {lock.name} for longer than {PATIENCE} s"
+                assert time.monotonic() < deadline, f"another replay holds /dev/shm for longer than {PATIENCE} s"
                 time.sleep(0.05)
         yield
+    finally:
+        os.close(lock)
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ class FakeWorker:
     async def run(self) -> None:
         self.connection.start()
         while not self.done.is_set():
-            if not Path("/tmp", f"tensord-test-hang-{os.getpid()}").exists():
+            if not Path(os.environ["XDG_RUNTIME_DIR"], f"hang-{os.getpid()}").exists():
                 self.page.beat(time.monotonic_ns())
             await asyncio.sleep(0.02)
         await asyncio.sleep(0.05)

@@ -337,7 +337,7 @@ def test_hung_worker(start: Start, repository: Path) -> None:
     daemon = start(workers={"idle_timeout": 5.0, "cpu": 1})
     daemon.wait_ready()
     (worker,) = daemon.workers
-    mark = Path("/tmp", f"tensord-test-hang-{worker.pid}")
+    mark = Path(os.environ["XDG_RUNTIME_DIR"], f"hang-{worker.pid}")
     mark.touch()
     try:
         daemon.wait_log(r"worker-0 .* has not turned its loop for 5 s: killing it")

@@ -20,7 +20,7 @@ import pytest
 from config.options import Workers
 from tests.repositories import write_model
 from tests.workers.worker_process import WorkerProcess
-from workers.models.executable_cache import _HEAD
+from workers.models.cache_directory import CacheDirectory
 from workers.single_thread import SingleThreadDevice, choose, share
 
 
@@ -121,9 +121,10 @@ def test_programs_are_cut_for_one_thread_whatever_is_in_the_cache_of_jax(tmp_pat
     """In two starts, of which the second finds the programs of the first; both name the device they are for."""
     script = (
         "import sys\nfrom pathlib import Path\nimport jax, numpy as np\n"
-        "from workers.models.executable_cache import use_persistent_cache\nfrom workers.models.placement import Placement\n"
+        "from workers.models.cache_directory import CacheDirectory\nfrom workers.models.jax_cache import use_persistent_cache\n"
+        "from workers.models.placement import Placement\n"
         "from workers.single_thread import SingleThreadDevice\n"
-        "use_persistent_cache(Path(sys.argv[1]))\n"
+        "use_persistent_cache(CacheDirectory(Path(sys.argv[1])))\n"
         "for device, compiling in ((jax.devices()[0], None), (SingleThreadDevice(1).open(),) * 2):\n"
         "    given = Placement(None, device).spec((1 << 22,), np.dtype('f'))\n"
         "    program = Placement(None, compiling).compile(jax.jit(lambda x: x * 1.5).lower(given))\n"
@@ -131,7 +132,7 @@ def test_programs_are_cut_for_one_thread_whatever_is_in_the_cache_of_jax(tmp_pat
     )
     for _ in range(2):
         assert told(script, 4, str(tmp_path)).split() == ["True", "False"]
-        assert len(list(tmp_path.glob("xla-4-0/*-cache"))) == 2
+        assert len(list(tmp_path.glob("*.program"))) == 2
 
 
 @pytest.mark.parametrize(
@@ -168,8 +169,7 @@ def test_a_worker_and_its_second_start(tmp_path: Path, options: Workers, small: 
                 x = np.random.default_rng(rows).random((rows, 512), np.float32)
                 np.testing.assert_array_equal(worker.infer("product", {"x": x})["y"], 3 * x)
             assert worker.stop() == 0
-        files.append({path.name: path.stat().st_mtime_ns for path in cache.rglob("*-cache")})
-        entries = list(cache.glob("*.executable"))
-        files[-1] |= {path.name: path.stat().st_mtime_ns for path in entries}
+        files.append({path.name: path.stat().st_mtime_ns for path in cache.iterdir()})
     assert files[0] == files[1]
-    assert sorted(pickle.loads(path.read_bytes()[_HEAD:])[0] for path in entries) == small
+    entries = [CacheDirectory(cache).read(path.name) for path in cache.glob("*.executable")]
+    assert sorted(pickle.loads(entry or b"")[0] for entry in entries) == small

@@ -252,10 +252,8 @@ class Executables:
             key = self._cache.key((self._source, program, repr(self._signature), repr(wanted), repr(self._small)))
             compiled = self._cache.load(key, self._usual, self._small)
             if compiled is None:
-                made, fresh = self._cache.compile(functools.partial(self._compile, wanted, lowered))
-                compiled = made
-                if fresh:
-                    self._cache.store(key, compiled)
+                compiled = self._cache.compile(functools.partial(self._compile, wanted, lowered))
+                self._cache.store(key, compiled)
             self._planned[wanted] = Executable(wanted, self._signature, compiled, self.device)
         self._run_once()
 

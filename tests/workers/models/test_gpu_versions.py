@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,16 @@ try:
     import jax_cuda12_plugin._versions
 except ImportError:
     pass
+import os
+import sys
+import tempfile
 from pathlib import Path
-from workers.models.executable_cache import ExecutableCache, use_persistent_cache
-use_persistent_cache(Path("/nowhere"))
-print(ExecutableCache.key(["a"]), jax.config.jax_compilation_cache_dir)
+from workers.models.cache_directory import CacheDirectory
+from workers.models.executable_cache import ExecutableCache
+from workers.models.jax_cache import JaxCache
+folder = Path(sys.argv[1])
+JaxCache(CacheDirectory(folder)).put("a", b"program")
+print(ExecutableCache.key(["a"]), *(path.name for path in folder.glob("*.program")))
 """
 
 
@@ -31,13 +38,15 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
 
 
 def keys(stub: CudaStub, folder: Path, platforms: str = "cuda,cpu", driver: str = "12080") -> tuple[str, str]:
-    """The key of one program, and the folder of JAX's own cache, with the packages in that folder."""
+    """The key of one program, and its name in JAX's own cache, with the packages in that folder."""
     environment = os.environ | stub.gpu_environment
     environment |= {"JAX_PLATFORMS": platforms, "CUDA_STUB_VERSION": driver, "PYTHONDONTWRITEBYTECODE": "1"}
     environment["PYTHONPATH"] += os.pathsep + str(folder)
-    done = subprocess.run([sys.executable, "-c", _SCRIPT], env=environment, capture_output=True, text=True, check=True)
-    key, directory = done.stdout.split()
-    return key, directory
+    with tempfile.TemporaryDirectory(dir=folder) as cache:
+        command = [sys.executable, "-c", _SCRIPT, cache]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    key, name = done.stdout.split()
+    return key, name
 
 
 def install(folder: Path, name: str, version: str) -> None:
@@ -66,7 +75,7 @@ def test_every_version_is_in_the_key(stub: CudaStub, tmp_path: Path) -> None:
     for version in ("91001", "91100"):
         (module / "_versions.py").write_text(f"def cudnn_get_version(): return {version}\ncudnn_build_version = None\n")
         found.append(keys(stub, tmp_path))
-    assert len({key for key, _ in found}) == len({directory for _, directory in found}) == len(found)
+    assert len({key for key, _ in found}) == len({name for _, name in found}) == len(found)
 
 
 def test_a_cpu_worker_does_not_ask_for_them(stub: CudaStub, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from workers.models.cache_directory import CacheDirectory
 from workers.models.executable_cache import ExecutableCache
 from workers.models.placement import CompiledProgram, Placement
 from workers.models.plain_program import is_plain
@@ -90,7 +91,7 @@ def test_not_plain(name: str) -> None:
 
 
 def test_of_a_program_from_the_cache(tmp_path: Path) -> None:
-    cache = ExecutableCache(tmp_path)
+    cache = ExecutableCache(CacheDirectory(tmp_path))
     for name, function in (("plain", PLAIN["half"]), ("other", OTHERS["sort"]), ("sharing", SHARING["softmax"])):
         key = cache.key((name.encode(),))
         cache.store(key, CompiledProgram(compiled(function), Placement(())))
