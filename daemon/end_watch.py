@@ -20,6 +20,16 @@ class EndWatch:
         self.close()
         self._ended()
 
+    def pause(self) -> None:
+        """Calls nobody until ``resume``, which tells what has ended meanwhile."""
+        if self._fd >= 0:
+            self._loop.remove_reader(self._fd)
+
+    def resume(self) -> None:
+        """Ends ``pause``."""
+        if self._fd >= 0:
+            self._loop.add_reader(self._fd, self._readable)
+
     def close(self) -> None:
         """Stops watching. Idempotent."""
         if self._fd >= 0:

@@ -5,23 +5,39 @@ from __future__ import annotations
 import asyncio
 import datetime
 import enum
+import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from daemon.end_watch import EndWatch
-from shm.messages import Peer, RegisterCudaRegion, RegisterSystemRegion
+from shm.messages import Operation, Peer, RegisterCudaRegion, RegisterSystemRegion
 
 Registration = RegisterSystemRegion | RegisterCudaRegion
 
 
-class RegionState(enum.Enum):
-    """Where a region is in its life; only a registered one is listed."""
+class RegionHolder(Protocol):
+    """A worker (``daemon.child.Worker``), as far as it has regions."""
 
-    #: Workers are being told.
+    name: str
+    incarnation: int
+    device: str
+
+    @property
+    def alive(self) -> bool: ...
+
+    async def call(self, operation: Operation, *fds: int) -> tuple[bytes, list[int]]: ...
+
+
+class RegionState(enum.Enum):
+    """Where a region is in its life."""
+
+    #: Workers are being told. It is not listed yet.
     REGISTERING = "registering"
     #: All workers have it.
     REGISTERED = "registered"
-    #: Workers finish the requests that use it.
+    #: Its owner registers it again, and workers are told: each has the one that was there or the new one.
+    RENEWING = "renewing"
+    #: No later request finds it; workers finish those that use it.
     UNREGISTERING = "unregistering"
 
 
@@ -46,6 +62,15 @@ class Region:
     watch: EndWatch | None = None
     #: Set at the end of each change of state.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def close(self) -> None:
+        """Gives descriptors back. Idempotent."""
+        if self.watch is not None:
+            self.watch.close()
+            self.watch = None
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
     def record(self, workers: list[str], leases: int) -> dict[str, Any]:
         """Everything known of it, for operators.

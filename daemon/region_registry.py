@@ -4,11 +4,15 @@
                 a worker is replaced: it gets every descriptor again; the client may have unlinked the object long ago
     CUDA        every worker of that GPU opens the handle itself; CPU workers all do, and copy through the host
 
+    REGISTERING ──▶ REGISTERED ──unregister──▶ UNREGISTERING: its name is free, and it is listed until no request uses it
+                     │      ▲
+                     ╰▶ RENEWING   the same owner registers the same again: workers swap one for the other, or it stays as it is
+
 A region is registered on all workers that can use it or on none. One namespace for every kind of region, as in Triton.
 
 Whose a region is: what a user registered over a unix socket is that user's, and only the user and the operator can unregister it.
 What came over TCP is everybody's, as in Triton. Where ``regions.reclaim`` says so, a user's region goes with the process or the
-connection behind it, as soon as no request uses it.
+connection behind it.
 """
 
 from __future__ import annotations
@@ -16,23 +20,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
 
 import msgspec
 
 from config.options import Regions
-from daemon import region_quota
+from daemon import region_checks, region_listing
 from daemon.end_watch import EndWatch
-from daemon.region_record import Region, RegionState, Registration, is_owner
-from shm.errors import AlreadyExists, Internal, InvalidArgument, NotFound, ServingError, Unavailable, Unsupported
+from daemon.region_record import Region, RegionHolder, RegionState, Registration, is_owner
+from shm.errors import AlreadyExists, Internal, InvalidArgument, ServingError, Unavailable
 from shm.messages import (
-    Operation,
+    AwaitRegion,
     Peer,
     RegionPlace,
-    RegionRecords,
     RegionStatus,
     RegisterCudaRegion,
     RegisterSystemRegion,
@@ -40,29 +42,12 @@ from shm.messages import (
 )
 
 _log = logging.getLogger(__name__)
-_NAME = re.compile(r"[^\x00-\x1f\x7f]{1,255}")
-_LIMIT = (1 << 63) - 1
-_KINDS = {"system": "system", "cuda": "CUDA"}
-_HANDLE_SIZE = 64
 
 
 class Chosen(msgspec.Struct):
     """What the first worker says of an object it has opened."""
 
     access: str
-
-
-class RegionHolder(Protocol):
-    """What the registry needs of a worker (``daemon.child.Worker``)."""
-
-    name: str
-    incarnation: int
-    device: str
-
-    @property
-    def alive(self) -> bool: ...
-
-    async def call(self, operation: Operation, *fds: int) -> tuple[bytes, list[int]]: ...
 
 
 class RegionRegistry:
@@ -80,8 +65,11 @@ class RegionRegistry:
         self._workers = workers
         self._devices = devices
         self._publish = publish
+        #: Those whose names are taken.
         self._regions: dict[str, Region] = {}
-        self._reclaims: set[asyncio.Task[None]] = set()
+        #: Those that were unregistered while requests used them.
+        self._leaving: list[Region] = []
+        self._tasks: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------------------------------------------------- register
 
@@ -93,27 +81,76 @@ class RegionRegistry:
           end: becomes readable when the region is to go by itself (``daemon.peer.end_of``); -1: never.
           sealed: a memfd whose seals were checked, to be used instead of the object of that key; -1: none.
         The descriptors stay the caller's.
-        Raises: InvalidArgument, AlreadyExists, Unsupported, Unavailable, or what a worker answered; nothing stays registered.
+        Raises: InvalidArgument, AlreadyExists, Unsupported, Unavailable, or what a worker answered; nothing stays registered, and
+          what was there before stays as it was.
         """
-        self._check(request, peer)
-        if isinstance(request, RegisterCudaRegion):
-            region = Region("cuda", request, peer, time.time(), self._device_of(request))
-        else:
-            request = msgspec.structs.replace(request, peer=peer, access="sealed" if sealed >= 0 else "")
-            region = Region("system", request, peer, time.time())
+        region_checks.check_form(self._options, request)
+        while (there := self._regions.get(request.name)) is not None:
+            if there.state is RegionState.UNREGISTERING:
+                await there.changed.wait()
+                continue
+            if not region_checks.repeats(there, request, peer, sealed):
+                raise AlreadyExists(f"shared memory region '{request.name}' already in manager")
+            if there.state is RegionState.REGISTERED:
+                await self._renew(there, self._region(request, peer, sealed), end)
+                return
+            # Somebody else registers it just now: its outcome decides.
+            await there.changed.wait()
+        region_checks.check_fields(self._options, request)
+        region_checks.check_quota(self._options, request, peer, (*self._regions.values(), *self._leaving))
+        region = self._region(request, peer, sealed)
         self._regions[request.name] = region
-        if sealed >= 0:
-            region.fd = os.dup(sealed)
         try:
             await self._spread(region)
         except BaseException:
-            region.state = RegionState.UNREGISTERING
             await self._forget(region)
             raise
         region.state = RegionState.REGISTERED
         if self._placed(region):
             self._publish(RegionPlace(request.name, region.device))
         region.changed.set()
+        self._watch(region, end)
+
+    def _region(self, request: Registration, peer: Peer, sealed: int) -> Region:
+        """A new one, that no worker has. Raises InvalidArgument: no worker has its GPU."""
+        if isinstance(request, RegisterCudaRegion):
+            return Region("cuda", request, peer, time.time(), self._device_of(request))
+        request = msgspec.structs.replace(request, peer=peer, access="sealed" if sealed >= 0 else "")
+        return Region("system", request, peer, time.time(), fd=os.dup(sealed) if sealed >= 0 else -1)
+
+    async def _renew(self, region: Region, renewal: Region, end: int) -> None:
+        """What is behind the key or the handle now takes the region's place on every worker. Raises as ``register``."""
+        name = region.request.name
+        region.state = RegionState.RENEWING
+        region.changed.clear()
+        # Whose end counts is open until this is over.
+        if region.watch is not None:
+            region.watch.pause()
+        try:
+            await self._spread(renewal, renews=True)
+        except BaseException:
+            # Who took the new one has the old one no more, and who came meanwhile has neither.
+            region.holders -= renewal.holders
+            region.state = RegionState.REGISTERED
+            lacking = [worker for worker in self._able(region) if worker.incarnation not in region.holders]
+            await asyncio.gather(*(self._restore_one(region, worker, renews=True) for worker in lacking))
+            if region.watch is not None:
+                region.watch.resume()
+            renewal.close()
+            raise
+        else:
+            region.close()
+            region.request, region.peer, region.registered_at = renewal.request, renewal.peer, renewal.registered_at
+            region.fd, renewal.fd = renewal.fd, -1
+            # Of those that took it some may have died since.
+            region.holders = renewal.holders & {worker.incarnation for worker in self._workers()}
+            region.state = RegionState.REGISTERED
+            self._watch(region, end)
+            _log.info("region '%s' was registered again by its owner", name)
+        finally:
+            region.changed.set()
+
+    def _watch(self, region: Region, end: int) -> None:
         if end >= 0:
             region.watch = EndWatch(end, lambda: self._reclaim(region))
 
@@ -122,9 +159,12 @@ class RegionRegistry:
         if region.state is RegionState.REGISTERED:
             what = "process" if self._options.reclaim == "owner" else "connection of process"
             _log.info("region '%s' goes: the %s %d has ended", region.request.name, what, region.peer.pid)
-            task = asyncio.get_running_loop().create_task(self._unregister_one(region.kind, region.request.name))
-            self._reclaims.add(task)
-            task.add_done_callback(self._reclaims.discard)
+            self._start(self._unregister_one(region.kind, region.request.name))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _device_of(self, request: RegisterCudaRegion) -> str:
         """Raises InvalidArgument: no worker has that GPU."""
@@ -146,45 +186,14 @@ class RegionRegistry:
     def _able(self, region: Region) -> list[RegionHolder]:
         return [worker for worker in self._workers() if region.device in ("", worker.device)]
 
-    def _check(self, request: Registration, peer: Peer) -> None:
-        name = request.name
-        offset = request.offset if isinstance(request, RegisterSystemRegion) else 0
-        if not self._options.enabled:
-            raise Unsupported(
-                "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
-            )
-        if isinstance(request, RegisterCudaRegion) and len(request.raw_handle) != _HANDLE_SIZE:
-            raise InvalidArgument("failed to register shared memory region: invalid args")
-        if not _NAME.fullmatch(name):
-            raise InvalidArgument("a region's name has 1 to 255 characters, none of them a control character")
-        if name in self._regions:
-            raise AlreadyExists(f"shared memory region '{name}' already in manager")
-        if request.byte_size < 1 or offset < 0:
-            raise InvalidArgument(
-                f"failed to register shared memory region '{name}': byte_size {request.byte_size} must be at least 1, "
-                f"offset {offset} at least 0"
-            )
-        if request.byte_size + offset > _LIMIT:
-            raise InvalidArgument(
-                f"Integer overflow detected: byte_size ({request.byte_size}) + offset ({offset}) exceeds maximum "
-                f"value ({_LIMIT}) for region '{name}'"
-            )
-        prefixes = self._options.key_prefixes
-        key = request.key if isinstance(request, RegisterSystemRegion) else ""
-        if prefixes and key and not key.lstrip("/").startswith(prefixes):
-            raise InvalidArgument(
-                f"failed to register shared memory region '{name}': keys must begin like one of {list(prefixes)}, "
-                f"'{key[:220]}' does not"
-            )
-        there = [(region.peer, region.request.byte_size) for region in self._regions.values()]
-        region_quota.check(self._options, name, request.byte_size, peer, there)
-
-    async def _spread(self, region: Region) -> None:
+    async def _spread(self, region: Region, renews: bool = False) -> None:
         """Until every worker that can use it has it, also those that came meanwhile."""
         while missing := [worker for worker in self._able(region) if worker.incarnation not in region.holders]:
             # The descriptor of the first is what all others get: one object, whatever becomes of the name.
             several = missing if region.fd >= 0 or region.kind == "cuda" else missing[:1]
-            results = await asyncio.gather(*(self._put(region, worker) for worker in several), return_exceptions=True)
+            results = await asyncio.gather(
+                *(self._put(region, worker, renews) for worker in several), return_exceptions=True
+            )
             for worker, result in zip(several, results, strict=True):
                 if isinstance(result, BaseException) and worker.alive:
                     raise result
@@ -195,11 +204,12 @@ class RegionRegistry:
             )
 
     @staticmethod
-    async def _put(region: Region, worker: RegionHolder) -> None:
+    async def _put(region: Region, worker: RegionHolder, renews: bool) -> None:
+        request = msgspec.structs.replace(region.request, renews=renews)
         if region.fd >= 0:
-            _, fds = await worker.call(region.request, region.fd)
+            _, fds = await worker.call(request, region.fd)
         else:
-            answer, fds = await worker.call(region.request)
+            answer, fds = await worker.call(request)
             if len(fds) != (region.kind == "system"):
                 _close(fds)
                 raise Internal(f"failed to register shared memory region '{region.request.name}'")
@@ -220,12 +230,12 @@ class RegionRegistry:
         ]
         await asyncio.gather(*(self._restore_one(region, worker) for region in regions))
 
-    async def _restore_one(self, region: Region, worker: RegionHolder) -> None:
+    async def _restore_one(self, region: Region, worker: RegionHolder, renews: bool = False) -> None:
         if region.state is not RegionState.REGISTERED:
             return  # unregistered since; its descriptor's number may be another file's by now
         name = region.request.name
         try:
-            await self._put(region, worker)
+            await self._put(region, worker, renews)
         except ServingError as error:
             # The object shrank, or the owner of GPU memory is gone. Requests that name the region here get a clear error.
             _log.warning("region '%s' could not be registered on %s: %s", name, worker.name, error.message)
@@ -241,7 +251,9 @@ class RegionRegistry:
     # ----------------------------------------------------------------------------------------------------- unregister
 
     async def unregister(self, request: UnregisterRegion, peer: Peer) -> None:
-        """Returns once no request uses the region any more; a name that is not registered as that kind ("": any) is no error.
+        """Returns once no later request finds the region; a name that is not registered as that kind ("": any) is no error.
+
+        Requests that use it end well, and it is listed until the last of them has.
 
         "" is all that are the peer's: a user's own, the operator's all, and for TCP all that came that way.
         Raises: InvalidArgument: the named one is another user's.
@@ -260,7 +272,6 @@ class RegionRegistry:
         if region is None or kind not in ("", region.kind):
             return
         if region.state is RegionState.REGISTERED:
-            region.state = RegionState.UNREGISTERING
             region.changed.clear()
             await self._forget(region)
             return
@@ -269,38 +280,32 @@ class RegionRegistry:
         await self._unregister_one(kind, name)
 
     async def _forget(self, region: Region) -> None:
-        if region.watch is not None:
-            region.watch.close()
-        holders = [worker for worker in self._workers() if worker.incarnation in region.holders]
+        """Every worker is told; its name is free when they have answered."""
+        name = region.request.name
+        region.state = RegionState.UNREGISTERING
+        region.close()
+        users = [worker for worker in self._workers() if worker.incarnation in region.holders]
         if self._placed(region):
-            self._publish(RegionPlace(region.request.name, ""))
+            self._publish(RegionPlace(name, ""))
         try:
-            await asyncio.gather(
-                *(_tell(worker, UnregisterRegion(region.kind, region.request.name)) for worker in holders)
-            )
+            used = await asyncio.gather(*(_tell(worker, UnregisterRegion(region.kind, name)) for worker in users))
+            users = [worker for worker, count in zip(users, used, strict=True) if count]
         finally:
-            del self._regions[region.request.name]
-            if region.fd >= 0:
-                os.close(region.fd)
-                region.fd = -1
+            del self._regions[name]
+            if users:
+                self._leaving.append(region)
+                self._start(self._await_end(region, users))
             region.changed.set()
+
+    async def _await_end(self, region: Region, users: list[RegionHolder]) -> None:
+        await asyncio.gather(*(_tell(worker, AwaitRegion(region.request.name)) for worker in users))
+        self._leaving.remove(region)
 
     # ---------------------------------------------------------------------------------------------------------- status
 
     def status(self, request: RegionStatus) -> bytes:
         """JSON array of the regions of a kind, or of the named one. Raises NotFound: there is none, or it is of another kind."""
-        listed = {name: r for name, r in sorted(self._regions.items()) if r.state is RegionState.REGISTERED}
-        if request.name:
-            region = listed.get(request.name)
-            if region is None:
-                raise NotFound(f"Unable to find {request.kind} shared memory region: '{request.name}'")
-            if region.kind != request.kind:
-                raise NotFound(
-                    f"The region named '{request.name}' is registered as {_KINDS[region.kind]} shared memory, "
-                    f"not {_KINDS[request.kind]} shared memory"
-                )
-            listed = {request.name: region}
-        return msgspec.json.encode([_described(r.request) for r in listed.values() if r.kind == request.kind])
+        return region_listing.status(self._regions, self._leaving, request)
 
     def places(self) -> list[RegionPlace]:
         """What a new front must know."""
@@ -312,46 +317,22 @@ class RegionRegistry:
 
     async def records(self, name: str) -> bytes:
         """JSON array with everything known of the named region, or of all (""). Raises NotFound."""
-        if name and name not in self._regions:
-            raise NotFound(f"Unable to find shared memory region: '{name}'")
-        workers = {worker.incarnation: worker for worker in self._workers()}
-        used: dict[str, int] = {}
-        for answer in await asyncio.gather(*(_ask_use(worker, name) for worker in workers.values())):
-            for region_name, count in answer.items():
-                used[region_name] = used.get(region_name, 0) + count
-        return msgspec.json.encode(
-            [
-                region.record([workers[i].name for i in sorted(region.holders) if i in workers], used.get(key, 0))
-                for key, region in sorted(self._regions.items())
-                if name in ("", key)
-            ]
-        )
+        return await region_listing.records(self._regions, self._leaving, list(self._workers()), name)
 
     def statistics(self) -> dict[str, dict[str, int]]:
         """Owner -> number and bytes of its regions."""
-        found: dict[str, dict[str, int]] = {}
-        for region in self._regions.values():
-            entry = found.setdefault(region.peer.owner, {"count": 0, "byte_size": 0})
-            entry["count"] += 1
-            entry["byte_size"] += region.request.byte_size
-        return found
+        return region_listing.by_owner((*self._regions.values(), *self._leaving))
 
     def by_kind(self) -> dict[str, tuple[int, int]]:
         """Kind, "system" or "cuda" -> number and bytes of all such regions."""
-        sizes: dict[str, list[int]] = {kind: [] for kind in _KINDS}
-        for region in self._regions.values():
-            sizes[region.kind].append(region.request.byte_size)
-        return {kind: (len(found), sum(found)) for kind, found in sizes.items()}
+        return region_listing.by_kind((*self._regions.values(), *self._leaving))
 
     def close(self) -> None:
         """Gives the descriptors back."""
-        for task in self._reclaims:
+        for task in self._tasks:
             task.cancel()
         for region in self._regions.values():
-            if region.watch is not None:
-                region.watch.close()
-            if region.fd >= 0:
-                os.close(region.fd)
+            region.close()
         self._regions.clear()
 
     def check_invariants(self) -> None:
@@ -363,31 +344,16 @@ class RegionRegistry:
             assert region.holders <= present
 
 
-def _described(request: Registration) -> dict[str, str | int]:
-    """As status lists it. A handle is not told: whoever knows it can open the memory."""
-    if isinstance(request, RegisterCudaRegion):
-        return {"name": request.name, "device_id": request.device_id, "byte_size": request.byte_size}
-    return {"name": request.name, "key": request.key, "offset": request.offset, "byte_size": request.byte_size}
-
-
-async def _ask_use(worker: RegionHolder, name: str) -> dict[str, int]:
-    """Region -> how many tensors of requests are in it now. A worker that is gone has none."""
+async def _tell(worker: RegionHolder, request: UnregisterRegion | AwaitRegion) -> int:
+    """What a worker says: how many tensors of requests are in the region. One that is gone has nothing mapped."""
     try:
-        answer, fds = await worker.call(RegionRecords(name))
-    except ServingError:
-        return {}
-    _close(fds)
-    return msgspec.json.decode(answer, type=dict[str, int])
-
-
-async def _tell(worker: RegionHolder, request: UnregisterRegion) -> None:
-    """Best effort: a worker that is gone has nothing mapped."""
-    try:
-        _, fds = await worker.call(request)
+        answer, fds = await worker.call(request)
         _close(fds)
     except ServingError as error:
         if worker.alive:
             _log.warning("region '%s' could not be unregistered on %s: %s", request.name, worker.name, error.message)
+        return 0
+    return int(answer or 0)
 
 
 def _close(fds: list[int]) -> None:

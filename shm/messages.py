@@ -450,6 +450,8 @@ class RegisterSystemRegion(Record, frozen=True, tag="c.reg"):
     access: str = ""
     #: Whoever asks must have access to the object itself: the daemon lends nobody its own.
     peer: Peer = ANONYMOUS
+    #: To a worker: a region of that name may be there, and this one takes its place in one step.
+    renews: bool = False
 
 
 class RegisterCudaRegion(Record, frozen=True, tag="c.regcuda"):
@@ -461,17 +463,31 @@ class RegisterCudaRegion(Record, frozen=True, tag="c.regcuda"):
     #: The GPU, counted as the daemon sees them.
     device_id: int
     byte_size: int
+    #: As of a system region.
+    renews: bool = False
 
 
 class UnregisterRegion(Record, frozen=True, tag="c.unreg"):
-    """Forget a region ("" = all) once no request uses it. Reply comes then."""
+    """No later request finds the region. Name "", to the supervisor alone: every one that the peer may unregister.
+
+    A worker's reply: JSON, how many tensors of requests are in it now.
+    """
 
     kind: str
     name: str
 
 
+class AwaitRegion(Record, frozen=True, tag="c.awaitreg"):
+    """Reply, empty, when no request uses a region that had that name any more, and it is closed."""
+
+    name: str
+
+
 class RegionRecords(Record, frozen=True, tag="c.regrec"):
-    """Reply: JSON array with everything known of the region, or of all (""). A worker: JSON object name -> tensors in use."""
+    """Reply: JSON array with everything known of the region, or of all ("").
+
+    A worker's: JSON object, name -> the tensors of requests that are in the region of that name, and in those that had it.
+    """
 
     name: str = ""
 
@@ -524,6 +540,7 @@ Operation = (
     | RegisterSystemRegion
     | RegisterCudaRegion
     | UnregisterRegion
+    | AwaitRegion
     | RegionStatus
     | ChangeLog
     | ChangeTrace

@@ -115,14 +115,17 @@ def check_object_range(name: str, fd: int, offset: int, byte_size: int) -> os.st
     """Whether a range can be registered; what the object is now. Raises InvalidArgument: empty, or not inside the object."""
     found = os.fstat(fd)
     if byte_size <= 0 or offset < 0 or offset + byte_size > found.st_size:
-        raise InvalidArgument(f"failed to register shared memory region '{name}': invalid args")
+        raise InvalidArgument(
+            f"failed to register shared memory region '{name}': invalid args: {byte_size} bytes at offset {offset}, "
+            f"the object has {found.st_size}"
+        )
     return found
 
 
 class Region:
     """A registered range of a client's object, mapped read-write in this worker: the guarded and the sealed way.
 
-    ``unregister`` waits until ``leases`` is 0: every request takes one from its validation to its completion.
+    It is closed when ``leases`` is 0: every request takes one from its validation to its completion.
     """
 
     def __init__(self, name: str, key: str, fd: int, offset: int, byte_size: int) -> None:

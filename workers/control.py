@@ -24,6 +24,7 @@ from shm.channel import Channel
 from shm.errors import Internal, InvalidArgument, ServingError, Unsupported
 from shm.figures import Figures
 from shm.messages import (
+    AwaitRegion,
     Call,
     LaneOpened,
     Load,
@@ -144,7 +145,10 @@ class Control:
                 self._regions.register_cuda(operation)
                 self._channel.put(Reply(call.call_id))
             elif isinstance(operation, UnregisterRegion):
-                self._regions.unregister(operation.kind, operation.name, lambda: self._channel.put(Reply(call.call_id)))
+                left = self._regions.unregister(operation.kind, operation.name)
+                self._channel.put(Reply(call.call_id, result=json.dumps(left).encode()))
+            elif isinstance(operation, AwaitRegion):
+                self._regions.when_closed(operation.name, lambda: self._channel.put(Reply(call.call_id)))
             elif isinstance(operation, RegionRecords):
                 self._channel.put(Reply(call.call_id, result=json.dumps(self._regions.uses(operation.name)).encode()))
             elif isinstance(operation, ModelStatistics):

@@ -112,7 +112,8 @@ class FakeWorker:
                 for fd in (*sent, *fds):
                     os.close(fd)
             case RegionRecords():
-                self.connection.send(Reply(call_id, result=msgspec.json.encode(self.regions)))
+                used = {name: (count, 0) for name, count in self.regions.items()}
+                self.connection.send(Reply(call_id, result=msgspec.json.encode(used)))
             case WorkerFigures():
                 versions = tuple(
                     VersionFigures(name, version, self.began_ns, 2, Counts(success=loads, copied_byte_size=os.getpid()))

@@ -42,3 +42,20 @@ async def test_a_connection() -> None:
     connection.close()
     await told.wait()
     watch.close()
+
+
+async def test_what_ends_during_a_pause_is_told_after_it() -> None:
+    reading, writing = os.pipe()
+    told: list[int] = []
+    watch = EndWatch(reading, lambda: told.append(1))
+    watch.pause()
+    os.close(writing)
+    await asyncio.sleep(0.01)
+    assert told == []
+    watch.resume()
+    while not told:
+        await asyncio.sleep(0)
+    watch.pause()
+    watch.resume()
+    watch.close()
+    os.close(reading)

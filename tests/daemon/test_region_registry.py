@@ -16,6 +16,7 @@ from config.options import Regions
 from daemon.region_registry import RegionRegistry
 from shm.errors import AlreadyExists, Internal, InvalidArgument, NotFound, ServingError, Unavailable, Unsupported
 from shm.messages import (
+    AwaitRegion,
     Operation,
     Peer,
     RegionPlace,
@@ -46,9 +47,11 @@ class FakeHolder:
         self.opened = 0
         #: Of each register.
         self.access: list[str] = []
-        #: Unregister waits for it.
+        #: While it is not set, a request is in every region.
         self.idle = asyncio.Event()
         self.idle.set()
+        #: Regions whose requests are not done.
+        self.leaving: list[str] = []
 
     async def call(self, operation: Operation, *fds: int) -> tuple[bytes, list[int]]:
         if not self.alive:
@@ -56,23 +59,33 @@ class FakeHolder:
         sent = [os.fstat(fd).st_ino for fd in fds]  # a real channel duplicates when it queues
         await asyncio.sleep(0)
         if isinstance(operation, RegisterCudaRegion):
-            if self.refuses is not None:
-                raise self.refuses
+            self.check_name(operation)
             self.regions[operation.name] = operation.device_id
             return b"", []
         if isinstance(operation, RegisterSystemRegion):
-            if self.refuses is not None:
-                raise self.refuses
+            self.check_name(operation)
             self.opened += not sent
             self.regions[operation.name] = sent[0] if sent else os.fstat(self.memory).st_ino
             self.access.append(operation.access)
             return (b"", []) if sent else (b'{"access": "guarded"}', [os.dup(self.memory)])
         if isinstance(operation, RegionRecords):
-            return json.dumps(dict.fromkeys(self.regions, 1)).encode(), []
+            used = dict.fromkeys(self.regions, (1, 0)) | dict.fromkeys(self.leaving, (0, 1))
+            return json.dumps(used).encode(), []
+        if isinstance(operation, AwaitRegion):
+            await self.idle.wait()
+            self.leaving.remove(operation.name)
+            return b"", []
         assert isinstance(operation, UnregisterRegion)
-        await self.idle.wait()
-        self.regions.pop(operation.name, None)
-        return b"", []
+        if self.regions.pop(operation.name, None) is None or self.idle.is_set():
+            return b"0", []
+        self.leaving.append(operation.name)
+        return b"1", []
+
+    def check_name(self, operation: RegisterSystemRegion | RegisterCudaRegion) -> None:
+        if self.refuses is not None:
+            raise self.refuses
+        if operation.name in self.regions and not operation.renews:
+            raise AlreadyExists(operation.name)
 
 
 def made(
@@ -109,7 +122,7 @@ async def test_one_opens_and_all_have_it(memory: int) -> None:
         {"name": "r", "key": "/k", "offset": 0, "byte_size": 64}
     ]
     with pytest.raises(AlreadyExists, match="shared memory region 'r' already in manager"):
-        await registry.register(request(), TCP)
+        await registry.register(request(key="/other"), TCP)
     registry.check_invariants()
     await registry.unregister(UnregisterRegion("cuda", "r"), TCP)
     assert names(registry) == ["r"]
@@ -179,21 +192,143 @@ async def test_status_of_the_unknown(memory: int) -> None:
     registry.close()
 
 
-async def test_unregister_waits_for_its_users_and_two_may_ask(memory: int) -> None:
+async def test_a_region_that_is_in_use_is_listed_until_its_last_request_ends(memory: int) -> None:
+    """
+    1. Two ask at once to unregister a region that a request uses. 2. The name is registered again, with another size.
+    3. That one is unregistered. 4. The request ends.
+    Result: both are answered at once; the old region is listed and counted while its request runs, where its name has no new one.
+    """
     holder = FakeHolder(0, memory)
-    registry = made(lambda: [holder], Regions())
+    registry = made(lambda: [holder], Regions(max_count=2))
     await registry.register(request(), TCP)
     holder.idle.clear()
-    asked = [asyncio.create_task(registry.unregister(UnregisterRegion("system", name), TCP)) for name in ("r", "")]
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert not any(task.done() for task in asked)
-    with pytest.raises(AlreadyExists):
-        await registry.register(request(), TCP)
+    await asyncio.gather(*(registry.unregister(UnregisterRegion("system", name), TCP) for name in ("r", "")))
+    assert holder.regions == {}
+    (listed,) = json.loads(registry.status(RegionStatus("system", "r")))
+    assert listed["byte_size"] == 64
+    (record,) = json.loads(await registry.records("r"))
+    assert (record["state"], record["leases"]) == ("unregistering", 1)
+    await registry.register(request(byte_size=32), BOB)
+    assert [entry["byte_size"] for entry in json.loads(registry.status(RegionStatus("system", "")))] == [32]
+    assert len(json.loads(await registry.records("r"))) == 2
+    with pytest.raises(Unavailable, match="2 regions are registered, at most 2 are allowed"):
+        await registry.register(request("x"), TCP)
+    await registry.unregister(UnregisterRegion("system", "r"), BOB)
     holder.idle.set()
-    await asyncio.gather(*asked)
+    while names(registry):
+        await asyncio.sleep(0)
+    assert registry.statistics() == {}
     await registry.register(request(), TCP)
+    registry.check_invariants()
     registry.close()
+
+
+async def test_its_owner_may_register_the_same_again(memory: int) -> None:
+    """
+    1. A region is registered, and its key made anew. 2. The same host registers it again, without the leading slash.
+    3. Others try, and the owner with another key, offset or size.
+    Result: every worker has the new object, and the old one's descriptor is given back; everybody else is refused.
+    """
+    workers = [FakeHolder(i, memory) for i in range(2)]
+    registry = made(lambda: workers, Regions())
+    await registry.register(request(), TCP)
+    new = os.memfd_create("tensord-test")
+    for worker in workers:
+        worker.memory = new
+    await registry.register(request(key="k"), Peer("tcp", "127.0.0.1:9"))
+    assert {worker.regions["r"] for worker in workers} == {os.fstat(new).st_ino}
+    assert json.loads(await registry.records("r"))[0]["address"] == "127.0.0.1:9"
+    for peer in (ALICE, Peer("tcp", "10.0.0.1:9")):
+        with pytest.raises(AlreadyExists):
+            await registry.register(request(), peer)
+    for change in ({"key": "/other"}, {"offset": 4096}, {"byte_size": 32}):
+        with pytest.raises(AlreadyExists):
+            await registry.register(request(**change), TCP)  # type: ignore[arg-type]
+    with pytest.raises(AlreadyExists):
+        await registry.register(cuda("r"), TCP)
+    registry.check_invariants()
+    registry.close()
+    os.close(new)
+
+
+async def test_a_renewal_that_is_refused_changes_nothing(memory: int) -> None:
+    """The second worker cannot take the new object: the first one gets the old one back."""
+    workers = [FakeHolder(i, memory) for i in range(2)]
+    registry = made(lambda: workers, Regions())
+    await registry.register(request(), TCP)
+    before = workers[0].regions["r"]
+    new = os.memfd_create("tensord-test")
+    workers[0].memory = new
+    for refusing in (workers[1], workers[0]):
+        refusing.refuses = Unavailable("no more can be guarded")
+        with pytest.raises(Unavailable, match="no more can be guarded"):
+            await registry.register(request(), TCP)
+        refusing.refuses = None
+        assert [worker.regions["r"] for worker in workers] == [before, before]
+        assert names(registry) == ["r"]
+        registry.check_invariants()
+    registry.close()
+    os.close(new)
+
+
+async def test_renewals_and_others_at_once(memory: int) -> None:
+    workers = [FakeHolder(i, memory) for i in range(2)]
+    registry = made(lambda: workers, Regions())
+    await asyncio.gather(*(registry.register(request(), TCP) for _ in range(3)))
+    assert names(registry) == ["r"]
+    results = await asyncio.gather(
+        registry.register(request(), TCP),
+        registry.unregister(UnregisterRegion("system", "r"), TCP),
+        registry.register(request(), ALICE),
+        return_exceptions=True,
+    )
+    assert results[:2] == [None, None]
+    assert isinstance(results[2], AlreadyExists)
+    assert names(registry) == []
+    registry.check_invariants()
+    registry.close()
+
+
+async def test_the_end_of_who_registered_last_counts(memory: int) -> None:
+    """
+    1. A process registers a region, another one of its user the same again. 2. The first one ends. 3. The second one ends while a
+    third one's renewal is refused.
+    """
+    holder = FakeHolder(0, memory)
+    registry = made(lambda: [holder], Regions(reclaim="owner"))
+    ends = []
+    for _ in range(2):
+        reading, writing = os.pipe()
+        ends.append((reading, writing))
+        await registry.register(request(), ALICE, reading)
+    os.write(ends[0][1], b".")
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert names(registry) == ["r"]
+    holder.refuses = InvalidArgument("it does not open")
+    refused = asyncio.create_task(registry.register(request(), ALICE))
+    await asyncio.sleep(0)
+    os.write(ends[1][1], b".")
+    with pytest.raises(InvalidArgument):
+        await refused
+    while names(registry):
+        await asyncio.sleep(0.001)
+    for end in (*ends[0], *ends[1]):
+        os.close(end)
+    registry.close()
+
+
+async def test_sealed_memory_is_the_same_only_if_it_is(memory: int) -> None:
+    holder = FakeHolder(0, memory)
+    registry = made(lambda: [holder], Regions())
+    other = os.memfd_create("tensord-test")
+    await registry.register(request(key=""), ALICE, sealed=memory)
+    await registry.register(request(key=""), ALICE, sealed=memory)
+    with pytest.raises(AlreadyExists):
+        await registry.register(request(key=""), ALICE, sealed=other)
+    registry.check_invariants()
+    registry.close()
+    os.close(other)
 
 
 async def test_a_replacement_gets_every_region(memory: int) -> None:
@@ -309,11 +444,13 @@ async def test_a_region_goes_with_its_end(memory: int, kind: str) -> None:
     holder.idle.clear()
     owner.kill()
     await owner.wait()
-    while "a" in [entry["name"] for entry in json.loads(registry.status(RegionStatus(kind, "")))]:
-        await asyncio.sleep(0.001)
     # Requests use it: it is found no more, and the worker still has it.
-    assert "a" in holder.regions
-    assert json.loads(await registry.records("a"))[0]["state"] == "unregistering"
+    while "a" in holder.regions:
+        await asyncio.sleep(0.001)
+    assert holder.leaving == ["a"]
+    while json.loads(await registry.records("a"))[0]["state"] != "unregistering":
+        await asyncio.sleep(0.001)
+    assert "a" in [entry["name"] for entry in json.loads(registry.status(RegionStatus(kind, "")))]
     holder.idle.set()
     while registry.statistics().get("uid 1001"):
         await asyncio.sleep(0.001)
@@ -429,7 +566,7 @@ async def test_a_single_gpu_needs_no_places() -> None:
     ("request_", "error"),
     [
         (cuda(device=2), "no worker has GPU 2, the server uses 2 GPUs, counted from 0"),
-        (cuda(raw_handle=bytes(63)), "failed to register shared memory region: invalid args"),
+        (cuda(raw_handle=bytes(63)), "invalid args: a CUDA handle of 63 bytes, 64 are expected"),
         (RegisterCudaRegion("g", bytes(64), 0, 0), "byte_size 0 must be at least 1"),
         (RegisterCudaRegion("g", bytes(64), 0, 1 << 60), "at most"),
     ],

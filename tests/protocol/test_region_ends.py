@@ -233,9 +233,13 @@ def test_a_region_goes_with_its_connection(
         slow = pool.submit(tcp.sleep, "a", began, until)
         wait_until(began.exists, "the slow request to run", served.daemon)
         owner.close_connection()
-        wait_until(lambda: tcp.names() == {"t"}, "the owner's regions to be gone", served.daemon)
-        wait_until(lambda: set(served.records()) == {"a", "t"}, "the one that is not used to be closed", served.daemon)
-        assert served.records()["a"]["state"] == "unregistering"
+        wait_until(lambda: tcp.names() == {"a", "t"}, "the one that is not used to be gone", served.daemon)
+        wait_until(
+            lambda: served.records()["a"]["state"] == "unregistering",
+            "the one that is used to be found no more",
+            served.daemon,
+        )
+        assert set(served.records()) == {"a", "t"}
         until.touch()
         slow.result()
         assert np.fromfile(shared_object, np.int32, 1, offset=64).tolist() == [7]

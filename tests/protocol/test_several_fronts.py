@@ -165,7 +165,7 @@ def test_a_region_of_one_front_is_there_for_all(fronts: Fronts) -> None:
             given.set_shared_memory("region", 16)
             np.testing.assert_array_equal(using.infer("scale", [given]).as_numpy("y"), 3 * VALUES + 1)
             with pytest.raises(InferenceServerException, match="shared memory region 'region' already in manager"):
-                using.register_system_shared_memory("region", key, 64)
+                using.register_system_shared_memory("region", key, 32)
             assert "region" in json.dumps(as_json(using, "get_system_shared_memory_status"))
             using.unregister_system_shared_memory("region")
             with pytest.raises(InferenceServerException, match="Unable to find shared memory region: 'region'"):
@@ -180,7 +180,7 @@ def _other(client: Any) -> Any:
     return given
 
 
-def test_unregister_waits_for_the_requests_of_every_front(fronts: Fronts, tmp_path: Path) -> None:
+def test_a_region_is_listed_until_the_requests_of_every_front_end(fronts: Fronts, tmp_path: Path) -> None:
     """A region is unregistered at one front while another one's request is in it."""
     key = f"/tensord-test-{uuid.uuid4().hex}"
     handle = shm.create_shared_memory_region("region", key, 64)
@@ -189,14 +189,21 @@ def test_unregister_waits_for_the_requests_of_every_front(fronts: Fronts, tmp_pa
     given, wanted = grpcclient.InferInput("DELAY_MS", [1], "INT32"), grpcclient.InferRequestedOutput("OUTPUT")
     given.set_shared_memory("region", 4)
     wanted.set_shared_memory("region", 4, offset=32)
-    began = tmp_path / "began"
+    began, until = tmp_path / "began", tmp_path / "until"
+    told = {"began": str(began), "until": str(until)}
     with ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(fronts.grpc[1].infer, "sleepy", [given], outputs=[wanted], parameters={"began": str(began)})
-        wait_until(began.exists, "the slow request to run")
-        fronts.http[0].unregister_system_shared_memory("region")
-        # It was in the region until the end, so its answer is there.
-        assert shm.get_contents_as_numpy(handle, np.int32, [1], offset=32).tolist() == [1000]
+        slow = pool.submit(fronts.grpc[1].infer, "sleepy", [given], outputs=[wanted], parameters=told)
+        try:
+            wait_until(began.exists, "the slow request to run")
+            fronts.http[0].unregister_system_shared_memory("region")
+            assert [entry["name"] for entry in fronts.http[1].get_system_shared_memory_status()] == ["region"]
+            with pytest.raises(InferenceServerException, match="Unable to find shared memory region"):
+                fronts.grpc[0].infer("sleepy", [given])
+        finally:
+            until.touch()
         assert slow.result().get_output("OUTPUT").shape == [1]
+        assert shm.get_contents_as_numpy(handle, np.int32, [1], offset=32).tolist() == [1000]
+        wait_until(lambda: fronts.http[1].get_system_shared_memory_status() == [], "the region to be gone")
     shm.destroy_shared_memory_region(handle)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 import tritonclient.utils.shared_memory as shm
 from tritonclient.utils import InferenceServerException, serialize_byte_tensor
@@ -116,10 +117,42 @@ def test_status_and_names(client: Any, region: ClientRegion) -> None:
         client.get_system_shared_memory_status()
     )
     with pytest.raises(InferenceServerException, match="already in manager"):
-        client.register_system_shared_memory(region.name, region.key, region.byte_size)
+        client.register_system_shared_memory(region.name, region.key, region.byte_size - 1)
     with pytest.raises(InferenceServerException, match="Unable to find system shared memory region: 'nope'"):
         client.get_system_shared_memory_status("nope")
     client.unregister_system_shared_memory("nope")
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_a_client_that_is_restarted_registers_the_same_again(daemon: DaemonProcess, client: Any, protocol: str) -> None:
+    """
+    1. A client registers a region and is killed: nobody unregisters it. 2. It comes again, makes its object anew and registers as
+    before. 3. Its request names the region.
+    Result: the registration is answered with 200, and the request reads and writes the new object.
+    """
+    library = httpclient if protocol == "http" else grpcclient
+    name, key = f"r-{uuid.uuid4().hex}", f"/tensord-test-{uuid.uuid4().hex}"
+    old = np.memmap(f"/dev/shm{key}", np.float32, "w+", shape=1024)
+    client.register_system_shared_memory(name, key, 4096)
+    for value in (1, 2):
+        Path(f"/dev/shm{key}").unlink()
+        new = np.memmap(f"/dev/shm{key}", np.float32, "w+", shape=1024)
+        new[:] = value
+        with library.InferenceServerClient(daemon.url if protocol == "http" else daemon.grpc_url) as restarted:
+            restarted.register_system_shared_memory(name, key, 4096)
+            restarted.register_system_shared_memory(name, key, 4096)
+            given, wanted = library.InferInput("x", [4], "FP32"), library.InferRequestedOutput("y")
+            given.set_shared_memory(name, 16)
+            wanted.set_shared_memory(name, 16, offset=64)
+            restarted.infer("echo_fp32", [given], outputs=[wanted])
+        assert new[16:20].tolist() == [value] * 4
+    assert not old.any()
+    Path(f"/dev/shm{key}").unlink()
+    # The object is gone: the region stays as it is.
+    with pytest.raises(InferenceServerException, match="Unable to open shared memory region"):
+        client.register_system_shared_memory(name, key, 4096)
+    assert same(client.infer("echo_fp32", [in_region("x", "FP32", (4,), name, 16, 0)]).as_numpy("y"), new[:4])
+    client.unregister_system_shared_memory(name)
 
 
 def test_the_object_may_be_unlinked_and_the_region_lives_on(client: Any) -> None:
@@ -151,8 +184,8 @@ def test_what_cannot_be_registered(client: Any, key: str, byte_size: int, offset
     ("byte_size", "offset", "said"),
     [
         (0, 0, "bad-range"),
-        (65537, 0, "bad-range"),
-        (65536, 4096, "bad-range"),
+        (65537, 0, "'bad-range': invalid args: 65537 bytes at offset 0, the object has 65536"),
+        (65536, 4096, "'bad-range': invalid args: 65536 bytes at offset 4096, the object has 65536"),
         (2**63, 0, "bad-range"),
         (1, 2**63, "bad-range"),
         # Not a number of 64 bits any more.
@@ -224,13 +257,14 @@ def test_an_unknown_region(client: Any) -> None:
         client.infer("echo_fp32", [in_region("x", "FP32", (4,), "nope", 16, 0)])
 
 
-def test_unregister_waits_for_the_request_that_uses_the_region(
+def test_a_region_is_listed_until_the_request_that_uses_it_ends(
     daemon: DaemonProcess, client: Any, tmp_path: Path
 ) -> None:
-    """The request gets its whole answer; the region is gone right after, and says so meanwhile."""
+    """It is unregistered at once: no later request finds it. The one that uses it gets its whole answer; then it is gone."""
     region = ClientRegion(client, 4096)
     shm.set_shared_memory_region(region.handle, [np.array([1500], np.int32)])
-    began = tmp_path / "began"
+    began, until = tmp_path / "began", tmp_path / "until"
+    listed = client.get_system_shared_memory_status(region.name)
     with ThreadPoolExecutor(2) as pool:
 
         def ask() -> Any:
@@ -240,14 +274,23 @@ def test_unregister_waits_for_the_request_that_uses_the_region(
                     "sleepy",
                     [in_region("DELAY_MS", "INT32", (1,), region.name, 4, 0)],
                     outputs=[out_region("OUTPUT", region.name, 4, 64)],
-                    parameters={"began": str(began)},
+                    parameters={"began": str(began), "until": str(until)},
                 )
 
         slow = pool.submit(ask)
         wait_until(began.exists, "the slow request to run")
-        client.unregister_system_shared_memory(region.name)
+        try:
+            client.unregister_system_shared_memory(region.name)
+            with pytest.raises(InferenceServerException, match="Unable to find shared memory region"):
+                client.infer("sleepy", [in_region("DELAY_MS", "INT32", (1,), region.name, 4, 0)])
+            client.unregister_system_shared_memory()
+            assert client.get_system_shared_memory_status(region.name) == listed
+            assert client.get_system_shared_memory_status() == listed
+        finally:
+            until.touch()
         assert slow.result().get_output("OUTPUT")["shape"] == [1]
         assert shm.get_contents_as_numpy(region.handle, np.int32, [1], offset=64).tolist() == [1500]
+    wait_until(lambda: client.get_system_shared_memory_status() == [], "the region to be gone", daemon)
     with pytest.raises(InferenceServerException):
         client.get_system_shared_memory_status(region.name)
     shm.destroy_shared_memory_region(region.handle)

@@ -18,6 +18,7 @@ from shm.cuda_regions import Driver
 from shm.errors import Internal, InvalidArgument
 from shm.figures import Figures
 from shm.messages import (
+    AwaitRegion,
     Call,
     LaneOpened,
     Load,
@@ -127,12 +128,12 @@ def test_every_call_has_one_reply() -> None:
     bench = Bench()
     bench.control.handle(Call(1, ModelStatistics()), [])
     bench.control.handle(Call(2, UnregisterRegion("system", "nobody")), [])
-    bench.control.handle(Call(3, UnregisterRegion("cuda", "")), [])
+    bench.control.handle(Call(3, AwaitRegion("nobody")), [])
     bench.control.handle(Call(4, RepositoryIndex()), [])
     bench.control.handle(Call(5, WorkerFigures()), [])
     assert [(reply.call_id, reply.code, reply.result) for reply in bench.sent] == [
         (1, "", b'{"model_stats":[]}'),
-        (2, "", b""),
+        (2, "", b"0"),
         (3, "", b""),
         (4, "UNSUPPORTED", b""),
         (5, "", b'[[],{"system":0,"cuda":0}]'),

@@ -568,7 +568,7 @@ def test_a_name_that_means_another_region(loop: WorkerLoop, client: Object, mode
     submit(loop, "waits", x, [into(SIZE)], rows=1)
     assert loop.front.flush()
     loop.worker.turn()
-    # It is told when the waiting request is done.
+    # The waiting request is in it still.
     loop.tell(Call(1, UnregisterRegion("system", "r")))
     with an_object(loop) as other:
         (answer,) = loop.answers(1)

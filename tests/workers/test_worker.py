@@ -21,6 +21,7 @@ from shm.arena import Arena
 from shm.channel import pair
 from shm.errors import Internal, InvalidArgument, NotFound, ServingError
 from shm.messages import (
+    AwaitRegion,
     Inline,
     LaneOpened,
     ModelStatistics,
@@ -291,24 +292,25 @@ def test_regions(worker: WorkerProcess, gate: Gate) -> None:
                 worker.infer("scale", [given], RequestedOutput("y", RegionSlice("r", 2000, 8)))
             assert region[2000:2100] == bytes(100)
 
-            # A running request holds the region: the reply comes when it is done.
+            # A running request holds the region: it is closed when that is done.
             region[0:4] = np.array([0], np.int32).tobytes()
             (slow,) = gate.ask(inputs=[Tensor("DELAY_MS", "INT32", (1,), RegionSlice("r", 0, 4))])
-            unregistered = worker.ask(UnregisterRegion("system", "r"))
+            assert worker.call(UnregisterRegion("system", "r"))[0].result == b"1"
+            closed = worker.ask(AwaitRegion("r"))
             with pytest.raises(NotFound):
                 worker.infer("scale", [given])
             assert worker.page.executing() == {(PEER, slow)}
             gate.open()
-            assert worker.reply(unregistered)[0].code == ""
+            assert worker.reply(closed)[0].code == ""
             assert worker.page.executing() == set()
             assert worker.answer(slow).code == ""
             with pytest.raises(NotFound):
                 worker.infer("scale", [given])
-            assert worker.call(UnregisterRegion("system", ""))[0].code == ""
+            assert worker.call(UnregisterRegion("system", "r"))[0].result == b"0"
             # Another worker gets the descriptor instead of opening the key again.
             assert worker.call(RegisterSystemRegion("r", key, 0, 4096), made.fd)[0].code == ""
             np.testing.assert_array_equal(worker.infer("scale", [given])["y"], [[1, 4, 7, 10]])
-            assert worker.call(UnregisterRegion("system", ""))[0].code == ""
+            assert worker.call(UnregisterRegion("system", "r"))[0].result == b"0"
     finally:
         os.close(made.fd)
         posix_ipc.unlink_shared_memory(key)
