@@ -10,9 +10,10 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from shm.channel import Channel, ChannelClosed
+from shm import descriptors
+from shm.channel import Channel, ChannelClosed, DescriptorsLost
 from shm.errors import InvalidArgument
-from shm.messages import Record
+from shm.messages import Record, Reply
 
 _log = logging.getLogger(__name__)
 #: Datagrams taken per wake-up, so that one busy peer cannot starve the loop.
@@ -78,7 +79,7 @@ class Connection:
     def _readable(self) -> None:
         try:
             for _ in range(_BATCH):
-                received = self._channel.receive()
+                received = self._received()
                 if received is None:
                     return
                 records, fds = received
@@ -92,6 +93,18 @@ class Connection:
         except InvalidArgument as error:
             _log.error("closing a control channel: %s", error.message)
             self._lost()
+
+    def _received(self) -> tuple[list[Any], list[int]] | None:
+        """As ``Channel.receive``; a reply that came without its descriptors is its caller's affair.
+
+        Raises: InvalidArgument: something else came without them. A peer that is not understood is of no use.
+        """
+        try:
+            return self._channel.receive()
+        except DescriptorsLost as lost:
+            if not all(isinstance(record, Reply) for record in lost.records):
+                raise InvalidArgument(f"{lost}: {descriptors.limit()} files may be open") from None
+            return lost.records, []
 
     def _lost(self) -> None:
         self.close()

@@ -30,7 +30,8 @@ from config.options import Regions
 from daemon import region_checks, region_listing
 from daemon.end_watch import EndWatch
 from daemon.region_record import Region, RegionHolder, RegionState, Registration, is_owner
-from shm.errors import AlreadyExists, Internal, InvalidArgument, ServingError, Unavailable
+from shm import descriptors
+from shm.errors import AlreadyExists, InvalidArgument, ServingError, Unavailable
 from shm.messages import (
     AwaitRegion,
     Peer,
@@ -101,6 +102,7 @@ class RegionRegistry:
         region = self._region(request, peer, sealed)
         self._regions[request.name] = region
         try:
+            self._check_reserve(region)
             await self._spread(region)
         except BaseException:
             await self._forget(region)
@@ -112,11 +114,12 @@ class RegionRegistry:
         self._watch(region, end)
 
     def _region(self, request: Registration, peer: Peer, sealed: int) -> Region:
-        """A new one, that no worker has. Raises InvalidArgument: no worker has its GPU."""
+        """A new one, that no worker has. Raises InvalidArgument: no worker has its GPU.  Unavailable: no descriptor is left."""
         if isinstance(request, RegisterCudaRegion):
             return Region("cuda", request, peer, time.time(), self._device_of(request))
         request = msgspec.structs.replace(request, peer=peer, access="sealed" if sealed >= 0 else "")
-        return Region("system", request, peer, time.time(), fd=os.dup(sealed) if sealed >= 0 else -1)
+        with descriptors.needed(f"shared memory region '{request.name}'"):
+            return Region("system", request, peer, time.time(), fd=os.dup(sealed) if sealed >= 0 else -1)
 
     async def _renew(self, region: Region, renewal: Region, end: int) -> None:
         """What is behind the key or the handle now takes the region's place on every worker. Raises as ``register``."""
@@ -203,23 +206,31 @@ class RegionRegistry:
                 f"failed to register shared memory region '{region.request.name}': no worker{of} is running"
             )
 
-    @staticmethod
-    async def _put(region: Region, worker: RegionHolder, renews: bool) -> None:
+    @classmethod
+    async def _put(cls, region: Region, worker: RegionHolder, renews: bool) -> None:
         request = msgspec.structs.replace(region.request, renews=renews)
-        if region.fd >= 0:
-            _, fds = await worker.call(request, region.fd)
-        else:
-            answer, fds = await worker.call(request)
-            if len(fds) != (region.kind == "system"):
-                _close(fds)
-                raise Internal(f"failed to register shared memory region '{region.request.name}'")
-            if isinstance(region.request, RegisterSystemRegion):
+        given = (region.fd,) if region.fd >= 0 else ()
+        answer, fds = await worker.call(request, *given)
+        try:
+            if worker.alive:  # else it died with the answer on its way, and was struck off already
+                region.holders.add(worker.incarnation)
+            if region.kind == "system" and not given:
+                if not fds:
+                    raise Unavailable(
+                        f"failed to register shared memory region '{region.request.name}': the server has as many files open as "
+                        f"it may, {descriptors.limit()}"
+                    )
                 region.fd = fds.pop()
+                cls._check_reserve(region)
                 chosen = msgspec.json.decode(answer, type=Chosen)
                 region.request = msgspec.structs.replace(region.request, access=chosen.access)
-        _close(fds)
-        if worker.alive:  # else it died with the answer on its way, and was struck off already
-            region.holders.add(worker.incarnation)
+        finally:
+            _close(fds)
+
+    @staticmethod
+    def _check_reserve(region: Region) -> None:
+        """Raises Unavailable: the rest of this process's descriptors is kept for connections and replacements."""
+        descriptors.check_reserve(region.fd, f"failed to register shared memory region '{region.request.name}'")
 
     async def restore(self, worker: RegionHolder) -> None:
         """Gives a new worker every registered region, before it gets requests."""

@@ -43,6 +43,7 @@ from daemon.region_socket import RegionSocket
 from daemon.shutdown import Shutdown
 from daemon.trace_settings import TraceSettings
 from daemon.workforce import Workforce
+from shm import descriptors
 from shm.channel import pair
 from shm.errors import ServingError
 from shm.messages import (
@@ -143,6 +144,7 @@ class Supervisor:
     async def run(self) -> int:
         """From the first bind to the last child. Raises ListenError, NoDevice, InvalidArgument, OSError: it cannot start."""
         loop = asyncio.get_running_loop()
+        self._raise_open_files()
         devices = find_devices(self.options.workers, self._environment)
         self._fronts.listen(self._environment)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -175,6 +177,18 @@ class Supervisor:
         return self._exit_status
 
     # --------------------------------------------------------------------------------------------------------- starting
+
+    def _raise_open_files(self) -> None:
+        """Children inherit it: what a shell allows at first is less than the connections and regions of a busy day."""
+        allowed = descriptors.raise_limit()
+        options = self.options
+        wanted = max(options.http.max_connections, options.grpc.max_connections, options.regions.max_count)
+        if allowed < wanted:
+            _log.warning(
+                "a process may have %d files open, connections or regions may be %d: raise the limit (ulimit -n, LimitNOFILE)",
+                allowed,
+                wanted,
+            )
 
     def _tell(self, front: Front) -> None:
         """Everything a new front has to know; lanes before the states that name their workers."""

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shm.errors import InvalidArgument
+from shm import descriptors
+from shm.errors import InvalidArgument, Unavailable
 from shm.messages import Slice
 from shm.segment import Segment
 
@@ -273,31 +274,56 @@ class ArenaMap:
     def __init__(self, on_segment: OnSegment | None = None) -> None:
         """``on_segment``: told of every segment once it is mapped."""
         self._segments: dict[int, Segment] = {}
+        #: Announced ones that could not be mapped; they will be announced again.
+        self._refused: set[int] = set()
         self._on_segment = on_segment
 
     def open(self, segment: int, byte_size: int, fd: int) -> None:
         """Maps an announced segment and takes the descriptor over.
 
-        Raises: InvalidArgument: announced twice, too many, not sealed or not of that size.
+        Raises: InvalidArgument: announced twice, too many, not sealed or not of that size.  Unavailable: it cannot be mapped.
         """
         attached = Segment.attach(fd, byte_size)
         if segment in self._segments or len(self._segments) >= self.MAX_SEGMENTS:
             attached.close()
             raise InvalidArgument(f"segment {segment} is announced twice or is one of more than {self.MAX_SEGMENTS}")
         self._segments[segment] = attached
+        self._refused.discard(segment)
         if self._on_segment is not None:
             self._on_segment(attached)
 
+    def refuse(self, segment: int) -> None:
+        """There is no descriptor, or no mapping, for an announced segment: until it is announced again nothing can lie in it.
+
+        Raises: InvalidArgument: too many of them.
+        """
+        self._refused.add(segment)
+        if len(self._refused) > self.MAX_SEGMENTS:
+            raise InvalidArgument(f"more than {self.MAX_SEGMENTS} segments could not be mapped")
+
+    def is_refused(self, segment: int) -> bool:
+        """Whether that segment was announced and is not there."""
+        return segment in self._refused
+
     def close_segment(self, segment: int) -> None:
         """Unmaps a segment; unknown numbers are ignored."""
+        self._refused.discard(segment)
         gone = self._segments.pop(segment, None)
         if gone is not None:
             gone.close()
 
     def view(self, place: Slice) -> memoryview:
-        """The bytes of a place. Raises InvalidArgument: unknown segment, or a range that is not wholly inside it."""
+        """The bytes of a place.
+
+        Raises: InvalidArgument: unknown segment, or a range that is not wholly inside it.  Unavailable: the segment was refused.
+        """
         segment = self._segments.get(place.segment)
         if segment is None:
+            if place.segment in self._refused:
+                raise Unavailable(
+                    f"{place.byte_size} bytes of a tensor cannot be reached: a process of the server had as many files open as "
+                    f"it may, {descriptors.limit()}"
+                )
             raise InvalidArgument(f"segment {place.segment} is not open")
         end = place.offset + place.byte_size
         if place.offset < 0 or place.byte_size < 0 or end > segment.byte_size:

@@ -1,12 +1,16 @@
 """Records over a SEQPACKET socket pair: many to a datagram, descriptors beside them, never blocking, no event loop.
 
-    datagram   | kind u8 | msgpack array of records |
-    kind 0x01  records inline
-    kind 0x02  the array lies in the memfd that is the datagram's first descriptor (records beyond 64 KiB)
+    datagram   | kind u8 | bytes |
+    kind 0x01  a msgpack array of records
+    kind 0x02  the next part of such an array that has one record, which is larger than a datagram
+    kind 0x03  the last part of it
 
-A datagram arrives whole or not at all, so there is no framing and no half-read state. A record that carries descriptors
+A datagram arrives whole or not at all, and nothing comes between the parts of a record. A record that carries descriptors
 travels alone, so the receiver knows whose they are. ``put`` only queues; whoever runs the loop calls ``flush`` once per turn,
 and everything queued in that turn shares datagrams and wake-ups.
+
+Where the receiving process has no descriptor left, the kernel delivers the records and drops what came with them: the receiver is
+told which records those were, and whoever sent them is answered.
 """
 
 from __future__ import annotations
@@ -25,22 +29,32 @@ from shm.messages import Record, encoder
 MAX_DATAGRAM = 64 << 10
 #: What of it is left for records.
 _ROOM = MAX_DATAGRAM - 8
-#: A spilled record beyond this is refused by the receiver.
+#: A larger record is refused by the receiver.
 MAX_RECORD = 256 << 20
 MAX_FDS = 4
-_INLINE = b"\x01"
-_SPILLED = b"\x02"
+_WHOLE = b"\x01"
+_PART = b"\x02"
+_LAST_PART = b"\x03"
 #: Before a record that is alone.
-_ONE_INLINE = _INLINE + b"\x91"
+_ONE = _WHOLE + b"\x91"
 _ANCILLARY = socket.CMSG_SPACE(MAX_FDS * 4)
 # Plain integers: the socket module's flags are enums, whose every operation is a Python call.
-_CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
+_TRUNCATED = int(socket.MSG_TRUNC)
+_DESCRIPTORS_LOST = int(socket.MSG_CTRUNC)
 _CLOEXEC = int(socket.MSG_CMSG_CLOEXEC)
 _encode = encoder.encode
 
 
 class ChannelClosed(Exception):
     """The peer's end is gone: it exited, or closed the channel."""
+
+
+class DescriptorsLost(Exception):
+    """Records came whose descriptors this process could not take: it has as many as it may have."""
+
+    def __init__(self, records: list[Any]) -> None:
+        super().__init__(f"descriptors of {', '.join(type(record).__name__ for record in records)} were lost")
+        self.records = records
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
@@ -58,7 +72,7 @@ class Channel:
         sock.setblocking(False)
         self._sock = sock
         self._incoming = incoming
-        #: Encoded records in order; one that travels alone with its descriptors.
+        #: In order: encoded records, and whole datagrams with their descriptors for what travels alone.
         self._queue: deque[bytes | tuple[bytes, tuple[int, ...]]] = deque()
         #: How many of the latter there are.
         self._alone = 0
@@ -66,6 +80,8 @@ class Channel:
         self._unsent: tuple[bytes, tuple[int, ...]] | None = None
         # Kept: asking for a datagram's worth of memory each time costs more than most records.
         self._received = bytearray(MAX_DATAGRAM + 1)
+        #: Of a record that is larger than a datagram: what came so far.
+        self._parts = bytearray()
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -76,13 +92,27 @@ class Channel:
         return len(self._queue) + (self._unsent is not None)
 
     def put(self, record: Record, *fds: int) -> None:
-        """Encodes and queues. Descriptors are duplicated: the caller keeps its own."""
+        """Encodes and queues. Descriptors are duplicated: the caller keeps its own.
+
+        Raises: OSError: this process has no descriptor left; nothing is queued.
+        """
         encoded = _encode(record)
         if fds or len(encoded) > _ROOM:
-            self._queue.append((encoded, tuple(os.dup(fd) for fd in fds)))
-            self._alone += 1
+            self._put_alone(encoded, _duplicated(fds))
         else:
             self._queue.append(encoded)
+
+    def _put_alone(self, encoded: bytes, fds: tuple[int, ...]) -> None:
+        whole = _ONE + encoded
+        if len(encoded) <= _ROOM:
+            datagrams = [whole]
+        else:
+            content = memoryview(whole)[1:]
+            datagrams = [b"".join((_PART, content[at : at + _ROOM])) for at in range(0, len(content), _ROOM)]
+            datagrams[-1] = _LAST_PART + datagrams[-1][1:]
+        self._queue.extend((datagram, ()) for datagram in datagrams[:-1])
+        self._queue.append((datagrams[-1], fds))
+        self._alone += len(datagrams)
 
     def send(self, record: Record) -> bool:
         """``put`` and ``flush``, for a record without descriptors."""
@@ -91,9 +121,9 @@ class Channel:
             if len(encoded) <= _ROOM:
                 # A datagram of its own: what most come to where nothing waits.
                 try:
-                    self._sock.send(_ONE_INLINE + encoded)
+                    self._sock.send(_ONE + encoded)
                 except BlockingIOError:
-                    self._unsent = _ONE_INLINE + encoded, ()
+                    self._unsent = _ONE + encoded, ()
                     return False
                 except OSError:
                     self._discard()
@@ -131,9 +161,9 @@ class Channel:
         self._unsent = (datagram, ())
 
     def receive(self) -> tuple[list[Any], list[int]] | None:
-        """One datagram's records and descriptors, which the caller then owns; None when nothing is waiting.
+        """One datagram's records (none, of a part) and descriptors, which the caller then owns; None when nothing is waiting.
 
-        Raises: ChannelClosed: end of file.  InvalidArgument: malformed; its descriptors are closed.
+        Raises: ChannelClosed: end of file.  InvalidArgument: malformed; its descriptors are closed.  DescriptorsLost.
         """
         try:
             try:
@@ -150,20 +180,26 @@ class Channel:
             _close(fds)
             raise ChannelClosed
         # The next datagram overwrites this one, and records may refer to what they were decoded from.
-        return self.read(bytes(memoryview(self._received)[:size]), fds, bool(flags & _CUT))
+        return self.read(bytes(memoryview(self._received)[:size]), fds, flags)
 
-    def read(self, content: bytes, fds: list[int], cut: bool) -> tuple[list[Any], list[int]]:
-        """A datagram that was received: as ``receive`` returns it. ``cut``: the kernel had to leave out part of it."""
+    def read(self, content: bytes, fds: list[int], flags: int) -> tuple[list[Any], list[int]]:
+        """A datagram that was received, with the flags that ``recvmsg`` gave: as ``receive`` returns it, and raises."""
         try:
-            if cut:
+            lost = flags & _DESCRIPTORS_LOST
+            if flags & _TRUNCATED or (lost and len(fds) == MAX_FDS):
                 raise InvalidArgument(f"malformed datagram: more than {MAX_DATAGRAM} bytes or {MAX_FDS} descriptors")
             body: bytes | memoryview
-            if content[:1] == _INLINE:
+            kind = content[:1]
+            if kind == _WHOLE and not self._parts:
                 body = memoryview(content)[1:]
-            elif content == _SPILLED and fds:
-                body = _read_spilled(fds.pop(0))
+            elif kind == _PART and not fds:
+                self._keep_part(content)
+                return [], []
+            elif kind == _LAST_PART:
+                self._keep_part(content)
+                body, self._parts = bytes(self._parts), bytearray()
             else:
-                raise InvalidArgument(f"malformed datagram: unknown kind {content[0]}")
+                raise InvalidArgument(f"malformed datagram: kind {content[0]}, {len(self._parts)} bytes into a record")
             records: list[Any] = self._incoming.decode(body)
         except msgspec.MsgspecError as error:
             _close(fds)
@@ -171,7 +207,18 @@ class Channel:
         except InvalidArgument:
             _close(fds)
             raise
+        if lost:
+            _close(fds)
+            raise DescriptorsLost(records)
         return records, fds
+
+    def _keep_part(self, content: bytes) -> None:
+        """Raises InvalidArgument: the record is too large."""
+        self._parts += memoryview(content)[1:]
+        if len(self._parts) > MAX_RECORD:
+            raise InvalidArgument(
+                f"malformed datagram: a record of over {len(self._parts)} bytes, at most {MAX_RECORD} are allowed"
+            )
 
     def close(self) -> None:
         """Idempotent; unsent records are dropped."""
@@ -182,7 +229,7 @@ class Channel:
         queue = self._queue
         if not self._alone and len(queue) <= 0xFFFF and sum(map(len, queue)) <= _ROOM:
             # All of them: what nearly every turn comes to.
-            packed = b"".join((_INLINE, _array_head(len(queue)), *queue))  # type: ignore[arg-type]
+            packed = b"".join((_WHOLE, _array_head(len(queue)), *queue))  # type: ignore[arg-type]
             queue.clear()
             return packed, ()
         records: list[bytes] = []
@@ -194,23 +241,13 @@ class Channel:
                     break
                 queue.popleft()
                 self._alone -= 1
-                return self._pack_alone(*record)
+                return record
             if len(record) > room:
                 break
             queue.popleft()
             records.append(record)
             room -= len(record)
-        return b"".join((_INLINE, _array_head(len(records)), *records)), ()
-
-    @staticmethod
-    def _pack_alone(record: bytes, fds: tuple[int, ...]) -> tuple[bytes, tuple[int, ...]]:
-        if len(record) <= _ROOM:
-            return b"".join((_INLINE, _array_head(1), record)), fds
-        spill = os.memfd_create("tensord-record", os.MFD_CLOEXEC)
-        with open(spill, "wb", closefd=False) as file:
-            file.write(_array_head(1))
-            file.write(record)
-        return _SPILLED, (spill, *fds)
+        return b"".join((_WHOLE, _array_head(len(records)), *records)), ()
 
     def _discard(self) -> None:
         for record in self._queue:
@@ -239,19 +276,16 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
     return list(fds)
 
 
-def _read_spilled(fd: int) -> bytes:
-    """Reads, not maps: the sender could still truncate it."""
+def _duplicated(fds: tuple[int, ...]) -> tuple[int, ...]:
+    """Raises OSError: no descriptor is left; none was made."""
+    made: list[int] = []
     try:
-        size = os.fstat(fd).st_size
-        if size > MAX_RECORD:
-            raise InvalidArgument(f"malformed datagram: a record of {size} bytes, at most {MAX_RECORD} are allowed")
-        pieces: list[bytes] = []
-        while size > 0 and (piece := os.pread(fd, size, sum(map(len, pieces)))):
-            pieces.append(piece)
-            size -= len(piece)
-        return b"".join(pieces)
-    finally:
-        os.close(fd)
+        for fd in fds:
+            made.append(os.dup(fd))
+    except OSError:
+        _close(made)
+        raise
+    return tuple(made)
 
 
 def _close(fds: list[int] | tuple[int, ...]) -> None:

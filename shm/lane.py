@@ -7,6 +7,9 @@
                            ◀───── Completion ───────       (answers of one form: AnswerForm once, then FormCompletion)
     Release                ─────────────────────▶        leases return to the arena
 
+A process that has as many files open as it may cannot map a segment. It says so (SegmentRefused), what lies there is one
+request's error, and the segment is announced again before its next use.
+
 The request arena belongs to the submitter and is shared by all its lanes, so a request can be given to another worker without
 a copy; each lane announces a segment before the first record that refers to it. The response arena belongs to this lane alone.
 """
@@ -16,11 +19,12 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
+from shm import descriptors
 from shm.arena import Arena, ArenaMap, Lease, LeaseKey, OnSegment
-from shm.channel import Channel
-from shm.errors import InvalidArgument
+from shm.channel import Channel, DescriptorsLost
+from shm.errors import InvalidArgument, Unavailable
 from shm.forms import Form, Forms, HeardForms, SaidForms, own_count
 from shm.messages import (
     AnswerForm,
@@ -32,6 +36,7 @@ from shm.messages import (
     RequestForm,
     SegmentClosed,
     SegmentOpened,
+    SegmentRefused,
     Slice,
     Submit,
     ToSubmitter,
@@ -54,10 +59,16 @@ class _Announcer:
         self._closures = arena.closures
 
     def announce(self, segment: int) -> None:
+        """Raises Unavailable: this process has no descriptor left to send."""
         if segment not in self._announced:
             opened = self._arena.segment(segment)
-            self._channel.put(SegmentOpened(segment, opened.byte_size), opened.fd)
+            with descriptors.needed("sending an arena segment"):
+                self._channel.put(SegmentOpened(segment, opened.byte_size), opened.fd)
             self._announced.add(segment)
+
+    def refused(self, segment: int) -> None:
+        """The peer could not map it: it is announced again."""
+        self._announced.discard(segment)
 
     def is_told(self, segment: int) -> bool:
         """Whether there is nothing to announce before its use."""
@@ -94,14 +105,14 @@ class SubmitterLane:
         return self._channel.waiting
 
     def submit(self, record: Submit) -> None:
-        """Queues a request whose inputs are in place."""
+        """Queues a request whose inputs are in place. Raises Unavailable: as ``announce``."""
         for tensor in record.inputs:
             if type(tensor.place) is Slice:
                 self._announcer.announce(tensor.place.segment)
         self._channel.put(record)
 
     def announce(self, leases: Iterable[Lease]) -> None:
-        """Before a request of a form: its inputs lie there."""
+        """Before a request of a form: its inputs lie there. Raises Unavailable: no descriptor is left to send."""
         for lease in leases:
             self._announcer.announce(lease.place.segment)
 
@@ -140,14 +151,18 @@ class SubmitterLane:
         Raises: ChannelClosed: the worker is going; requests may be run again only once it is fenced.  InvalidArgument: malformed,
           or of a form that was never told, or not like it.
         """
-        received = self._channel.receive()
+        try:
+            received = self._channel.receive()
+        except DescriptorsLost as lost:
+            self._refuse(_segment_of(lost))
+            return []
         if received is None:
             return None
         records, fds = received
         if fds:
             if len(records) != 1:
                 _refuse_descriptors(fds)
-            _apply_segment(records[0], fds, self._responses)
+            self._apply_segment(records[0], fds)
             return []
         heard = self._heard
         completions: list[tuple[Completion, FormCompletion | None]] = []
@@ -159,14 +174,41 @@ class SubmitterLane:
                     raise InvalidArgument(
                         f"{len(record.contents)} tensors came in an answer whose form has {own} there"
                     )
-                completions.append((template, record))
+                if record.lease is not None and self._responses.is_refused(record.lease[0]):
+                    completions.append((self._unreachable(record.request_id, record.lease), None))
+                else:
+                    completions.append((template, record))
             elif type(record) is Completion:
+                if record.lease is not None and self._responses.is_refused(record.lease[0]):
+                    record = self._unreachable(record.request_id, record.lease)
                 completions.append((record, None))
             elif type(record) is AnswerForm:
                 heard.learn(record.number, (record.completion, own_count(record.completion.outputs)))
             else:
-                _apply_segment(record, [], self._responses)
+                self._apply_segment(record, [])
         return completions
+
+    def _apply_segment(self, record: object, fds: list[int]) -> None:
+        if type(record) is SegmentRefused:
+            self._announcer.refused(record.segment)
+            return
+        try:
+            _apply_segment(record, fds, self._responses)
+        except Unavailable:
+            self._refuse(cast(SegmentOpened, record).segment)
+
+    def _refuse(self, segment: int) -> None:
+        self._responses.refuse(segment)
+        self._channel.put(SegmentRefused(segment))
+
+    def _unreachable(self, request_id: int, lease: LeaseKey) -> Completion:
+        """Instead of an answer that lies where this process cannot look."""
+        self._channel.put(Release((lease,)))
+        try:
+            self._responses.view(Slice(lease[0], lease[1], 0))
+        except Unavailable as error:
+            return Completion(request_id, error.code, error.message)
+        raise AssertionError("an answer that can be reached")
 
     def view(self, place: Slice) -> memoryview:
         """Bytes of an answer in the worker's response arena, read-only. Raises InvalidArgument: outside it."""
@@ -215,16 +257,31 @@ class WorkerLane:
 
         Raises: ChannelClosed: the submitter is gone.  InvalidArgument: malformed, or a lease given back that is not on loan.
         """
-        received = self._channel.receive()
+        try:
+            received = self._channel.receive()
+        except DescriptorsLost as lost:
+            self._refuse(_segment_of(lost))
+            return []
         return None if received is None else self._apply(*received)
 
-    def read(self, content: bytes, fds: list[int], cut: bool) -> list[Submit | RequestForm | FormSubmit | Cancel]:
-        """The same of a datagram that was received elsewhere (``workers.fast_path``). Raises InvalidArgument."""
-        return self._apply(*self._channel.read(content, fds, cut))
+    def read(self, content: bytes, fds: list[int], flags: int) -> list[Submit | RequestForm | FormSubmit | Cancel]:
+        """The same of a datagram that was received elsewhere (``workers.fast_path``), with its flags. Raises InvalidArgument."""
+        try:
+            return self._apply(*self._channel.read(content, fds, flags))
+        except DescriptorsLost as lost:
+            self._refuse(_segment_of(lost))
+            return []
+
+    def _refuse(self, segment: int) -> None:
+        self._requests.refuse(segment)
+        self._channel.put(SegmentRefused(segment))
 
     def _apply(self, records: list[Any], fds: list[int]) -> list[Submit | RequestForm | FormSubmit | Cancel]:
         if len(records) == 1 and type(records[0]) is SegmentOpened:
-            _apply_segment(records[0], fds, self._requests)
+            try:
+                _apply_segment(records[0], fds, self._requests)
+            except Unavailable:
+                self._refuse(records[0].segment)
             return []
         _refuse_descriptors(fds)
         wanted: list[Submit | RequestForm | FormSubmit | Cancel] = []
@@ -233,6 +290,8 @@ class WorkerLane:
                 wanted.append(record)
             elif type(record) is Release:
                 self._take_back(record.leases)
+            elif type(record) is SegmentRefused:
+                self._announcer.refused(record.segment)
             else:
                 _apply_segment(record, [], self._requests)
         return wanted
@@ -250,21 +309,28 @@ class WorkerLane:
         return self._announcer.is_told(lease.place.segment)
 
     def complete(self, record: Completion) -> None:
-        """Queues an answer whose bytes are in place."""
-        if record.lease is not None:
-            self._announcer.announce(record.lease[0])
-        self._channel.put(record)
+        """Queues an answer whose bytes are in place, or what went wrong with announcing where they are."""
+        self._channel.put(self._announced(record.request_id, record.lease) or record)
 
     def answer_form(self, template: Completion) -> Form[Completion]:
         """The form of answers like that (``shm.forms.answer_template``)."""
         return self._forms.form(template)
 
     def complete_formed(self, form: Form[Completion], record: FormCompletion) -> None:
-        """Queues an answer of a form: its outputs are in the record, or in place."""
-        if record.lease is not None:
-            self._announcer.announce(record.lease[0])
+        """Queues an answer of a form: its outputs are in the record, or in place. Otherwise as ``complete``."""
         self._said.say(form)
-        self._channel.put(record)
+        self._channel.put(self._announced(record.request_id, record.lease) or record)
+
+    def _announced(self, request_id: int, lease: LeaseKey | None) -> Completion | None:
+        """Announces the segment of a lease. Otherwise the lease is taken back; returns what the request is answered with."""
+        if lease is None:
+            return None
+        try:
+            self._announcer.announce(lease[0])
+        except Unavailable as error:
+            self._arena.release(lease)
+            return Completion(request_id, error.code, error.message)
+        return None
 
     def knows(self, form: Form[Completion]) -> bool:
         """Whether the submitter was told of that form, and its number stands for it."""
@@ -296,8 +362,15 @@ class WorkerLane:
                 raise InvalidArgument(f"lease {key} is given back but not on loan")
 
 
-def _apply_segment(record: object, fds: list[int], segments: ArenaMap) -> bool:
-    """Opens or closes a segment; always False, so that it can stand in a filter."""
+def _segment_of(lost: DescriptorsLost) -> int:
+    """The segment whose descriptor could not be taken. Raises InvalidArgument: on a lane nothing else has any."""
+    if len(lost.records) != 1 or type(lost.records[0]) is not SegmentOpened:
+        raise InvalidArgument(f"malformed datagram: {lost}")
+    return lost.records[0].segment
+
+
+def _apply_segment(record: object, fds: list[int], segments: ArenaMap) -> None:
+    """Opens or closes a segment. Raises Unavailable: it cannot be mapped now.  InvalidArgument: it is neither, or malformed."""
     if type(record) is SegmentOpened and len(fds) == 1:
         segments.open(record.segment, record.byte_size, fds[0])
     elif type(record) is SegmentClosed and not fds:
@@ -305,7 +378,6 @@ def _apply_segment(record: object, fds: list[int], segments: ArenaMap) -> bool:
     else:
         _refuse_descriptors(fds)
         raise InvalidArgument(f"{type(record).__name__} with {len(fds)} descriptors is not expected here")
-    return False
 
 
 def _refuse_descriptors(fds: list[int]) -> None:

@@ -5,6 +5,7 @@ that knows the union of a direction decodes and type-checks in one pass; anythin
 
                 submitter --> worker                     worker --> submitter
     lane        SegmentOpened SegmentClosed              SegmentOpened SegmentClosed
+                SegmentRefused                           SegmentRefused
                 Submit RequestForm FormSubmit            Completion AnswerForm FormCompletion
                 Release Cancel
 
@@ -94,6 +95,12 @@ class SegmentOpened(Record, frozen=True, tag="S+"):
 
 class SegmentClosed(Record, frozen=True, tag="S-"):
     """The sender will not refer to this segment again: unmap it."""
+
+    segment: int
+
+
+class SegmentRefused(Record, frozen=True, tag="S!"):
+    """The peer could not map this segment of the receiver's arena: it is to be announced again before its next use."""
 
     segment: int
 
@@ -214,8 +221,8 @@ class FormCompletion(Record, frozen=True, tag="c"):
     lease: tuple[int, int, int] | None = None
 
 
-ToWorker = SegmentOpened | SegmentClosed | Submit | RequestForm | FormSubmit | Release | Cancel
-ToSubmitter = SegmentOpened | SegmentClosed | Completion | AnswerForm | FormCompletion
+ToWorker = SegmentOpened | SegmentClosed | SegmentRefused | Submit | RequestForm | FormSubmit | Release | Cancel
+ToSubmitter = SegmentOpened | SegmentClosed | SegmentRefused | Completion | AnswerForm | FormCompletion
 
 
 # ------------------------------------------------------------------------------------------------------------- control

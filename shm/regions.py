@@ -26,7 +26,7 @@ import weakref
 
 import posix_ipc
 
-from shm import guard
+from shm import descriptors, guard
 from shm.errors import Internal, InvalidArgument, Unavailable
 
 _KEY = re.compile(r"/?[A-Za-z0-9_][A-Za-z0-9._-]{0,200}", re.ASCII)
@@ -64,7 +64,7 @@ def open_object(name: str, key: str) -> int:
       name: the region's name, for messages; the key appears in none but its owner's.
       key: as ``shm_open`` takes it, with or without the leading slash.
     Raises: InvalidArgument: a key or an object that is nobody's to register.  Internal: there is no such object or it may not
-      be opened, as Triton classifies it.
+      be opened, as Triton classifies it.  Unavailable: this process may have no more files open.
     """
     bare = key.lstrip("/")
     if not bare or bare.startswith(_REFUSED):
@@ -73,7 +73,8 @@ def open_object(name: str, key: str) -> int:
         raise Internal(f"Unable to open shared memory region: '{key[:_SHOWN]}'")
     try:
         # posix_ipc opens with O_RDWR, on which a FIFO does not block and a directory is refused.
-        fd: int = posix_ipc.SharedMemory("/" + bare).fd
+        with descriptors.needed(f"shared memory region '{name}'"):
+            fd: int = posix_ipc.SharedMemory("/" + bare).fd
     except (posix_ipc.Error, OSError, ValueError) as error:
         raise Internal(f"Unable to open shared memory region: '{key}'") from error
     try:
@@ -222,6 +223,11 @@ def _map(name: str, fd: int, offset: int, byte_size: int) -> mmap.mmap:
         )
     try:
         mapping = mmap.mmap(fd, byte_size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
+    except ValueError:  # mmap looks at the size itself: its owner has cut the object down since we did
+        raise InvalidArgument(
+            f"failed to register shared memory region '{name}': its object has {os.fstat(fd).st_size} bytes now, "
+            f"offset {offset} and byte_size {byte_size} need {offset + byte_size}"
+        ) from None
     except OSError as error:  # sealed against writing, or no address space left
         raise InvalidArgument(
             f"failed to register shared memory region '{name}': it cannot be mapped: {os.strerror(error.errno or 0)}"

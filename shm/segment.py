@@ -19,6 +19,7 @@ import mmap
 import os
 from collections.abc import Callable
 
+from shm import descriptors
 from shm.errors import InvalidArgument, Unavailable
 
 F_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h, since 5.1; the fcntl module has no name for it
@@ -43,8 +44,9 @@ class Segment:
 
     @classmethod
     def create(cls, byte_size: int) -> Segment:
-        """Raises Unavailable: the host has no memory left for it."""
-        fd = os.memfd_create("tensord", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        """Raises Unavailable: the host has no memory left for it, or this process no descriptor."""
+        with descriptors.needed("another arena segment"):
+            fd = os.memfd_create("tensord", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(fd, 0, byte_size)
             mapping = mmap.mmap(fd, byte_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
@@ -60,7 +62,7 @@ class Segment:
     def attach(cls, fd: int, byte_size: int) -> Segment:
         """Maps a peer's segment read-only; takes the descriptor over, also when it refuses it.
 
-        Raises: InvalidArgument: not sealed against resizing, or not of the announced size.
+        Raises: InvalidArgument: not sealed against resizing, or not of the announced size.  Unavailable: it cannot be mapped now.
         """
         try:
             try:
@@ -73,6 +75,9 @@ class Segment:
             if byte_size <= 0 or actual != byte_size:
                 raise InvalidArgument(f"segment has {actual} bytes, {byte_size} were announced")
             mapping = mmap.mmap(fd, byte_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        except OSError as error:  # as many mappings, or as much address space, as a process may have
+            os.close(fd)
+            raise Unavailable(f"an arena segment of {byte_size} bytes cannot be mapped: {error.strerror}") from error
         except BaseException:
             os.close(fd)
             raise

@@ -129,8 +129,8 @@ static int take(fast_path_t *self, lane_t *lane, PyObject *events, PyObject *dat
             return append(events, Py_BuildValue("ii", lane->fd, (int)EPOLLIN));
         int cut = message.msg_flags & (MSG_TRUNC | MSG_CTRUNC);
         if (cut || message.msg_controllen || take_requests(self, lane, datagram, (size_t)size, now_ns()))
-            return append(datagrams, Py_BuildValue("i(y#NO)", lane->fd, (const char *)datagram, (Py_ssize_t)size,
-                                                   descriptors(&message), cut ? Py_True : Py_False));
+            return append(datagrams, Py_BuildValue("i(y#Ni)", lane->fd, (const char *)datagram, (Py_ssize_t)size,
+                                                   descriptors(&message), cut));
         /* Of one without requests nothing is kept. */
         if (self->count)
             lane->used += (size_t)size;
@@ -165,7 +165,7 @@ static int give_back(fast_path_t *self, PyObject *datagrams) {
                 memcpy(at, self->waiting[i].record, self->waiting[i].size);
                 at += self->waiting[i].size;
             }
-        wrong = append(datagrams, Py_BuildValue("i(y#NO)", lane->fd, (const char *)datagram, (Py_ssize_t)size, PyList_New(0), Py_False));
+        wrong = append(datagrams, Py_BuildValue("i(y#Ni)", lane->fd, (const char *)datagram, (Py_ssize_t)size, PyList_New(0), 0));
         PyMem_Free(datagram);
     }
     self->first = self->count = 0;

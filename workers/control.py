@@ -20,8 +20,9 @@ import msgspec
 
 from config import log
 from config.options import Log
-from shm.channel import Channel
-from shm.errors import Internal, InvalidArgument, ServingError, Unsupported
+from shm import descriptors
+from shm.channel import Channel, DescriptorsLost
+from shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
 from shm.figures import Figures
 from shm.messages import (
     AwaitRegion,
@@ -162,6 +163,14 @@ class Control:
         except Exception as error:  # a defect of ours, and one call's
             _log.exception("%s failed", type(operation).__name__)
             self._channel.put(Reply(call.call_id, Internal.code, f"the call failed with {type(error).__name__}"))
+
+    def refuse(self, lost: DescriptorsLost) -> None:
+        """Answers a call whose descriptor this process could not take. Raises InvalidArgument: it was no call."""
+        for record in lost.records:
+            if not isinstance(record, Call):
+                raise InvalidArgument(f"{lost}: {descriptors.limit()} files may be open")
+            message = f"a worker has as many files open as it may, {descriptors.limit()}"
+            self._channel.put(Reply(record.call_id, Unavailable.code, message))
 
     def _register(self, call: Call, operation: RegisterSystemRegion, fds: list[int]) -> None:
         """The first worker opens the object by its key and sends the descriptor along; the others get it from there."""

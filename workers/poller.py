@@ -15,8 +15,8 @@ from workers.model_version import ModelVersion
 from workers.models.execution import Execution
 from workers.submitter import Submitter
 
-#: A datagram of a lane that was received already: content, descriptors in it, whether some of it is missing.
-Datagram = tuple[bytes, list[int], bool]
+#: A datagram of a lane that was received already: content, descriptors in it, ``recvmsg``'s flags that say what is missing.
+Datagram = tuple[bytes, list[int], int]
 
 
 class Woken(NamedTuple):

@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 
-from shm import guard
+from shm import descriptors, guard
 from shm.cuda_regions import CudaRegion, Driver, NoCuda
 from shm.errors import AlreadyExists, InvalidArgument, NotFound
 from shm.messages import RegisterCudaRegion, RegisterSystemRegion
@@ -50,6 +50,7 @@ class RegionTable:
 
         Returns: the region and its access, "guarded", "snapshot" or "sealed".
         Raises: AlreadyExists: the name is taken.  InvalidArgument, Internal: as ``shm.regions`` and the policy say.
+          Unavailable: so many files are open that the rest is kept for requests.
         """
         access = record.access
         try:
@@ -61,6 +62,7 @@ class RegionTable:
                 access = self._policy.access(record, found)
             elif access == "sealed":
                 check_sealed(record.name, fd)
+            descriptors.check_reserve(fd, f"failed to register shared memory region '{record.name}'")
         except BaseException:
             if fd is not None:
                 os.close(fd)

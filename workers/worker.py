@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 from config.options import Options
-from shm.channel import Channel, ChannelClosed
+from shm.channel import Channel, ChannelClosed, DescriptorsLost
 from shm.cuda_regions import DeviceLost, Driver, NoCuda
 from shm.errors import InvalidArgument
 from shm.lane import WorkerLane
@@ -210,9 +210,12 @@ class Worker:
         try:
             if datagram is not None:
                 self._take(submitter, submitter.lane.read(*datagram), now_ns)
+                submitter.unflushed |= submitter.lane.waiting > 0
                 return
             for _ in range(_DATAGRAMS_PER_TURN):
                 self._take(submitter, submitter.lane.receive() or (), now_ns)
+                # What the lane has to say itself.
+                submitter.unflushed |= submitter.lane.waiting > 0
                 # Asking whether more came costs less than trying to receive it in vain.
                 if not [event for event in self._epoll.poll(0) if event[0] == fd and event[1] != select.EPOLLOUT]:
                     return
@@ -241,7 +244,7 @@ class Worker:
 
     def _receive_control(self) -> None:
         try:
-            while (received := self._channel.receive()) is not None:
+            while (received := self._received_control()) is not None:
                 records, fds = received
                 for record in records:
                     self._control.handle(record, fds if len(records) == 1 else [])
@@ -251,6 +254,13 @@ class Worker:
         except InvalidArgument as error:
             _log.error("leaving: the supervisor sent what is not understood: %s", error.message)
             self._supervised = False
+
+    def _received_control(self) -> tuple[list[Any], list[int]] | None:
+        try:
+            return self._channel.receive()
+        except DescriptorsLost as lost:
+            self._control.refuse(lost)
+            return [], []
 
     # ------------------------------------------------------------------------------------------------------------ lanes
 

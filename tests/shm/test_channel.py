@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shm.channel import MAX_DATAGRAM, Channel, ChannelClosed, pair
+from shm.channel import MAX_DATAGRAM, Channel, ChannelClosed, DescriptorsLost, pair
 from shm.errors import InvalidArgument
 from shm.messages import (
     Cancel,
@@ -25,6 +25,7 @@ from shm.messages import (
     ToWorker,
     decoder,
 )
+from tests.open_files import no_descriptors_left
 
 
 def channels() -> tuple[Channel, Channel]:
@@ -85,8 +86,10 @@ def test_records_of_any_size(size: int) -> None:
     large = Submit(1, "m", 0, (Tensor("x", "UINT8", (size,), Inline(bytes(size))),))
     for record in (Cancel(1), large, Cancel(2)):
         submitter.put(record)
-    assert submitter.flush()
-    assert drain(worker) == [Cancel(1), large, Cancel(2)]
+    found: list[Any] = []
+    while not submitter.flush():
+        found += drain(worker)
+    assert found + drain(worker) == [Cancel(1), large, Cancel(2)]
     assert len(os.listdir("/proc/self/fd")) <= before
     submitter.close()
     worker.close()
@@ -164,13 +167,72 @@ def test_descriptors_of_garbage_are_closed() -> None:
     before = set(os.listdir("/proc/self/fd"))
     fds = [os.memfd_create("x") for _ in range(4)]
     socket.send_fds(ours, [b"\x01nonsense"], fds)
-    socket.send_fds(ours, [b"\x02"], fds[:1])
+    socket.send_fds(ours, [b"\x02part"], fds[:1])
     for fd in fds:
         os.close(fd)
     for _ in range(2):
         with pytest.raises(InvalidArgument):
             worker.receive()
     assert set(os.listdir("/proc/self/fd")) <= before
+    ours.close()
+    worker.close()
+
+
+def test_descriptors_that_cannot_be_taken_are_told_and_the_next_ones_come() -> None:
+    submitter, worker = channels()
+    submitter.put(Cancel(1))
+    for segment in range(2):
+        submitter.put(SegmentOpened(segment, 4096), 0)
+    submitter.flush()
+    with no_descriptors_left():
+        assert worker.receive() == ([Cancel(1)], [])
+        with pytest.raises(DescriptorsLost) as lost:
+            worker.receive()
+    assert lost.value.records == [SegmentOpened(0, 4096)]
+    received = worker.receive()
+    assert received is not None
+    assert received[0] == [SegmentOpened(1, 4096)]
+    os.close(received[1][0])
+    submitter.close()
+    worker.close()
+
+
+def test_without_a_descriptor_nothing_is_queued_and_large_records_travel() -> None:
+    submitter, worker = channels()
+    large = Submit(1, "m", 0, (Tensor("x", "UINT8", (1 << 17,), Inline(bytes(1 << 17))),))
+    with no_descriptors_left():
+        with pytest.raises(OSError, match="Too many open files"):
+            submitter.put(SegmentOpened(0, 4096), 0)
+        submitter.put(large)
+        found: list[Any] = []
+        while not submitter.flush():
+            found += drain(worker)
+        assert found + drain(worker) == [large]
+    submitter.close()
+    worker.close()
+
+
+def test_records_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shm.channel.MAX_RECORD", 100_000)
+    ours, theirs = pair()
+    worker = Channel(theirs, decoder(ToWorker))
+    ours.send(b"\x02" + bytes(60_000))
+    assert worker.receive() == ([], [])
+    ours.send(b"\x02" + bytes(60_000))
+    with pytest.raises(InvalidArgument, match="a record of over 120000 bytes, at most 100000 are allowed"):
+        worker.receive()
+    ours.close()
+    worker.close()
+
+
+def test_nothing_comes_between_the_parts_of_a_record() -> None:
+    ours, theirs = pair()
+    worker = Channel(theirs, decoder(ToWorker))
+    ours.send(b"\x02\x91")
+    assert worker.receive() == ([], [])
+    ours.send(b"\x01\x90")
+    with pytest.raises(InvalidArgument, match="1 bytes into a record"):
+        worker.receive()
     ours.close()
     worker.close()
 

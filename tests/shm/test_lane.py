@@ -8,7 +8,7 @@ import pytest
 
 from shm.arena import Arena
 from shm.channel import Channel, ChannelClosed, pair
-from shm.errors import InvalidArgument
+from shm.errors import InvalidArgument, Unavailable
 from shm.forms import MAX_FORMS, Form, Forms, HeardForms, answer_template, request_template, whole_answer, whole_request
 from shm.lane import SubmitterLane, WorkerLane
 from shm.messages import (
@@ -30,6 +30,7 @@ from shm.messages import (
     ToWorker,
     decoder,
 )
+from tests.open_files import no_descriptors_left
 
 MIB = 1 << 20
 
@@ -143,6 +144,96 @@ def test_a_submitter_out_of_step_is_refused(record: Record) -> None:
     with pytest.raises(InvalidArgument):
         worker.receive()
     enemy.close()
+    worker.close()
+
+
+def test_a_segment_the_worker_cannot_take_is_one_error_and_comes_again(arena: Arena) -> None:
+    submitter, worker = lane_of(arena)
+    lease = arena.loan(5 * MIB)
+    assert lease is not None
+    lease.view[:4] = b"here"
+    request = Submit(1, "m", 0, (Tensor("x", "UINT8", (5 * MIB,), lease.place),))
+    submitter.submit(request)
+    submitter.flush()
+    with no_descriptors_left():
+        assert received(worker) == [request]
+        with pytest.raises(
+            Unavailable, match=f"{5 * MIB} bytes of a tensor cannot be reached: .* as many files open as it may"
+        ):
+            worker.view(lease.place)
+        worker.flush()
+        assert answered(submitter) == []
+    submitter.submit(request)
+    submitter.flush()
+    assert received(worker) == [request]
+    assert bytes(worker.view(lease.place)[:4]) == b"here"
+    submitter.close()
+    worker.close()
+
+
+@pytest.mark.parametrize("formed", [False, True])
+def test_an_answer_the_submitter_cannot_reach_is_an_error_and_gives_its_room_back(arena: Arena, formed: bool) -> None:
+    submitter, worker = lane_of(arena)
+
+    def answer(number: int) -> None:
+        lease = worker.loan(5 * MIB)
+        assert lease is not None
+        lease.view[:4] = b"%04d" % number
+        tensor = Tensor("y", "UINT8", (5 * MIB,), lease.place)
+        whole = Completion(number, outputs=(tensor,), lease=lease.key)
+        if formed:
+            form = worker.answer_form(answer_template(whole))
+            worker.complete_formed(form, FormCompletion(number, form.number, (lease.place,), lease.key))
+        else:
+            worker.complete(whole)
+        worker.flush()
+
+    answer(1)
+    with no_descriptors_left():
+        ((error, own),) = answered(submitter)
+    assert own is None
+    assert (error.request_id, error.code) == (1, Unavailable.code)
+    assert "as many files open as it may" in error.message
+    submitter.flush()
+    assert received(worker) == []
+    assert worker.arena.statistics()["leases"] == 0
+    answer(2)
+    ((completion, own),) = answered(submitter)
+    place = own.contents[0] if own is not None else completion.outputs[0].place
+    assert isinstance(place, Slice)
+    assert bytes(submitter.view(place)[:4]) == b"0002"
+    submitter.close()
+    worker.close()
+
+
+def test_an_answer_whose_segment_cannot_be_sent_is_an_error(arena: Arena) -> None:
+    submitter, worker = lane_of(arena)
+    lease = worker.loan(5 * MIB)
+    assert lease is not None
+    whole = Completion(1, outputs=(Tensor("y", "UINT8", (5 * MIB,), lease.place),), lease=lease.key)
+    with no_descriptors_left():
+        with pytest.raises(Unavailable, match="no file can be opened for another arena segment"):
+            worker.loan(20 * MIB)
+        worker.complete(whole)
+        worker.flush()
+        ((error, _),) = answered(submitter)
+    assert error.code == Unavailable.code
+    assert worker.arena.statistics()["leases"] == 0
+    submitter.close()
+    worker.close()
+
+
+def test_a_request_whose_segment_cannot_be_sent_is_refused_where_it_is(arena: Arena) -> None:
+    submitter, worker = lane_of(arena)
+    lease = arena.loan(5 * MIB)
+    assert lease is not None
+    request = Submit(1, "m", 0, (Tensor("x", "UINT8", (5 * MIB,), lease.place),))
+    with no_descriptors_left(), pytest.raises(Unavailable, match="no file can be opened for sending an arena segment"):
+        submitter.submit(request)
+    submitter.submit(request)
+    submitter.flush()
+    assert received(worker) == [request]
+    submitter.close()
     worker.close()
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,3 +112,22 @@ def test_the_range_check_is_exact(offset: int, byte_size: int, limit: int) -> No
     else:
         with pytest.raises(InvalidArgument, match="'r'"):
             check_range(offset, byte_size, limit, "r")
+
+
+def test_an_object_cut_down_while_it_is_registered_is_a_bad_request(key: str) -> None:
+    """Whenever it happens: between the look at its size and its mapping, too."""
+    make(key, 8192)
+    # A process of its own: a thread would hardly ever run in between.
+    program = f"import os\nwhile True: os.truncate({str(SHM / key)!r}, 4096); os.truncate({str(SHM / key)!r}, 8192)"
+    cutting = subprocess.Popen([sys.executable, "-c", program])
+    mapped = refused = 0
+    try:
+        while mapped < 500 or refused < 500:
+            try:
+                Region("r", key, open_object("r", key), 0, 8192).close()
+                mapped += 1
+            except InvalidArgument:
+                refused += 1
+    finally:
+        cutting.kill()
+        cutting.wait()

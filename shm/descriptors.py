@@ -1,0 +1,58 @@
+"""Descriptors of this process: how many it may have, and what is kept of them for requests.
+
+A client's region takes a descriptor for as long as it is registered, a large tensor takes some while its request runs. So that
+clients' regions never leave none for requests, a region is only taken while the reserve is untouched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import resource
+from collections.abc import Iterator
+
+from shm.errors import Unavailable
+
+#: Kept for requests and connections, where the limit is not so small that a quarter of it is less.
+_RESERVE = 256
+
+
+def limit() -> int:
+    """How many descriptors this process may have open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def raise_limit() -> int:
+    """Takes what the system allows this process; children inherit it. Returns the limit that holds now."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return most
+
+
+def check_reserve(fd: int, what: str) -> None:
+    """Whether there are descriptors left besides the reserve, once ``fd`` was opened for ``what``.
+
+    The system gives out the lowest number that is free, so all below it are in use.
+
+    Raises: Unavailable: there are not; the descriptor stays the caller's.
+    """
+    most = limit()
+    room = most - min(_RESERVE, most // 4)
+    if fd >= room:
+        raise Unavailable(
+            f"{what}: {fd} files are open in a process of the server, {room} are allowed beside those kept for requests "
+            f"(the limit of open files is {most})"
+        )
+
+
+@contextlib.contextmanager
+def needed(what: str) -> Iterator[None]:
+    """Around a call that makes a descriptor. Raises Unavailable: there is none left."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise Unavailable(
+            f"no file can be opened for {what}: the server has as many open as it may, {limit()}"
+        ) from error

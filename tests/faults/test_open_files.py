@@ -1,0 +1,125 @@
+"""Processes that have as many files open as they may: what needs one more gets an error at once, and all else is answered."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import resource
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+import tritonclient.http as httpclient
+from tritonclient.utils import InferenceServerException
+
+from tests import repositories
+from tests.daemon_process import PATIENCE, DaemonProcess
+from tests.open_files import no_descriptors_left
+
+#: Larger than the arenas' first segment: each such tensor has a segment, and a descriptor, of its own.
+_LARGE = 6 << 20
+_TEXT = r"as many (files )?open as it may"
+
+
+@pytest.fixture
+def daemon(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> DaemonProcess:
+    # Nothing of a free segment is kept, so each large tensor needs a new one.
+    daemon = start_daemon(repositories.echo_models(tmp_path / "repository"), arenas={"keep_byte_size": 0})
+    daemon.wait_ready()
+    return daemon
+
+
+def echo(library: Any, client: Any, byte_size: int) -> None:
+    """Raises InferenceServerException: the server refuses."""
+    values = np.random.default_rng(byte_size).random(byte_size // 4, np.float32)
+    given = library.InferInput("x", [values.size], "FP32")
+    given.set_data_from_numpy(values)
+    answer = client.infer("echo_fp32", [given])
+    assert np.array_equal(answer.as_numpy("y"), values)
+
+
+@pytest.mark.parametrize("library", [httpclient, grpcclient], ids=["http", "grpc"])
+def test_a_worker_without_descriptors(daemon: DaemonProcess, library: Any) -> None:
+    """
+    1. The worker may open no more files. A large request, whose body it would have to map, gets 503 with the limit.
+    2. Small ones are answered, and the worker is not replaced.
+    3. It may again: the same request is answered.
+    """
+    (worker,) = daemon.workers
+    url = daemon.url if library is httpclient else daemon.grpc_url
+    bystander = httpclient.InferenceServerClient(daemon.url, connection_timeout=PATIENCE, network_timeout=PATIENCE)
+    with library.InferenceServerClient(url) as client, contextlib.closing(bystander):
+        echo(library, client, 64)
+        with no_descriptors_left(worker.pid) as limit:
+            for _ in range(3):
+                with pytest.raises(InferenceServerException, match=_TEXT) as refused:
+                    echo(library, client, _LARGE)
+                assert refused.value.status() in ("503", "StatusCode.UNAVAILABLE")
+                assert str(limit) in refused.value.message()
+                echo(library, client, 64)
+                echo(httpclient, bystander, 256)
+        for _ in range(3):
+            echo(library, client, _LARGE)
+            echo(httpclient, bystander, 256)
+    assert [process.pid for process in daemon.workers] == [worker.pid]
+    assert "Traceback" not in daemon.log
+
+
+@pytest.mark.parametrize("library", [httpclient, grpcclient], ids=["http", "grpc"])
+def test_a_front_without_descriptors(daemon: DaemonProcess, library: Any) -> None:
+    """
+    1. A front may open no more files. A large request on a connection it has gets 503 with the limit; small ones are answered.
+    2. It may again: the same request is answered on the same connection.
+    """
+    (front,) = daemon.fronts if library is httpclient else daemon.children("daemon.grpc")
+    url = daemon.url if library is httpclient else daemon.grpc_url
+    with library.InferenceServerClient(url) as client:
+        echo(library, client, 64)
+        with no_descriptors_left(front.pid):
+            for _ in range(3):
+                with pytest.raises(InferenceServerException, match=_TEXT) as refused:
+                    echo(library, client, _LARGE)
+                assert refused.value.status() in ("503", "StatusCode.UNAVAILABLE")
+                echo(library, client, 64)
+        for _ in range(3):
+            echo(library, client, _LARGE)
+    assert "Traceback" not in daemon.log
+
+
+@pytest.mark.parametrize("who", ["worker", "supervisor"])
+def test_regions_stop_at_the_reserve(daemon: DaemonProcess, who: str) -> None:
+    """
+    1. A client registers regions until it is refused: 503 with both numbers, long before the descriptors are used up.
+    2. Large requests are answered. 3. A region fewer, and one can be registered again.
+    """
+    pid = daemon.workers[0].pid if who == "worker" else daemon.pid
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (128, 128))
+    name = f"tensord-test-{uuid.uuid4().hex}"
+    path = Path("/dev/shm", name)
+    path.write_bytes(bytes(4096))
+    client = httpclient.InferenceServerClient(daemon.url, connection_timeout=PATIENCE, network_timeout=PATIENCE)
+    try:
+        count, refused = 0, None
+        while refused is None:
+            try:
+                client.register_system_shared_memory(f"{name}-{count}", f"/{name}", 4096)
+                count += 1
+            except InferenceServerException as error:
+                refused = error
+        assert refused.status() == "503"
+        assert re.search(r"\d+ files are open .*, 96 are allowed .* is 128", refused.message())
+        assert count > 16
+        for _ in range(3):
+            echo(httpclient, client, _LARGE)
+        assert len(client.get_system_shared_memory_status()) == count
+        client.unregister_system_shared_memory(f"{name}-0")
+        client.register_system_shared_memory(f"{name}-again", f"/{name}", 4096)
+        client.unregister_system_shared_memory()
+    finally:
+        client.close()
+        path.unlink()
+    assert "Traceback" not in daemon.log
