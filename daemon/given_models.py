@@ -32,10 +32,11 @@ class GivenModels:
     def keep(self, name: str, files: Mapping[str, bytes]) -> Path:
         """Writes the files (``<version>/<name>`` -> content) of a model; returns its folder, which has the model's name.
 
+        A path is beneath that folder, also with a slash before it, as in Triton.
+
         Raises: InvalidArgument: a path that is none.  OSError: no room. Nothing is left behind.
         """
-        for path in files:
-            _check(path)
+        files = _checked(files)
         if self._root is None:
             self._root = tempfile.TemporaryDirectory(prefix="tensord-models-")
         folder = Path(self._root.name, str(next(self._serials)), name)
@@ -61,7 +62,19 @@ class GivenModels:
             self._root = None
 
 
-def _check(path: str) -> None:
-    parts = path.split("/")
-    if len(parts) > _MAX_DEPTH or not all(_PART.fullmatch(part) for part in parts):
-        raise InvalidArgument(f"'{path[:200]}' is no path of a file in a model: expected <version>/<file-name>")
+def _checked(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The files by their paths beneath the folder. Raises InvalidArgument: not the path of a file, or not of one alone."""
+    found: dict[str, bytes] = {}
+    for given, content in files.items():
+        path = given.lstrip("/")
+        parts = path.split("/")
+        if len(parts) > _MAX_DEPTH or not all(_PART.fullmatch(part) for part in parts):
+            raise InvalidArgument(f"'{given[:200]}' is no path of a file in a model: expected <version>/<file-name>")
+        if path in found:
+            raise InvalidArgument(f"file '{path[:200]}' is given twice")
+        found[path] = content
+    for path in found:
+        for folder in itertools.accumulate(path.split("/")[:-1], "{}/{}".format):
+            if folder in found:
+                raise InvalidArgument(f"'{folder[:200]}' is given as a file, and '{path[:200]}' beneath it")
+    return found

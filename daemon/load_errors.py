@@ -22,3 +22,8 @@ def no_version_error(name: str) -> str:
 def poll_error(names: Iterable[str]) -> str:
     """Triton's sentence for a model that is not there or cannot be read."""
     return f"failed to load '{', '.join(names)}', failed to poll from model repository"
+
+
+def given_error(name: str, reason: str) -> str:
+    """Our sentence for a configuration or files of a client that cannot be used, where Triton only says ``poll_error``."""
+    return f"failed to load '{name}': {reason}"

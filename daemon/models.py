@@ -1,7 +1,8 @@
 """Operations on models: what clients, the start and a reload ask for, carried out through the lifecycle's instructions.
 
-Files are read off the loop; decisions are ``daemon.lifecycle``'s. A configuration that a client gave with a load stays in force
-for later plain loads, until the model's files change. Files that a client gave are the model until the next load or unload.
+Files are read off the loop; decisions are ``daemon.lifecycle``'s. A configuration that a client gave with a load that succeeded
+stays in force for later plain loads, until the model's files change or it is unloaded. Files that a client gave are the model
+until the next load or unload.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from daemon import load_errors, repository
 from daemon.given_models import GivenModels
 from daemon.lifecycle import Instruction, Lifecycle, Publish, Send, Settled
 from daemon.repository import FoundModel
-from shm.errors import Internal, InvalidArgument, ServingError, Unavailable
+from shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
 from shm.messages import Loaded, LoadModel, ModelGone, ModelState, Record
 
 _log = logging.getLogger(__name__)
@@ -66,46 +67,58 @@ class Models:
     async def load(self, request: LoadModel) -> None:
         """Loads or reloads a model by name and waits for the outcome.
 
-        Raises: Unavailable: not in explicit mode.  Internal, InvalidArgument: Triton's sentences.
+        Raises: Unavailable: not in explicit mode.  Internal, InvalidArgument: Triton's sentences; or what is wrong in what the
+        client gave.  Unsupported: the model asks for what is not offered.
         """
         self._only_explicit()
-        name = request.name
-        if request.files:
-            found = await self._give(request)
-        else:
-            found = await asyncio.to_thread(self._poll, name)
-            if not found.error and request.config:
-                found = await asyncio.to_thread(self._override, found, request.config)
-            elif not found.error and name in self._overrides:
-                fingerprint, config = self._overrides[name]
-                if fingerprint == found.fingerprint:
-                    found = await asyncio.to_thread(repository.override, found, config)
-                else:
-                    del self._overrides[name]
         try:
-            if found.error:
-                _log.error("model '%s' cannot be polled: %s", name, found.error)
-                raise Internal(load_errors.poll_error([name]))
-            if error := await self._bring(found):
-                raise InvalidArgument(error)
+            if request.files:
+                await self._load_given(request.name, request.files, request.config)
+            else:
+                await self._load_found(request.name, request.config)
         finally:
-            self._coming.discard(found.path)
-            self._drop_unused(name)
+            self._drop_unused(request.name)
 
-    async def _give(self, request: LoadModel) -> FoundModel:
-        """The model that consists of the request's files, in a folder of its own."""
-        name = request.name
+    async def _load_found(self, name: str, config: str) -> None:
+        """Loads a model of a repository, with a client's configuration where one is given now or holds from before."""
+        found = await asyncio.to_thread(self._poll, name)
+        fingerprint, former = self._overrides.get(name, ("", ""))
+        given = config or (former if fingerprint == found.fingerprint else "")
+        loaded = found
+        if given and found.path.name:
+            loaded = await asyncio.to_thread(_overridden, found.path, given)
+        elif found.error:
+            _log.error("model '%s' cannot be polled: %s", name, found.error)
+            if found.unsupported:
+                raise Unsupported(load_errors.given_error(name, found.error))
+            raise Internal(load_errors.poll_error([name]))
+        if error := await self._bring(loaded):
+            raise InvalidArgument(error)
+        if given:
+            self._overrides[name] = (found.fingerprint, given)
+        else:
+            self._overrides.pop(name, None)
+
+    async def _load_given(self, name: str, files: Mapping[str, bytes], config: str) -> None:
+        """Loads the model that consists of a client's files, in a folder of its own."""
+        if not config:
+            raise InvalidArgument(load_errors.given_error(name, "files are given without a 'config'"))
+        if not repository.NAME.fullmatch(name):
+            raise InvalidArgument(load_errors.given_error(name, "no model can have that name"))
         try:
-            if not repository.NAME.fullmatch(name) or not request.config:
-                raise InvalidArgument("files without a configuration, or for a name that no model can have")
-            folder = await asyncio.to_thread(self._given.keep, name, request.files)
+            folder = await asyncio.to_thread(self._given.keep, name, files)
         except InvalidArgument as error:
-            return FoundModel(name, Path(), error=error.message)
+            raise InvalidArgument(load_errors.given_error(name, error.message)) from None
         except OSError as error:
-            return FoundModel(name, Path(), error=f"its files cannot be kept: {error.strerror}")
+            raise Unavailable(load_errors.given_error(name, f"its files cannot be kept: {error.strerror}")) from None
         self._coming.add(folder)
         self._given_folders.setdefault(name, []).append(folder)
-        return await asyncio.to_thread(_overridden, FoundModel(name, folder), request.config)
+        try:
+            if failure := await self._bring(await asyncio.to_thread(_overridden, folder, config)):
+                raise InvalidArgument(failure)
+        finally:
+            self._coming.discard(folder)
+        self._overrides.pop(name, None)
 
     def _drop_unused(self, name: str) -> None:
         """Removes folders of given files that no version of that name needs any more."""
@@ -121,6 +134,7 @@ class Models:
     def unload(self, name: str) -> None:
         """Begins to take a model away; unknown names are no error. Raises Unavailable: not in explicit mode."""
         self._only_explicit()
+        self._overrides.pop(name, None)
         token = self._token()
         gone = self._waiting[token] = asyncio.get_running_loop().create_future()
         gone.add_done_callback(lambda _: self._drop_unused(name))
@@ -140,12 +154,6 @@ class Models:
         if self._options.control_mode != "explicit":
             raise Unavailable("explicit model load / unload is not allowed if polling is enabled")
 
-    def _override(self, found: FoundModel, config: str) -> FoundModel:
-        overridden = _overridden(found, config)
-        if not overridden.error:
-            self._overrides[found.name] = (found.fingerprint, config)
-        return overridden
-
     def _poll(self, name: str) -> FoundModel:
         # Only a well-formed name may become part of a path.
         if repository.NAME.fullmatch(name):
@@ -153,7 +161,7 @@ class Models:
             if len(places) == 1:
                 return repository.poll(places[0])
             if places:
-                return FoundModel(name, places[0], error="it is in more than one repository")
+                return FoundModel(name, Path(), error="it is in more than one repository")
         return FoundModel(name, Path(), error="it is in no repository")
 
     # ------------------------------------------------------------------------------------------------ start and reload
@@ -194,6 +202,10 @@ class Models:
             return load_errors.no_version_error(found.name)
         if self.refused.pop(found.name, None) is not None:
             self._publish(ModelGone(found.name, _NO_VERSION))
+        known = self.lifecycle.models.get(found.name)
+        if known is None or known.fingerprint != found.fingerprint:
+            for sentence in found.without_effect:
+                _log.warning("model '%s': %s", found.name, sentence)
         token = self._token()
         outcome: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._waiting[token] = outcome
@@ -255,8 +267,12 @@ class Models:
         return [Path(path) for path in self._options.paths]
 
 
-def _overridden(found: FoundModel, config: str) -> FoundModel:
+def _overridden(folder: Path, config: str) -> FoundModel:
+    """The model of a folder with a client's configuration. Raises InvalidArgument, Unsupported: as the client is told."""
     try:
-        return repository.override(found, config)
+        found = repository.override(folder, config)
     except ServingError as error:
-        return FoundModel(found.name, found.path, error=error.message)
+        raise type(error)(load_errors.given_error(folder.name, error.message)) from None
+    if not found.chosen:
+        raise InvalidArgument(load_errors.no_version_error(folder.name))
+    return found

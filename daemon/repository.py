@@ -18,14 +18,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from config import model_config
+from config import model_checks, model_config, model_fields
 from config.model_config import ModelConfig
-from shm.errors import InvalidArgument, ServingError
+from shm.errors import InvalidArgument, ServingError, Unsupported
 
 #: Names go into URLs, logs and cache keys; nothing in them may mean anything to a file system or a shell.
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254}", re.ASCII)
 _VERSION = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
 _IGNORED = ("__pycache__", "lost+found")
+#: A model's file beyond that is no code.
+_MAX_CODE_BYTE_SIZE = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,10 @@ class FoundModel:
     fingerprint: str = ""
     #: Why it cannot be polled, for the operator; "" when it can.
     error: str = ""
+    #: Whether that is something which is not offered here, and not a mistake.
+    unsupported: bool = False
+    #: What its configuration asks for without effect, a sentence each.
+    without_effect: tuple[str, ...] = ()
 
 
 def scan(repositories: Sequence[Path]) -> dict[str, FoundModel]:
@@ -76,22 +82,22 @@ def poll(path: Path) -> FoundModel:
         if not NAME.fullmatch(name):
             raise InvalidArgument("its name may hold only letters, digits and _.+- and must not begin with . + or -")
         versions = _versions(path)
-        text = _read(path / "config.pbtxt")
+        text = _read(path / "config.pbtxt", model_config.MAX_BYTE_SIZE)
         message = model_config.parse_pbtxt(text, name) if text is not None else model_config.empty()
         return _found(path, message, versions)
     except ServingError as error:
-        return FoundModel(name, path, error=error.message)
+        return FoundModel(name, path, error=error.message, unsupported=isinstance(error, Unsupported))
     except (OSError, UnicodeDecodeError) as error:
         return FoundModel(name, path, error=f"cannot be read: {error}")
 
 
-def override(model: FoundModel, config: str) -> FoundModel:
-    """The model with a configuration in JSON in the place of its own. Raises InvalidArgument, Unsupported."""
-    message = model_config.parse_json(config, model.name)
+def override(path: Path, config: str) -> FoundModel:
+    """The model of a folder with a configuration in JSON in the place of its own. Raises InvalidArgument, Unsupported."""
+    message = model_config.parse_json(config, path.name)
     try:
-        return _found(model.path, message, _versions(model.path))
-    except OSError as error:
-        raise InvalidArgument(f"model '{model.name}' cannot be read: {error.strerror}") from None
+        return _found(path, message, _versions(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"model '{path.name}' cannot be read: {error}") from None
 
 
 def _found(path: Path, message: ModelConfig, versions: tuple[int, ...]) -> FoundModel:
@@ -99,12 +105,13 @@ def _found(path: Path, message: ModelConfig, versions: tuple[int, ...]) -> Found
     if message.name and message.name != name:
         raise InvalidArgument(f"its configuration is for '{message.name}', but its folder is '{name}'")
     message.name = name
-    model_config.check(message)
+    model_checks.check(message)
     chosen = _choose(message, versions)
     if not message.backend and chosen:
         message.backend = _guess_backend(path, message, chosen[-1])
     config = message.SerializeToString(deterministic=True)
-    return FoundModel(name, path, config, versions, chosen, _fingerprint(path, config))
+    without_effect = tuple(model_fields.without_effect(message))
+    return FoundModel(name, path, config, versions, chosen, _fingerprint(path, config), without_effect=without_effect)
 
 
 def _versions(path: Path) -> tuple[int, ...]:
@@ -129,7 +136,7 @@ def _choose(message: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:
 def _guess_backend(path: Path, message: ModelConfig, version: int) -> str:
     """By what the model's file defines at its top level, read as syntax: importing it is for its worker alone."""
     file = message.default_model_filename or "model.py"
-    text = _read(path / str(version) / file)
+    text = _read(path / str(version) / file, _MAX_CODE_BYTE_SIZE)
     if text is None:
         raise InvalidArgument(f"it names no backend, and version {version} has no {file} to tell it from")
     try:
@@ -159,11 +166,16 @@ def _defined(tree: ast.Module) -> list[str]:
     return names
 
 
-def _read(path: Path) -> str | None:
+def _read(path: Path, limit: int) -> str | None:
+    """Raises InvalidArgument: more than ``limit`` bytes."""
     try:
-        return path.read_text(encoding="utf-8")
+        with open(path, "rb") as file:
+            content = file.read(limit + 1)
     except (FileNotFoundError, IsADirectoryError):
         return None
+    if len(content) > limit:
+        raise InvalidArgument(f"{path.name} has {path.stat().st_size} bytes, at most {limit} are read")
+    return content.decode()
 
 
 def _fingerprint(path: Path, config: bytes) -> str:

@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Hashable
 
 from config.options import Options
-from shm.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable, Unsupported
+from shm.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable
 from shm.messages import FormSubmit, Submit
 from shm.status_page import StatusPage, WorkerState
 from workers.answers import failure
@@ -84,8 +84,6 @@ class Dispatcher:
         submit: Submit = record if form is None else form.submit  # type: ignore[assignment]
         try:
             version = self._models.find(submit.model, submit.version)
-            if version.loaded.unsupported:
-                raise Unsupported(version.loaded.unsupported)
             if form is None:
                 request = validate(submit, submitter, version, self._regions, now_ns)
             else:

@@ -1,7 +1,8 @@
 """The deliberate differences from Triton: the table in docs/protocol.md, which is the only list of exceptions.
 
 The first cell of a row names what the row is about, each in backquotes: ids of recorded cases, globs of ids, or a rule
-``status A → B`` or ``status A → B: TEXT``, which excuses that change of status wherever the error text is TEXT (a glob).
+``status A → B`` or ``status A → B: TEXT``, which excuses that change of status wherever the error text is TEXT (a glob); ``code A
+→ B: TEXT`` is the same of gRPC, and ``text A → B`` excuses that change of an error's text (globs).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from pathlib import Path
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 _HEADING = "## Differences from Triton"
 _STATUS_RULE = re.compile(r"status (\d{3}) → (\d{3})(?:: (.*))?")
+_CODE_RULE = re.compile(r"code ([A-Z_]+) → ([A-Z_]+): (.*)")
+_TEXT_RULE = re.compile(r"text (.*) → (.*)")
 _BODY_RULE = re.compile(r"empty body → (\{.*\})")
 #: What the replayer puts before a difference in a case of several steps, or of several answers.
 _PLACE = re.compile(r"(step \d+: )?(#\d+ )?")
@@ -39,6 +42,11 @@ def rule(name: str) -> Rule | None:
         triton, tensord, text = status.groups(default="")
         # The replayer cuts long texts, so the end is open.
         return Rule(name, f'status: got {tensord} want {triton}; body {{"error":"{text}*')
+    if code := _CODE_RULE.fullmatch(name):
+        triton, tensord, text = code.groups()
+        return Rule(name, f"code: got {tensord} ({text}*) want {triton}")
+    if text_rule := _TEXT_RULE.fullmatch(name):
+        return Rule(name, f"*: got {text_rule[2]}\n*want {text_rule[1]}")
     if body := _BODY_RULE.fullmatch(name):
         return Rule(name, f": got {body[1]} want null")
     if name.startswith("added /"):

@@ -57,6 +57,36 @@ def test_a_rule_excuses_its_change_of_status_only(line: str, excused: bool) -> N
 @pytest.mark.parametrize(
     ("line", "excused"),
     [
+        ("code: got INVALID_ARGUMENT (Unable to parse 'shape') want INTERNAL", True),
+        ("step 2: code: got INVALID_ARGUMENT (Unable to parse) want INTERNAL", True),
+        ("code: got NOT_FOUND (Unable to parse) want INTERNAL", False),
+        ("code: got INVALID_ARGUMENT (something else) want INTERNAL", False),
+    ],
+)
+def test_a_rule_excuses_its_change_of_code_only(line: str, excused: bool) -> None:
+    rule = differences.rule("code INTERNAL → INVALID_ARGUMENT: Unable to*")
+    assert rule is not None
+    assert rule.excuses(line) is excused
+
+
+@pytest.mark.parametrize(
+    ("line", "excused"),
+    [
+        ("error: got shape is 3\n             want Unable to parse shape", True),
+        ("step 2: details: got shape is 3\n             want Unable to parse shape", True),
+        ("error: got shape is 3\n             want another shape", False),
+        ("error: got it failed\n             want Unable to parse shape", False),
+    ],
+)
+def test_a_rule_excuses_its_change_of_text_only(line: str, excused: bool) -> None:
+    rule = differences.rule("text Unable to * → shape is *")
+    assert rule is not None
+    assert rule.excuses(line) is excused
+
+
+@pytest.mark.parametrize(
+    ("line", "excused"),
+    [
         (': got {"live": true} want null', True),
         ('step 1: : got {"live": true} want null', True),
         (': got {"live": false} want null', False),

@@ -42,7 +42,7 @@ def test_files_are_kept_until_they_are_dropped(given: GivenModels) -> None:
             "..",
             "../x",
             "1/../../x",
-            "/etc/passwd",
+            "/../x",
             "1//model.py",
             "1/",
             "1/.hidden",
@@ -60,6 +60,15 @@ def test_paths_that_are_none(given: GivenModels, path: str) -> None:
 
 def test_a_file_cannot_be_a_folder_too(given: GivenModels) -> None:
     folder = given.keep("m", {"1/model.py": b""})
-    with pytest.raises(OSError, match="exists"):
-        given.keep("m", {"1": b"", "1/model.py": b""})
+    for files in ({"1": b"", "1/model.py": b""}, {"1/data/words/a": b"", "/1/data": b""}):
+        with pytest.raises(InvalidArgument, match=r"is given as a file, and '.*' beneath it"):
+            given.keep("m", files)
     assert list(folder.parent.parent.iterdir()) == [folder.parent]
+
+
+def test_a_slash_before_a_path_means_the_models_folder(given: GivenModels) -> None:
+    folder = given.keep("m", {"/1/model.py": b"one", "//labels.txt": b"a"})
+    assert (folder / "1" / "model.py").read_bytes() == b"one"
+    assert (folder / "labels.txt").read_bytes() == b"a"
+    with pytest.raises(InvalidArgument, match=r"file '1/model\.py' is given twice"):
+        given.keep("m", {"/1/model.py": b"one", "1/model.py": b"two"})

@@ -11,7 +11,7 @@ import pytest
 from config import model_config
 from config.options import Repository
 from daemon.models import Models
-from shm.errors import Internal
+from shm.errors import Internal, InvalidArgument, Unsupported
 from shm.messages import Load, Loaded, LoadModel, ModelGone, ModelState, Record, Unload
 from tests.daemon.fake_daemon import write_model
 
@@ -26,13 +26,15 @@ class ObedientWorker:
     def __init__(self) -> None:
         self.models: Models | None = None
         self.loads: list[Load] = []
+        #: Why it loads nothing.
+        self.reason = ""
 
     def send(self, record: Record, *fds: int) -> None:
         assert self.models is not None
         loop = asyncio.get_running_loop()
         if isinstance(record, Load):
             self.loads.append(record)
-            loop.call_soon(self.models.loaded, 1, Loaded(record.name, record.version))
+            loop.call_soon(self.models.loaded, 1, Loaded(record.name, record.version, reason=self.reason))
         elif isinstance(record, Unload):
             loop.call_soon(self.models.unloaded, 1, record.name, record.version)
 
@@ -46,37 +48,94 @@ def serving(folder: Path) -> tuple[Models, ObedientWorker, list[ModelState | Mod
     return models, worker, published
 
 
+def batch(worker: ObedientWorker) -> int:
+    """The ``max_batch_size`` of the last load."""
+    return int(model_config.from_bytes(worker.loads[-1].config).max_batch_size)
+
+
 async def test_an_override_stays_until_the_files_change(tmp_path: Path) -> None:
     model = write_model(tmp_path, "m")
     models, worker, _ = serving(tmp_path)
-
-    def batch() -> int:
-        return int(model_config.from_bytes(worker.loads[-1].config).max_batch_size)
-
     await models.load(LoadModel("m", config='{"max_batch_size": 4}'))
-    assert batch() == 4
-    models.unload("m")
+    assert batch(worker) == 4
     await models.load(LoadModel("m"))
-    assert batch() == 4
+    assert len(worker.loads) == 1
     os.utime(model / "1" / "model.py", (1, 1))
     await models.load(LoadModel("m"))
-    assert (batch(), len(worker.loads)) == (0, 3)
+    assert (batch(worker), len(worker.loads)) == (0, 2)
     await models.load(LoadModel("m"))
-    assert len(worker.loads) == 3
+    assert len(worker.loads) == 2
+
+
+async def test_an_override_goes_with_its_model(tmp_path: Path) -> None:
+    write_model(tmp_path, "m")
+    models, worker, _ = serving(tmp_path)
+    await models.load(LoadModel("m", config='{"max_batch_size": 4}'))
+    models.unload("m")
+    await models.load(LoadModel("m"))
+    assert batch(worker) == 0
+
+
+async def test_an_override_that_failed_is_forgotten_and_leaves_the_former_in_force(tmp_path: Path) -> None:
+    write_model(tmp_path, "m")
+    models, worker, _ = serving(tmp_path)
+    await models.load(LoadModel("m", config='{"max_batch_size": 4}'))
+    worker.reason = "it does not fit"
+    for config, sentence in (
+        ('{"max_batch_size": 5}', "it does not fit"),
+        ('{"max_batch_size": -5}', "max_batch_size is -5"),
+        ('{"version_policy": {"specific": {"versions": [7]}}}', "at least one version must be available"),
+    ):
+        with pytest.raises(InvalidArgument, match=sentence):
+            await models.load(LoadModel("m", config=config))
+    worker.reason = ""
+    await models.load(LoadModel("m"))
+    assert batch(worker) == 4
+
+
+async def test_an_override_stands_in_the_place_of_a_configuration_that_is_wrong(tmp_path: Path) -> None:
+    write_model(tmp_path, "m", config="sequence_batching { }")
+    models, worker, _ = serving(tmp_path)
+    with pytest.raises(Unsupported, match=r"failed to load 'm': model 'm': sequence_batching: .*not supported yet"):
+        await models.load(LoadModel("m"))
+    await models.load(LoadModel("m", config='{"max_batch_size": 4}'))
+    assert batch(worker) == 4
+
+
+async def test_what_has_no_effect_is_told_once_a_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = write_model(tmp_path, "m", config='response_cache { enable: true } metric_tags { key: "a" value: "b" }')
+    models, _, _ = serving(tmp_path)
+
+    def warnings() -> list[str]:
+        return [record.message for record in caplog.records if record.levelname == "WARNING"]
+
+    await models.load(LoadModel("m"))
+    expected = [
+        "model 'm': metric_tags is without effect: metrics are labelled with model and version only",
+        "model 'm': response_cache.enable is without effect: there is no response cache",
+    ]
+    assert warnings() == expected
+    await models.load(LoadModel("m"))
+    assert warnings() == expected
+    os.utime(model / "1" / "model.py", (1, 1))
+    await models.load(LoadModel("m"))
+    assert warnings() == 2 * expected
 
 
 async def test_refusals(tmp_path: Path) -> None:
     write_model(tmp_path, "m")
     models, worker, _ = serving(tmp_path)
     for name in ("", ".", "..", "a/b", "/etc", "nope"):
-        for given in ({}, {"1/model.py": SOURCE}):
+        for config in ("", "{}"):
             with pytest.raises(Internal, match="failed to poll from model repository"):
-                await models.load(LoadModel(name, files=given))
-            if name != "nope":
-                with pytest.raises(Internal, match="failed to poll from model repository"):
-                    await models.load(LoadModel(name, config="{}", files=given))
-    for path in ("../../x/model.py", "/x", "1/../../x"):
-        with pytest.raises(Internal, match="failed to poll from model repository"):
+                await models.load(LoadModel(name, config=config))
+        with pytest.raises(InvalidArgument, match="files are given without a 'config'"):
+            await models.load(LoadModel(name, files={"1/model.py": SOURCE}))
+        if name != "nope":
+            with pytest.raises(InvalidArgument, match="no model can have that name"):
+                await models.load(LoadModel(name, config="{}", files={"1/model.py": SOURCE}))
+    for path in ("../../x/model.py", "1/../../x", "1//x"):
+        with pytest.raises(InvalidArgument, match="no path of a file in a model"):
             await models.load(LoadModel("m", config="{}", files={path: SOURCE}))
     assert not worker.loads
 
@@ -108,7 +167,7 @@ async def test_given_files_go_with_their_model(tmp_path: Path) -> None:
     for _ in range(2):
         await models.load(LoadModel("late", config="{}", files={"1/model.py": SOURCE}))
     first, second = (Path(load.model_path) for load in worker.loads)
-    with pytest.raises(Internal):
+    with pytest.raises(InvalidArgument, match='no field named "no"'):
         await models.load(LoadModel("late", config='{"no": 1}', files={"1/model.py": SOURCE}))
     with pytest.raises(Internal):
         await models.load(LoadModel("late"))

@@ -86,7 +86,8 @@ def test_a_model_that_says_nothing(tmp_path: Path, source: str | None, words: st
         ("no_such_field: 1", "line 1, column 1"),
         ('name: "other"', "its configuration is for 'other'"),
         ('backend: "onnxruntime"', "backend 'onnxruntime' is not supported"),
-        ('platform: "ensemble"', "ensembles are not supported"),
+        ('platform: "ensemble"', "platform 'ensemble' is not supported"),
+        ("parameters { key: '" + "x" * (1 << 20) + "' value { } }", "bytes, at most 1048576 are read"),
         ("\udcff", "cannot be read"),
     ],
 )
@@ -122,14 +123,28 @@ def test_fingerprints(tmp_path: Path) -> None:
     assert repository.poll(model).fingerprint not in (before, changed)
 
 
+@pytest.mark.parametrize("config", ["sequence_batching { }", "model_transaction_policy { decoupled: true }"])
+def test_what_is_not_offered_is_told_from_what_is_wrong(tmp_path: Path, config: str) -> None:
+    found = repository.poll(write_model(tmp_path, "m", config=config))
+    assert "not supported yet" in found.error
+    assert (found.unsupported, found.chosen) == (True, ())
+    assert not repository.poll(write_model(tmp_path, "n", config="nonsense: 1")).unsupported
+
+
+def test_what_is_without_effect_is_known_before_it_is_loaded(tmp_path: Path) -> None:
+    found = repository.poll(write_model(tmp_path, "m", config="response_cache { enable: true }"))
+    assert found.error == ""
+    assert found.without_effect == ("response_cache.enable is without effect: there is no response cache",)
+
+
 def test_override(tmp_path: Path) -> None:
     found = repository.poll(write_model(tmp_path, "m", 1, 2))
-    overridden = repository.override(found, '{"version_policy": {"all": {}}, "max_batch_size": 2}')
+    overridden = repository.override(found.path, '{"version_policy": {"all": {}}, "max_batch_size": 2}')
     assert overridden.chosen == (1, 2)
     assert overridden.fingerprint != found.fingerprint
     for bad in ("{", '{"name": "other"}', '{"backend": "x"}'):
         with pytest.raises(InvalidArgument):
-            repository.override(found, bad)
+            repository.override(found.path, bad)
 
 
 @given(st.text(max_size=20))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import tritonclient.http as httpclient
+from google.protobuf import text_format
 from tritonclient.utils import InferenceServerException
 
+from config import model_config
 from tests import repositories
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
 
@@ -110,12 +114,129 @@ def test_a_given_model_outlives_its_worker(client: httpclient.InferenceServerCli
 
 
 @pytest.mark.parametrize(
-    ("config", "path"), [("", "1/model.py"), (json.dumps(CONFIG), "../../x.py"), (json.dumps(CONFIG), "/tmp/x.py")]
+    ("config", "path", "words"),
+    [
+        ("", "1/model.py", "failed to load 'bad': files are given without a 'config'"),
+        (json.dumps(CONFIG), "../../x.py", "failed to load 'bad': '../../x.py' is no path of a file in a model"),
+        (json.dumps(CONFIG), "/tmp/x.py", "load failed for model 'bad': at least one version must be available"),
+        ("{", "1/model.py", "failed to load 'bad': configuration of model 'bad': Input data was truncated"),
+    ],
 )
-def test_files_that_are_refused(client: httpclient.InferenceServerClient, config: str, path: str) -> None:
-    with pytest.raises(InferenceServerException, match="failed to load 'bad', failed to poll from model repository"):
+def test_files_that_are_refused(client: httpclient.InferenceServerClient, config: str, path: str, words: str) -> None:
+    with pytest.raises(InferenceServerException) as caught:
         client.load_model("bad", config=config or None, files={f"file:{path}": source(1)})
+    assert caught.value.message().startswith(words)
+    assert caught.value.status() == "400"
     assert not Path("/tmp/x.py").exists()
+
+
+def test_a_slash_before_a_file_and_one_entry_for_a_list(client: httpclient.InferenceServerClient) -> None:
+    """As Triton takes them."""
+    config = {**CONFIG, "instance_group": {"count": 2, "kind": "KIND_CPU"}}
+    client.load_model("slash", config=json.dumps(config), files={"file:/1/model.py": source(4)})
+    assert client.get_model_config("slash")["instance_group"][0]["count"] == 2
+    assert ask(client, "slash") == [4, 8]
+    client.unload_model("slash")
+
+
+def test_a_configuration_given_with_a_load_goes_with_its_model(client: httpclient.InferenceServerClient) -> None:
+    client.load_model("scale", config=json.dumps({"max_batch_size": 3}))
+    with pytest.raises(InferenceServerException, match="failed to load 'scale': model 'scale': max_batch_size is -1"):
+        client.load_model("scale", config=json.dumps({"max_batch_size": -1}))
+    client.load_model("scale")
+    assert client.get_model_config("scale")["max_batch_size"] == 3
+    client.unload_model("scale")
+    client.load_model("scale")
+    assert client.get_model_config("scale")["max_batch_size"] == 8
+    client.unload_model("scale")
+
+
+@pytest.mark.parametrize(
+    ("asks", "words"),
+    [
+        ({"sequence_batching": {}}, "sequence_batching: sequence batching is not supported yet"),
+        ({"model_transaction_policy": {"decoupled": True}}, "decoupled: decoupled models are not supported yet"),
+        ({"ensemble_scheduling": {}}, "ensemble_scheduling: ensembles are not supported yet"),
+        ({"model_repository_agents": {"agents": [{"name": "checksum"}]}}, "agents: no repository agents are run"),
+    ],
+)
+def test_a_model_that_asks_for_what_is_not_offered_is_never_ready(
+    client: httpclient.InferenceServerClient, daemon: DaemonProcess, asks: dict[str, Any], words: str
+) -> None:
+    """Whether its folder says so, or the client."""
+    folder = Path(daemon.sections["repository"]["paths"][0]) / "asks"
+    repositories.write_model(Path(daemon.sections["repository"]["paths"][0]), "asks", TIMES, config_text(asks))
+    with pytest.raises(InferenceServerException, match=f"failed to load 'asks': model 'asks': .*{words}") as caught:
+        client.load_model("asks")
+    assert caught.value.status() == "501"
+    with pytest.raises(InferenceServerException, match=f"failed to load 'given': model 'given': .*{words}"):
+        client.load_model("given", config=json.dumps(CONFIG | asks), files={"file:1/model.py": source(1)})
+    assert not client.is_model_ready("asks")
+    assert not client.is_model_ready("given")
+    shutil.rmtree(folder)
+
+
+def config_text(fields: dict[str, Any]) -> str:
+    """CONFIG and those fields, as config.pbtxt has them."""
+    return text_format.MessageToString(model_config.parse_json(json.dumps(CONFIG | fields), "m"))
+
+
+def test_what_has_no_effect_is_warned_of_once(client: httpclient.InferenceServerClient, daemon: DaemonProcess) -> None:
+    config = CONFIG | {"response_cache": {"enable": True}, "optimization": {"cuda": {"graphs": True}}}
+    client.load_model("warns", config=json.dumps(config), files={"file:1/model.py": source(4)})
+    for sentence in (
+        "optimization.cuda is without effect: XLA decides",
+        "response_cache.enable is without effect: there is",
+    ):
+        daemon.wait_log(f"model 'warns': {sentence}")
+        assert daemon.log.count(f"model 'warns': {sentence}") == 1
+    client.unload_model("warns")
+
+
+VALUES = (
+    "null",
+    "true",
+    "1",
+    "-1",
+    "1e999",
+    str(1 << 64),
+    '"x"',
+    '"\\ud800"',
+    "[]",
+    "[null]",
+    "[[1]]",
+    "{}",
+    '{"x": 1}',
+    "[{}]",
+)
+FIELDS = sorted(field.name for field in model_config.model_config_pb2().ModelConfig.DESCRIPTOR.fields)
+BODIES = [
+    *("[]", "null", "1", "{", '{"parameters": '),
+    *(f'{{"parameters": {value}}}' for value in VALUES),
+    *(f'{{"parameters": {{"{key}": {value}}}}}' for key in ("config", "file:1/model.py", "x") for value in VALUES),
+    *(f'{{"parameters": {{"{key}": "YQ=="}}}}' for key in ("\\ud800", "file:\\ud800", "file:1/\\ud800")),
+    *(
+        f'{{"parameters": {{"config": "{{}}", "file:{path}": "{content}"}}}}'
+        for path in ("", "/", "1", "1/", "..", "1/../2/model.py", "1/a b", "1/\\u0000", "é/x", "x" * 300)
+        for content in ("", "YQ==", "YQ", "é")
+    ),
+    *(json.dumps({"parameters": {"config": f'{{"{field}": {value}}}'}}) for field in FIELDS for value in VALUES),
+]
+
+
+def test_no_load_request_is_the_servers_fault(client: httpclient.InferenceServerClient, daemon: DaemonProcess) -> None:
+    """Whatever kind of value stands wherever: it is loaded, or refused with a sentence, and the next plain load is as ever."""
+    statuses = set()
+    for body in BODIES:
+        status, answer = daemon.request("POST", "/v2/repository/models/scale/load", body.encode())
+        assert status in (200, 400, 501), (body, answer)
+        assert status == 200 or json.loads(answer)["error"], body
+        statuses.add(status)
+    assert statuses == {200, 400, 501}
+    client.unload_model("scale")
+    client.load_model("scale")
+    assert client.get_model_config("scale")["max_batch_size"] == 8
+    client.unload_model("scale")
 
 
 def test_a_load_that_fails_holds_up_readiness_until_one_succeeds(client: httpclient.InferenceServerClient) -> None:

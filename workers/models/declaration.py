@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from config import model_config
+from config import model_checks
 from config.model_config import ModelConfig
 from shm.errors import InvalidArgument
 from workers.models.buckets import MAX_EXECUTABLES, Buckets, check_sizes, powers_of_two
@@ -49,7 +49,7 @@ def choose_buckets(message: ModelConfig, module: ModuleType, described: Signatur
     limit = described.max_batch_size
     batch: tuple[int, ...] = (1,)
     if limit > 0:
-        batch = model_config.batch_buckets(message)
+        batch = model_checks.batch_buckets(message)
         if not batch and hasattr(module, "batch_buckets"):
             batch = check_sizes(f"model '{message.name}': batch_buckets", module.batch_buckets, limit)
         batch = batch or powers_of_two(limit)
@@ -78,14 +78,6 @@ def read_labels(message: ModelConfig, folder: Path) -> dict[str, tuple[str, ...]
                 f"model '{message.name}': label file '{output.label_filename}' of output '{output.name}' cannot be read"
             ) from error
     return labels
-
-
-def unsupported(message: ModelConfig) -> str:
-    if message.model_transaction_policy.decoupled:
-        return f"model '{message.name}' is decoupled, which is not supported yet"
-    if message.HasField("sequence_batching"):
-        return f"model '{message.name}' batches sequences, which is not supported yet"
-    return ""
 
 
 def queue_rules(message: ModelConfig, max_size: int) -> QueueRules:

@@ -18,7 +18,7 @@ from types import ModuleType
 
 import jax
 
-from config import model_config
+from config import model_checks, model_config
 from config.model_config import ModelConfig
 from shm.errors import Internal, InvalidArgument, Unsupported
 from shm.messages import Load
@@ -32,7 +32,6 @@ from workers.models.declaration import (
     declare_tensors,
     queue_rules,
     read_labels,
-    unsupported,
 )
 from workers.models.executable_cache import ExecutableCache
 from workers.models.executables import Apply, Executables
@@ -65,8 +64,6 @@ class LoadedModel:
     #: Requests may be run again on another worker.
     stateless: bool
     decoupled: bool
-    #: Why no request can be run yet, "" where they can.
-    unsupported: str
     #: The jitted model, if it is one.
     jitted: JaxModel | None
     #: The threads that run it; none where the worker's loop does.
@@ -123,8 +120,8 @@ class Loader:
     def _load(self, record: Load, message: ModelConfig, module: ModuleType, imports: ModelImports) -> LoadedModel:
         triton = hasattr(module, "TritonPythonModel")
         message.backend = message.backend or ("python" if triton else "jax")
-        if message.backend not in model_config.BACKENDS:
-            model_config.check(message)
+        if message.backend not in model_checks.BACKENDS:
+            model_checks.check(message)
         if message.backend == "python":
             if not triton:
                 raise InvalidArgument(f"model '{message.name}': model.py has no class TritonPythonModel")
@@ -135,7 +132,10 @@ class Loader:
                 raise InvalidArgument(f"model '{message.name}': model.py has no function create(path, config, device)")
             axes = declare_tensors(message, module)
         model_config.complete(message, self._gpu)
-        model_config.check(message, whole=True)
+        model_checks.check(message, whole=True)
+        model_checks.check_device(message, self._gpu)
+        if self._gpu is not None and any(group.kind == type(group).KIND_CPU for group in message.instance_group):
+            _log.warning("model '%s': KIND_CPU is without effect: this worker runs its models on its GPU", message.name)
         described = signature(message, axes, read_labels(message, Path(record.model_path)))
         jitted: JaxModel | None = None
         instances: tuple[Instance, ...]
@@ -151,7 +151,6 @@ class Loader:
             model_config.to_json(message),
             not message.HasField("sequence_batching") and not message.model_transaction_policy.decoupled,
             message.model_transaction_policy.decoupled,
-            unsupported(message),
             jitted,
             instances,
             queue_rules(message, self._max_queue_size),
@@ -170,7 +169,7 @@ class Loader:
         apply: Apply = created[0]
         if getattr(module, "host", False):
             model = HostModel(record.version, described, apply, created[1])
-            return None, self._start(message, lambda _: model, self._samples(record, message, described))
+            return None, self._start(message, lambda _: model, samples(message, described, Path(record.model_path)))
         executables = Executables(
             described,
             buckets,
@@ -188,7 +187,7 @@ class Loader:
             count = 1
         jitted = JaxModel(record.version, described, buckets, executables, count)
         executables.warm()
-        prepared = self._samples(record, message, described)
+        prepared = samples(message, described, Path(record.model_path))
         for sample in prepared:
             sample.run_jitted(jitted, message.name)
         if count == 1:
@@ -202,13 +201,8 @@ class Loader:
         return self._start(
             message,
             lambda instance: PythonModel(module, message, described, record.version, record.model_path, instance, kind),
-            self._samples(record, message, described),
+            samples(message, described, Path(record.model_path)),
         )
-
-    @staticmethod
-    def _samples(record: Load, message: ModelConfig, described: Signature) -> list[Sample]:
-        """What is run before the version serves. Raises InvalidArgument."""
-        return [] if unsupported(message) else samples(message, described, Path(record.model_path))
 
     def _start(
         self,

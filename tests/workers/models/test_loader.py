@@ -292,12 +292,35 @@ def test_labels(load: Loading, tmp_path: Path) -> None:
     assert model.signature.outputs["y"].labels == ("cat", "dog")
 
 
-def test_not_yet(load: Loading) -> None:
-    decoupled = load(TRITON, "model_transaction_policy { decoupled: true }")
-    assert "decoupled" in decoupled.unsupported
-    assert not decoupled.stateless
-    sequences = load(TRITON, 'sequence_batching { } input { name: "x" data_type: TYPE_INT32 dims: [ 1 ] }')
-    assert "sequences" in sequences.unsupported
+@pytest.mark.parametrize(
+    ("asks", "words"),
+    [
+        ("config.set_model_transaction_policy({'decoupled': True})", "decoupled models are not supported yet"),
+        ("config.as_dict()['sequence_batching'] = {}", "sequence batching is not supported yet"),
+        ("config.as_dict()['ensemble_scheduling'] = {}", "ensembles are not supported yet"),
+        ("config.as_dict()['batch_output'] = [{'target_name': ['y']}]", "batch_output: outputs are cut by rows only"),
+    ],
+)
+def test_what_is_not_offered_cannot_be_asked_for_by_the_model_itself(load: Loading, asks: str, words: str) -> None:
+    with pytest.raises(Unsupported, match=words):
+        load(
+            f"""
+            class TritonPythonModel:
+                @staticmethod
+                def auto_complete_config(config):
+                    {asks}
+                    return config
+            """
+        )
+
+
+def test_kinds_of_instances(load: Loading) -> None:
+    for kind in ("KIND_AUTO", "KIND_CPU", "KIND_MODEL"):
+        assert load(TRITON, f"instance_group {{ kind: {kind} }}").instances
+    with pytest.raises(
+        InvalidArgument, match="instance group g of model m has kind KIND_GPU but no GPUs are available"
+    ):
+        load(TRITON, 'instance_group { name: "g" kind: KIND_GPU }')
 
 
 WARM = (

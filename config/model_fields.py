@@ -1,0 +1,167 @@
+"""What becomes of each field of ModelConfig: honoured, refused when the model is loaded, or without effect and warned of.
+
+Every field of the published message stands in exactly one of the three tables here, by its path, or stands below one that is
+refused or without effect as a whole. A field of a newer message that stands in none fails a test. The tables of docs/models.md
+are these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+from config.model_config import ModelConfig, is_map
+from shm.errors import Unsupported
+
+#: Leaves. What is wrong in one is refused by ``config.model_checks``, or by the worker that loads the model.
+HONOURED = frozenset(
+    {
+        "name",
+        "platform",
+        "backend",
+        "version_policy.latest.num_versions",
+        "version_policy.all",
+        "version_policy.specific.versions",
+        "max_batch_size",
+        "input.name",
+        "input.data_type",
+        "input.format",
+        "input.dims",
+        "input.reshape.shape",
+        "input.optional",
+        "output.name",
+        "output.data_type",
+        "output.dims",
+        "output.reshape.shape",
+        "output.label_filename",
+        "dynamic_batching.preferred_batch_size",
+        "dynamic_batching.max_queue_delay_microseconds",
+        "dynamic_batching.priority_levels",
+        "dynamic_batching.default_priority_level",
+        "dynamic_batching.default_queue_policy.timeout_action",
+        "dynamic_batching.default_queue_policy.default_timeout_microseconds",
+        "dynamic_batching.default_queue_policy.allow_timeout_override",
+        "dynamic_batching.default_queue_policy.max_queue_size",
+        "dynamic_batching.priority_queue_policy.key",
+        "dynamic_batching.priority_queue_policy.value.timeout_action",
+        "dynamic_batching.priority_queue_policy.value.default_timeout_microseconds",
+        "dynamic_batching.priority_queue_policy.value.allow_timeout_override",
+        "dynamic_batching.priority_queue_policy.value.max_queue_size",
+        "instance_group.name",
+        "instance_group.kind",
+        "instance_group.count",
+        "default_model_filename",
+        "parameters.key",
+        "parameters.value.string_value",
+        "model_warmup.name",
+        "model_warmup.batch_size",
+        "model_warmup.inputs.key",
+        "model_warmup.inputs.value.data_type",
+        "model_warmup.inputs.value.dims",
+        "model_warmup.inputs.value.zero_data",
+        "model_warmup.inputs.value.random_data",
+        "model_warmup.inputs.value.input_data_file",
+        "model_warmup.count",
+    }
+)
+
+_SHAPE_TENSOR = "shape tensors are only supported for TensorRT platform"
+_NON_LINEAR = "non-linear formats are only supported for TensorRT platform"
+#: What a model cannot be served without: path -> why it is refused.
+REFUSED = {
+    "ensemble_scheduling": "ensembles are not supported yet",
+    "sequence_batching": "sequence batching is not supported yet",
+    "model_transaction_policy.decoupled": "decoupled models are not supported yet",
+    "batch_input": "no such tensors are made, and the model would be run without them",
+    "batch_output": "outputs are cut by rows only, and clients would get the wrong parts",
+    "input.is_shape_tensor": _SHAPE_TENSOR,
+    "output.is_shape_tensor": _SHAPE_TENSOR,
+    "input.is_non_linear_format_io": _NON_LINEAR,
+    "output.is_non_linear_format_io": _NON_LINEAR,
+    "instance_group.passive": "every instance that is loaded takes requests",
+    "model_repository_agents.agents": "no repository agents are run, and what one should check is not left out in silence",
+}
+
+_PINNED = "page-locked memory is used wherever there is some (workers.pinned_byte_size)"
+#: What a model is served without: path -> what happens instead.
+WITHOUT_EFFECT = {
+    "runtime": "the back end is part of the worker",
+    "input.allow_ragged_batch": "requests of different shapes run in different batches",
+    "optimization.graph": "XLA optimizes as it does by itself",
+    "optimization.priority": "all models of a worker have the same priority",
+    "optimization.cuda": "XLA decides about CUDA graphs and streams",
+    "optimization.execution_accelerators": "XLA compiles the model",
+    "optimization.input_pinned_memory.enable": _PINNED,
+    "optimization.output_pinned_memory.enable": _PINNED,
+    "optimization.gather_kernel_buffer_threshold": "inputs are gathered as the device does it best",
+    "optimization.eager_batching": "a batch is gathered when it runs",
+    "dynamic_batching.preserve_ordering": "an answer leaves when its batch is done",
+    "instance_group.rate_limiter": "instances execute as soon as they are free",
+    "instance_group.gpus": "every worker loads the model, on its own device",
+    "instance_group.secondary_devices": "a worker has one device",
+    "instance_group.profile": "there are no TensorRT profiles",
+    "instance_group.host_policy": "workers.pin and workers.cores place workers",
+    "cc_model_filenames": "default_model_filename is loaded on every device",
+    "metric_tags": "metrics are labelled with model and version only",
+    "model_operations": "no libraries are loaded for a model",
+    "response_cache.enable": "there is no response cache",
+    "model_metrics": "a model's metrics are the same for all models",
+}
+
+#: Parameters with a meaning in Triton's Python back end: key -> what happens instead.
+PARAMETERS_WITHOUT_EFFECT = {
+    "EXECUTION_ENV_PATH": "the model imports what is installed in the daemon's environment",
+}
+
+#: The value that asks for nothing, where it is not the field's default.
+_NEUTRAL = {"optimization.input_pinned_memory.enable": True, "optimization.output_pinned_memory.enable": True}
+
+
+def refuse(message: ModelConfig) -> None:
+    """Raises Unsupported: the configuration asks for something that the model cannot be served without."""
+    for path in _given(message, message.DESCRIPTOR, ""):
+        if path in REFUSED:
+            raise Unsupported(f"model '{message.name}': {path}: {REFUSED[path]}")
+
+
+def without_effect(message: ModelConfig) -> list[str]:
+    """A sentence for each thing that the configuration asks for and that has no effect."""
+    paths = dict.fromkeys(path for path in _given(message, message.DESCRIPTOR, "") if path in WITHOUT_EFFECT)
+    found = [f"{path} is without effect: {WITHOUT_EFFECT[path]}" for path in paths]
+    found += [
+        f"parameter {key} is without effect: {PARAMETERS_WITHOUT_EFFECT[key]}"
+        for key in sorted(message.parameters.keys() & PARAMETERS_WITHOUT_EFFECT.keys())
+    ]
+    return found
+
+
+def _given(message: Any, described: Descriptor, prefix: str) -> Iterator[str]:
+    """The paths of REFUSED and WITHOUT_EFFECT that a message says something of."""
+    for field in described.fields:
+        path = prefix + field.name
+        value = getattr(message, field.name)
+        if path in REFUSED or path in WITHOUT_EFFECT:
+            if _says(message, field, value, path):
+                yield path
+        elif field.message_type is not None:
+            for part in _parts(message, field, value):
+                yield from _given(part, part.DESCRIPTOR, f"{path}.")
+
+
+def _says(message: Any, field: FieldDescriptor, value: Any, path: str) -> bool:
+    if field.is_repeated:
+        return len(value) > 0
+    if field.message_type is not None:
+        return bool(message.HasField(field.name))
+    return bool(value != _NEUTRAL.get(path, field.default_value))
+
+
+def _parts(message: Any, field: FieldDescriptor, value: Any) -> Iterable[Any]:
+    """The messages that a field holds; of a map its values, where they are some."""
+    if is_map(field) and field.message_type is not None:
+        return value.values() if field.message_type.fields_by_name["value"].message_type is not None else ()
+    if field.is_repeated:
+        return value  # type: ignore[no-any-return]
+    return (value,) if message.HasField(field.name) else ()
