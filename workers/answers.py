@@ -23,6 +23,7 @@ from workers.classification import classify
 from workers.device_array import DeviceArray
 from workers.known_form import AnswerPlan, Part
 from workers.models.batch_outputs import BatchOutputs, OutputLayout
+from workers.models.execution import Response
 from workers.models.signature import Signature
 from workers.places import Places, leased
 from workers.region_table import check_intact
@@ -62,7 +63,13 @@ def complete(
         if places is not None:
             places.release()
         raise
-    return Completion(request.request_id, version=version, outputs=tuple(tensors), lease=places.take_lease())
+    return Completion(
+        request.request_id,
+        version=version,
+        outputs=tuple(tensors),
+        lease=places.take_lease(),
+        parameters=result.parameters if isinstance(result, Response) else {},
+    )
 
 
 def _put(request: Request, chosen: dict[str, tuple[str, tuple[int, ...], Content]], places: Places) -> list[Tensor]:

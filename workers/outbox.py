@@ -176,7 +176,9 @@ class Outbox:
             return _Placing.FULL
         version.statistics.copied(request.copied_byte_size)
         form = request.form
-        if form is not None and completion.lease is not None and form.familiar is version.familiar:
+        # Parameters are each answer's own: it has no form.
+        formed = form is not None and completion.lease is not None and not completion.parameters
+        if form is not None and formed and form.familiar is version.familiar:
             _answer_formed(request.submitter, form, completion)
         else:
             request.submitter.answer(completion if request.timeline is None else request.timeline.attach(completion))

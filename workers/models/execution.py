@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from shm.arrays import Array
 from shm.errors import Internal, ServingError
+from shm.messages import Parameter
 from workers.request import Request
 
 if TYPE_CHECKING:
@@ -24,6 +25,17 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _PATH = re.compile(r"(?<![\w.])/[^\s'\"():,;]+")
+
+
+class Response(dict[str, Array]):
+    """Outputs with parameters, of a model that gives its answers some."""
+
+    __slots__ = ("parameters",)
+
+    def __init__(self, outputs: dict[str, Array], parameters: dict[str, Parameter]) -> None:
+        super().__init__(outputs)
+        self.parameters = parameters
+
 
 #: Output name -> array of the client's shape, in the order the model made them.
 Result = dict[str, Array] | ServingError

@@ -7,7 +7,6 @@ module under that name. Not offered yet, with a clear error: response senders (d
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -30,6 +29,8 @@ from workers.models.python_backend_config import (
 )
 from workers.models.python_backend_errors import TritonError as TritonError
 from workers.models.python_backend_errors import TritonModelException as TritonModelException
+from workers.models.python_backend_logger import Logger as Logger
+from workers.models.python_backend_response import InferenceResponse as InferenceResponse
 from workers.models.python_backend_tensor import (
     TRITON_STRING_TO_NUMPY as TRITON_STRING_TO_NUMPY,
 )
@@ -55,8 +56,6 @@ from workers.models.python_backend_tensor import (
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
-
-_log = logging.getLogger("model")
 
 
 class PreferredMemory:
@@ -139,56 +138,6 @@ class InferenceRequest:
 
     def async_exec(self, decoupled: bool = False) -> Any:
         return self.exec(decoupled)
-
-
-class InferenceResponse:
-    """The answer to one request: tensors or an error."""
-
-    def __init__(
-        self,
-        output_tensors: Iterable[Tensor] | None = None,
-        error: TritonError | Exception | str | None = None,
-        parameters: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._output_tensors = list(output_tensors or ())
-        self._error = error
-        self._parameters = dict(parameters or {})
-
-    def output_tensors(self) -> list[Tensor]:
-        return self._output_tensors
-
-    def has_error(self) -> bool:
-        return self._error is not None
-
-    def error(self) -> Any:
-        return self._error
-
-    def parameters(self) -> str:
-        return json.dumps(self._parameters)
-
-
-class Logger:
-    """Messages of a model go into the worker's log."""
-
-    @staticmethod
-    def log(message: str, level: str = "INFO") -> None:
-        _log.log({"WARNING": logging.WARNING, "ERROR": logging.ERROR, "VERBOSE": logging.DEBUG}.get(level, 20), message)
-
-    @staticmethod
-    def log_info(message: str) -> None:
-        _log.info(message)
-
-    @staticmethod
-    def log_warn(message: str) -> None:
-        _log.warning(message)
-
-    @staticmethod
-    def log_error(message: str) -> None:
-        _log.error(message)
-
-    @staticmethod
-    def log_verbose(message: str) -> None:
-        _log.debug(message)
 
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:

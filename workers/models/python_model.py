@@ -19,7 +19,8 @@ from shm.arrays import Array, datatype_of
 from shm.errors import Internal, InvalidArgument, ServingError, from_code
 from workers.models import python_backend
 from workers.models.executables import check_output
-from workers.models.execution import Execution, Result, describe_exception
+from workers.models.execution import Execution, Response, Result, describe_exception
+from workers.models.python_backend_response import parameters_of
 from workers.models.signature import Signature, TensorSpec
 from workers.request import Request
 
@@ -111,11 +112,13 @@ class PythonModel:
         if response.has_error():
             return _client_error(response.error())
         try:
-            return {
+            outputs = {
                 tensor.name(): self._checked(self._signature.outputs[tensor.name()], tensor.content, request.rows)
                 for tensor in response.output_tensors()
                 if tensor.name() in self._signature.outputs
             }
+            parameters = parameters_of(response)
+            return Response(outputs, parameters) if parameters else outputs
         except Internal as error:
             # One response is wrong, not the batch.
             _log.error("%s", error.message)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 
 import numpy as np
 import pytest
@@ -42,11 +41,3 @@ def test_it_is_one_module_for_models() -> None:
     """Whatever file a name is defined in."""
     names = "Tensor TritonError TritonModelException ModelConfig np_to_triton_dtype get_input_config_by_name"
     assert all(hasattr(pb_utils, name) for name in names.split())
-
-
-def test_logger(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        pb_utils.Logger.log_warn("careful")
-        pb_utils.Logger.log("hello")
-        pb_utils.Logger.log_verbose("hidden")
-    assert [record.message for record in caplog.records] == ["careful", "hello"]
