@@ -38,7 +38,6 @@ from shm.messages import (
     RegionPlace,
     RegionStatus,
     RegisterCudaRegion,
-    RegisterSystemRegion,
     UnregisterRegion,
 )
 

@@ -4,8 +4,7 @@ Pure values, no I/O: ``shm.channel`` carries them. Each record is a msgpack arra
 that knows the union of a direction decodes and type-checks in one pass; anything else is refused as malformed.
 
                 submitter --> worker                     worker --> submitter
-    lane        SegmentOpened SegmentClosed              SegmentOpened SegmentClosed
-                SegmentRefused                           SegmentRefused
+    lane        SegmentOpened, -Closed, -Refused         SegmentOpened, -Closed, -Refused
                 Submit RequestForm FormSubmit            Completion AnswerForm FormCompletion
                 Release Cancel
 
@@ -444,10 +443,7 @@ ANONYMOUS = Peer()
 
 
 class RegisterSystemRegion(Record, frozen=True, tag="c.reg"):
-    """Map part of a POSIX shared-memory object under a name.
-
-    The first worker opens it, and answers with its descriptor and JSON {"access"}; to the others both travel along.
-    """
+    """Map part of a POSIX object. The first worker opens it, replies its descriptor and JSON {"access"}; the others get both."""
 
     name: str
     key: str
@@ -557,10 +553,7 @@ Operation = (
 
 
 class Call(Record, frozen=True, tag="call"):
-    """A question with an answer. ``call_id`` is the caller's.
-
-    With a registration of a region travels a pidfd of the client's process, where there is one.
-    """
+    """A question with an answer. With a registration of a region travels a pidfd of the client's process, where there is one."""
 
     call_id: int
     operation: Operation
