@@ -151,7 +151,8 @@ class Submitter:
     def open_lane(self, opened: LaneOpened, fds: list[int]) -> None:
         """A worker can be reached. Takes both descriptors: the lane's socket and the status page."""
         sock, page = socket.socket(fileno=fds[0]), StatusPage.attach(fds[1])
-        worker = Worker(opened.peer, opened.device, SubmitterLane(sock, self._arena), page)
+        lane = SubmitterLane(sock, self._arena, writable=opened.device.startswith("cuda:"))
+        worker = Worker(opened.peer, opened.device, lane, page)
         self._choice.add(worker)
         self._loop.add_reader(worker.lane.fileno(), self._readable, worker)
         self._retry_waiting()

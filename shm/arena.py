@@ -266,16 +266,17 @@ class Buddies:
 
 
 class ArenaMap:
-    """The peer's read-only view of an arena. Every range is checked against the mapping before it is looked at."""
+    """The peer's read-only views of an arena. Every range is checked against the mapping before it is looked at."""
 
     #: More segments than any configured arena needs; a peer that announces more is broken or hostile.
     MAX_SEGMENTS = 4096
 
-    def __init__(self, on_segment: OnSegment | None = None) -> None:
-        """``on_segment``: told of every segment once it is mapped."""
+    def __init__(self, on_segment: OnSegment | None = None, writable: bool = False) -> None:
+        """``on_segment``: told of every segment once it is mapped. ``writable``: as ``Segment.attach`` has it."""
         self._segments: dict[int, Segment] = {}
         #: Announced ones that could not be mapped; they will be announced again.
         self._refused: set[int] = set()
+        self._writable = writable
         self._on_segment = on_segment
 
     def open(self, segment: int, byte_size: int, fd: int) -> None:
@@ -283,7 +284,7 @@ class ArenaMap:
 
         Raises: InvalidArgument: announced twice, too many, not sealed or not of that size.  Unavailable: it cannot be mapped.
         """
-        attached = Segment.attach(fd, byte_size)
+        attached = Segment.attach(fd, byte_size, self._writable)
         if segment in self._segments or len(self._segments) >= self.MAX_SEGMENTS:
             attached.close()
             raise InvalidArgument(f"segment {segment} is announced twice or is one of more than {self.MAX_SEGMENTS}")

@@ -4,17 +4,20 @@
     worker      cuIpcOpenMemHandle ─▶ address range checked ─▶ copies on a stream of ours ─▶ cuIpcCloseMemHandle
 
 ``Driver`` is the CUDA driver as one process uses it, loaded when something first needs it; ``Context`` is one device of it: the
-primary context, which XLA uses as well, and one stream; ``CudaRegion`` is a registration. Copies are queued on the stream and
-have happened only after ``synchronize``. The memory stays the client's: it may free it or die while it is open here, and what
-copies then find is undefined, never harmful.
+primary context, which XLA uses as well, and a stream for each thread; ``CudaRegion`` is a registration. Copies are queued on the
+calling thread's stream and have happened only after ``synchronize``. The memory stays the client's: it may free it or die while
+it is open here, and what copies then find is undefined, never harmful.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
+import weakref
 from typing import Any
 
+from shm.cuda_calls import LastingCalls
 from shm.errors import InvalidArgument, Unavailable
 from shm.regions import check_range
 
@@ -113,7 +116,10 @@ def _name(driver: Any, code: Any) -> str:
 
 
 class Context:
-    """The primary context of one device and a stream in it; every thread may use it."""
+    """The primary context of one device; every thread may use it, each with a stream of its own.
+
+    What one thread queues delays nobody else's copies, and what fails of it is told to nobody else.
+    """
 
     def __init__(self, owner: Driver, driver: Any, ordinal: int) -> None:
         """Raises NoCuda: there is no such device, or it cannot be used."""
@@ -126,9 +132,11 @@ class Context:
                 raise NoCuda(f"GPU {ordinal} does not exist, the process sees {count}")
             self._device = self.call(driver.cuDeviceGet, ordinal)
             self._handle = self.call(driver.cuDevicePrimaryCtxRetain, self._device)
+            self._lasting = LastingCalls(driver.CUresult)
+            self._own = threading.local()
+            self._streams: weakref.WeakSet[_Stream] = weakref.WeakSet()
             self.enter()
-            # It waits for no other stream: XLA's and the client's are ordered by what is said and waited for.
-            self._stream = self.call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            self._stream()
         except CudaError as error:
             raise NoCuda(f"GPU {ordinal} cannot be used ({error.name})") from error
         except DeviceLost as error:
@@ -149,32 +157,40 @@ class Context:
         """Makes it the calling thread's context, which every call below needs."""
         self.call(self._driver.cuCtxSetCurrent, self._handle)
 
+    def _stream(self) -> int:
+        """The calling thread's."""
+        found: _Stream | None = getattr(self._own, "stream", None)
+        if found is None:
+            found = self._own.stream = _Stream(self)
+            self._streams.add(found)
+        return found.handle
+
     # ------------------------------------------------------------------------------------------------------- copies
 
     def to_device(self, pointer: int, address: int, byte_size: int) -> None:
         """Queues a copy from host memory, which must stay as it is until ``synchronize``."""
-        self.call(self._driver.cuMemcpyHtoDAsync, pointer, address, byte_size, self._stream)
+        self.call(self._lasting.host_to_device, pointer, address, byte_size, self._stream())
 
     def to_host(self, address: int, pointer: int, byte_size: int) -> None:
         """Queues a copy into host memory."""
-        self.call(self._driver.cuMemcpyDtoHAsync, address, pointer, byte_size, self._stream)
+        self.call(self._lasting.device_to_host, address, pointer, byte_size, self._stream())
 
     def within_device(self, to: int, pointer: int, byte_size: int) -> None:
         """Queues a copy from device memory to device memory."""
-        self.call(self._driver.cuMemcpyDtoDAsync, to, pointer, byte_size, self._stream)
+        self.call(self._lasting.within_device, to, pointer, byte_size, self._stream())
 
     def clear(self, pointer: int, byte_size: int) -> None:
         """Queues writing zeros to device memory."""
-        self.call(self._driver.cuMemsetD8Async, pointer, 0, byte_size, self._stream)
+        self.call(self._lasting.clear, pointer, 0, byte_size, self._stream())
 
     def synchronize(self) -> None:
-        """Returns when everything that was queued has happened. Raises what failed of it."""
-        self.call(self._driver.cuStreamSynchronize, self._stream)
+        """Returns when everything that this thread queued has happened. Raises what failed of it."""
+        self.call(self._lasting.synchronize_stream, self._stream())
 
     def check(self) -> None:
         """Raises DeviceLost: the device failed, be it under somebody else's work."""
         self.enter()
-        self.call(self._driver.cuCtxSynchronize)
+        self.call(self._lasting.synchronize_context)
 
     # ------------------------------------------------------------------------------------------------------- memory
 
@@ -182,26 +198,27 @@ class Context:
         """Device memory of our own, aligned to 256. Raises Unavailable: the device has none left."""
         self.enter()
         try:
-            return int(self.call(self._driver.cuMemAlloc, byte_size))
+            return int(self.call(self._lasting.allocate, byte_size))
         except CudaError as error:
             raise Unavailable(f"the GPU has no {byte_size} bytes left for inputs ({error.name})") from error
 
     def free(self, pointer: int) -> None:
         """Gives it back, when nothing that uses it is queued."""
         self.enter()
-        self.call(self._driver.cuMemFree, pointer)
+        self.call(self._lasting.free, pointer)
 
-    def pin(self, address: int, byte_size: int, writable: bool) -> None:
-        """Page-locks host memory, so that copies to and from it are transfers and nothing else. Raises CudaError."""
+    def pin(self, address: int, byte_size: int) -> None:
+        """Page-locks host memory that this process may write to, so that copies to and from it are transfers and nothing else.
+
+        Memory that may only be read is refused by many drivers, even when it is said to be such. Raises CudaError.
+        """
         self.enter()
-        driver = self._driver
-        flags = driver.CU_MEMHOSTREGISTER_PORTABLE | (0 if writable else driver.CU_MEMHOSTREGISTER_READ_ONLY)
-        self.call(driver.cuMemHostRegister, address, byte_size, flags)
+        self.call(self._lasting.register_host, address, byte_size, int(self._driver.CU_MEMHOSTREGISTER_PORTABLE))
 
     def unpin(self, address: int) -> None:
         """Ends ``pin``, before the memory is unmapped."""
         self.enter()
-        self.call(self._driver.cuMemHostUnregister, address)
+        self.call(self._lasting.unregister_host, address)
 
     # ----------------------------------------------------------------------------------------- memory of other processes
 
@@ -232,9 +249,33 @@ class Context:
         if self._closed:
             return
         self._closed = True
+        for stream in list(self._streams):
+            stream.close()
         with contextlib.suppress(CudaError, DeviceLost):
-            self.call(self._driver.cuStreamDestroy, self._stream)
             self.call(self._driver.cuDevicePrimaryCtxRelease, self._device)
+
+
+class _Stream:
+    """One thread's; it ends with the thread, or with the context."""
+
+    def __init__(self, context: Context) -> None:
+        """Raises CudaError, DeviceLost."""
+        self._call, self._driver = context.call, context._driver
+        # It waits for no other stream: XLA's and the client's are ordered by what is said and waited for.
+        made = self._call(self._driver.cuStreamCreate, self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        self._made: Any | None = made
+        self.handle = int(made)
+
+    def close(self) -> None:
+        """Returns when what was queued has happened. Idempotent."""
+        made, self._made = self._made, None
+        if made is not None:
+            with contextlib.suppress(CudaError, DeviceLost):
+                self._call(self._driver.cuStreamDestroy, made)
+
+    def __del__(self) -> None:
+        # The values of a thread's own go when it ends, in that thread.
+        self.close()
 
 
 class CudaRegion:

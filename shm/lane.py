@@ -52,9 +52,10 @@ _REQUESTS = (FormSubmit, Submit, RequestForm, Cancel)
 class _Announcer:
     """Tells the peer which segments of an arena exist, each before its first use and again when it is closed."""
 
-    def __init__(self, channel: Channel, arena: Arena) -> None:
+    def __init__(self, channel: Channel, arena: Arena, writable: bool) -> None:
         self._channel = channel
         self._arena = arena
+        self._writable = writable
         self._announced: set[int] = set()
         self._closures = arena.closures
 
@@ -63,7 +64,7 @@ class _Announcer:
         if segment not in self._announced:
             opened = self._arena.segment(segment)
             with descriptors.needed("sending an arena segment"):
-                self._channel.put(SegmentOpened(segment, opened.byte_size), opened.fd)
+                self._channel.put(SegmentOpened(segment, opened.byte_size), opened.share(self._writable))
             self._announced.add(segment)
 
     def refused(self, segment: int) -> None:
@@ -87,9 +88,10 @@ class _Announcer:
 class SubmitterLane:
     """The submitter's end. ``arena`` is the submitter's own, shared by its lanes, and outlives this lane."""
 
-    def __init__(self, sock: socket.socket, arena: Arena) -> None:
+    def __init__(self, sock: socket.socket, arena: Arena, writable: bool = False) -> None:
+        """``writable``: the worker has a GPU, and page-locks the arena (``shm.segment``)."""
         self._channel = Channel(sock, _FROM_WORKER)
-        self._announcer = _Announcer(self._channel, arena)
+        self._announcer = _Announcer(self._channel, arena, writable)
         self._responses = ArenaMap()
         self._releases: list[LeaseKey] = []
         self._said: SaidForms[Submit] = SaidForms(self._channel, RequestForm)
@@ -230,12 +232,13 @@ class WorkerLane:
         max_byte_size: int,
         keep_byte_size: int,
         on_segment: OnSegment | None = None,
+        writable: bool = False,
     ) -> None:
-        """``on_segment``: told of every segment of both arenas."""
+        """``on_segment``: told of every segment of both arenas. ``writable``: they are to be page-locked (``shm.segment``)."""
         self._channel = Channel(sock, _FROM_SUBMITTER)
         self._arena = Arena(byte_size, max_byte_size, keep_byte_size, on_segment)
-        self._announcer = _Announcer(self._channel, self._arena)
-        self._requests = ArenaMap(on_segment)
+        self._announcer = _Announcer(self._channel, self._arena, False)
+        self._requests = ArenaMap(on_segment, writable)
         self._forms: Forms[Completion] = Forms()
         self._said: SaidForms[Completion] = SaidForms(self._channel, AnswerForm)
 

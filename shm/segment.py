@@ -7,6 +7,9 @@ the processes die. Its seals, applied before anyone else sees the descriptor:
     F_SEAL_FUTURE_WRITE          only the creator's mapping, made before sealing, can write
     F_SEAL_SEAL                  nobody can change the above
 
+F_SEAL_FUTURE_WRITE is left out for a reader with a GPU. CUDA page-locks only what the process may write to, so such a reader maps
+it writable; but it gives nobody a writable view, and writes nothing: what lies there is its creator's as ever.
+
 Its pages are allocated at once: memory that is not there is an error here, not a fault in the middle of a request.
 """
 
@@ -24,23 +27,23 @@ from shm.errors import InvalidArgument, Unavailable
 
 F_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h, since 5.1; the fcntl module has no name for it
 _READER_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
-_SEALS = _READER_SEALS | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
 
 
 class Segment:
-    """A mapping of a sealed memfd; writable for its creator, read-only for everybody else."""
+    """A mapping of a sealed memfd; its view is writable for its creator, read-only for everybody else."""
 
     #: The whole mapping.
     view: memoryview
     #: Called once before the mapping ends, by whoever did more with it than read and write.
     before_close: Callable[[], None] | None = None
 
-    def __init__(self, fd: int, byte_size: int, mapping: mmap.mmap) -> None:
-        #: Owned by this object; what is sent to peers.
+    def __init__(self, fd: int, byte_size: int, mapping: mmap.mmap, view: memoryview) -> None:
+        #: Owned by this object; what is sent to peers, see ``share``.
         self.fd = fd
         self.byte_size = byte_size
         self._mapping = mapping
-        self.view = memoryview(mapping)
+        self._shared = False
+        self.view = view
 
     @classmethod
     def create(cls, byte_size: int) -> Segment:
@@ -50,19 +53,33 @@ class Segment:
         try:
             os.posix_fallocate(fd, 0, byte_size)
             mapping = mmap.mmap(fd, byte_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _READER_SEALS)
         except OSError as error:
             os.close(fd)
             if error.errno in (errno.ENOSPC, errno.ENOMEM):
                 raise Unavailable(f"the host has no {byte_size} bytes of memory for another arena segment") from error
             raise
-        return cls(fd, byte_size, mapping)
+        return cls(fd, byte_size, mapping, memoryview(mapping))
+
+    def share(self, writable: bool) -> int:
+        """The descriptor for a peer, sealed for good before the first one gets it.
+
+        Args:
+          writable: peers have to map it writable, to page-lock it. What holds for the first peer holds for all.
+        """
+        if not self._shared:
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL | (0 if writable else F_SEAL_FUTURE_WRITE))
+            self._shared = True
+        return self.fd
 
     @classmethod
-    def attach(cls, fd: int, byte_size: int) -> Segment:
-        """Maps a peer's segment read-only; takes the descriptor over, also when it refuses it.
+    def attach(cls, fd: int, byte_size: int, writable: bool = False) -> Segment:
+        """Maps a peer's segment; takes the descriptor over, also when it refuses it.
 
-        Raises: InvalidArgument: not sealed against resizing, or not of the announced size.  Unavailable: it cannot be mapped now.
+        Args:
+          writable: map it writable, to page-lock it. The view is read-only nevertheless.
+        Raises: InvalidArgument: not sealed against resizing, not of the announced size, or not to be mapped so.  Unavailable: it
+          cannot be mapped now.
         """
         try:
             try:
@@ -74,14 +91,18 @@ class Segment:
             actual = os.fstat(fd).st_size
             if byte_size <= 0 or actual != byte_size:
                 raise InvalidArgument(f"segment has {actual} bytes, {byte_size} were announced")
-            mapping = mmap.mmap(fd, byte_size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+            prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+            try:
+                mapping = mmap.mmap(fd, byte_size, flags=mmap.MAP_SHARED, prot=prot)
+            except PermissionError as error:
+                raise InvalidArgument("segment is sealed against mapping it writable") from error
         except OSError as error:  # as many mappings, or as much address space, as a process may have
             os.close(fd)
             raise Unavailable(f"an arena segment of {byte_size} bytes cannot be mapped: {error.strerror}") from error
         except BaseException:
             os.close(fd)
             raise
-        return cls(fd, byte_size, mapping)
+        return cls(fd, byte_size, mapping, memoryview(mapping).toreadonly())
 
     def close(self) -> None:
         """Idempotent. A view still in use keeps the mapping, not the descriptor, until it is dropped."""

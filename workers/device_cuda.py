@@ -4,8 +4,10 @@
     CUDA region otherwise                            ─▶ device to device into the staging buffer
     arena, system region, body                       ─▶ host to device into it; a transfer and nothing else where pages are locked
 
-The staging buffer is our own, one for all models: a batch is computed before the next one is gathered. XLA waits for nothing of
-ours, because copies into the buffer have happened before it is called, and outputs are ready before they are looked at.
+The staging buffer is our own, one for all models, and belongs to the thread that runs them: a batch is computed before the next
+one is gathered. Whoever runs programs in another thread (the loader with a version's samples) has a ``CudaDevice`` of its own.
+XLA waits for nothing of ours, because copies into the buffer have happened before it is called, and outputs are ready before they
+are looked at.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ def prepare_environment(options: Workers) -> None:
 
 
 class CudaDevice:
-    """Belongs to the execution thread."""
+    """The GPU as one thread uses it, which runs one program after the other."""
 
     def __init__(self, context: Context, dlpack_device: tuple[int, int]) -> None:
         """``dlpack_device``: what XLA calls it, (DLDeviceType, number)."""
@@ -49,6 +51,10 @@ class CudaDevice:
         self._staging_byte_size = 0
         #: (address, dtype, shape) -> array; addresses are all that an array of foreign memory is, so none is ever stale.
         self._views: OrderedDict[tuple[int, np.dtype[Any], tuple[int, ...]], jax.Array] = OrderedDict()
+
+    def beside(self) -> CudaDevice:
+        """The same GPU for another thread: nothing that either gathers is seen by the other."""
+        return CudaDevice(self.context, self._dlpack_device)
 
     # ------------------------------------------------------------------------------------------------------- inputs
 

@@ -17,7 +17,7 @@ class WorkThread:
 
     def __init__(self, name: str, inbox: Inbox) -> None:
         self._inbox = inbox
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         #: Jobs given and not yet answered; the loop's.
         self.pending = 0
@@ -43,9 +43,17 @@ class WorkThread:
 
         self._jobs.put(work)
 
+    def finish(self) -> None:
+        """Returns when everything that was given has been done, and the thread has ended. It takes nothing after that."""
+        if self._thread.is_alive():
+            self._jobs.put(None)
+            self._thread.join()
+
     def _main(self) -> None:
-        while True:
-            self._jobs.get()()
+        while (job := self._jobs.get()) is not None:
+            job()
+            # An idle thread keeps nothing of its last job.
+            del job
 
     def __repr__(self) -> str:
         return f"<WorkThread {self._thread.name} pending={self.pending}>"

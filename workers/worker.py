@@ -5,8 +5,8 @@
           ─▶ inbox: what other threads have finished
     then     one jitted batch, batches for free instances, one flush per lane, statistics, one beat on the status page
 
-Beside it: a loader thread, a compiler thread, and one thread per instance of a model that is not jitted or has several. None of
-them touches the loop's state; they post to the inbox.
+Beside it: a loader thread, a compiler thread, one thread per instance of a model that is not jitted or has several, and on a GPU
+one that page-locks memory. None of them touches the loop's state; they post to the inbox.
 """
 
 from __future__ import annotations
@@ -85,8 +85,9 @@ class Worker:
                 # JAX found it nevertheless: XLA then copies what goes in and out.
                 _log.warning("neither CUDA regions nor page-locked memory: %s", error)
             else:
-                self._cuda = CudaDevice(context, (dlpack.CUDA, device.local_hardware_id or 0))
-                self._pinned = PinnedMemory(context, options.workers.pinned_byte_size)
+                self._cuda = CudaDevice(context, dlpack.device_of(device))
+                locking = WorkThread("page-locking", self._inbox)
+                self._pinned = PinnedMemory(context, options.workers.pinned_byte_size, locking)
         if device_name.platform == "cpu" and options.executables.place_outputs:
             output_memory.attach()
         self._regions = RegionTable(RegionPolicy(options.regions), self._driver, device_name.gpu, self._pinned)
@@ -266,8 +267,11 @@ class Worker:
 
     def _open_lane(self, peer: int, sock: socket.socket) -> None:
         arenas = self._options.arenas
-        on_segment = self._pinned.pin_segment if self._pinned is not None else None
-        lane = WorkerLane(sock, arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size, on_segment)
+        sizes = (arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
+        pinned = self._pinned
+        lane = (
+            WorkerLane(sock, *sizes) if pinned is None else WorkerLane(sock, *sizes, pinned.pin_segment, writable=True)
+        )
         submitter = self._submitters[lane.fileno()] = Submitter(peer, lane)
         self._epoll.register(lane.fileno(), select.EPOLLIN)
         self._poller.open(submitter)
@@ -329,6 +333,8 @@ class Worker:
             self._close_lane(submitter)
         self._poller.close()
         self._regions.close()
+        if self._pinned is not None:
+            self._pinned.close()
         if self._cuda is not None:
             self._cuda.close()
         self._driver.close()

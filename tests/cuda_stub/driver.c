@@ -3,18 +3,22 @@
  * "Device memory" is a file in $CUDA_STUB_DIR, so that a second process can open what a first one exported:
  *
  *     <pid>-<id>   | control page: owner, byte size, device, freed | contents, a multiple of 2 MiB |
+ *     host-<pid>   | what a process has page-locked, and what it copied from and to such memory, and from and to other memory |
  *
- * What it keeps of the real thing: one primary context a device, which a thread must make current; handles that cannot be opened
+ * Devices have numbers from 0 and UUIDs, GPU-00000000-0000-0000-0000-00000000000N for device N. Of the real thing it keeps: one primary context a device, which a thread must make current; handles that cannot be opened
  * by the process that made them; counted openings; streams that run beside their caller, in order; events between streams; errors
- * that stay ("sticky") once the device has failed. What it is stricter about: a copy that is not waited for has not happened
+ * that stay ("sticky") once the device has failed; host memory that is registered only where the process may write to it, and not
+ * as read-only, as recent drivers refuse it. What it is stricter about: memory that is unmapped before it is unregistered is
+ * counted ("violations"), a copy that is not waited for has not happened
  * ($CUDA_STUB_DELAY_US makes that visible), memory freed by its owner cannot be copied any more, and with $CUDA_STUB_HIDDEN device
  * pointers cannot be touched by host code at all. It computes nothing, and says nothing about a real driver's speed or limits.
  *
  *     $CUDA_STUB_DIR       must be set, or there is no device
- *     $CUDA_STUB_DEVICES   how many devices (1); $CUDA_VISIBLE_DEVICES picks among them, by index
+ *     $CUDA_STUB_DEVICES   how many devices (1); $CUDA_VISIBLE_DEVICES picks among them, by index or by the beginning of a UUID
  *     $CUDA_STUB_VERSION   what cuDriverGetVersion says (12080)
  *     $CUDA_STUB_UNIFIED   host memory passes for a device's as well: XLA:CPU plays XLA on a GPU
  *     $CUDA_STUB_DIR/fail  "<function> <error code> <calls to let pass>": the next call after those fails, once, in any process
+ *     $CUDA_STUB_DIR/hold  "<function>": the next call of it, in any process, makes "held" of this file and waits until that is gone
  */
 
 #define _GNU_SOURCE
@@ -39,8 +43,9 @@
 enum {
     SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101,
     INVALID_CONTEXT = 201, ALREADY_MAPPED = 208, NOT_FOUND = 500, NOT_READY = 600,
-    HOST_ALREADY_REGISTERED = 712, HOST_NOT_REGISTERED = 713,
+    HOST_ALREADY_REGISTERED = 712, HOST_NOT_REGISTERED = 713, NOT_SUPPORTED = 801, UNKNOWN = 999,
 };
+enum { REGISTER_READ_ONLY = 8 };
 
 typedef int CUresult;
 typedef uint64_t CUdeviceptr;
@@ -49,6 +54,8 @@ typedef struct { char bytes[16]; } CUuuid;
 
 typedef struct { char magic[8]; int32_t owner; uint32_t id; } handle_t;
 typedef struct { uint64_t byte_size; int32_t device, freed; } control_t;
+
+typedef struct { uint64_t locked, registered, locked_copied, other_copied, violations; } host_t;
 
 typedef struct allocation {
     char *base;
@@ -92,6 +99,7 @@ static int visible[MAX_DEVICES], visible_count, initialized, hidden, unified, de
 static CUresult lost; /* the sticky error of this process */
 static uint32_t next_id;
 static char folder[512];
+static host_t nowhere, *host = &nowhere;
 static __thread context_t *current;
 
 /* ---------------------------------------------------------------------------------------------------- errors */
@@ -100,9 +108,32 @@ static int is_sticky(CUresult code) {
     return code == 214 || code == 220 || code == 702 || code == 710 || (code >= 714 && code <= 719) || code == 700;
 }
 
+/* Waits where somebody holds this function up: for two minutes at most, so that a test that never lets go fails. */
+static CUresult hold(const char *function) {
+    char path[600], held[600], name[128] = "";
+    snprintf(path, sizeof path, "%s/hold", folder);
+    FILE *file = fopen(path, "r");
+    if (!file)
+        return SUCCESS;
+    int read = fscanf(file, "%127s", name);
+    fclose(file);
+    snprintf(held, sizeof held, "%s/held", folder);
+    if (read != 1 || strcmp(name, function) || rename(path, held))
+        return SUCCESS;
+    for (int i = 0; i < 12000; i++) {
+        if (access(held, F_OK))
+            return SUCCESS;
+        usleep(10000);
+    }
+    return UNKNOWN;
+}
+
 /* What every call begins with: the error an operator of this stub asked for, or the one that stays. */
 static CUresult enter(const char *function) {
     if (folder[0]) {
+        CUresult waited = hold(function);
+        if (waited)
+            return waited;
         char path[600], name[128];
         int code = 0, skip = 0;
         snprintf(path, sizeof path, "%s/fail", folder);
@@ -158,12 +189,56 @@ API CUresult cuGetErrorString(CUresult code, const char **text) { return cuGetEr
 
 /* --------------------------------------------------------------------------------------- devices and contexts */
 
+static void name_device(int device, char *text, size_t size) {
+    snprintf(text, size, "GPU-00000000-0000-0000-0000-%012x", (unsigned)device);
+}
+
+/* The device that an entry of $CUDA_VISIBLE_DEVICES names; -1: none, or more than one. */
+static int device_named(const char *entry, size_t length, int count) {
+    char text[64], name[64], *end;
+    int found = -1;
+    if (length >= sizeof text)
+        return -1;
+    memcpy(text, entry, length);
+    text[length] = 0;
+    long index = strtol(text, &end, 10);
+    if (length && !*end)
+        return index >= 0 && index < count ? (int)index : -1;
+    for (int i = 0; i < count && length > 4; i++) {
+        name_device(i, name, sizeof name);
+        if (!strncmp(name, text, length)) {
+            if (found >= 0)
+                return -1;
+            found = i;
+        }
+    }
+    return found;
+}
+
+/* What this process does with host memory, for others to read. */
+static void open_host_page(void) {
+    char path[600];
+    snprintf(path, sizeof path, "%s/host-%d", folder, getpid());
+    int fd = open(path, O_CREAT | O_RDWR | O_CLOEXEC, 0600);
+    if (fd < 0)
+        return;
+    if (!ftruncate(fd, PAGE)) {
+        host_t *page = mmap(NULL, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+        if (page != MAP_FAILED)
+            host = page;
+    }
+    close(fd);
+}
+
 API CUresult cuInit(unsigned flags) {
     (void)flags;
+    const char *directory = getenv("CUDA_STUB_DIR");
+    if (directory && !folder[0])
+        snprintf(folder, sizeof folder, "%s", directory);
     CUresult entered = enter(__func__);
     if (entered)
         return entered;
-    const char *directory = getenv("CUDA_STUB_DIR"), *devices = getenv("CUDA_STUB_DEVICES"), *pause = getenv("CUDA_STUB_DELAY_US");
+    const char *devices = getenv("CUDA_STUB_DEVICES"), *pause = getenv("CUDA_STUB_DELAY_US");
     if (initialized)
         return SUCCESS;
     if (!directory)
@@ -172,7 +247,6 @@ API CUresult cuInit(unsigned flags) {
     if (!initialized) {
         int count = devices ? atoi(devices) : 1;
         const char *names = getenv("CUDA_VISIBLE_DEVICES");
-        snprintf(folder, sizeof folder, "%s", directory);
         hidden = getenv("CUDA_STUB_HIDDEN") != NULL;
         unified = getenv("CUDA_STUB_UNIFIED") != NULL;
         delay_us = pause ? atoi(pause) : 0;
@@ -180,17 +254,20 @@ API CUresult cuInit(unsigned flags) {
             for (; visible_count < count && visible_count < MAX_DEVICES; visible_count++)
                 visible[visible_count] = visible_count;
         } else {
-            char *end;
-            for (; *names; names = *end ? end + 1 : end) {
-                long index = strtol(names, &end, 10);
-                if (end == names || index < 0 || index >= count || visible_count == MAX_DEVICES)
+            while (*names && visible_count < MAX_DEVICES) {
+                size_t length = strcspn(names, ",");
+                int device = device_named(names, length, count);
+                if (device < 0)
                     break; /* as the driver does: what follows an unknown name is not visible */
-                visible[visible_count++] = (int)index;
+                visible[visible_count++] = device;
+                names += length + (names[length] == ',');
             }
         }
         for (int i = 0; i < visible_count; i++)
             contexts[i].device = visible[i];
         initialized = visible_count > 0;
+        if (initialized)
+            open_host_page();
     }
     pthread_mutex_unlock(&lock);
     return initialized ? SUCCESS : NO_DEVICE;
@@ -210,16 +287,23 @@ API CUresult cuDeviceGet(int *device, int ordinal) {
     return SUCCESS;
 }
 API CUresult cuDeviceGetName(char *name, int size, int device) { (void)device; snprintf(name, size, "stub of a CUDA device"); return SUCCESS; }
-API CUresult cuDeviceGetUuid_v2(CUuuid *uuid, int device) { memset(uuid, 0, sizeof *uuid); uuid->bytes[0] = (char)device; return SUCCESS; }
+API CUresult cuDeviceGetUuid_v2(CUuuid *uuid, int device) {
+    ENTER;
+    if (device < 0 || device >= visible_count)
+        return INVALID_DEVICE;
+    memset(uuid, 0, sizeof *uuid);
+    uuid->bytes[15] = (char)visible[device];
+    return SUCCESS;
+}
+API CUresult cuDeviceGetUuid(CUuuid *uuid, int device) { return cuDeviceGetUuid_v2(uuid, device); }
 API CUresult cuDeviceTotalMem_v2(size_t *size, int device) { (void)device; *size = 1ull << 34; return SUCCESS; }
 API CUresult cuDeviceGetAttribute(int *value, int attribute, int device) {
     ENTER;
     (void)device;
     switch (attribute) {
     case 75: *value = 9; break;  /* compute capability, major */
-    case 41:                     /* unified addressing */
-    case 113: *value = 1; break; /* read-only host memory can be registered */
-    default: *value = 0;
+    case 41: *value = 1; break;  /* unified addressing */
+    default: *value = 0;         /* among them 113: read-only host memory can be registered */
     }
     return SUCCESS;
 }
@@ -322,6 +406,11 @@ static void drop(allocation_t *a) {
 static void __attribute__((destructor)) leave(void) {
     while (allocations)
         drop(allocations);
+    if (host != &nowhere) {
+        char path[600];
+        snprintf(path, sizeof path, "%s/host-%d", folder, getpid());
+        unlink(path);
+    }
 }
 
 API CUresult cuMemAlloc_v2(CUdeviceptr *pointer, size_t byte_size) {
@@ -568,13 +657,35 @@ static CUresult copy_later(CUdeviceptr to, CUdeviceptr from, uint64_t count, str
     return result ? result : put(stream, (task_t){.kind = COPY, .to = to, .from = from, .count = count});
 }
 
+/* Notes whether the host's side of a copy is page-locked, when it is asked for. */
+static CUresult note_host(CUresult result, CUdeviceptr address, uint64_t count) {
+    if (result)
+        return result;
+    pthread_mutex_lock(&lock);
+    pinned_t *p = pinned;
+    while (p && !(address >= (CUdeviceptr)p->start && address + count <= (CUdeviceptr)p->start + p->byte_size))
+        p = p->next;
+    if (p)
+        host->locked_copied += count;
+    else
+        host->other_copied += count;
+    pthread_mutex_unlock(&lock);
+    return SUCCESS;
+}
+
 API CUresult cuMemcpy(CUdeviceptr to, CUdeviceptr from, size_t n) { ENTER_CONTEXT; return copy_now(to, from, n); }
 API CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t n, stream_t *s) { ENTER_CONTEXT; return copy_later(to, from, n, s); }
 API CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void *from, size_t n) { ENTER_CONTEXT; return device_side(to, n) ? INVALID_VALUE : copy_now(to, (CUdeviceptr)from, n); }
 API CUresult cuMemcpyDtoH_v2(void *to, CUdeviceptr from, size_t n) { ENTER_CONTEXT; return device_side(from, n) ? INVALID_VALUE : copy_now((CUdeviceptr)to, from, n); }
 API CUresult cuMemcpyDtoD_v2(CUdeviceptr to, CUdeviceptr from, size_t n) { ENTER_CONTEXT; return device_side(to, n) || device_side(from, n) ? INVALID_VALUE : copy_now(to, from, n); }
-API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void *from, size_t n, stream_t *s) { ENTER_CONTEXT; return device_side(to, n) ? INVALID_VALUE : copy_later(to, (CUdeviceptr)from, n, s); }
-API CUresult cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t n, stream_t *s) { ENTER_CONTEXT; return device_side(from, n) ? INVALID_VALUE : copy_later((CUdeviceptr)to, from, n, s); }
+API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void *from, size_t n, stream_t *s) {
+    ENTER_CONTEXT;
+    return note_host(device_side(to, n) ? INVALID_VALUE : copy_later(to, (CUdeviceptr)from, n, s), (CUdeviceptr)from, n);
+}
+API CUresult cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t n, stream_t *s) {
+    ENTER_CONTEXT;
+    return note_host(device_side(from, n) ? INVALID_VALUE : copy_later((CUdeviceptr)to, from, n, s), (CUdeviceptr)to, n);
+}
 API CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t n, stream_t *s) { ENTER_CONTEXT; return device_side(to, n) || device_side(from, n) ? INVALID_VALUE : copy_later(to, from, n, s); }
 API CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t n, stream_t *s) {
     ENTER_CONTEXT;
@@ -635,10 +746,27 @@ API CUresult cuIpcCloseMemHandle(CUdeviceptr pointer) {
 
 /* ------------------------------------------------------------------------------------------------ page-locked memory */
 
+/* Whether all of it is mapped, and may be written to if that is asked for. */
+static int is_mapped(char *start, size_t byte_size, int writable) {
+    FILE *maps = fopen("/proc/self/maps", "r");
+    char line[1024], mode[8];
+    uint64_t from, to, at = (uint64_t)start;
+    while (maps && at < (uint64_t)start + byte_size && fgets(line, sizeof line, maps))
+        if (sscanf(line, "%lx-%lx %7s", &from, &to, mode) == 3 && from <= at && at < to && (!writable || mode[1] == 'w'))
+            at = to;
+    if (maps)
+        fclose(maps);
+    return at >= (uint64_t)start + byte_size;
+}
+
 API CUresult cuMemHostRegister_v2(void *start, size_t byte_size, unsigned flags) {
+    int mapped_before = is_mapped(start, byte_size, 0);
     ENTER_CONTEXT;
-    (void)flags;
-    if (!start || !byte_size)
+    if (mapped_before && !is_mapped(start, byte_size, 0))
+        host->violations++; /* unmapped while it was being registered */
+    if (flags & REGISTER_READ_ONLY)
+        return NOT_SUPPORTED;
+    if (!start || !byte_size || !is_mapped(start, byte_size, 1))
         return INVALID_VALUE;
     CUresult result = SUCCESS;
     pthread_mutex_lock(&lock);
@@ -649,6 +777,8 @@ API CUresult cuMemHostRegister_v2(void *start, size_t byte_size, unsigned flags)
         pinned_t *p = malloc(sizeof *p);
         *p = (pinned_t){start, byte_size, pinned};
         pinned = p;
+        host->locked += byte_size;
+        host->registered++;
     }
     pthread_mutex_unlock(&lock);
     return result;
@@ -662,6 +792,9 @@ API CUresult cuMemHostUnregister(void *start) {
         if ((*at)->start == start) {
             pinned_t *gone = *at;
             *at = gone->next;
+            host->locked -= gone->byte_size;
+            if (!is_mapped(gone->start, gone->byte_size, 0))
+                host->violations++;
             free(gone);
             result = SUCCESS;
             break;

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shutil
+import struct
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+
+
+class HostMemory(NamedTuple):
+    """Of one process, in bytes where nothing else is said."""
+
+    #: Page-locked now.
+    locked: int
+    #: How often something was page-locked.
+    registered: int
+    #: Copied from and to such memory, and from and to any other.
+    locked_copied: int
+    other_copied: int
+    #: How often memory was unmapped before it was unregistered.
+    violations: int
 
 
 class CudaStub:
@@ -85,7 +103,43 @@ class CudaStub:
         """Whether the failure that was asked for has happened."""
         return not (self.folder / "fail").exists()
 
+    @contextlib.contextmanager
+    def hold(self, function: str) -> Iterator[None]:
+        """The next call of ``function``, in whatever process, waits until this ends."""
+        written = self.folder / "hold.new"
+        written.write_text(function)
+        written.rename(self.folder / "hold")
+        try:
+            yield
+        finally:
+            (self.folder / "hold").unlink(missing_ok=True)
+            (self.folder / "held").unlink(missing_ok=True)
+
+    @property
+    def held(self) -> bool:
+        """Whether a call waits."""
+        return (self.folder / "held").exists()
+
+    @staticmethod
+    def uuid(device: int) -> str:
+        """As ``CUDA_VISIBLE_DEVICES`` takes it."""
+        return f"GPU-00000000-0000-0000-0000-{device:012x}"
+
+    def devices_of(self, pid: int) -> set[int]:
+        """The devices on which a process has memory, by the stub's own numbers."""
+        found = set()
+        for path in self.folder.glob(f"{pid}-*"):
+            with path.open("rb") as file:
+                _, device, freed = struct.unpack("<Qii", file.read(16))
+                found |= set() if freed else {device}
+        return found
+
+    def host(self, pid: int) -> HostMemory:
+        """What a process that uses the driver does with host memory."""
+        with (self.folder / f"host-{pid}").open("rb") as file:
+            return HostMemory(*struct.unpack("<5Q", file.read(40)))
+
     @property
     def allocations(self) -> int:
         """How many allocations live."""
-        return len([path for path in self.folder.iterdir() if not path.name.startswith("fail")])
+        return len([path for path in self.folder.iterdir() if path.name[0].isdigit()])

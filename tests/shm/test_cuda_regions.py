@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import ctypes
+import mmap
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -151,12 +153,64 @@ def test_no_memory(context: Context, cuda_stub: CudaStub) -> None:
 
 def test_pages_are_locked_once(context: Context) -> None:
     memory = np.zeros(1 << 16, np.uint8)
-    context.pin(address(memory), memory.nbytes, writable=True)
+    context.pin(address(memory), memory.nbytes)
     with pytest.raises(CudaError):
-        context.pin(address(memory) + 4096, 4096, writable=False)
+        context.pin(address(memory) + 4096, 4096)
     context.unpin(address(memory))
-    context.pin(address(memory) + 4096, 4096, writable=False)
+    context.pin(address(memory) + 4096, 4096)
     context.unpin(address(memory) + 4096)
+
+
+def test_only_what_may_be_written_to_is_locked(context: Context) -> None:
+    """As drivers do that cannot register memory as read-only."""
+    with mmap.mmap(-1, 4096, prot=mmap.PROT_READ) as memory, memoryview(memory) as view:
+        start = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+        with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_VALUE"):
+            context.pin(start, 4096)
+
+
+def test_threads_do_not_wait_for_each_other(cuda_stub: CudaStub, context: Context) -> None:
+    """One waits for the device, and for as long as it likes; what another one queues and waits for happens meanwhile."""
+    pointer = context.allocate(4096)
+    source, got = np.full(64, 7, np.uint8), np.zeros(64, np.uint8)
+    handles: list[int] = []
+
+    def wait() -> None:
+        context.enter()
+        handles.append(context._stream())
+        context.synchronize()
+
+    other = threading.Thread(target=wait)
+    with cuda_stub.hold("cuStreamSynchronize"):
+        other.start()
+        until(lambda: cuda_stub.held)
+        context.to_device(pointer, address(source), 64)
+        context.to_host(address(got), pointer, 64)
+        context.synchronize()
+        assert got.tolist() == source.tolist()
+        assert cuda_stub.held
+    other.join()
+    assert handles != [context._stream()]
+    # The other's stream went with its thread.
+    assert len(context._streams) == 1
+    context.free(pointer)
+
+
+@pytest.mark.parametrize("function", ["cuMemHostRegister_v2", "cuMemHostUnregister"])
+def test_locking_pages_stops_no_other_thread(cuda_stub: CudaStub, context: Context, function: str) -> None:
+    memory = np.zeros(1 << 16, np.uint8)
+
+    def lock() -> None:
+        context.pin(address(memory), memory.nbytes)
+        context.unpin(address(memory))
+
+    other = threading.Thread(target=lock)
+    with cuda_stub.hold(function):
+        other.start()
+        until(lambda: cuda_stub.held)
+        context.check()
+        assert cuda_stub.held
+    other.join()
 
 
 def test_no_such_device(driver: Driver) -> None:

@@ -14,6 +14,9 @@ from shm.segment import Segment
 
 def test_nobody_resizes_or_writes_a_segment() -> None:
     segment = Segment.create(1 << 16)
+    assert segment.share(writable=False) == segment.fd
+    # What was said first holds.
+    segment.share(writable=True)
     with pytest.raises(PermissionError):
         os.ftruncate(segment.fd, 0)
     with pytest.raises(PermissionError):
@@ -23,6 +26,29 @@ def test_nobody_resizes_or_writes_a_segment() -> None:
     with pytest.raises(PermissionError):
         fcntl.fcntl(segment.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
     segment.close()
+    segment.close()
+
+
+def test_a_reader_with_a_gpu_maps_it_writable_and_has_no_view_to_write_to() -> None:
+    segment = Segment.create(1 << 16)
+    segment.view[:4] = b"here"
+    attached = Segment.attach(os.dup(segment.share(writable=True)), 1 << 16, writable=True)
+    with pytest.raises(TypeError, match="read-only"):
+        attached.view[:4] = b"gone"
+    assert bytes(segment.view[:4]) == b"here"
+    # It is as large as ever, whoever has the descriptor.
+    with pytest.raises(PermissionError):
+        os.ftruncate(segment.fd, 0)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(segment.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    attached.close()
+    segment.close()
+
+
+def test_a_segment_for_others_cannot_be_mapped_writable() -> None:
+    segment = Segment.create(4096)
+    with pytest.raises(InvalidArgument, match="sealed against mapping it writable"):
+        Segment.attach(os.dup(segment.share(writable=False)), 4096, writable=True)
     segment.close()
 
 

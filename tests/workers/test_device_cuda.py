@@ -198,6 +198,18 @@ def test_the_staging_buffer_grows(device: CudaDevice) -> None:
     assert "staging 4194304 bytes" in repr(device)
 
 
+def test_two_threads_do_not_gather_in_one_buffer(device: CudaDevice) -> None:
+    """What the loader's samples are gathered in is not what the loop's requests are: arguments stay until they are used."""
+    beside = device.beside()
+    values = np.arange(8, dtype=np.float32)
+    mine, _ = device.gather([("x", FP32, (8,), [values])])
+    other, _ = beside.gather([("x", FP32, (8,), [-values])])
+    assert np.array_equal(mine["x"], values)
+    assert np.array_equal(other["x"], -values)
+    beside.close()
+    assert np.array_equal(mine["x"], values)
+
+
 def test_memory_that_is_gone_costs_its_own_request(
     device: CudaDevice, region: CudaRegion, cuda_owner: CudaOwner
 ) -> None:

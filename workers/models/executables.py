@@ -55,12 +55,12 @@ class Executable:
         "__weakref__",
         "_batches",
         "_buffers",
-        "_device",
         "_plain",
         "_program",
         "_signature",
         "_specs",
         "call",
+        "device",
         "layout",
         "memory_of_outputs",
         "wanted",
@@ -73,12 +73,12 @@ class Executable:
         program: CompiledProgram,
         device: CudaDevice | None = None,
     ) -> None:
-        """``device``: where batches are gathered instead of in host memory."""
+        """``device``: where batches are gathered instead of in host memory; it belongs to the thread that runs this."""
         self.wanted = wanted
         self._program = program
         #: Takes the inputs; the parameters are those where the program runs.
         self.call: Callable[..., dict[str, Any]] = functools.partial(program.call, program.placement.parameters)
-        self._device = device
+        self.device = device
         self._signature = signature
         self._batches = signature.batches
         #: How its outputs lie, once it has run.
@@ -93,9 +93,9 @@ class Executable:
         ]
         self._buffers: dict[str, GatherBuffer] = {}
 
-    def twin(self) -> Executable:
-        """The same program for another thread: with buffers of its own."""
-        return Executable(self.wanted, self._signature, self._program, self._device)
+    def twin(self, device: CudaDevice | None) -> Executable:
+        """The same program for another thread: with buffers of its own, on the device as that thread has it."""
+        return Executable(self.wanted, self._signature, self._program, device)
 
     @property
     def rows(self) -> int:
@@ -135,7 +135,7 @@ class Executable:
 
     def _compute(self, arguments: dict[str, Any], addresses: Mapping[str, int]) -> dict[str, Any]:
         learned = self.memory_of_outputs
-        if learned is None and self._device is None and output_memory.attached():
+        if learned is None and self.device is None and output_memory.attached():
             run = functools.partial(self.call, arguments)
             made, self.memory_of_outputs = output_memory.watched(run, self._signature.outputs)
             return made
@@ -168,8 +168,8 @@ class Executable:
         A request that fills the bucket alone is used where it lies, unless that is in its record, which is never aligned; small
         unaligned arguments are left to XLA, which copies them anyway, but large ones faster by us.
         """
-        if self._device is not None:
-            return self._gather_on(self._device, requests)
+        if self.device is not None:
+            return self._gather_on(self.device, requests)
         if len(requests) == 1 and requests[0].rows == self.wanted.rows and not requests[0].small:
             arguments, copied = dict(requests[0].arrays), 0
             for spec, shape in self._specs:

@@ -156,7 +156,7 @@ class JaxModel:
         places = execution.places
         made = executable.compute(arguments, {} if places is None else places.addresses)
         # All of them are waited for: only then has the program read its last input.
-        outputs = self._outputs(made)
+        outputs = self._outputs(executable, made)
         if places is not None:
             places.written = executable.written(outputs, places.addresses)
         execution.computed_ns = time.monotonic_ns()
@@ -168,8 +168,8 @@ class JaxModel:
         if self.series is not None:
             self.series.note(requests[0], execution.computed_ns - execution.gathered_ns)
 
-    def _outputs(self, made: dict[str, Any]) -> dict[str, Array]:
-        device = self.executables.device
+    def _outputs(self, executable: Executable, made: dict[str, Any]) -> dict[str, Array]:
+        device = executable.device
         if device is None:
             return {name: np.asarray(made[name]) for name in self._signature.outputs}
         try:

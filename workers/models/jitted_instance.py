@@ -1,4 +1,4 @@
-"""One of several executions of a jitted model at a time: the model's programs with gather buffers of its own, in its own thread.
+"""A jitted model in a thread that is not the worker's loop: the model's programs with memory of that thread's to gather in.
 
 XLA runs programs without holding Python back, so the instances of a model run side by side. Code and parameters are shared.
 """
@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import weakref
 
+from workers.device_cuda import CudaDevice
 from workers.models.executables import Executable
 from workers.models.execution import Execution
 from workers.models.jax_model import JaxModel
 
 
 class JittedInstance:
-    """Everything is called from the instance's thread."""
+    """Everything is called from the one thread."""
 
-    def __init__(self, model: JaxModel) -> None:
+    def __init__(self, model: JaxModel, device: CudaDevice | None = None) -> None:
+        """``device``: the GPU, if the model is on one, as that thread has it."""
         self._model = model
+        self._device = device
         #: The model's executable -> ours; an entry goes with the model's.
         self._twins: weakref.WeakKeyDictionary[Executable, Executable] = weakref.WeakKeyDictionary()
 
@@ -29,7 +32,7 @@ class JittedInstance:
         if isinstance(shared, Executable):
             twin = self._twins.get(shared)
             if twin is None:
-                twin = self._twins[shared] = shared.twin()
+                twin = self._twins[shared] = shared.twin(self._device)
             execution.executable = twin
         self._model.execute(execution)
 

@@ -89,9 +89,12 @@ class Loader:
         cuda: CudaDevice | None = None,
         single_thread: SingleThreadDevice | None = None,
     ) -> None:
+        """``cuda``: the GPU as the thread has it that will run what is loaded."""
         self._device = device
         self._gpu = gpu
         self._cuda = cuda
+        #: The GPU as this thread has it: the loop gathers requests on the other while samples run here.
+        self._own_cuda = None if cuda is None else cuda.beside()
         self._single_thread = single_thread
         self._cache = cache
         self._inbox = inbox
@@ -188,8 +191,13 @@ class Loader:
         jitted = JaxModel(record.version, described, buckets, executables, count)
         executables.warm()
         prepared = samples(message, described, Path(record.model_path))
-        for sample in prepared:
-            sample.run_jitted(jitted, message.name)
+        try:
+            here = jitted if self._own_cuda is None else JittedInstance(jitted, self._own_cuda)
+            for sample in prepared:
+                sample.run_jitted(jitted, here, message.name)
+        finally:
+            if self._own_cuda is not None:
+                self._own_cuda.close()
         if count == 1:
             return jitted, ()
         return jitted, self._start(message, lambda _: JittedInstance(jitted), prepared)

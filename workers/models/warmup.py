@@ -59,13 +59,13 @@ class Sample:
             if isinstance(result, ServingError):
                 raise self._failed(result.message)
 
-    def run_jitted(self, model: JaxModel, model_name: str) -> None:
-        """As ``run``, with a shape that no bucket covers compiled first."""
+    def run_jitted(self, model: JaxModel, runner: Model, model_name: str) -> None:
+        """As ``run``, with a shape that no bucket covers compiled first. ``runner`` is the model in the calling thread."""
         self._key = model.key(self._arrays)
         wanted = model.wanted_by([self.request(model_name)])
         if model.executables.find(wanted) is None:
             model.executables.add(model.executables.compile(wanted))
-        self.run(model, model_name)
+        self.run(runner, model_name)
 
     def request(self, model_name: str) -> Request:
         """The sample as a request that nobody submitted: it has neither a version that serves nor a submitter that waits."""
