@@ -1,17 +1,28 @@
-"""Which devices get a worker. Looks at files and variables; asking JAX would load it, and a CUDA context, into the supervisor."""
+"""Which devices get a worker, and which GPU each of them sees: this is the one place that decides it.
+
+Looks at variables, installed packages and what the driver says to another process; asking JAX would load it, and a CUDA context,
+into the supervisor.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import os
-import re
+import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 
 from config import core_list
 from config.options import Workers
+from daemon.gpu_probe import probe
 
-_NODE = re.compile(r"nvidia([0-9]+)")
+_log = logging.getLogger(__name__)
+_VARIABLE = "CUDA_VISIBLE_DEVICES"
+#: Where JAX looks for its plugins, as a package and as a group of entry points.
+_PLUGINS = "jax_plugins"
 
 
 class NoDevice(Exception):
@@ -29,15 +40,19 @@ class Device:
 
 
 def find_devices(options: Workers, environment: Mapping[str, str], folder: Path = Path("/dev")) -> list[Device]:
-    """One device a worker. Raises NoDevice: ``workers.device`` is "cuda" and none is visible, or a core is not ours."""
-    gpus = [] if options.device == "cpu" else visible_gpus(environment, folder)
-    if options.device == "cuda" and not gpus:
-        raise NoDevice(
-            'workers.device is "cuda", but no GPU is visible (no /dev/nvidia*, or CUDA_VISIBLE_DEVICES is empty)'
-        )
-    if gpus:
-        # Each worker sees its own GPU only: it cannot take memory of another one by accident.
-        return [Device(f"cuda:{i}", {"CUDA_VISIBLE_DEVICES": gpu}) for i, gpu in enumerate(gpus)]
+    """One device a worker. A GPU that is there and cannot be used is said in the log.
+
+    Raises: NoDevice: ``workers.device`` is "cuda" and no GPU can be used, or a core is not ours.
+    """
+    if options.device != "cpu":
+        gpus, reason = usable_gpus(environment, folder)
+        if gpus:
+            # Each worker sees its own GPU only: it cannot take memory of another one by accident.
+            return [Device(f"cuda:{i}", {_VARIABLE: gpu}) for i, gpu in enumerate(gpus)]
+        if options.device == "cuda":
+            raise NoDevice(f'workers.device is "cuda", but {reason or "no GPU is visible"}')
+        if reason:
+            _log.warning("models run on the CPU: %s", reason)
     _check_cores(options.cores)
     # GPUs stay visible to CPU workers: JAX is told to leave them alone, and clients may hand over tensors in CUDA regions.
     return [Device(f"cpu:{i}") for i in range(options.cpu)]
@@ -55,11 +70,41 @@ def _check_cores(lists: Sequence[str]) -> None:
             )
 
 
-def visible_gpus(environment: Mapping[str, str], folder: Path = Path("/dev")) -> list[str]:
-    """The entries of CUDA_VISIBLE_DEVICES (indices, UUIDs, MIG names), or the indices of the device nodes."""
-    nodes = sorted(int(found[1]) for path in folder.glob("nvidia*") if (found := _NODE.fullmatch(path.name)))
-    named = environment.get("CUDA_VISIBLE_DEVICES")
-    if named is None:
-        return [str(i) for i in range(len(nodes))]
-    # Without a device node the variable is a left-over of another machine's environment.
-    return [entry for part in named.split(",") if (entry := part.strip()) and entry != "-1"] if nodes else []
+def usable_gpus(environment: Mapping[str, str], folder: Path = Path("/dev")) -> tuple[list[str], str]:
+    """What ``CUDA_VISIBLE_DEVICES`` is to say in each GPU's worker; and why there are none, "" where nobody would expect any.
+
+    ``folder``: where the driver's device nodes are.
+    """
+    named = environment.get(_VARIABLE)
+    entries = None if named is None else [entry.strip() for entry in named.split(",")]
+    if entries is not None and entries[0] in ("", "-1"):
+        return [], ""  # hidden on purpose
+    found = probe(environment)
+    if found.trouble:
+        nodes = sorted(path.name for path in folder.glob("nvidia[0-9]*"))
+        # A driver that is not installed is missed only where there is something for it to drive.
+        return (
+            [],
+            f"{folder / nodes[0]} exists, but {found.trouble}" if nodes else "" if found.absent else found.trouble,
+        )
+    if not found.count:
+        return [], "" if named is None else f"the CUDA driver shows no GPU for {_VARIABLE}={named}"
+    if not _has_plugin():
+        return [], (
+            f"there {'is a GPU' if found.count == 1 else f'are {found.count} GPUs'}, but JAX's plugin for CUDA is not installed "
+            "(pip install 'tensord[cuda]')"
+        )
+    if entries is None:
+        return [str(i) for i in range(found.count)], ""
+    if found.count < len(entries):
+        # As CUDA reads the variable, an entry that names no GPU hides those behind it.
+        _log.warning("%s=%s names %d GPUs, the CUDA driver shows %d", _VARIABLE, named, len(entries), found.count)
+    return entries[: found.count], ""
+
+
+def _has_plugin() -> bool:
+    """Whether JAX would find a plugin for CUDA: it takes packages below ``jax_plugins`` and entry points of that name."""
+    spec = importlib.util.find_spec(_PLUGINS)
+    names = [module.name for module in pkgutil.iter_modules(spec.submodule_search_locations or ())] if spec else []
+    names += [point.value for point in metadata.entry_points(group=_PLUGINS)]
+    return any("cuda" in name for name in names)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from config.options import Supervisor as SupervisorOptions
 from daemon.backoff import Backoff
 from daemon.child import Child
+from shm import exit_status
 
 _log = logging.getLogger(__name__)
 #: Before the first readiness, this many deaths in one post mean that it will never be filled.
@@ -29,7 +30,8 @@ class Posts:
     ) -> None:
         """``is_needed``: whether that child's post is to be filled now.
 
-        ``give_up(child)`` is asked after too many deaths before the first readiness; True: the daemon stops.
+        ``give_up(child)`` is asked before the first readiness, after too many deaths or one that another start would repeat;
+        True: the daemon stops.
         """
         self._options = options
         self._is_needed = is_needed
@@ -56,9 +58,13 @@ class Posts:
             dead.name, Backoff(options.restart_delay, options.max_restart_delay, self._chance)
         )
         delay = history.died(time.monotonic_ns() - dead.started_ns, dead.ready)
-        if not dead.ready and history.deaths >= _MAX_START_DEATHS and self._give_up(dead):
-            _log.critical("stopping: %s died %d times before it was ready", dead.name, history.deaths)
-            return
+        if not dead.ready:
+            if dead.returncode == exit_status.NO_DEVICE and self._give_up(dead):
+                _log.critical("stopping: %s cannot use its device, as it says itself", dead.name)
+                return
+            if history.deaths >= _MAX_START_DEATHS and self._give_up(dead):
+                _log.critical("stopping: %s died %d times before it was ready", dead.name, history.deaths)
+                return
         _log.error(
             "%s (process %d) %s; its replacement starts in %.1f s", dead.name, dead.pid, dead.describe_exit(), delay
         )

@@ -14,13 +14,13 @@ import msgspec
 
 from config import log
 from config.options import Options
-from shm import heap
+from shm import exit_status, heap
 from shm.channel import Channel, ChannelClosed
 from shm.cuda_regions import DeviceLost
 from shm.messages import Start, ToWorkerControl, decoder
 from shm.parent import die_with_parent
 from workers import device_cpu
-from workers.device import DeviceName
+from workers.device import DeviceName, NoDevice
 
 _log = logging.getLogger("workers")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -58,12 +58,15 @@ def main() -> None:
     if device_name.platform == "cuda":
         device_cuda.prepare_environment(options.workers)
     import_system.prepare()
-    worker = Worker(channel, options, device_name, device_name.open())
     status = 1
     try:
+        worker = Worker(channel, options, device_name, device_name.open())
         worker.run(start.incarnation, behind)
         worker.close()
         status = 0
+    except NoDevice as error:
+        _log.critical("%s", error)
+        status = exit_status.NO_DEVICE
     except DeviceLost as error:
         _log.critical("the worker ends, to be replaced: %s", error.message)
     except Exception:

@@ -1,6 +1,7 @@
 """The device a worker runs on: named on its command line, opened once, never another one.
 
-Its environment is set before jax is imported, so that a CPU worker never looks for GPUs and a GPU worker sees only its own.
+Its environment is set before jax is imported, so that a CPU worker never looks for GPUs. Which GPU a worker sees is decided by
+the supervisor: the worker is started with ``CUDA_VISIBLE_DEVICES`` naming one, and to CUDA and JAX that is device 0.
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import jax
+
+
+class NoDevice(Exception):
+    """The device cannot be used; the text is for the log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +43,11 @@ class DeviceName:
 
     def prepare_environment(self) -> None:
         """Call before anything imports jax."""
-        os.environ["JAX_PLATFORMS"] = self.platform
-        if self.platform == "cuda":
-            visible = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
-            chosen = visible[self.index] if self.index < len(visible) else str(self.index)
-            os.environ["CUDA_VISIBLE_DEVICES"] = chosen
+        # Beside the GPU a model has the CPU: callbacks run there, and whatever it puts there itself.
+        os.environ["JAX_PLATFORMS"] = "cuda,cpu" if self.platform == "cuda" else self.platform
 
     def open(self) -> jax.Device:
-        """Starts the back end. Raises RuntimeError: there is no such device."""
+        """Starts the back end. Raises NoDevice: there is no such device."""
         import jax
 
         if self.platform == "cpu":
@@ -53,4 +55,9 @@ class DeviceName:
             # nothing to do meanwhile: 110 instead of 60 us for one row of three small layers. Outputs would be allocated there
             # as well (workers/output_memory.py). jax reads this from no environment variable.
             jax.config.update("jax_cpu_enable_async_dispatch", False)
-        return jax.devices()[0]
+        try:
+            # By name: where there is no plugin, or no device node, JAX leaves the GPU out and would compute on the CPU.
+            return jax.devices(self.platform)[0]
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())
+            raise NoDevice(f"JAX cannot use {self}: {reason}") from error

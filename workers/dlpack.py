@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 #: DLDeviceType.
@@ -64,6 +65,12 @@ def _capsule_gone(capsule: int) -> None:
 _Callback = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 #: C functions, kept as long as the process: XLA may call them late.
 _deleter, _destructor = _Callback(_delete), _Callback(_capsule_gone)
+
+
+def device_of(device: jax.Device) -> tuple[int, int]:
+    """What an array on that device says of where it is: DLDeviceType and number."""
+    kind, number = jax.device_put(np.zeros(1, np.float32), device).__dlpack_device__()
+    return int(kind), int(number)
 
 
 class DeviceView:

@@ -11,6 +11,7 @@ import pytest
 from config.options import Supervisor
 from daemon.child import Child
 from daemon.posts import Posts
+from shm import exit_status
 
 
 class Dead:
@@ -20,6 +21,7 @@ class Dead:
     pid = 7
     started_ns = 0
     ready = False
+    returncode = 1
 
     def describe_exit(self) -> str:
         return "exited with status 1"
@@ -79,6 +81,17 @@ async def test_nobody_needs_it() -> None:
     await looked.wait()
     made.died(dead(), lambda: pytest.fail("it is needed no more"))
     assert made.deaths("http-0") == 1
+
+
+async def test_what_another_start_would_repeat_is_given_up_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A worker that cannot use its device; later, when the daemon serves, it is tried again as ever."""
+    serving = [False]
+    made, started = posts(give_up=lambda _: not serving[0]), asyncio.Semaphore(0)
+    made.died(dead(returncode=exit_status.NO_DEVICE), lambda: pytest.fail("it was given up"))
+    assert "stopping: http-0 cannot use its device" in caplog.text
+    serving[0] = True
+    made.died(dead(returncode=exit_status.NO_DEVICE), started.release)
+    await started.acquire()
 
 
 async def test_a_post_that_is_never_filled(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from daemon.devices import visible_gpus
+from daemon.devices import usable_gpus
 from tests import repositories
 from tests.cuda_owner import CudaOwner
 from tests.daemon_process import DaemonProcess
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def missing() -> str:
     """What these tests lack here; "": nothing."""
-    if not visible_gpus(os.environ):
+    if not usable_gpus(os.environ)[0]:
         return "no GPU: there is no /dev/nvidia*, or CUDA_VISIBLE_DEVICES is empty"
     try:
         import jax_cuda13_plugin  # noqa: F401

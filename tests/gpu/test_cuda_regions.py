@@ -15,7 +15,7 @@ import tritonclient.http as httpclient
 import tritonclient.utils.shared_memory as shm
 from tritonclient.utils import InferenceServerException
 
-from daemon.devices import visible_gpus
+from daemon.devices import usable_gpus
 from tests.cuda_owner import CudaOwner
 from tests.daemon_process import DaemonProcess, wait_until
 from tests.protocol.tensors import TENSORS, same
@@ -174,7 +174,7 @@ def test_memory_of_the_client_is_not_spent(daemon: DaemonProcess, client: Any, o
     assert daemon.workers[0].num_fds() == held
 
 
-@pytest.mark.skipif(len(visible_gpus(os.environ)) < 2, reason="one GPU: nothing to choose from")
+@pytest.mark.skipif(len(usable_gpus(os.environ)[0]) < 2, reason="one GPU: nothing to choose from")
 def test_requests_go_to_the_gpu_of_their_regions(daemon: DaemonProcess, client: Any, owner: CudaOwner) -> None:
     values = np.arange(4, dtype=np.float32).reshape(1, 4)
     regions = [register(client, owner, device=device) for device in (0, 1)]

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.cuda_stub.library import CudaStub
 from workers.device import DeviceName
 
 
@@ -21,20 +22,50 @@ def test_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "visible", "platforms", "chosen"),
-    [
-        ("cpu:1", "0,1", "cpu", "0,1"),
-        ("cuda:1", "", "cuda", "1"),
-        ("cuda:1", "GPU-aa,GPU-bb", "cuda", "GPU-bb"),
-        ("cuda:0", "3", "cuda", "3"),
-    ],
+    ("device", "visible", "platforms"),
+    [("cpu:1", "0,1", "cpu"), ("cuda:1", "GPU-bb", "cuda,cpu"), ("cuda:0", "3", "cuda,cpu")],
 )
-def test_environment(monkeypatch: pytest.MonkeyPatch, device: str, visible: str, platforms: str, chosen: str) -> None:
+def test_environment(monkeypatch: pytest.MonkeyPatch, device: str, visible: str, platforms: str) -> None:
+    """Which GPU a worker sees was decided by who started it."""
     monkeypatch.setenv("JAX_PLATFORMS", "")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     DeviceName.parse(device).prepare_environment()
     assert os.environ["JAX_PLATFORMS"] == platforms
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == chosen
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
+
+
+def opened(environment: dict[str, str], device: str) -> str:
+    """What a worker's process finds when it opens its device."""
+    script = (
+        "import sys\nfrom workers.device import DeviceName, NoDevice\nname = DeviceName.parse(sys.argv[1])\n"
+        "name.prepare_environment()\ntry:\n    print(name.open())\nexcept NoDevice as error:\n    print(error)\n"
+        "    sys.exit()\nimport jax\nimport numpy as np\n"
+        "same = jax.jit(lambda x: jax.pure_callback(np.sort, x, x))\n"
+        "print(same(np.array([3, 1, 2], np.float32)), jax.devices()[0] in jax.devices('cuda'), jax.devices('cpu'))\n"
+    )
+    command = [sys.executable, "-c", script, device]
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=True).stdout
+
+
+def test_a_gpu_worker_has_the_cpu_beside_it(cuda_stub: CudaStub) -> None:
+    """JAX computes on the GPU unless told otherwise, and callbacks have where to run."""
+    assert "[1. 2. 3.] True" in opened(cuda_stub.gpu_environment | {"CUDA_VISIBLE_DEVICES": "1"}, "cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"PYTHONPATH": ""}, "JAX cannot use cuda:1: "),
+        ({"CUDA_STUB_PLUGIN": "broken"}, "the plugin needs CUDA 13 or later, the driver has 12.8"),
+        ({"CUDA_VISIBLE_DEVICES": "7"}, "no visible GPU devices"),
+    ],
+    ids=["no-plugin", "broken-plugin", "no-such-gpu"],
+)
+def test_it_never_computes_on_the_cpu_instead(cuda_stub: CudaStub, environment: dict[str, str], reason: str) -> None:
+    said = opened(cuda_stub.gpu_environment | environment, "cuda:1")
+    assert said.startswith("JAX cannot use cuda:1: ")
+    assert reason in said
+    assert said.count("\n") == 1
 
 
 def test_the_thread_that_asks_computes() -> None:

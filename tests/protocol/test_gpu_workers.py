@@ -1,0 +1,199 @@
+"""A daemon with GPU workers on a host without GPUs: driver and JAX's plugin are the tests' stand-ins, XLA:CPU computes.
+
+What it shows is which process has which device, what is copied from where to where, and what happens when something fails.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+import tritonclient.http as httpclient
+
+from tests import repositories
+from tests.cuda_owner import CudaOwner
+from tests.cuda_stub.library import CudaStub
+from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
+from tests.protocol.test_system_regions import in_region, out_region
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> CudaStub:
+    folder = tmp_path / "cuda"
+    folder.mkdir()
+    return CudaStub(folder, devices=4, delay_us=200)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    repositories.scale_model(folder)
+    return folder
+
+
+Serve = Callable[..., DaemonProcess]
+
+
+@pytest.fixture
+def serve(stub: CudaStub, tmp_path: Path, repository: Path) -> Iterator[Serve]:
+    """A daemon on the stub's devices."""
+    started: list[DaemonProcess] = []
+
+    def serve(
+        visible: str = "0", device: str = "cuda", environment: dict[str, str] | None = None, **sections: Any
+    ) -> DaemonProcess:
+        folder = tmp_path / f"daemon-{len(started)}"
+        folder.mkdir()
+        # A CPU worker would have small programs on another client of XLA; a GPU worker has one client.
+        workers = {"device": device, "single_thread_flops": 0} | sections.pop("workers", {})
+        environment = stub.gpu_environment | {"CUDA_VISIBLE_DEVICES": visible} | (environment or {})
+        daemon = DaemonProcess(folder, [repository], {"workers": workers, **sections}, environment=environment)
+        started.append(daemon)
+        daemon.start()
+        daemon.wait_ready()
+        return daemon
+
+    yield serve
+    for daemon in started:
+        daemon.stop()
+
+
+def scaled(daemon: DaemonProcess, values: np.ndarray, **where: Any) -> np.ndarray:
+    with httpclient.InferenceServerClient(daemon.url, network_timeout=PATIENCE, connection_timeout=PATIENCE) as client:
+        given = httpclient.InferInput("x", list(values.shape), "FP32")
+        given.set_data_from_numpy(values)
+        return client.infer("scale", [given], **where).as_numpy("y")
+
+
+@pytest.mark.parametrize("by", ["index", "uuid"])
+def test_each_worker_uses_the_gpu_that_it_was_given(stub: CudaStub, serve: Serve, by: str) -> None:
+    """1. the daemon is shown GPUs 3 and 1 of four; 2. a client has memory on each; 3. its requests go where it lies.
+
+    The driver opens memory of its own device only, and says where each process has allocated.
+    """
+    shown = [3, 1]
+    visible = ",".join(str(device) if by == "index" else stub.uuid(device) for device in shown)
+    daemon = serve(visible)
+    daemon.wait_log(r"is up on cuda:\d", 2)
+    pids = {int(index): int(pid) for pid, index in re.findall(r"\(process (\d+)\) is up on cuda:(\d)", daemon.log)}
+    environment = os.environ | stub.environment | {"CUDA_VISIBLE_DEVICES": visible}
+    values = np.arange(4, dtype=np.float32).reshape(1, 4)
+    with CudaOwner(environment) as owner, httpclient.InferenceServerClient(daemon.url) as client:
+        for index, device in enumerate(shown):
+            handle = owner.create(f"g{index}", 4096, index)
+            client.register_cuda_shared_memory(f"g{index}", handle, index, 4096)
+            # Not aligned to 256, so that it is gathered in the worker's staging buffer.
+            owner.put(f"g{index}", np.zeros(16, np.uint8), values + device)
+            client.infer(
+                "scale",
+                [in_region("x", "FP32", (1, 4), f"g{index}", 16, 16)],
+                outputs=[out_region("y", f"g{index}", 16, 512)],
+            )
+            assert np.array_equal(owner.get(f"g{index}", np.float32, (1, 4), 512), 3 * (values + device) + 1)
+        assert {index: stub.devices_of(pid) for index, pid in pids.items()} == {0: {3}, 1: {1}}
+        client.unregister_cuda_shared_memory()
+
+
+def test_samples_and_requests_do_not_meet(stub: CudaStub, serve: Serve, repository: Path) -> None:
+    """Requests are served while another model is loaded, whose samples run on the same GPU: each gets its own answer."""
+    sample = """
+        model_warmup [ {
+          name: "again" batch_size: 1 count: 400
+          inputs { key: "x" value { data_type: TYPE_FP32 dims: [ 4 ] random_data: true } }
+        } ]
+    """
+    repositories.write_model(
+        repository,
+        "warmed",
+        """
+        inputs = {"x": "FP32[4]"}
+        outputs = {"y": "FP32[4]"}
+        max_batch_size = 8
+
+        def create(path, config, device):
+            return (lambda params, inputs: {"y": inputs["x"] * 7}), {}
+        """,
+        sample,
+    )
+    daemon = serve(repository={"control_mode": "explicit", "load": ["scale"]})
+    wrong: list[Any] = []
+    asked = 0
+    with (
+        ThreadPoolExecutor(1) as pool,
+        grpcclient.InferenceServerClient(daemon.grpc_url) as client,
+        httpclient.InferenceServerClient(daemon.url, network_timeout=PATIENCE) as loader,
+    ):
+        loading = pool.submit(loader.load_model, "warmed")
+        given = grpcclient.InferInput("x", [1, 4], "FP32")
+        while not loading.done() or asked < 20:
+            values = np.full((1, 4), asked, np.float32)
+            given.set_data_from_numpy(values)
+            answer = client.infer("scale", [given]).as_numpy("y")
+            asked += 1
+            if not np.array_equal(answer, 3 * values + 1):
+                wrong.append((asked, answer.tolist()))
+        loading.result()
+    assert (len(wrong), wrong[:1]) == (0, [])
+    # What the samples were gathered in is given back: one buffer is left, the loop's.
+    (pid,) = [worker.pid for worker in daemon.workers]
+    wait_until(lambda: len(list(stub.folder.glob(f"{pid}-*"))) == 1, "the loader's buffer to go", daemon)
+
+
+def test_gpus_without_a_plugin_are_said_and_models_run_on_the_cpu(serve: Serve) -> None:
+    daemon = serve("0,1", device="auto", environment={"PYTHONPATH": os.environ.get("PYTHONPATH", "")})
+    assert "models run on the CPU: there are 2 GPUs, but JAX's plugin for CUDA is not installed" in daemon.log
+    values = np.ones((1, 4), np.float32)
+    assert np.array_equal(scaled(daemon, values), 3 * values + 1)
+    assert "is up on cpu:0" in daemon.log
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_plugin_that_fails_stops_the_daemon_at_its_first_word(serve: Serve, device: str) -> None:
+    """No death after the other: the next start would end as this one."""
+    with pytest.raises(AssertionError, match="the daemon exited with 1") as raised:
+        serve(device=device, environment={"CUDA_STUB_PLUGIN": "broken"})
+    log = str(raised.value)
+    assert len(re.findall("the plugin needs CUDA 13 or later, the driver has 12.8", log)) == 1
+    assert "stopping: worker-0 cannot use its device, as it says itself" in log
+    assert "Traceback" not in log
+
+
+def echoed(daemon: DaemonProcess, values: np.ndarray) -> np.ndarray:
+    with httpclient.InferenceServerClient(daemon.url, network_timeout=PATIENCE, connection_timeout=PATIENCE) as client:
+        given = httpclient.InferInput("x", list(values.shape), "FP32")
+        given.set_data_from_numpy(values)
+        return client.infer("echo_fp32", [given]).as_numpy("y")
+
+
+def test_large_bodies_are_transfers_once_the_arenas_are_page_locked(
+    stub: CudaStub, serve: Serve, repository: Path
+) -> None:
+    """1. the driver is slow to lock the first arena, and requests are served meanwhile; 2. from then on nothing is pageable."""
+    repositories.echo_models(repository)
+    values = np.random.default_rng(0).random(200_000, np.float32)
+    with stub.hold("cuMemHostRegister_v2"):
+        daemon = serve()
+        (pid,) = [worker.pid for worker in daemon.workers]
+        assert np.array_equal(echoed(daemon, values), values)
+        assert np.array_equal(echoed(daemon, values), values)
+        assert stub.held
+        before = stub.host(pid)
+        assert (before.locked, before.locked_copied) == (0, 0)
+        assert before.other_copied >= 4 * values.nbytes
+    # Both of the lane's arenas, and the other front's.
+    wait_until(lambda: stub.host(pid).locked >= 3 << 20, "the arenas to be locked", daemon)
+    before = stub.host(pid)
+    assert np.array_equal(echoed(daemon, values), values)
+    after = stub.host(pid)
+    assert after.locked_copied - before.locked_copied == 2 * values.nbytes
+    assert after.other_copied == before.other_copied
+    assert "page-locked" not in daemon.log
+    assert after.violations == 0
