@@ -159,7 +159,7 @@ def test_regions_while_they_are_registered(driver: Driver, loop: Loop) -> None:
         table.register(RegisterSystemRegion("full", name, 4096, 4096), None)
         loop.settle()
         assert (pinned.byte_size, host().locked) == (4096, before + 4096)
-        table.unregister("system", "full", lambda: None)
+        table.unregister("system", "full")
         assert pinned.byte_size == 0
         table.register(RegisterSystemRegion("again", name, 0, 8192), None)
         assert pinned.byte_size == 8192
@@ -241,7 +241,7 @@ def test_a_thousand_rounds_lock_no_more_than_one(driver: Driver, loop: Loop) -> 
             assert isinstance(region, Region)
             assert pinned.byte_size == 65536
             region.write(64, b"used")
-            table.unregister("system", "r", lambda: None)
+            table.unregister("system", "r")
             assert pinned.byte_size == 0
             del region
             loop.inbox.drain()
