@@ -140,8 +140,9 @@ def _variables() -> dict[str, str]:
 def _convert(setting: Setting, wanted: Any) -> Any:
     value = setting.value
     try:
-        if setting.textual and isinstance(value, str) and msgspec.inspect.type_info(wanted).__class__ is _LIST:
-            value = [piece.strip() for piece in value.split(",") if piece.strip()]
+        if isinstance(value, str) and msgspec.inspect.type_info(wanted).__class__ is _LIST:
+            # In a file, a list of one may stand without brackets.
+            value = [piece.strip() for piece in value.split(",") if piece.strip()] if setting.textual else [value]
         return msgspec.convert(value, wanted, strict=not setting.textual)
     except msgspec.ValidationError as error:
         reason = str(error).replace("`", "")

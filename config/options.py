@@ -13,6 +13,8 @@ import msgspec
 from msgspec import Meta
 
 Port = Annotated[int, Meta(ge=0, le=65535, description="a TCP port; 0 picks a free one")]
+#: TCP addresses and unix:PATH; a single one needs no brackets.
+Addresses = Annotated[tuple[str, ...], Meta(min_length=1)]
 SocketMode = Annotated[str, Meta(pattern="^0[0-7]{3}$", description="octal permissions of a Unix socket")]
 #: What a record to a child process can hold.
 _LARGEST = (1 << 63) - 1
@@ -50,9 +52,10 @@ class Http(Section, frozen=True):
     """The HTTP fronts and what they accept from a connection."""
 
     enabled: bool = True
-    #: Fronts that share the address.
+    #: Fronts that share the addresses.
     processes: Processes = 1
-    address: str = "127.0.0.1"
+    #: All of them at once; the port is of those of TCP.
+    address: Addresses = ("127.0.0.1",)
     port: Port = 8000
     socket_mode: SocketMode = "0660"
     #: Request line and headers together.
@@ -83,7 +86,7 @@ class Grpc(Section, frozen=True):
     enabled: bool = True
     #: As for http.
     processes: Processes = 1
-    address: str = "127.0.0.1"
+    address: Addresses = ("127.0.0.1",)
     port: Port = 8001
     socket_mode: SocketMode = "0660"
     #: As http.restricted_api; the metadata key is "triton-grpc-protocol-KEY".

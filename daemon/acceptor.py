@@ -1,4 +1,4 @@
-"""Taking connections from the listening socket that all fronts of a protocol share, so that each gets its part.
+"""Taking connections from the listening sockets that all fronts of a protocol share, so that each gets its part.
 
 A new connection wakes every front. One that has clearly more connections than another leaves it to that one for a moment; if
 it still waits then, the other is busy, hung or dead, and the connection is taken after all. So connections are shared out evenly
@@ -12,7 +12,7 @@ import contextlib
 import logging
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from daemon.tally import Seat
 
@@ -28,19 +28,19 @@ _MAX_WAITING = 1024
 
 
 class Acceptor:
-    """Owns the listening socket's descriptor of this process.
+    """Owns this process's descriptors of the listening sockets.
 
     ``make`` gives each connection its protocol, which counts it in ``seat`` when it is made and when it is lost.
     """
 
     def __init__(
         self,
-        listener: socket.socket,
+        listeners: Sequence[socket.socket],
         seat: Seat,
         make: Callable[[], asyncio.BaseProtocol],
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self._listener = listener
+        self._listeners = tuple(listeners)
         self._seat = seat
         self._make = make
         self._tls = tls
@@ -53,9 +53,9 @@ class Acceptor:
 
     def start(self) -> None:
         """Takes connections from now on."""
-        self._listener.setblocking(False)
-        self._seat.serve(True)
-        self._loop.add_reader(self._listener.fileno(), self._readable)
+        for listener in self._listeners:
+            listener.setblocking(False)
+        self._go_on()
 
     async def close(self, timeout: float) -> None:
         """Takes what has connected already, then no more; returns when all of that is open, or after ``timeout`` seconds."""
@@ -64,11 +64,12 @@ class Acceptor:
         self._seat.serve(False)
         self._pause()
         for _ in range(_MAX_WAITING):
-            if not self._take():
+            if not sum(self._take(listener) for listener in self._listeners):
                 break
         self._closed = True
         self._pause()
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         if self._opening:
             await asyncio.wait(self._opening, timeout=timeout)
 
@@ -77,7 +78,7 @@ class Acceptor:
         """Whether new connections are left to others at this moment."""
         return self._timer is not None
 
-    def _readable(self) -> None:
+    def _readable(self, listener: socket.socket) -> None:
         mine, least = self._seat.own() + len(self._opening), self._seat.least()
         if least is None:
             room = _BATCH
@@ -89,26 +90,33 @@ class Acceptor:
             self._timer = self._loop.call_later(_PATIENCE, self._resume)
             return
         for _ in range(min(room, _BATCH)):
-            if not self._take():
+            if not self._take(listener):
                 return
 
     def _pause(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._loop.remove_reader(self._listener.fileno())
+        for listener in self._listeners:
+            self._loop.remove_reader(listener.fileno())
+
+    def _go_on(self) -> None:
+        self._seat.serve(True)
+        for listener in self._listeners:
+            self._loop.add_reader(listener.fileno(), self._readable, listener)
 
     def _resume(self) -> None:
         """After a pause: whatever waits was not taken by anybody else."""
         self._timer = None
-        self._seat.serve(True)
-        self._loop.add_reader(self._listener.fileno(), self._readable)
-        self._take()
+        self._go_on()
+        for listener in self._listeners:
+            if self._timer is None:
+                self._take(listener)
 
-    def _take(self) -> bool:
+    def _take(self, listener: socket.socket) -> bool:
         """Whether there was a connection to take."""
         try:
-            connection, _ = self._listener.accept()
+            connection, _ = listener.accept()
         except (BlockingIOError, InterruptedError):
             return False
         except ConnectionError:  # the client has gone again

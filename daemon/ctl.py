@@ -63,7 +63,8 @@ class _Printer:
         if self._as_json:
             click.echo(json.dumps(result, indent=2))
             return
-        urls = [result[protocol] or f"no {protocol}" for protocol in ("http", "grpc", "metrics")]
+        urls = [" and ".join(result[protocol]) or f"no {protocol}" for protocol in ("http", "grpc")]
+        urls.append(result["metrics"] or "no metrics")
         click.echo(f"{result['server_name']}: {result['phase']}, {', '.join(urls)}")
         _print_table(_PROCESS_COLUMNS, [*result["fronts"], *result["workers"]])
         for name, reason in result["refused"].items():

@@ -2,7 +2,7 @@
 
 Start ─▶ what the other fronts know ─▶ Serve ─▶ open ─▶ ChildReady ─▶ lanes and models come and go ─▶ Stop: drain, close, exit 0
 
-A protocol's server is a child class: it opens on the listening socket it was given, which other fronts have as well, and drains.
+A protocol's server is a child class: it opens on the listening sockets it was given, which other fronts have as well, and drains.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _KEPT_BYTE_SIZE = 64 << 20
 class Place:
     """What a front was given to take connections from, and its place among those that share it."""
 
-    listener: socket.socket
+    listeners: tuple[socket.socket, ...]
     tally: Tally
     row: int
 
@@ -164,7 +164,7 @@ def main(program: str, description: str, make: Callable[[socket.socket, Place], 
     heap.keep_freed_memory(_KEPT_BYTE_SIZE)
     parser = argparse.ArgumentParser(prog=program, description=description)
     parser.add_argument("--control-fd", type=int, required=True)
-    parser.add_argument("--listen-fd", type=int, required=True)
+    parser.add_argument("--listen-fds", required=True, help="comma-separated")
     parser.add_argument("--tally-fd", type=int, required=True)
     parser.add_argument("--row", type=int, required=True)
     arguments = parser.parse_args()
@@ -173,7 +173,8 @@ def main(program: str, description: str, make: Callable[[socket.socket, Place], 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     async def run() -> None:
-        listener, tally = socket.socket(fileno=arguments.listen_fd), Tally(arguments.tally_fd)
-        await make(socket.socket(fileno=arguments.control_fd), Place(listener, tally, arguments.row)).run()
+        listeners = tuple(socket.socket(fileno=int(fd)) for fd in arguments.listen_fds.split(","))
+        place = Place(listeners, Tally(arguments.tally_fd), arguments.row)
+        await make(socket.socket(fileno=arguments.control_fd), place).run()
 
     uvloop.run(run())

@@ -1,4 +1,4 @@
-"""The front processes: so many for each protocol on one listening socket, and what all of them have to know.
+"""The front processes: so many for each protocol on its listening sockets, and what all of them have to know.
 
     a change ─▶ publish to every front ─▶ Told(edition) ─▶ Seen(edition) of all that serve ─▶ the client who asked is answered
 
@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from config.options import Options
-from daemon import listening, shares
+from daemon import listening, shares, socket_activation
 from daemon.child import Front, front_name
 from daemon.listening import Listener, ListenError
 from daemon.tally import Tally
@@ -48,7 +48,7 @@ class Fronts:
         self._reply = reply
         self._died = died
         #: By protocol.
-        self._listeners: dict[str, Listener] = {}
+        self._listeners: dict[str, list[Listener]] = {}
         self._tallies: dict[str, Tally] = {}
         #: Grows with everything that is sent to all.
         self._edition = 0
@@ -56,19 +56,19 @@ class Fronts:
     # --------------------------------------------------------------------------------------------------------- starting
 
     def listen(self, environment: Mapping[str, str]) -> None:
-        """Binds, or takes over from the service manager, a socket for each protocol. Raises ListenError, OSError."""
+        """Binds sockets for each protocol, or takes over those that the service manager has. Raises ListenError, OSError."""
         options = self._options()
-        http, grpc = options.http, options.grpc
         try:
-            if http.enabled:
-                inherited = listening.inherited(environment)
-                self._listeners["http"] = (
-                    Listener(inherited, "http")
-                    if inherited is not None
-                    else listening.listen(http.address, http.port, "http", http.socket_mode)
-                )
-            if grpc.enabled:
-                self._listeners["grpc"] = listening.listen(grpc.address, grpc.port, "grpc", grpc.socket_mode)
+            self._listeners = socket_activation.inherited(environment)
+            for protocol, section in (("http", options.http), ("grpc", options.grpc)):
+                if not section.enabled and protocol in self._listeners:
+                    raise ListenError(
+                        f"socket activation: a socket for {protocol} was passed, but {protocol}.enabled is false"
+                    )
+                if section.enabled and protocol not in self._listeners:
+                    self._listeners[protocol] = listening.listen_all(
+                        section.address, section.port, protocol, section.socket_mode
+                    )
             for protocol in self._listeners:
                 self._tallies[protocol] = Tally.create()
         except (ListenError, OSError):
@@ -88,12 +88,13 @@ class Fronts:
     def start(self, protocol: str, row: int) -> None:
         """The front of that row. Raises OSError: there is no room for a process."""
         front = Front(self._programs[protocol], protocol, row, self._incarnation(), self._received, self._exited)
-        listener, tally = self._listeners[protocol].socket.fileno(), self._tallies[protocol].fd
+        tally = self._tallies[protocol].fd
+        sockets = [listener.socket.fileno() for listener in self._listeners[protocol]]
         front.spawn(
             msgspec.msgpack.encode(shares.of_one(self._options(), protocol)),
-            ["--listen-fd", str(listener), "--tally-fd", str(tally), "--row", str(row)],
+            ["--listen-fds", ",".join(map(str, sockets)), "--tally-fd", str(tally), "--row", str(row)],
             {},
-            [listener, tally],
+            [*sockets, tally],
         )
         self.by_incarnation[front.incarnation] = front
         self._tell(front)
@@ -139,8 +140,8 @@ class Fronts:
                     front.serves = True
                     front.send(Serve())
             case ChildReady():
-                url = self._listeners[front.protocol].url
-                _log.info("%s (process %d) is up, serving %s on %s", front.name, front.pid, front.protocol, url)
+                urls = " and ".join(self.urls(front.protocol))
+                _log.info("%s (process %d) is up, serving %s on %s", front.name, front.pid, front.protocol, urls)
 
     # ----------------------------------------------------------------------------------------------------------- ending
 
@@ -151,8 +152,9 @@ class Fronts:
 
     def stop_listening(self) -> None:
         """No new connections but those the fronts' own descriptors of the sockets bring until they stop."""
-        for listener in self._listeners.values():
-            listener.close()
+        for listeners in self._listeners.values():
+            for listener in listeners:
+                listener.close()
 
     def close(self) -> None:
         """To be called when no front runs. Idempotent."""
@@ -172,10 +174,9 @@ class Fronts:
             front_name(protocol, row): protocol for protocol in self._listeners for row in range(self._rows(protocol))
         }
 
-    def url(self, protocol: str) -> str | None:
-        """As clients are told; None: it is not served."""
-        listener = self._listeners.get(protocol)
-        return None if listener is None else listener.url
+    def urls(self, protocol: str) -> list[str]:
+        """As clients are told; empty: it is not served."""
+        return [listener.url for listener in self._listeners.get(protocol, ()) if listener.url is not None]
 
     def connections(self, front: Front) -> int:
         """Clients that it has now."""

@@ -1,4 +1,4 @@
-"""Listening sockets: bound by the supervisor, or inherited from the service manager, and handed to a front.
+"""Listening sockets: bound by the supervisor, or passed by the service manager (``socket_activation``), and handed to fronts.
 
 They outlive every front, so connections made while a front is replaced wait in its backlog instead of being refused.
 """
@@ -10,9 +10,8 @@ import ipaddress
 import os
 import socket
 import stat
-from collections.abc import Mapping
+from collections.abc import Sequence
 
-_FIRST_INHERITED = 3  # SD_LISTEN_FDS_START
 _BACKLOG = 1024
 
 
@@ -21,16 +20,15 @@ class ListenError(Exception):
 
 
 class Listener:
-    """One listening socket, and the path it has in the file system if it is a Unix socket."""
+    """One listening socket, and the path in the file system that was made for it."""
 
     def __init__(self, sock: socket.socket, protocol: str, path: str = "") -> None:
         self.socket = sock
         #: "http" or "grpc".
         self.protocol = protocol
         #: As clients are told; None once closed.
-        self.url: str | None = f"unix:{path}" if path else url(sock, protocol)
-        self.is_tcp = not path
-        if self.is_tcp:
+        self.url: str | None = url(sock, protocol)
+        if sock.family != socket.AF_UNIX:
             _never_pace(sock)
         # Of our making: where it is replaced meanwhile, another process owns the name now.
         self._path = path
@@ -52,6 +50,19 @@ def listen(address: str, port: int, protocol: str, mode: str = "0660") -> Listen
         path = os.path.abspath(address.removeprefix("unix:").removeprefix("//") or ".")
         return Listener(_listen_unix(path, int(mode, 8)), protocol, path)
     return Listener(_listen_tcp(address, port), protocol)
+
+
+def listen_all(addresses: Sequence[str], port: int, protocol: str, mode: str) -> list[Listener]:
+    """One for each address; the port is of those of TCP. Raises ListenError: then there is none."""
+    made: list[Listener] = []
+    try:
+        for address in addresses:
+            made.append(listen(address, port, protocol, mode))
+    except BaseException:
+        for listener in made:
+            listener.close()
+        raise
+    return made
 
 
 def _listen_unix(path: str, mode: int) -> socket.socket:
@@ -108,31 +119,6 @@ def _listen_tcp(address: str, port: int) -> socket.socket:
     return sock
 
 
-def inherited(environment: Mapping[str, str]) -> socket.socket | None:
-    """The socket that systemd passes (sd_listen_fds(3)); None without socket activation.
-
-    Raises: ListenError: not exactly one listening TCP socket.
-    """
-    if environment.get("LISTEN_PID") != str(os.getpid()):
-        return None
-    count = environment.get("LISTEN_FDS", "0")
-    if count == "0":
-        return None
-    if count != "1":
-        raise ListenError(f"socket activation: {count} sockets were passed, expected one")
-    try:
-        sock = socket.socket(fileno=_FIRST_INHERITED)
-        listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    except OSError as error:
-        raise ListenError(f"socket activation: descriptor {_FIRST_INHERITED}: {error.strerror}") from None
-    if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM or not listening:
-        sock.detach()
-        raise ListenError(f"socket activation: descriptor {_FIRST_INHERITED} is not a listening TCP socket")
-    sock.setblocking(False)
-    os.set_inheritable(sock.fileno(), False)
-    return sock
-
-
 def _never_pace(sock: socket.socket) -> None:
     """Connections of this host's own programs never wait for a clock: nothing between them can be congested.
 
@@ -146,7 +132,10 @@ def _never_pace(sock: socket.socket) -> None:
 
 
 def url(sock: socket.socket, protocol: str = "http") -> str:
-    """``http://127.0.0.1:8000`` of a bound TCP socket."""
+    """``http://127.0.0.1:8000`` of a bound TCP socket, ``unix:/path`` of a Unix one (``unix:@name`` where it is abstract)."""
+    if sock.family == socket.AF_UNIX:
+        name = sock.getsockname()
+        return f"unix:{name}" if isinstance(name, str) else f"unix:@{name[1:].decode(errors='replace')}"
     host, port = sock.getsockname()[:2]
     return f"{protocol}://{shown(host, port)}"
 

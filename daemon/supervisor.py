@@ -238,8 +238,8 @@ class Supervisor:
         self._notifier.ready(self._summary())
         _log.info("ready: %s", self._summary())
         served = self._models.lifecycle.ready_models()
-        url = self._fronts.url("http") or ""
-        if url.startswith("http:") and served:
+        url = next((url for url in self._fronts.urls("http") if url.startswith("http:")), None)
+        if url and served:
             _log.info("try: curl %s/v2/models/%s", url, next(iter(served)))
 
     def _all_up(self) -> bool:
@@ -385,8 +385,8 @@ class Supervisor:
         return {
             "server_name": self.options.server_name,
             "phase": self.phase.value,
-            "http": self._fronts.url("http"),
-            "grpc": self._fronts.url("grpc"),
+            "http": self._fronts.urls("http"),
+            "grpc": self._fronts.urls("grpc"),
             "metrics": self._metrics.url,
             "workers": process_list.of_workers(self._workers, self._posts, now_ns),
             "fronts": process_list.of_fronts(self._fronts, self._posts, now_ns),

@@ -226,7 +226,7 @@ class FrontProcess:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", self.program, "--row=0"),
-                    *(f"--control-fd={fds[0]}", f"--listen-fd={fds[1]}", f"--tally-fd={fds[2]}"),
+                    *(f"--control-fd={fds[0]}", f"--listen-fds={fds[1]}", f"--tally-fd={fds[2]}"),
                 ],
                 pass_fds=fds,
             )

@@ -1,4 +1,4 @@
-"""The gRPC front: HTTP/2 connections from a given socket, and what answers each RPC."""
+"""The gRPC front: HTTP/2 connections from given sockets, and what answers each RPC."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class GrpcFront(Front):
         rules = {path: rule for path in methods if (rule := access.rule(path.rpartition("/")[2])) is not None}
         serving = self._serving = Serving(options.grpc, methods, self.place.tally.seat(self.place.row), rules)
         self._acceptor = Acceptor(
-            self.place.listener, serving.seat, lambda: Connection(serving), tls.context(options.grpc)
+            self.place.listeners, serving.seat, lambda: Connection(serving), tls.context(options.grpc)
         )
         self._acceptor.start()
         self._check = asyncio.create_task(self._check_connections())

@@ -1,4 +1,4 @@
-"""The HTTP front: a uvicorn server for the connections of a given socket."""
+"""The HTTP front: a uvicorn server for the connections of given sockets."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class HttpFront(Front):
         self._running = asyncio.create_task(self._server.serve([]))
         while not self._server.started:
             await asyncio.sleep(0.001)
-        self._acceptor = Acceptor(self.place.listener, self._serving.seat, self._server.make_protocol)
+        self._acceptor = Acceptor(self.place.listeners, self._serving.seat, self._server.make_protocol)
         self._acceptor.start()
         self._check = asyncio.create_task(_check(self._server))
 

@@ -37,7 +37,7 @@ def test_later_layers_win(tmp_path: Path) -> None:
     file = toml(tmp_path, 'server_name = "a"\n[http]\nport = 1\naddress = "0.0.0.0"\n[log]\nverbose = 2\n')
     environment = {"TENSORD_HTTP_PORT": "2", "TENSORD_SERVER_NAME": "b", "OTHER": "x", "TENSORD_CONFIG": "x"}
     options = layers.load(file, environment, [Setting("http.port", "3", "--http-port", textual=True)])
-    assert (options.http.port, options.http.address) == (3, "0.0.0.0")
+    assert (options.http.port, options.http.address) == (3, ("0.0.0.0",))
     assert (options.server_name, options.log.verbose) == ("b", 2)
     assert options.arenas == Options().arenas
 
@@ -67,6 +67,21 @@ def test_text_becomes_what_the_key_wants() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "addresses"),
+    [
+        ('"0.0.0.0"', ("0.0.0.0",)),
+        ('""', ("",)),
+        ('["127.0.0.1", "::1", "unix:/run/a,b"]', ("127.0.0.1", "::1", "unix:/run/a,b")),
+    ],
+)
+def test_addresses(tmp_path: Path, text: str, addresses: tuple[str, ...]) -> None:
+    """A single one needs no brackets."""
+    assert layers.load(toml(tmp_path, f"[http]\naddress = {text}")).http.address == addresses
+    both = layers.load(environment={"TENSORD_GRPC_ADDRESS": "::1, unix:/run/g"}).grpc.address
+    assert both == ("::1", "unix:/run/g")
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("[http]\nprot = 1", r"tensord.toml: unknown key http.prot; did you mean http.port\?"),
@@ -81,6 +96,7 @@ def test_text_becomes_what_the_key_wants() -> None:
         ("[repository]\npaths = [1]", r"repository.paths: expected str, got int - at \$\[0\], given \[1\]"),
         ("[repository]\npaths = ['']", "expected folders"),
         ("[repository]\nload = ['a']", "needs repository.control_mode"),
+        ("[http]\naddress = []", "http.address: expected array of length >= 1, given \\[\\]"),
         ("[arenas]\nbyte_size = 2097152\nmax_byte_size = 1048576", "arenas.max_byte_size: expected at least"),
         ("[supervisor]\nrestart_delay = 20", "max_restart_delay: expected at least"),
         ('[workers]\ncores = ["0-x"]', "workers.cores: expected cores such as '0-3,8', at most 8191, given '0-x'"),

@@ -1,4 +1,4 @@
-"""A front without HTTP: one JSON question a line on the listening socket, answered with what the supervisor told it."""
+"""A front without HTTP: one JSON question a line on the listening sockets, answered with what the supervisor told it."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ OPERATIONS = {
 class FakeFront:
     """One process."""
 
-    def __init__(self, control_fd: int, listener: socket.socket, seat: Seat) -> None:
-        self.listener = listener
+    def __init__(self, control_fd: int, listeners: list[socket.socket], seat: Seat) -> None:
+        self.listeners = listeners
         self.seat = seat
         self.connections = 0
         self.serving = asyncio.Event()
@@ -80,7 +80,7 @@ class FakeFront:
         serving = asyncio.create_task(self.serving.wait())
         await asyncio.wait((done, serving), return_when=asyncio.FIRST_COMPLETED)
         serving.cancel()
-        acceptor = Acceptor(self.listener, self.seat, self.connected)
+        acceptor = Acceptor(self.listeners, self.seat, self.connected)
         if self.serving.is_set():
             acceptor.start()
         await done
@@ -164,14 +164,15 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser()
     parser.add_argument("--control-fd", type=int, required=True)
-    parser.add_argument("--listen-fd", type=int, required=True)
+    parser.add_argument("--listen-fds", required=True)
     parser.add_argument("--tally-fd", type=int, required=True)
     parser.add_argument("--row", type=int, required=True)
     arguments = parser.parse_args()
 
     async def run() -> None:
         seat = Tally(arguments.tally_fd).seat(arguments.row)
-        await FakeFront(arguments.control_fd, socket.socket(fileno=arguments.listen_fd), seat).run()
+        listeners = [socket.socket(fileno=int(fd)) for fd in arguments.listen_fds.split(",")]
+        await FakeFront(arguments.control_fd, listeners, seat).run()
 
     asyncio.run(run())
 

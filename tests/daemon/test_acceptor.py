@@ -1,4 +1,4 @@
-"""Connections of one listening socket, shared out among those that take them."""
+"""Connections of a protocol's listening sockets, shared out among those that take them."""
 
 from __future__ import annotations
 
@@ -35,33 +35,35 @@ class Connection(asyncio.Protocol):
 
 
 class Taker:
-    """What stands for a front: all of them in this process, each with its own descriptor of the socket."""
+    """What stands for a front: all of them in this process, each with its own descriptors of the sockets."""
 
-    def __init__(self, listener: socket.socket, seat: Seat, name: bytes) -> None:
+    def __init__(self, listeners: list[socket.socket], seat: Seat, name: bytes) -> None:
         self.connections: set[Connection] = set()
         self.lost = asyncio.Semaphore(0)
         self.seat = seat
         self.name = name
-        self.acceptor = Acceptor(listener.dup(), seat, lambda: Connection(self))
+        self.acceptor = Acceptor([listener.dup() for listener in listeners], seat, lambda: Connection(self))
 
 
 class Shared:
-    """The listening socket and the page."""
+    """The listening sockets and the page."""
 
     def __init__(self) -> None:
         self.tally = Tally.create()
         self.listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        #: Of the same protocol, somewhere else.
+        self.second = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.takers: list[Taker] = []
         self.clients: list[socket.socket] = []
 
     def taker(self, row: int) -> Taker:
-        self.takers.append(Taker(self.listener, self.tally.seat(row), bytes((row,))))
+        self.takers.append(Taker([self.listener, self.second], self.tally.seat(row), bytes((row,))))
         self.takers[-1].acceptor.start()
         return self.takers[-1]
 
-    def connect(self) -> socket.socket:
+    def connect(self, listener: socket.socket | None = None) -> socket.socket:
         """Connected, taken or not."""
-        client = socket.create_connection(self.listener.getsockname())
+        client = socket.create_connection((listener or self.listener).getsockname())
         client.setblocking(False)
         self.clients.append(client)
         return client
@@ -89,6 +91,7 @@ async def shared() -> AsyncIterator[Shared]:
     for client in made.clients:
         client.close()
     made.listener.close()
+    made.second.close()
     await asyncio.sleep(0)
     made.tally.close()
 
@@ -98,6 +101,24 @@ async def test_each_gets_its_part(shared: Shared) -> None:
         shared.taker(row)
     rows = [await shared.next_row() for _ in range(12)]
     assert [rows.count(row) for row in range(3)] == [4, 4, 4]
+
+
+async def test_two_sockets_are_one_to_clients(shared: Shared) -> None:
+    """Whoever has more leaves connections of either to the other; one that is hung keeps nobody waiting on either."""
+    for row in range(2):
+        shared.taker(row)
+    clients = [shared.connect(listener) for _ in range(20) for listener in (shared.listener, shared.second)]
+    rows = [await shared.row_of(client) for client in clients]
+    assert min(rows.count(row) for row in range(2)) >= 10
+    shared.tally.seat(2).serve(True)
+    assert [await shared.row_of(shared.connect(listener)) for listener in (shared.listener, shared.second)]
+
+
+async def test_close_takes_who_has_connected_to_either(shared: Shared) -> None:
+    taker = shared.taker(0)
+    clients = [shared.connect(listener) for listener in (shared.listener, shared.second, shared.second)]
+    await taker.acceptor.close(10)
+    assert [await shared.row_of(client) for client in clients] == [0] * 3
 
 
 async def test_a_crowd(shared: Shared) -> None:

@@ -46,7 +46,7 @@ def test_a_triton_command_line() -> None:
     )
     assert options.repository.paths == ("/a,b", "/c")
     assert (options.repository.control_mode, options.repository.load) == ("explicit", ("x", "*"))
-    assert (options.http.port, options.http.address) == (9000, "0.0.0.0")
+    assert (options.http.port, options.http.address) == (9000, ("0.0.0.0",))
     assert (options.metrics.enabled, options.metrics.port, options.metrics.address) == (False, 9002, "0.0.0.0")
     assert (options.supervisor.exit_timeout, options.repository.exit_on_error) == (5.0, False)
     assert (options.log.verbose, options.log.info, options.log.format, options.server_name) == (1, False, "json", "me")
@@ -102,3 +102,8 @@ def test_any_line_gives_options_or_a_sentence(arguments: list[str]) -> None:
         parsed(*arguments)
     except ConfigurationError as error:
         assert str(error)
+
+
+def test_several_addresses() -> None:
+    options = parsed("--http-address=127.0.0.1", "--http-address=unix:/a,b", "--grpc-address=unix:/c")
+    assert (options.http.address, options.grpc.address) == (("127.0.0.1", "unix:/a,b"), ("unix:/c",))

@@ -51,8 +51,8 @@ class Owner:
 
     async def known(self, front: Front) -> dict[str, Any]:
         """The models of a fake front, by asking connections until one is its."""
-        assert self.fronts.url("http") is not None
-        port = int(str(self.fronts.url("http")).rpartition(":")[2])
+        (url,) = self.fronts.urls("http")
+        port = int(url.rpartition(":")[2])
         while True:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"{}\n")
@@ -125,7 +125,7 @@ async def test_nobody_waits_for_the_dead(owner: Owner) -> None:
 
 async def test_connections_of_the_dead_do_not_count(owner: Owner) -> None:
     first, second = await owner.all_ready(2)
-    port = int(str(owner.fronts.url("http")).rpartition(":")[2])
+    port = int(owner.fronts.urls("http")[0].rpartition(":")[2])
     writers = []
     while not (owner.fronts.connections(first) and owner.fronts.connections(second)):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -155,11 +155,11 @@ async def test_idle_fronts_are_asked_for_a_sign_of_life(owner: Owner) -> None:
 async def test_a_place_that_is_taken() -> None:
     owner, other = Owner(), Owner()
     owner.fronts.listen({})
-    port = int(str(owner.fronts.url("http")).rpartition(":")[2])
+    port = int(owner.fronts.urls("http")[0].rpartition(":")[2])
     other.options = Options(http=Http(port=port, processes=2), grpc=Grpc(port=0))
     with pytest.raises(ListenError, match="Address already in use"):
         other.fronts.listen({})
-    assert other.fronts.url("grpc") is None
+    assert other.fronts.urls("grpc") == []
     owner.fronts.close()
 
 

@@ -1,13 +1,10 @@
-"""The listening socket: bound, inherited, and what an operator reads when it cannot be."""
+"""Listening sockets: bound, and what an operator reads when they cannot be."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -85,35 +82,17 @@ def test_names_and_addresses() -> None:
     assert listening.shown("::1", 80) == "[::1]:80"
 
 
-def test_no_socket_activation() -> None:
-    assert listening.inherited({}) is None
-    assert listening.inherited({"LISTEN_PID": "1", "LISTEN_FDS": "1"}) is None
-    me = str(os.getpid())
-    assert listening.inherited({"LISTEN_PID": me, "LISTEN_FDS": "0"}) is None
-    with pytest.raises(ListenError, match="2 sockets were passed"):
-        listening.inherited({"LISTEN_PID": me, "LISTEN_FDS": "2"})
-
-
-@pytest.mark.parametrize("listens", [True, False])
-def test_socket_activation(listens: bool) -> None:
-    """A child that finds the socket at descriptor 3, as systemd passes it."""
-    program = (
-        "import os, sys\nfrom daemon import listening\nos.dup2(int(sys.argv[1]), 3)\n"
-        "try:\n    sock = listening.inherited({'LISTEN_PID': str(os.getpid()), 'LISTEN_FDS': '1'})\n"
-        "    print(listening.url(sock), os.get_inheritable(3)); sock.close()\n"
-        "except listening.ListenError as error:\n    print(error)\n"
-    )
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        if listens:
-            sock.listen()
-        fd = sock.fileno()
-        out = subprocess.run(
-            [sys.executable, "-c", program, str(fd)], pass_fds=[fd], capture_output=True, text=True, check=False
-        )
-        expected = (
-            f"{listening.url(sock)} False"
-            if listens
-            else "socket activation: descriptor 3 is not a listening TCP socket"
-        )
-    assert out.stdout.strip() == expected, out.stderr
+def test_all_or_none(tmp_path: Path) -> None:
+    """Several addresses of one protocol; where one of them cannot be, the others are given up again."""
+    path = tmp_path / "s"
+    made = listening.listen_all(["127.0.0.1", f"unix:{path}", "127.0.0.2"], 0, "http", "0660")
+    assert [(listener.url or "").rpartition(":")[0] for listener in made] == [
+        "http://127.0.0.1",
+        "unix",
+        "http://127.0.0.2",
+    ]
+    for listener in made:
+        listener.close()
+    with pytest.raises(ListenError, match=r"no\.such\.host"):
+        listening.listen_all([f"unix:{path}", "no.such.host.invalid"], 0, "http", "0660")
+    assert not path.exists()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
+import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 import trustme
@@ -15,7 +18,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from tests import repositories
-from tests.daemon_process import DaemonProcess
+from tests.daemon_process import PATIENCE, ROOT, DaemonProcess, tensorctl_status
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +79,93 @@ def test_http_on_a_unix_socket(repository: Path, tmp_path: Path, leaves_nothing:
         assert answer.json()["outputs"][0]["data"] == [7.0] * 4
         assert client.get("/v2").json()["name"] == "tensord"
     assert not path.exists()
+
+
+def http_at(transport: httpx.BaseTransport | None, address: str) -> list[float]:
+    """The answer of a model over HTTP."""
+    with httpx.Client(transport=transport, base_url=f"http://{address}", trust_env=False, timeout=PATIENCE) as client:
+        tensor = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [2.0] * 4}
+        return list(client.post("/v2/models/scale/infer", json={"inputs": [tensor]}).json()["outputs"][0]["data"])
+
+
+def grpc_at(target: str) -> list[float]:
+    """The same over gRPC."""
+    with grpcclient.InferenceServerClient(target) as client:
+        given = grpcclient.InferInput("x", [1, 4], "FP32")
+        given.set_data_from_numpy(np.full((1, 4), 2, np.float32))
+        return list(client.infer("scale", [given]).as_numpy("y").ravel())
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_several_addresses_at_once(serving: Any, tmp_path: Path, processes: int) -> None:
+    """TCP and a Unix socket of each protocol, whichever front takes the connection; all of them are said."""
+    paths = {protocol: tmp_path / f"{protocol}.sock" for protocol in ("http", "grpc")}
+    control = tmp_path / "control.sock"
+    daemon = serving(
+        **{
+            protocol: {"address": ["127.0.0.1", f"unix:{path}"], "processes": processes}
+            for protocol, path in paths.items()
+        },
+        supervisor={"control_socket": str(control)},
+    )
+    for _ in range(2 * processes):
+        assert http_at(None, daemon.url) == [7.0] * 4
+        assert http_at(httpx.HTTPTransport(uds=str(paths["http"])), "x") == [7.0] * 4
+        assert grpc_at(daemon.grpc_url) == grpc_at(f"unix:{paths['grpc']}") == [7.0] * 4
+    daemon.wait_log(rf"serving grpc on grpc://127\.0\.0\.1:\d+ and unix:{paths['grpc']}\n")
+    status = tensorctl_status(control)
+    assert status["http"] == [f"http://{daemon.url}", f"unix:{paths['http']}"]
+    assert status["grpc"] == [f"grpc://{daemon.grpc_url}", f"unix:{paths['grpc']}"]
+    daemon.stop()
+    assert not any(path.exists() for path in paths.values())
+
+
+#: Binds the sockets, and becomes the daemon with them from descriptor 3 on, as systemd has it.
+ACTIVATION = """
+import os, socket, sys
+
+folder, names = sys.argv[1:3]
+sockets = []
+for at, name in enumerate(names.split(":")):
+    if at % 2:
+        sockets.append(socket.socket(socket.AF_UNIX))
+        sockets[-1].bind(f"{folder}/{name}.sock")
+        sockets[-1].listen()
+    else:
+        sockets.append(socket.create_server(("127.0.0.1", 0)))
+for at, sock in enumerate(sockets):
+    os.dup2(sock.fileno(), 100 + at)
+for at in range(len(sockets)):
+    os.dup2(100 + at, 3 + at)
+os.environ |= {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": str(len(sockets)), "LISTEN_FDNAMES": names}
+os.execv(sys.executable, [sys.executable, "-m", "daemon", *sys.argv[3:]])
+"""
+
+
+def test_sockets_of_the_service_manager(repository: Path, tmp_path: Path, leaves_nothing: None) -> None:
+    """Two of each protocol, told by their names. Their paths are the service manager's, and stay."""
+    daemon = DaemonProcess(tmp_path, [repository], {"http": {"address": "unix:/not/used"}})
+    daemon.program = [sys.executable, "-c", ACTIVATION, str(tmp_path), "http:http:grpc:grpc"]
+    with daemon:
+        daemon.wait_ready()
+        assert http_at(None, daemon.url) == [7.0] * 4
+        assert http_at(httpx.HTTPTransport(uds=f"{tmp_path}/http.sock"), "x") == [7.0] * 4
+        assert grpc_at(daemon.grpc_url) == grpc_at(f"unix:{tmp_path}/grpc.sock") == [7.0] * 4
+    assert (tmp_path / "http.sock").exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ("http:grcp", "descriptor 4 is called 'grcp': FileDescriptorName= in its unit has to be http or grpc"),
+        ("http:grpc", "a socket for grpc was passed, but grpc.enabled is false"),
+    ],
+)
+def test_sockets_that_nobody_would_serve(repository: Path, tmp_path: Path, names: str, words: str) -> None:
+    command = [sys.executable, "-c", ACTIVATION, str(tmp_path), names, "serve", f"--model-repository={repository}"]
+    done = subprocess.run([*command, "--allow-grpc=false", "--device=cpu"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"tensord: socket activation: {words}\n" in done.stderr
 
 
 def test_a_service_of_its_name(repository: Path, tmp_path: Path, leaves_nothing: None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import re
 import shutil
 import subprocess
@@ -9,17 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from config.options import Grpc, Http
+
 FOLDER = Path(__file__).parent.parent.parent / "systemd"
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 def test_systemd_analyze_verify(tmp_path: Path) -> None:
     """The programs and users of an installation are not here, so the copies name some that are; nothing else is changed."""
-    for name in ("tensord.service", "tensord.socket"):
+    names = ("tensord.service", "tensord.socket", "tensord-grpc.socket")
+    for name in names:
         text = (FOLDER / name).read_text().replace("/opt/tensord/venv/bin/tensord", shutil.which("true") or "/bin/true")
         (tmp_path / name).write_text(text)
     done = subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", str(tmp_path / "tensord.service"), str(tmp_path / "tensord.socket")],
+        ["systemd-analyze", "verify", "--man=no", *(str(tmp_path / name) for name in names)],
         capture_output=True,
         text=True,
         check=False,
@@ -49,6 +53,17 @@ def test_what_was_measured_stands() -> None:
     for directive in ("Type=notify", "KillMode=mixed", "WatchdogSec=20", "OOMPolicy=continue", "RemoveIPC=no"):
         assert directive in lines
     assert not [line for line in lines if line.startswith(("MemoryDenyWriteExecute", "DynamicUser", "PrivateDevices"))]
+
+
+def test_the_sockets_say_their_protocols() -> None:
+    """Both are passed to the one service, which tells them by their names; the addresses are those of the defaults."""
+    for name, protocol, options in (("tensord.socket", "http", Http()), ("tensord-grpc.socket", "grpc", Grpc())):
+        unit = configparser.RawConfigParser(strict=False)
+        unit.optionxform = str  # type: ignore[assignment, method-assign]
+        unit.read(FOLDER / name)
+        assert unit["Socket"]["FileDescriptorName"] == protocol
+        assert unit["Socket"].get("Service", "tensord.service") == "tensord.service"
+        assert unit["Socket"]["ListenStream"] == f"{options.address[0]}:{options.port}"
 
 
 @pytest.mark.parametrize(
