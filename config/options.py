@@ -44,8 +44,9 @@ class Repository(Section, frozen=True):
     #: explicit mode: what to load at start; "*" is everything.
     load: tuple[str, ...] = ()
     strict_readiness: bool = True
-    #: Refuse to start when a model fails to load at start.
-    exit_on_error: bool = False
+    #: What ends the daemon at start. True: a model that fails to load.  "auto": only a repository that cannot be read.  False:
+    #: neither.
+    exit_on_error: bool | Literal["auto"] = "auto"
 
 
 class Http(Section, frozen=True):

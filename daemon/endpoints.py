@@ -218,6 +218,11 @@ class Endpoints:
         """Changes what is given, and answers all settings then in force: a JSON object."""
         return await self._calls.ask(wanted)
 
+    async def check_traced(self, model: str) -> None:
+        """Looks for a model ("": all) before anybody looks at the settings it is to have. Raises InvalidArgument: unknown."""
+        if model:
+            await self._calls.ask(ChangeTrace(model))
+
     async def trace_settings(self, wanted: ChangeTrace) -> bytes:
         """Changes what is given (``daemon.trace_settings.parse``), and answers the settings then in force: a JSON object."""
         return await self._calls.ask(wanted)

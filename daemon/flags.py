@@ -52,7 +52,12 @@ FLAGS = (
     Flag(
         "strict-readiness", "repository.strict_readiness", "Not ready while a model that should be is not.", switch=True
     ),
-    Flag("exit-on-error", "repository.exit_on_error", "Exit when a model fails to load at start.", switch=True),
+    Flag(
+        "exit-on-error",
+        "repository.exit_on_error",
+        "Exit when a model fails to load at start; false: not even without a repository.",
+        switch=True,
+    ),
     Flag("allow-http", "http.enabled", "Serve HTTP.", switch=True),
     Flag(
         "http-address",

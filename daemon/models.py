@@ -50,6 +50,8 @@ class Models:
         self.lifecycle = Lifecycle()
         #: Models that should be served and could not even be tried, with the reason.
         self.refused: dict[str, str] = {}
+        #: Repositories that cannot be read, and may be so, with the reason. No model can have such a name.
+        self.unreadable: dict[str, str] = {}
         #: ``repository.load`` as it was last acted upon.
         self._listed: set[str] = set()
         self._tokens = itertools.count(1)
@@ -146,7 +148,7 @@ class Models:
 
     async def index(self, ready: bool) -> list[dict[str, str]]:
         """The repository index, with what lies in the folders now."""
-        folders = await asyncio.to_thread(repository.folders, self._paths())
+        folders = await asyncio.to_thread(_readable_folders, self._paths())
         self.lifecycle.known = {folder.name for folder in folders}
         return self.lifecycle.index(ready)
 
@@ -167,8 +169,22 @@ class Models:
     # ------------------------------------------------------------------------------------------------ start and reload
 
     async def scan(self, options: Repository) -> dict[str, FoundModel]:
-        """What lies in the folders that ``options`` names. Raises InvalidArgument: a folder cannot be read."""
-        return await asyncio.to_thread(repository.scan, [Path(path) for path in options.paths])
+        """What lies in the folders that ``options`` names. Raises InvalidArgument: one cannot be read, and has to be."""
+        paths = [Path(path) for path in options.paths]
+        if options.exit_on_error is False:
+            unreadable = await asyncio.to_thread(repository.unreadable, paths)
+            self._do_without({f"repository '{path}'": reason for path, reason in unreadable.items()})
+            paths = [path for path in paths if path not in unreadable]
+        return await asyncio.to_thread(repository.scan, paths)
+
+    def _do_without(self, unreadable: dict[str, str]) -> None:
+        """Fronts are not ready while there are such."""
+        for name in self.unreadable.keys() - unreadable.keys():
+            self._publish(ModelGone(name, _NO_VERSION))
+        for name, reason in unreadable.items():
+            _log.error("model %s cannot be read: %s; a reload looks again", name, reason)
+            self._publish(ModelState(name, _NO_VERSION, "UNAVAILABLE", reason))
+        self.unreadable = unreadable
 
     def begin(self, found: Mapping[str, FoundModel], options: Repository) -> list[asyncio.Future[str]]:
         """Begins to load what should be served and to unload what no longer should; the futures are the outcomes ("" or why not).
@@ -245,7 +261,8 @@ class Models:
 
     def states(self) -> list[ModelState]:
         """What a new front must know."""
-        return [*self.lifecycle.states(), *map(self._refusal, self.refused)]
+        unreadable = [ModelState(name, _NO_VERSION, "UNAVAILABLE", why) for name, why in self.unreadable.items()]
+        return [*self.lifecycle.states(), *map(self._refusal, self.refused), *unreadable]
 
     def _begin(self, instructions: Sequence[Instruction]) -> None:
         """Carries instructions out, in order."""
@@ -265,6 +282,11 @@ class Models:
 
     def _paths(self) -> list[Path]:
         return [Path(path) for path in self._options.paths]
+
+
+def _readable_folders(paths: Sequence[Path]) -> list[Path]:
+    unreadable = repository.unreadable(paths)
+    return repository.folders([path for path in paths if path not in unreadable])
 
 
 def _overridden(folder: Path, config: str) -> FoundModel:

@@ -41,7 +41,7 @@ def check_fields(options: Regions, request: Registration) -> None:
     offset = request.offset if isinstance(request, RegisterSystemRegion) else 0
     if request.byte_size < 1 or offset < 0:
         raise InvalidArgument(
-            f"failed to register shared memory region '{name}': byte_size {request.byte_size} must be at least 1, "
+            f"failed to register shared memory region '{name}': invalid args: byte_size {request.byte_size} must be at least 1, "
             f"offset {offset} at least 0"
         )
     if request.byte_size + offset > _LIMIT:

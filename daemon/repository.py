@@ -63,6 +63,17 @@ def scan(repositories: Sequence[Path]) -> dict[str, FoundModel]:
     return dict(sorted(found.items()))
 
 
+def unreadable(repositories: Sequence[Path]) -> dict[Path, str]:
+    """Repositories that are no readable folders -> why."""
+    found: dict[Path, str] = {}
+    for repository in repositories:
+        try:
+            os.scandir(repository).close()
+        except OSError as error:
+            found[repository] = error.strerror or str(error)
+    return found
+
+
 def folders(repositories: Sequence[Path]) -> list[Path]:
     """The model folders. Raises InvalidArgument: a repository cannot be read."""
     found: list[Path] = []

@@ -225,7 +225,7 @@ class Supervisor:
             self._notifier.status(f"loading {len(pending)} models")
             _, pending = await asyncio.wait(pending, timeout=10.0)
         failures = [error for outcome in outcomes if (error := outcome.result())]
-        if failures and self.options.repository.exit_on_error:
+        if failures and self.options.repository.exit_on_error is True:
             _log.critical("stopping: a model failed to load at start, and repository.exit_on_error is set")
             self._exit_status = 1
             self._shutdown.requested.set()
@@ -253,6 +253,7 @@ class Supervisor:
         models = ", ".join(f"{name} {'+'.join(map(str, versions))}" for name, versions in served.items())
         devices = ", ".join(worker.device for worker in self._workers.ready())
         refused = f"; {len(self._models.refused)} not served" if self._models.refused else ""
+        refused += "".join(f"; {name} cannot be read" for name in self._models.unreadable)
         return f"{len(served)} models ({models or 'none'}) on {devices or 'no worker'}{refused}"
 
     # ---------------------------------------------------------------------------------------------------------- records
@@ -390,7 +391,7 @@ class Supervisor:
             "metrics": self._metrics.url,
             "workers": process_list.of_workers(self._workers, self._posts, now_ns),
             "fronts": process_list.of_fronts(self._fronts, self._posts, now_ns),
-            "refused": self._models.refused,
+            "refused": {**self._models.unreadable, **self._models.refused},
             "regions": self._regions.statistics(),
         }
 

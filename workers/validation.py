@@ -207,6 +207,7 @@ def _contents(submit: Submit, submitter: Submitter, regions: RegionTable, leased
         else:
             region = regions.find(place.region)
             if not place.byte_size and 0 not in tensor.shape:
+                check_range(place.offset, 0, region.byte_size, place.region)
                 raise InvalidArgument(f"Invalid offset + byte size for shared memory region: '{place.region}'")
             if not isinstance(region, Region):
                 contents.append(_slice(region, place))
@@ -342,13 +343,13 @@ def _dims(shape: tuple[int, ...]) -> str:
 def _outputs(
     submit: Submit, signature: Signature, regions: RegionTable, leased: list[AnyRegion]
 ) -> dict[str, RequestedOutput]:
-    """Requested outputs by name; one that is named twice is given once."""
+    """Requested outputs by name."""
     wanted: dict[str, RequestedOutput] = {}
     for output in submit.outputs:
+        if output.name in wanted:
+            raise InvalidArgument(f"{label(submit.client_id)}output '{output.name}' already exists in request")
         if output.name not in signature.outputs:
             raise InvalidArgument(f"unexpected inference output '{output.name}' for model '{signature.model}'")
-        if output.name in wanted:
-            continue
         wanted[output.name] = output
         if output.region is not None:
             _check_room(output.region, output, regions, leased)

@@ -156,6 +156,7 @@ class Management:
         return answer
 
     async def TraceSetting(self, request: Any) -> Any:
+        await self._endpoints.check_traced(request.model_name)
         given = {name: list(value.value) for name, value in request.settings.items()}
         wanted = trace_settings.parse(request.model_name, given)
         settings = msgspec.json.decode(await self._endpoints.trace_settings(wanted))

@@ -66,8 +66,7 @@ def decode_head(head: bytes, has_raw: bool, table: ModelTable) -> DecodedHead:
         source = content(entry, shape, has_raw, model)
         decoded.raw_count += source is None
         decoded.inputs.append((entry.name, entry.datatype, shape, source))
-    unique = {entry.name: entry for entry in request.outputs}
-    decoded.outputs = tuple(requested(entry) for entry in unique.values())
+    decoded.outputs = tuple([requested(entry) for entry in request.outputs])
     return decoded
 
 

@@ -14,16 +14,12 @@ from daemon.http.request_head import OutputHead
 from shm.errors import InvalidArgument
 from shm.messages import RegionSlice, RequestedOutput
 
-_INT64_MAX = (1 << 63) - 1
+_INT64_MAX, _UINT64_MAX = (1 << 63) - 1, (1 << 64) - 1
 
 
 def read_outputs(entries: Iterable[OutputHead], decoded: DecodedRequest) -> None:
-    """Fills in what the entries ask for; of several with one name the first holds. Raises InvalidArgument."""
-    requested: dict[str, RequestedOutput] = {}
-    for entry in entries:
-        if entry.name not in requested:
-            requested[entry.name] = _requested(entry, decoded)
-    decoded.outputs = tuple(requested.values())
+    """Fills in what the entries ask for. Raises InvalidArgument."""
+    decoded.outputs = tuple([_requested(entry, decoded) for entry in entries])
 
 
 def _requested(entry: OutputHead, decoded: DecodedRequest) -> RequestedOutput:
@@ -54,6 +50,11 @@ def read_region(parameters: dict[str, Any]) -> RegionSlice:
     byte_size = unsigned("shared_memory_byte_size", parameters.get("shared_memory_byte_size", 0))
     if offset > _INT64_MAX:
         raise InvalidArgument(f"Invalid offset for shared memory region: '{region}'")
+    if byte_size > _UINT64_MAX - offset:
+        raise InvalidArgument(
+            f"Integer overflow detected: byte_size ({byte_size}) + offset ({offset}) exceeds maximum value ({_UINT64_MAX}) "
+            f"for region '{region}'"
+        )
     if byte_size > _INT64_MAX:
         raise InvalidArgument(f"Invalid offset + byte size for shared memory region: '{region}'")
     return RegionSlice(region, offset, byte_size)

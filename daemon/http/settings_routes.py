@@ -33,7 +33,7 @@ class SettingsRoutes:
         return json_body.answer(await self._endpoints.log_settings(ChangeLog()))
 
     async def change_log_settings(self, request: Request) -> Response:
-        given = await _settings(request)
+        given = _named(await read_body(request, json_body.MAX_BODY))
         if given.get("log_file") is not None:
             raise Unsupported(FILE_REFUSED)
         wanted = ChangeLog(
@@ -49,7 +49,9 @@ class SettingsRoutes:
         return json_body.answer(await self._endpoints.trace_settings(ChangeTrace(_model(request))))
 
     async def change_trace_settings(self, request: Request) -> Response:
-        given = await _settings(request)
+        body = await read_body(request, json_body.MAX_BODY)
+        await self._endpoints.check_traced(_model(request))
+        given = _named(body)
         wanted: dict[str, list[str]] = {}
         for name, value in given.items():
             if name not in TRACE_SETTINGS:
@@ -78,9 +80,9 @@ def _texts(value: Any) -> list[str]:
     return [_text(item) for item in value]
 
 
-async def _settings(request: Request) -> dict[str, Any]:
+def _named(body: bytes) -> dict[str, Any]:
     """The settings a request names; an array names none, as for Triton."""
-    value = request_head.parse(await read_body(request, json_body.MAX_BODY))
+    value = request_head.parse(body)
     if isinstance(value, list):
         return {}
     if not isinstance(value, dict):

@@ -61,6 +61,8 @@ def test_switches_take_a_value_or_none() -> None:
     ):
         assert parsed(*arguments, "--http-port", "1").repository.exit_on_error
     assert parsed("--allow-http", "false").http.enabled is False
+    assert parsed("--exit-on-error", "False").repository.exit_on_error is False
+    assert parsed().repository.exit_on_error == "auto"
 
 
 @pytest.mark.parametrize(

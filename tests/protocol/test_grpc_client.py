@@ -55,6 +55,15 @@ def test_statistics_and_index(daemon: DaemonProcess) -> None:
         assert "scale" in [model.name for model in client.get_model_repository_index().models]
 
 
+def test_an_output_that_is_asked_for_twice_is_refused(daemon: DaemonProcess) -> None:
+    with client_of(daemon) as client:
+        for _ in range(2):
+            outputs = [grpcclient.InferRequestedOutput("y", class_count=count) for count in (0, 2)]
+            with pytest.raises(InferenceServerException, match="output 'y' already exists in request") as caught:
+                client.infer("scale", scale_input(2), outputs=outputs)
+            assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+
+
 @pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
 def test_infer(daemon: DaemonProcess, compression: str | None) -> None:
     with client_of(daemon) as client:

@@ -60,5 +60,7 @@ def test_trace_settings(client: triton.InferenceServerClient) -> None:
     changed = client.update_trace_settings("scale", {"trace_rate": "5"}, headers=KEY, as_json=True)
     assert changed["settings"]["trace_rate"] == {"value": ["5"]}
     assert client.get_trace_settings(headers=KEY, as_json=True)["settings"]["trace_rate"] == {"value": ["1000"]}
+    with pytest.raises(InferenceServerException, match="Request for unknown model : nope"):
+        client.update_trace_settings("nope", {"trace_rate": "x"}, headers=KEY)
     with pytest.raises(InferenceServerException, match="Unable to parse 'trace_rate', got: x"):
         client.update_trace_settings("scale", {"trace_rate": "x"}, headers=KEY)

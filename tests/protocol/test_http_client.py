@@ -228,6 +228,14 @@ async def test_asyncio_client(daemon: DaemonProcess) -> None:
         assert await client.get_system_shared_memory_status() == []
 
 
+def test_an_output_that_is_asked_for_twice_is_refused(daemon: DaemonProcess) -> None:
+    inputs = [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]
+    for _ in range(2):
+        status, answer = daemon.infer("scale", inputs, id="me", outputs=[{"name": "y"}, {"name": "y"}])
+        assert (status, answer) == (400, {"error": "[request id: me] output 'y' already exists in request"})
+    assert daemon.infer("scale", inputs, outputs=[{"name": "y"}])[0] == 200
+
+
 @pytest.mark.parametrize("compression", ["gzip", "deflate"])
 def test_who_asks_for_compressed_answers_gets_plain_ones(daemon: DaemonProcess, compression: str) -> None:
     """Answers are not compressed by default; requests may be."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -251,3 +252,26 @@ def test_a_load_that_fails_holds_up_readiness_until_one_succeeds(client: httpcli
     assert not client.is_server_ready()
     client.load_model("heals", config=json.dumps(CONFIG), files={"file:1/model.py": source(1)})
     assert client.is_server_ready()
+
+
+def test_a_repository_that_is_not_there_is_no_reason_to_exit(leaves_nothing: None, tmp_path: Path) -> None:
+    """
+    1. One of two repositories is not there, and the daemon is told not to exit on errors. 2. It comes, and a reload looks again.
+    Result: live, not ready, and the other repository's model is served; then both are, and it is ready.
+    """
+    there, missing = tmp_path / "there", tmp_path / "missing"
+    there.mkdir()
+    repositories.scale_model(there)
+    with DaemonProcess(tmp_path, [there, missing], arguments=["--exit-on-error=false"]) as daemon:
+        daemon.wait_log(r"supervisor\W+ready: ")
+        assert f"model repository '{missing}' cannot be read: No such file or directory" in daemon.log
+        assert daemon.get("/v2/health/live")[0] == 200
+        assert daemon.get("/v2/health/ready")[0] == 400
+        assert daemon.get("/v2/models/scale/ready")[0] == 200
+        status, index = daemon.request("POST", "/v2/repository/index", b"")
+        assert (status, [entry["name"] for entry in json.loads(index)]) == (200, ["scale"])
+        missing.mkdir()
+        repositories.scale_model(missing, "late")
+        daemon.signal(signal.SIGHUP)
+        daemon.wait_ready()
+        assert daemon.get("/v2/models/late/ready")[0] == 200

@@ -183,7 +183,8 @@ def test_what_cannot_be_registered(client: Any, key: str, byte_size: int, offset
 @pytest.mark.parametrize(
     ("byte_size", "offset", "said"),
     [
-        (0, 0, "bad-range"),
+        (0, 0, "failed to register shared memory region 'bad-range': invalid args"),
+        (0, 65537, "failed to register shared memory region 'bad-range': invalid args"),
         (65537, 0, "'bad-range': invalid args: 65537 bytes at offset 0, the object has 65536"),
         (65536, 4096, "'bad-range': invalid args: 65536 bytes at offset 4096, the object has 65536"),
         (2**63, 0, "bad-range"),
@@ -228,6 +229,19 @@ def test_input_ranges(daemon: DaemonProcess, region: ClientRegion, byte_size: in
     )
     assert status == 400, answer
     assert answer["error"]
+
+
+def test_a_size_of_0_beyond_the_end_is_about_the_offset(daemon: DaemonProcess, region: ClientRegion) -> None:
+    for offset, said in (
+        (0, "offset + byte size"),
+        (65535, "offset + byte size"),
+        (65536, "offset"),
+        (65537, "offset"),
+    ):
+        place = {"shared_memory_region": region.name, "shared_memory_byte_size": 0, "shared_memory_offset": offset}
+        given = {"name": "x", "shape": [4], "datatype": "FP32", "parameters": place}
+        status, answer = daemon.infer("echo_fp32", [given])
+        assert (status, answer["error"]) == (400, f"Invalid {said} for shared memory region: '{region.name}'")
 
 
 @pytest.mark.parametrize(("byte_size", "offset"), [*BAD_RANGES[:6], (2**64 + 16, 0), (-16, 0), (15, 0)])

@@ -19,8 +19,6 @@ def test_requested_outputs() -> None:
                 {"name": "b", "parameters": {"binary_data": True, "other": {}}},
                 {"name": "c", "parameters": {"binary_data": False, "classification": 3}},
                 {"name": "d", "parameters": {"shared_memory_region": "r", "shared_memory_byte_size": 8}},
-                # The first of two entries holds.
-                {"name": "a", "parameters": {"binary_data": True, "classification": 2}},
             ]
         ),
         0,
@@ -73,6 +71,10 @@ def test_outputs_that_are_refused(parameters: dict[str, Any], found: str) -> Non
         (
             {"shared_memory_region": "r", "shared_memory_offset": 2**64 - 4, "shared_memory_byte_size": 8},
             "Invalid offset for shared memory region: 'r'",
+        ),
+        (
+            {"shared_memory_region": "r", "shared_memory_offset": 32, "shared_memory_byte_size": 2**64 - 32},
+            "Integer overflow detected: byte_size .18446744073709551584. [+] offset .32. exceeds maximum value",
         ),
     ],
 )

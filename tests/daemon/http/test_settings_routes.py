@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shm.messages import ChangeLog, Operation
+from shm.messages import ChangeLog, ChangeTrace, Operation
 from tests.fakes import Client, FrontProcess, front_process
 
 LOGGING, TRACE, MODEL_TRACE = "/v2/logging", "/v2/trace/setting", "/v2/models/m/trace/setting"
@@ -95,6 +95,15 @@ def test_what_is_refused_before_anybody_is_asked(
 ) -> None:
     answer = client.ask("POST", path, body)
     assert (answer.status, answer.error) == (status, text)
+
+
+@pytest.mark.parametrize("body", [b"{", b'{"trace_file":"x"}', b'{"trace_rate":"x"}'])
+def test_a_model_is_looked_for_before_its_settings_are_read(client: Client, front: FrontProcess, body: bytes) -> None:
+    client.request("POST", MODEL_TRACE, body)
+    unknown = "Request for unknown model : m"
+    assert front.answer_call(code="INVALID_ARGUMENT", message=unknown).operation == ChangeTrace("m")
+    answer = client.answer()
+    assert (answer.status, answer.error) == (400, unknown)
 
 
 def test_other_methods(client: Client) -> None:
