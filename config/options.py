@@ -203,6 +203,8 @@ class Executables(Section, frozen=True):
     cache_directory: str = ""
     #: Shapes of one model version compiled because a request asked for them, besides its buckets; the oldest makes room.
     max_unexpected_shapes: Count = 32
+    #: The inputs and outputs of a model's largest batch together; a model that needs more is not loaded.
+    max_batch_byte_size: ByteSize = 1 << 30
     #: Large outputs are written by XLA itself into the client's region or the arena, on CPU workers; else they are copied there.
     place_outputs: bool = True
 

@@ -85,6 +85,7 @@ class ModelVersion:
         self.when_closed(on_closed)
         if self.state is VersionState.SERVING:
             self.state = VersionState.DRAINING
+            self.batcher.end_delays()
 
     def when_closed(self, call: Callable[[], object]) -> None:
         """Calls it at the end of this version's life."""

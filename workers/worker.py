@@ -106,6 +106,7 @@ class Worker:
             self._page,
             options.requests.max_queue_size,
             options.executables.max_unexpected_shapes,
+            options.executables.max_batch_byte_size,
             self._cuda,
             small,
         )
@@ -316,6 +317,8 @@ class Worker:
         now_ns = time.monotonic_ns()
         self._stop_ns = now_ns + grace_ns
         self._dispatcher.resting_state = WorkerState.STOPPING
+        for version in self._models:
+            version.batcher.end_delays()
         self._page.set_state(WorkerState.STOPPING, now_ns)
 
     def _finished(self) -> bool:

@@ -77,7 +77,7 @@ class Bench:
         self.dispatcher = Dispatcher(
             OPTIONS, self.models, self.regions, self.page, cast(WorkThread, self.compiler), time.monotonic_ns
         )
-        self.loader = Loader(jax.devices()[0], None, ExecutableCache(None), self.inbox, self.page, 50, 2)
+        self.loader = Loader(jax.devices()[0], None, ExecutableCache(None), self.inbox, self.page, 50, 2, 1 << 30)
         self.lane = ALane()
         self.submitter = Submitter(7, cast(Any, self.lane))
         self._number = 0

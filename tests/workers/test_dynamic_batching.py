@@ -93,6 +93,17 @@ def test_a_jax_model_batches_by_the_same_rules_however_often_it_is_asked(worker:
             assert worker.arrays(worker.answer(number))["y"].tolist() == [[4.0] * 4] * 2
 
 
+def test_a_batch_that_nobody_can_join_any_more_runs_at_once(worker: WorkerProcess, tmp_path: Path) -> None:
+    """Its model is unloaded, or its worker stops."""
+    rules = f"dynamic_batching {{ max_queue_delay_microseconds: {HOUR} }}"
+    write_model(tmp_path, "counts", COUNTS, TENSORS + rules)
+    for end in (lambda: worker.unload("counts"), worker.stop):
+        worker.serve(tmp_path, "counts")
+        number = ask(worker, "counts", 3)
+        end()
+        assert together(worker, number) == [3]
+
+
 def test_as_many_levels_as_can_be_said_cost_nothing(worker: WorkerProcess, tmp_path: Path) -> None:
     """They took the worker's loop for as long as it took to make a queue for each of them, or all of its memory."""
     scale_model(tmp_path)

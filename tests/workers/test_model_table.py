@@ -39,7 +39,6 @@ def version_of(name: str = "m", number: int = 1, instances: int = 0) -> ModelVer
         b"",
         True,
         False,
-        "",
         None,
         cast(Any, made),
         QueueRules(9),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +13,7 @@ from config import model_checks
 from config.model_config import ModelConfig
 from shm.errors import InvalidArgument
 from workers.models.buckets import MAX_EXECUTABLES, Buckets, check_sizes, powers_of_two
-from workers.models.signature import Declared, Signature, declare, parse_declaration
+from workers.models.signature import Declared, Signature, TensorSpec, declare, parse_declaration
 from workers.scheduling.dynamic_batcher import BatchRules
 from workers.scheduling.queue import QueuePolicy, QueueRules
 
@@ -62,6 +63,27 @@ def choose_buckets(message: ModelConfig, module: ModuleType, described: Signatur
             f"model '{message.name}': its buckets need {count} executables, at most {MAX_EXECUTABLES} are made"
         )
     return buckets
+
+
+def check_size(buckets: Buckets, limit: int) -> None:
+    """Raises InvalidArgument: the tensors of a batch that is compiled in advance have more bytes than ``limit``."""
+    described = buckets.signature
+    inputs, outputs = described.inputs.values(), described.outputs.values()
+    fixed = sum(_row_byte_size(spec, spec.model_dims) for spec in outputs if -1 not in spec.model_dims)
+    rows = buckets.batch[-1]
+    for shapes in buckets.planned():
+        size = rows * (
+            fixed + sum(_row_byte_size(spec, shape or ()) for spec, shape in zip(inputs, shapes, strict=True))
+        )
+        if size > limit:
+            raise InvalidArgument(
+                f"model '{described.model}': inputs and outputs of a batch of {rows} have {size} bytes, "
+                f"executables.max_batch_byte_size allows {limit}"
+            )
+
+
+def _row_byte_size(spec: TensorSpec, shape: tuple[int, ...]) -> int:
+    return spec.dtype.itemsize * math.prod(shape)
 
 
 def read_labels(message: ModelConfig, folder: Path) -> dict[str, tuple[str, ...]]:

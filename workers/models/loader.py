@@ -28,6 +28,7 @@ from workers.inbox import Inbox
 from workers.instance import Instance, Instantiated
 from workers.models.declaration import (
     batch_rules,
+    check_size,
     choose_buckets,
     declare_tensors,
     queue_rules,
@@ -86,6 +87,7 @@ class Loader:
         page: StatusPage,
         max_queue_size: int,
         max_unexpected_shapes: int,
+        max_batch_byte_size: int,
         cuda: CudaDevice | None = None,
         single_thread: SingleThreadDevice | None = None,
     ) -> None:
@@ -101,6 +103,7 @@ class Loader:
         self._page = page
         self._max_queue_size = max_queue_size
         self._max_unexpected_shapes = max_unexpected_shapes
+        self._max_batch_byte_size = max_batch_byte_size
 
     def load(self, record: Load) -> LoadedModel:
         """Raises ServingError: with one calm sentence, whatever went wrong; details are in the log."""
@@ -165,6 +168,8 @@ class Loader:
         self, record: Load, message: ModelConfig, module: ModuleType, described: Signature
     ) -> tuple[JaxModel | None, tuple[Instance, ...]]:
         buckets = choose_buckets(message, module, described)
+        if not getattr(module, "host", False):
+            check_size(buckets, self._max_batch_byte_size)
         with precision(described):
             created = module.create(Path(record.version_path), model_config.to_dict(message), self._device)
         if not isinstance(created, tuple) or len(created) != 2 or not callable(created[0]):

@@ -9,6 +9,7 @@ Source: Triton's model_config.proto, ModelWarmup.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Hashable
 from pathlib import Path
@@ -27,9 +28,12 @@ from workers.models.jax_model import JaxModel
 from workers.models.signature import Signature, TensorSpec
 from workers.request import Request
 
-#: All tensors of a sample together.
-MAX_BYTE_SIZE = 1 << 30
+#: All tensors of all samples together, which are there at a time.
+MAX_BYTE_SIZE = 1 << 29
+#: All runs of all samples together, for one instance.
 MAX_COUNT = 10_000
+#: What an element of BYTES is taken for: an object of Python and its place in the array.
+_OBJECT_BYTE_SIZE = 64
 #: Random values are the same at every start, so that what fails fails again.
 _SEED = 0
 
@@ -42,6 +46,8 @@ class Sample:
         self.rows = rows
         self.count = count
         self._arrays = arrays
+        #: What its tensors take.
+        self.byte_size = sum(map(_memory, arrays.values()))
         #: What a jitted model finds its executable by.
         self._key: Hashable = None
 
@@ -82,28 +88,35 @@ def samples(message: ModelConfig, described: Signature, folder: Path) -> list[Sa
 
     Raises: InvalidArgument: one does not fit the model, or its file cannot be read.
     """
-    return [_sample(setting, described, folder) for setting in message.model_warmup]
+    made: list[Sample] = []
+    room = MAX_BYTE_SIZE
+    count = sum(setting.count or 1 for setting in message.model_warmup)
+    if count > MAX_COUNT:
+        raise InvalidArgument(
+            f"model '{described.model}': the samples of model_warmup are to be run {count} times, at most {MAX_COUNT} are"
+        )
+    for setting in message.model_warmup:
+        made.append(_sample(setting, described, folder, room))
+        room -= made[-1].byte_size
+    return made
 
 
-def _sample(setting: Any, described: Signature, folder: Path) -> Sample:
+def _sample(setting: Any, described: Signature, folder: Path, room: int) -> Sample:
     what = f"model '{described.model}': model_warmup '{setting.name}'"
     rows = setting.batch_size or 1
     if described.batches and rows > described.max_batch_size:
         raise InvalidArgument(f"{what}: batch_size {rows}, max_batch_size is {described.max_batch_size}")
-    if setting.count > MAX_COUNT:
-        raise InvalidArgument(f"{what}: count {setting.count}, at most {MAX_COUNT} are run")
     missing = [name for name, spec in described.inputs.items() if not spec.optional and name not in setting.inputs]
     if missing:
         raise InvalidArgument(f"{what}: input '{missing[0]}' is missing")
     arrays: dict[str, Array] = {}
-    room = MAX_BYTE_SIZE
     for name in setting.inputs:
         spec = described.inputs.get(name)
         if spec is None:
             raise InvalidArgument(f"{what}: the model has no input '{name}'")
         lead = (rows,) if described.batches else ()
         arrays[name] = _tensor(f"{what}: input '{name}'", setting.inputs[name], spec, lead, folder, room)
-        room -= arrays[name].nbytes
+        room -= _memory(arrays[name])
     # In the order of the model, as requests have them.
     arrays = {name: arrays[name] for name in described.inputs if name in arrays}
     return Sample(setting.name, arrays, rows if described.batches else 1, setting.count or 1)
@@ -116,9 +129,9 @@ def _tensor(what: str, given: Any, spec: TensorSpec, lead: tuple[int, ...], fold
         raise InvalidArgument(f"{what} is {datatype}{list(dims)}, the model takes {spec.datatype}{list(spec.dims)}")
     shape = (*lead, *dims)
     size = byte_size(datatype, shape, what)
-    # Of BYTES each element is an object of Python.
-    if (8 * int(np.prod(shape, dtype=object)) if size is None else size) > room:
-        raise InvalidArgument(f"{what}: a sample has at most {MAX_BYTE_SIZE} bytes")
+    size = _OBJECT_BYTE_SIZE * math.prod(shape) if size is None else size
+    if size > room:
+        raise _too_large(what, size)
     match given.WhichOneof("input_data_type"):
         case "zero_data":
             made = _zeros(spec, shape)
@@ -134,9 +147,7 @@ def _tensor(what: str, given: Any, spec: TensorSpec, lead: tuple[int, ...], fold
 def _zeros(spec: TensorSpec, shape: tuple[int, ...]) -> Array:
     if spec.datatype != "BYTES":
         return np.zeros(shape, spec.dtype)
-    made = np.empty(shape, np.object_)
-    made[...] = b""
-    return made
+    return np.full(shape, b"", np.object_)
 
 
 def _random(spec: TensorSpec, shape: tuple[int, ...]) -> Array:
@@ -163,5 +174,14 @@ def _file(what: str, name: str, folder: Path, room: int) -> bytes:
     except OSError as error:
         raise InvalidArgument(f"{what}: file '{name}' cannot be read: {error.strerror}") from error
     if len(content) > room:
-        raise InvalidArgument(f"{what}: a sample has at most {MAX_BYTE_SIZE} bytes")
+        raise _too_large(what, len(content))
     return content
+
+
+def _too_large(what: str, byte_size: int) -> InvalidArgument:
+    return InvalidArgument(f"{what}: {byte_size} bytes; all samples together may have {MAX_BYTE_SIZE}")
+
+
+def _memory(made: Array) -> int:
+    """About how many bytes an array takes."""
+    return made.size * _OBJECT_BYTE_SIZE if made.dtype == np.object_ else made.nbytes

@@ -43,6 +43,8 @@ class DynamicBatcher(Generic[W]):
         self._rules = rules
         self._queue = queue
         self._preferred = frozenset(rules.preferred)
+        #: Whether a request may wait for others to join it, although nothing runs.
+        self.delays = rules.joins and rules.delay_ns > 0
         #: Key -> rows, where less than ``max_rows`` can run at once (executables of that shape are compiled up to there).
         self._limits: dict[Hashable, int] = {}
         #: Where there is a delay: key -> when its next batch is due. Looked at again for what changed in the queue.
@@ -55,10 +57,10 @@ class DynamicBatcher(Generic[W]):
         """Up to how many rows of waiting requests of that key run as soon as they can, together. 0: they wait, or run alone."""
         return self._limit(key) if self._rules.joins and not self._rules.delay_ns else 0
 
-    @property
-    def delays(self) -> bool:
-        """Whether a request may wait for others to join it, although nothing runs."""
-        return self._rules.joins and self._rules.delay_ns > 0
+    def end_delays(self) -> None:
+        """No more requests come: what waits for company waits in vain."""
+        self.delays = False
+        self._queue.changed = None
 
     def limit(self, key: Hashable, rows: int) -> None:
         """At most so many rows of that key run at once from now on; 0: as many as of any other."""

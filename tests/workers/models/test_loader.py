@@ -36,7 +36,7 @@ def load(tmp_path: Path) -> Iterator[Loading]:
     """Writes a model, loads it, and ends its instances after the test."""
     import_system.prepare()
     inbox, page = Inbox(), StatusPage.create()
-    loader = Loader(jax.devices()[0], None, ExecutableCache(None), inbox, page, 100, 4)
+    loader = Loader(jax.devices()[0], None, ExecutableCache(None), inbox, page, 100, 4, 1 << 20)
     loaded: list[LoadedModel] = []
 
     def load_model(source: str, config: str = "", name: str = "m", version: int = 1) -> LoadedModel:
@@ -312,6 +312,30 @@ def test_what_is_not_offered_cannot_be_asked_for_by_the_model_itself(load: Loadi
                     return config
             """
         )
+
+
+def test_the_largest_batch_is_bounded(load: Loading) -> None:
+    source = """
+        inputs = {"x": "FP32[s]"}
+        outputs = {"y": "FP32[4]"}
+        max_batch_size = MOST
+        buckets = {"s": (2, 4)}
+        batch_buckets = (1,)
+        host = False
+
+        def create(path, config, device):
+            return (lambda params, inputs: {"y": inputs["x"][:, :1] + inputs["x"][:, :1] * np.ones(4, np.float32)}), None
+    """
+    source = source.replace("inputs =", "import numpy as np\n        inputs =", 1)
+    assert load(source.replace("MOST", str(1 << 15))).jitted is not None
+    with pytest.raises(InvalidArgument) as caught:
+        load(source.replace("MOST", str((1 << 15) + 1)))
+    assert caught.value.message == (
+        "model 'm': inputs and outputs of a batch of 32769 have 1048608 bytes, executables.max_batch_byte_size allows 1048576"
+    )
+    # What is not compiled takes what its requests bring.
+    assert load(source.replace("MOST", str(1 << 30)).replace("host = False", "host = True")).instances
+    assert load(source.replace("MOST", str(1 << 30)).replace("(2, 4)}", "(2, 4)} if False else {}")).jitted is not None
 
 
 def test_kinds_of_instances(load: Loading) -> None:

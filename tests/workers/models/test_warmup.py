@@ -43,8 +43,12 @@ class AModel:
 
 
 def samples(warmup_text: str, folder: Path = Path("/nowhere"), batch: int = 0) -> list[warmup.Sample]:
-    text = f"max_batch_size: {batch} {TENSORS} model_warmup {{ name: 's' {warmup_text} }}"
-    message = parse_pbtxt(text, "m")
+    return several(f"name: 's' {warmup_text}", folder=folder, batch=batch)
+
+
+def several(*texts: str, folder: Path = Path("/nowhere"), batch: int = 2) -> list[warmup.Sample]:
+    settings = " ".join(f"model_warmup {{ {text} }}" for text in texts)
+    message = parse_pbtxt(f"max_batch_size: {batch} {TENSORS} {settings}", "m")
     message.name = "m"
     return warmup.samples(message, signature(message, {}, {}), folder)
 
@@ -114,8 +118,12 @@ def test_a_file_holds_wire_bytes(tmp_path: Path) -> None:
         (x(""), 0, "has none of zero_data, random_data and input_data_file"),
         (x("zero_data: true") + w("zero_data: true").replace("'w'", "'q'"), 0, "the model has no input 'q'"),
         ("batch_size: 5 " + x("zero_data: true"), 4, "batch_size 5, max_batch_size is 4"),
-        ("count: 4000000000 " + x("zero_data: true"), 0, "count 4000000000, at most 10000 are run"),
-        (x("zero_data: true") + w("zero_data: true", str(1 << 40)), 0, "a sample has at most 1073741824 bytes"),
+        ("count: 4000000000 " + x("zero_data: true"), 0, "are to be run 4000000000 times, at most 10000 are"),
+        (
+            x("zero_data: true") + w("zero_data: true", str(1 << 40)),
+            0,
+            f"{1 << 46} bytes; all samples together may have 536870912",
+        ),
         (x("input_data_file: 'x.bin'"), 0, "file 'x.bin' cannot be read: No such file"),
         (x("input_data_file: '../x.bin'"), 0, "must be a file name, without folders"),
     ],
@@ -123,6 +131,19 @@ def test_a_file_holds_wire_bytes(tmp_path: Path) -> None:
 def test_samples_that_are_refused(text: str, batch: int, told: str) -> None:
     with pytest.raises(InvalidArgument, match=told):
         samples(text, batch=batch)
+
+
+def test_samples_are_bounded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = (f"name: '{name}' batch_size: 2 " + x("zero_data: true") for name in "ab")
+    monkeypatch.setattr(warmup, "MAX_BYTE_SIZE", 31)
+    with pytest.raises(
+        InvalidArgument, match=r"model_warmup 'b': input 'x': 16 bytes; all samples together may have 31"
+    ):
+        several(one, other)
+    monkeypatch.setattr(warmup, "MAX_BYTE_SIZE", 32)
+    assert [sample.byte_size for sample in several(one, other)] == [16, 16]
+    with pytest.raises(InvalidArgument, match="are to be run 10001 times, at most 10000 are"):
+        several("count: 10000 " + one, other)
 
 
 def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:

@@ -121,6 +121,16 @@ def test_a_key_grows_only_as_far_as_it_is_compiled(delay_ns: int) -> None:
     assert rows(batcher.take(8 + delay_ns)) == [1] * 5
 
 
+def test_when_no_more_come_nothing_waits() -> None:
+    batcher = batcher_of(WAITS, ("a", 1, 1), ("b", 1, 2))
+    assert batcher.take(3) == []
+    batcher.end_delays()
+    assert batcher.due_ns() == 1
+    assert [rows(batcher.take(3)) for _ in range(3)] == [[1], [1], []]
+    assert batcher.due_ns() is None
+    batcher.check_invariants()
+
+
 def test_what_is_told_of_keys_is_not_kept() -> None:
     batcher = batcher_of(NO_DELAY)
     for key in range(1000):
