@@ -47,6 +47,7 @@ def choose_buckets(message: ModelConfig, module: ModuleType, described: Signatur
         str(axis): check_sizes(f"model '{message.name}': buckets of axis '{axis}'", sizes)
         for axis, sizes in declared.items()
     }
+    _check_axes(message, module, axes)
     limit = described.max_batch_size
     batch: tuple[int, ...] = (1,)
     if limit > 0:
@@ -84,6 +85,25 @@ def check_size(buckets: Buckets, limit: int) -> None:
 
 def _row_byte_size(spec: TensorSpec, shape: tuple[int, ...]) -> int:
     return spec.dtype.itemsize * math.prod(shape)
+
+
+def _check_axes(message: ModelConfig, module: ModuleType, buckets: Mapping[str, object]) -> None:
+    """Raises InvalidArgument: there are buckets for what is no axis of an input.
+
+    A declared axis counts also where the configuration gives it one size.
+    """
+    declared = [parse_declaration(name, text) for name, text in getattr(module, "inputs", {}).items()]
+    named = {axis for tensor in declared for axis in tensor.axes if axis is not None}
+    unknown = sorted(buckets.keys() - named)
+    if unknown:
+        known = f"they name {_quoted(sorted(named))}" if named else "they name none"
+        raise InvalidArgument(
+            f"model '{message.name}': buckets of model.py are for axis {_quoted(unknown)}, which no input has: {known}"
+        )
+
+
+def _quoted(names: list[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names)
 
 
 def read_labels(message: ModelConfig, folder: Path) -> dict[str, tuple[str, ...]]:

@@ -24,7 +24,12 @@ if TYPE_CHECKING:
     from workers.places import Places
 
 _log = logging.getLogger(__name__)
-_PATH = re.compile(r"(?<![\w.])/[^\s'\"():,;]+")
+#: A link, which stays, or a path of this host: in quotes with whatever is in it, or to the end of a word.
+_LINK_OR_PATH = re.compile(
+    r"\b(?:https?|ftp|gs|s3|grpcs?|wss?)://[^/\s'\"][^\s'\"]*"
+    r"|(?<=(?P<quote>['\"]))/[^'\"]+(?=(?P=quote))"
+    r"|(?<![\w.])/[^\s'\"():,;]+"
+)
 
 
 class Response(dict[str, Array]):
@@ -137,5 +142,6 @@ def _own(model: Model, error: BaseException) -> ServingError:
 
 def describe_exception(error: BaseException) -> str:
     """Type and message of a model's own exception, on one line and without the paths in it."""
-    reason = _PATH.sub("<path>", " ".join(str(error).split()))[:1000]
+    text = " ".join(str(error).split())
+    reason = _LINK_OR_PATH.sub(lambda found: "<path>" if found[0].startswith("/") else found[0], text)[:1000]
     return f"{type(error).__name__}: {reason}" if reason else type(error).__name__

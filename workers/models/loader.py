@@ -42,6 +42,7 @@ from workers.models.jax_model import JaxModel
 from workers.models.jitted_instance import JittedInstance
 from workers.models.model_code import python_source
 from workers.models.model_imports import ModelImports
+from workers.models.parameters import parted
 from workers.models.precision import precision
 from workers.models.python_model import PythonModel, auto_complete
 from workers.models.signature import Signature, signature
@@ -178,11 +179,12 @@ class Loader:
         if getattr(module, "host", False):
             model = HostModel(record.version, described, apply, created[1])
             return None, self._start(message, lambda _: model, samples(message, described, Path(record.model_path)))
+        apply, parameters = parted(apply, created[1])
         executables = Executables(
             described,
             buckets,
             apply,
-            created[1],
+            parameters,
             self._cache,
             python_source(Path(record.version_path)),
             self._max_unexpected_shapes,

@@ -69,7 +69,18 @@ def test_everyone_gets_his_own(caplog: pytest.LogCaptureFixture) -> None:
     [
         (ValueError("boom"), "ValueError: boom"),
         (ValueError(), "ValueError"),
-        (OSError(2, "No such file", "/etc/a b"), "FileNotFoundError: [Errno 2] No such file: '<path> b'"),
+        (OSError(2, "No such file", "/etc/a b"), "FileNotFoundError: [Errno 2] No such file: '<path>'"),
+        (
+            ValueError(
+                "in /srv/m.py: See https://docs.jax.dev/en/latest/errors.html#jax.errors.X and 'http://[::1]/a b'"
+            ),
+            "ValueError: in <path>: See https://docs.jax.dev/en/latest/errors.html#jax.errors.X and 'http://[::1]/a b'",
+        ),
+        (
+            ValueError('"/srv/a b" /c, file:///srv/d http:///srv/e'),
+            'ValueError: "<path>" <path>, file:<path> http:<path>',
+        ),
+        (ValueError("it's '/a', isn't it '/b'?"), "ValueError: it's '<path>', isn't it '<path>'?"),
         (
             RuntimeError("in /srv/models/m/1/model.py, line 3:\n  1/2 of a/b"),
             "RuntimeError: in <path>, line 3: 1/2 of a/b",

@@ -1,0 +1,35 @@
+"""What a model returns beside its function: the arrays in it are arguments of the compiled programs, all else is part of them.
+
+A pytree of parameters may hold what no program can be given: activation functions, flags that decide a Python branch, names. Such
+a leaf never changes, so the function is compiled with it. ``equinox.partition(model, equinox.is_array)`` parts them by hand.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
+#: Where an array was.
+_ARRAY = object()
+
+
+def parted(apply: Callable[..., Any], parameters: Any) -> tuple[Callable[..., Any], Any]:
+    """The function of arrays alone, and those arrays. Where there is nothing else both are as they were."""
+    leaves, structure = jax.tree.flatten(parameters)
+    arrays = [leaf for leaf in leaves if isinstance(leaf, _ARRAYS)]
+    if len(arrays) == len(leaves):
+        return apply, parameters
+    fixed = [_ARRAY if isinstance(leaf, _ARRAYS) else leaf for leaf in leaves]
+    del leaves, parameters
+
+    @functools.wraps(apply)
+    def apply_to_arrays(arrays: Sequence[Any], inputs: dict[str, Any]) -> Any:
+        rest = iter(arrays)
+        return apply(jax.tree.unflatten(structure, [next(rest) if leaf is _ARRAY else leaf for leaf in fixed]), inputs)
+
+    return apply_to_arrays, arrays
