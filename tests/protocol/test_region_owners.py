@@ -186,18 +186,6 @@ def test_a_guarded_region_is_copied_once(served: Served, shared_object: Callable
         client.unregister_system_shared_memory("g")
 
 
-def test_sealed_memory_as_the_documentation_says(served: Served) -> None:
-    """The recipe of docs/shared-memory.md, with its values checked; then its client goes, and the region with it."""
-    text = Path(__file__).parents[2].joinpath("docs", "shared-memory.md").read_text()
-    (recipe,) = re.findall(r"```python\n# sealed memory\n(.*?)```", text, re.DOTALL)
-    recipe = recipe.replace("/run/tensord/regions.sock", str(served.regions)).replace(
-        "localhost:8000", served.daemon.url
-    )
-    done = subprocess.run([sys.executable, "-c", recipe], capture_output=True, text=True, timeout=PATIENCE, check=True)
-    assert done.stdout.split() == ["0.0", "1.0", "2.0", "3.0"]
-    wait_until(lambda: not served.records(), "the region to be gone", served.daemon)
-
-
 def test_sealed_memory_in_place(served: Served) -> None:
     """It cannot be truncated, is used where it lies, and survives the worker."""
     fd = os.memfd_create("tensord-test", os.MFD_ALLOW_SEALING)

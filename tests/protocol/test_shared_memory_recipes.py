@@ -1,7 +1,8 @@
-"""The recipes of docs/shared-memory.md, run as they stand against a daemon with the models they speak of."""
+"""The recipes of docs/shared-memory.md, run as they stand against a daemon with the example model they speak of."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -10,14 +11,16 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests import repositories
 from tests.cuda_stub.library import CudaStub
-from tests.daemon_process import DaemonProcess
+from tests.daemon_process import ROOT, DaemonProcess, wait_until
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "shared-memory.md"
+EXAMPLES = ROOT / "examples" / "models"
+DOCUMENT = ROOT / "docs" / "shared-memory.md"
 #: What a program in C does with its region: writes the first tensor, and prints the second once the daemon has written it.
 MAIN = """
 #include <stdio.h>
@@ -49,8 +52,13 @@ def recipe(heading: str) -> str:
 def daemon(leaves_nothing: None, stub: CudaStub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     repository = tmp_path_factory.mktemp("repository")
     repositories.echo_models(repository)
-    repositories.scale_model(repository)
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], environment=stub.environment) as running:
+    shutil.copytree(EXAMPLES / "digits", repository / "digits")
+    folder = tmp_path_factory.mktemp("daemon")
+    options = {
+        "regions": {"socket": str(folder / "regions.sock"), "reclaim": "owner"},
+        "supervisor": {"control_socket": str(folder / "control.sock")},
+    }
+    with DaemonProcess(folder, [repository], options, environment=stub.environment) as running:
         running.wait_ready()
         yield running
 
@@ -62,33 +70,41 @@ def key() -> Iterator[str]:
     Path("/dev/shm", name).unlink(missing_ok=True)
 
 
-def run(program: str, daemon: DaemonProcess, key: str, environment: dict[str, str] | None = None) -> list[str]:
-    """The words it prints."""
+def run(program: str, daemon: DaemonProcess, key: str, environment: dict[str, str] | None = None) -> list[float]:
+    """The numbers it prints."""
     for there, here in {
         "localhost:8000": daemon.url,
         "127.0.0.1:8000": daemon.url,
         "my-input": key,
+        "/run/tensord/regions.sock": str(daemon.folder / "regions.sock"),
     }.items():
         program = program.replace(there, here)
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | (environment or {}))
     assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+    return [float(word) for word in done.stdout.split()]
 
 
-def test_tritonclient(daemon: DaemonProcess, key: str) -> None:
-    given = "import numpy as np\nvalues = np.arange(4, dtype=np.float32).reshape(1, 4)\n"
-    after = "\nprint(*answer.as_numpy('y').ravel())\nclient.unregister_system_shared_memory('input')\n"
-    after += "shm.destroy_shared_memory_region(handle)\nclient.close()"
-    assert run(given + recipe("tritonclient") + after, daemon, key) == ["1.0", "4.0", "7.0", "10.0"]
+@pytest.fixture(scope="module")
+def logits(daemon: DaemonProcess) -> list[float]:
+    """What the model says of the image of all recipes, without any shared memory."""
+    image = {"name": "image", "datatype": "FP32", "shape": [1, 64], "data": [float(i % 17) for i in range(64)]}
+    status, answer = daemon.infer("digits", [image])
+    assert status == 200, answer
+    return list(answer["outputs"][0]["data"])
 
 
-def test_numpy_and_http(daemon: DaemonProcess, key: str) -> None:
-    program = recipe("numpy and HTTP alone").replace('post("/v2/models', 'answer = post("/v2/models')
-    after = (
-        "\nprint(*json.loads(answer)['outputs'][0]['data'])\npost('/v2/systemsharedmemory/region/input/unregister', {})"
-    )
-    assert run(program + after, daemon, key) == ["0.0", "1.0", "2.0", "3.0"]
+def regions(daemon: DaemonProcess) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "daemon.ctl", "--socket", str(daemon.folder / "control.sock"), "--json", "regions"]
+    return list(json.loads(subprocess.check_output([*command, "list"], cwd=ROOT)))
+
+
+@pytest.mark.parametrize("heading", ["tritonclient", "numpy and HTTP alone", "Sealed memory"])
+def test_python(daemon: DaemonProcess, key: str, logits: list[float], heading: str) -> None:
+    assert run(recipe(heading), daemon, key) == pytest.approx(logits, rel=1e-6)
+    assert not Path("/dev/shm", key).exists()
+    # Unregistered, or gone with the process that handed its memory over.
+    wait_until(lambda: not regions(daemon), "no region to be left", daemon)
 
 
 def test_c(daemon: DaemonProcess, key: str, tmp_path: Path) -> None:
@@ -125,6 +141,5 @@ def test_c(daemon: DaemonProcess, key: str, tmp_path: Path) -> None:
         assert daemon.request("POST", f"{path}/unregister", b"")[0] == 200
 
 
-def test_gpu_memory(daemon: DaemonProcess, stub: CudaStub, key: str) -> None:
-    program = recipe("CUDA regions").replace("\nclient.unregister", "\nprint(*y)\nclient.unregister")
-    assert run(program + "\nclient.close()", daemon, key, stub.environment) == ["1.0", "4.0", "7.0", "10.0"]
+def test_gpu_memory(daemon: DaemonProcess, stub: CudaStub, key: str, logits: list[float]) -> None:
+    assert run(recipe("CUDA regions"), daemon, key, stub.environment) == pytest.approx(logits, rel=1e-6)
