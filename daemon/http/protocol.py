@@ -62,6 +62,8 @@ class InferProtocol(LargeBodies):
         #: Headers of the message that are forwarded, with their names as they were sent.
         self._forwarded: list[tuple[bytes, bytes]] = []
         self._head_size = 0
+        #: The message began when the server took nothing any more.
+        self._late = False
         #: Bytes of a body that brought nothing of it: trailers, extensions of chunks.
         self._barren_size = 0
 
@@ -197,6 +199,7 @@ class InferProtocol(LargeBodies):
             self._times.head_since = time.monotonic()
             self._times.idle_since = 0.0
         self._meaning = None
+        self._late = self.serving.closed
         self.url = b""
         self.headers = []
         if self._forwarded:
@@ -229,6 +232,10 @@ class InferProtocol(LargeBodies):
         self._times.head_since = 0.0
         # Of a request that was held it is known already: whoever sends it by the byte gains no time by that.
         self._times.body_since = self._times.body_since or time.monotonic()
+        if self._late:
+            # Whoever sends the next request before the last answer would go on until the end of the grace period, and be cut.
+            self._refuse(503, "the server is stopping")
+            return
         if len(self._order) >= _MAX_PIPELINED:
             self._refuse(400, f"more than {_MAX_PIPELINED} requests are waiting for their answers on this connection")
             return

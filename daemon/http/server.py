@@ -85,6 +85,7 @@ class HttpFront(Front):
                     # A request may be on its way on a connection that looks idle.
                     connection.announce_end()
                 else:
+                    self._serving.closed = True
                     connection.shutdown()
             await asyncio.sleep(_DRAIN_POLL_SECONDS)
         left = len(server.server_state.connections)

@@ -35,6 +35,8 @@ class Serving:
     collected_byte_size: int = 0
     #: Every answer is the last of its connection.
     stopping: bool = False
+    #: And a request that begins now is not taken any more.
+    closed: bool = False
     #: zlib level of answers for clients that accept gzip or deflate; 0: none.
     compression: int = field(init=False)
 

@@ -36,6 +36,25 @@ def test_stop_answers_all_that_was_sent_ahead() -> None:
         assert front.process.wait(PATIENCE_SECONDS) == 0
 
 
+def test_stop_ends_a_connection_that_always_has_a_request_in_flight() -> None:
+    """
+    1. A client has a request in flight; the front is told to stop. 2. Much later it sends the next one on the same connection.
+    Result: the first answer says that it is the last one, and the connection ends.
+    """
+    with serving() as (front, (worker,)), front.client() as client, front.client() as idle:
+        client.send(json_request(b"\1"))
+        request = worker.next()
+        front.stop(PATIENCE_SECONDS)
+        assert idle.ends()  # which is when nothing new is taken any more
+        client.send(json_request(b"\2"))
+        time.sleep(0.1)
+        worker.echo(request)
+        answer = client.answer()
+        assert (answer.values, answer.headers["connection"]) == (b"\1", "close")
+        assert client.ends()
+        assert front.process.wait(PATIENCE_SECONDS) == 0
+
+
 def test_stop_answers_what_was_on_its_way() -> None:
     """
     1. A keep-alive connection is idle, another one has sent half of a head.
