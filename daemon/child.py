@@ -25,20 +25,8 @@ import msgspec
 from daemon.connection import Connection
 from shm.channel import Channel, pair
 from shm.errors import Unavailable, from_code
-from shm.messages import (
-    Call,
-    ChildReady,
-    FromFront,
-    FromWorker,
-    Load,
-    Operation,
-    Record,
-    Reply,
-    Start,
-    Stop,
-    Told,
-    decoder,
-)
+from shm.messages import Call, ChildReady, FromFront, FromWorker, Load, Operation, Reply, Start, Stop, Told, decoder
+from shm.record import Record
 from shm.status_page import StatusPage
 
 _log = logging.getLogger(__name__)
@@ -87,7 +75,7 @@ class Child:
                 [sys.executable, "-P", "-m", self.module, "--control-fd", str(theirs.fileno()), *arguments],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), *pass_fds),
-                env=_environment(environment),
+                env=child_environment(environment),
             )
             self._pidfd = os.pidfd_open(self._process.pid)
         except OSError:
@@ -159,14 +147,8 @@ class Child:
         """What a kind of child holds besides the process; called once it is dead."""
 
     def describe_exit(self) -> str:
-        """``was killed by SIGSEGV``, ``exited with status 1``."""
-        code = self.returncode or 0
-        if code < 0:
-            try:
-                return f"was killed by {signal.Signals(-code).name}"
-            except ValueError:
-                return f"was killed by signal {-code}"
-        return f"exited with status {code}"
+        """How it ended."""
+        return describe_exit(self.returncode or 0)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name} pid={self.pid} ready={self.ready} returncode={self.returncode}>"
@@ -302,12 +284,22 @@ class Worker(Child):
             self.page = None
 
 
+def describe_exit(returncode: int) -> str:
+    """``was killed by SIGSEGV``, ``exited with status 1``, of a status as Popen has it."""
+    if returncode >= 0:
+        return f"exited with status {returncode}"
+    try:
+        return f"was killed by {signal.Signals(-returncode).name}"
+    except ValueError:
+        return f"was killed by signal {-returncode}"
+
+
 def front_name(protocol: str, row: int) -> str:
     """Of the post of that row."""
     return f"{protocol}-{row}"
 
 
-def _environment(extra: Mapping[str, str]) -> dict[str, str]:
+def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """Ours, less what systemd meant for us alone, with our packages on the path where they are not installed."""
     ours = {
         key: value

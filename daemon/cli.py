@@ -10,6 +10,7 @@ import importlib.metadata
 import logging
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -19,7 +20,10 @@ import click
 from config import layers, log, service_links
 from config.layers import ConfigurationError
 from config.options import Options
+from daemon import check as model_check
 from daemon import flags, repository, trace_file
+from daemon.check import Verdict
+from daemon.devices import Device, NoDevice, find_devices
 from shm.errors import InvalidArgument
 
 _log = logging.getLogger(__name__)
@@ -78,7 +82,6 @@ def serve(config: Path | None, arguments: tuple[str, ...]) -> None:
     if foreign := layers.service_variables(os.environ):
         _log.info("%s", service_links.sentence(foreign))
     # Imported here: `tensord check` and --help need none of it.
-    from daemon.devices import NoDevice
     from daemon.listening import ListenError
     from daemon.supervisor import Supervisor
 
@@ -96,9 +99,17 @@ def serve(config: Path | None, arguments: tuple[str, ...]) -> None:
 @click.option(
     "--config", type=click.Path(path_type=Path), envvar=layers.CONFIG_VARIABLE, help="Configuration file (TOML)."
 )
+@click.option("--read-only", is_flag=True, help="Read configurations and folders; run no code of a model.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Seconds for each version."
+)
+@click.option("--verbose", is_flag=True, help="Show what a bad model printed while it was loaded.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[FILE] [FLAGS]...")
-def check(config: Path | None, arguments: tuple[str, ...]) -> None:
-    """Check a configuration FILE and the repositories it names, without starting anything.
+def check(config: Path | None, read_only: bool, timeout: float, verbose: bool, arguments: tuple[str, ...]) -> None:
+    """Check a configuration FILE, and that the models in its repositories load, without serving anything.
+
+    Each model is loaded and compiled in a process of its own, as a worker does it, on the first device that the configuration
+    names. That runs the models' code as whoever runs this.
 
     Exit status 0: all good. 1: a model cannot be served. 2: the configuration is wrong.
     """
@@ -107,14 +118,18 @@ def check(config: Path | None, arguments: tuple[str, ...]) -> None:
     options = _options(config, arguments)
     try:
         found = repository.scan([Path(path) for path in options.repository.paths])
-    except InvalidArgument as error:
-        _fail(error.message)
-    bad = 0
-    for model in found.values():
-        problem = model.error or ("" if model.chosen else "no version is available under its version policy")
-        bad += bool(problem)
-        versions = ", ".join(map(str, model.chosen))
-        click.echo(f"{model.name}: {problem or f'version {versions}'}", err=bool(problem))
+        device = Device("") if read_only else find_devices(options.workers, os.environ)[0]
+    except (InvalidArgument, NoDevice) as error:
+        _fail(str(error))
+    models, bad = list(found.values()), 0
+    read = (Verdict(model, model.problem) for model in models)
+    for verdict in read if read_only else model_check.check(models, options, device, timeout):
+        bad += bool(verdict.reason)
+        versions = f"version {', '.join(map(str, verdict.model.chosen))}"
+        # One line, whatever a model's exception says.
+        click.echo(f"{verdict.model.name}: {' '.join((verdict.reason or versions).split())}", err=bool(verdict.reason))
+        if verbose and verdict.reason:
+            click.echo(textwrap.indent(verdict.printed, "    "), err=True, nl=False)
     missing = [name for name in options.repository.load if name != "*" and name not in found]
     for name in missing:
         click.echo(f"{name}: it is to be loaded at start, but it is in no repository", err=True)

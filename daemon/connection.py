@@ -13,7 +13,8 @@ from typing import Any
 from shm import descriptors
 from shm.channel import Channel, ChannelClosed, DescriptorsLost
 from shm.errors import InvalidArgument
-from shm.messages import Record, Reply
+from shm.messages import Reply
+from shm.record import Record
 
 _log = logging.getLogger(__name__)
 #: Datagrams taken per wake-up, so that one busy peer cannot starve the loop.

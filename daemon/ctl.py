@@ -65,10 +65,13 @@ class _Printer:
             return
         urls = [" and ".join(result[protocol]) or f"no {protocol}" for protocol in ("http", "grpc")]
         urls.append(result["metrics"] or "no metrics")
-        click.echo(f"{result['server_name']}: {result['phase']}, {', '.join(urls)}")
+        models = result["models"]
+        ready = f"{'ready' if result['ready'] else 'not ready'}, {models['served']} of {models['wanted']} models served"
+        click.echo(f"{result['server_name']}: {result['phase']}, {ready}, {', '.join(urls)}")
         _print_table(_PROCESS_COLUMNS, [*result["fronts"], *result["workers"]])
-        for name, reason in result["refused"].items():
-            click.echo(f"not served: {name}: {reason}")
+        for model in result["not_served"]:
+            served = f" (version {_shown(model['served'])} serves)" if model["served"] else ""
+            click.echo(f"not served: {model['name']}: {_shown(model['reason'])}{served}")
 
     def _ask(self, question: dict[str, str]) -> Any:
         sock = self._connected()

@@ -16,13 +16,11 @@ import msgspec
 from config.options import Options
 from daemon.calls import Calls
 from daemon.model_table import ModelTable
+from daemon.readiness import sentence
 from shm.errors import InvalidArgument
 from shm.messages import (
     ANONYMOUS,
-    ChangeLog,
-    ChangeTrace,
     LoadModel,
-    ModelState,
     ModelStatistics,
     Peer,
     RegionStatus,
@@ -33,6 +31,7 @@ from shm.messages import (
     UnloadModel,
     UnregisterRegion,
 )
+from shm.settings import ChangeLog, ChangeTrace
 
 #: What works, in Triton's order and spelling.
 EXTENSIONS = (
@@ -64,7 +63,6 @@ class Endpoints:
         self._calls = calls
         self._name = options.server_name
         self._version = importlib.metadata.version("tensord")
-        self._strict = options.repository.strict_readiness
         #: When regions go by themselves (``regions.reclaim``).
         self.reclaim = options.regions.reclaim
         #: The table's edition that every front is known to act upon.
@@ -76,12 +74,15 @@ class Endpoints:
 
     # ------------------------------------------------------------------------------------------------ health
 
-    async def is_ready(self) -> bool:
-        """Whether every model that is wanted is served now; see ``repository.strict_readiness``."""
-        if self.stopping or not all(self._holds_nothing_up(state) for state in self._table.states()):
-            return False
+    async def unreadiness(self) -> str:
+        """Why the daemon is not ready, naming the models; "": it is. See ``daemon.readiness``."""
+        if self.stopping:
+            return "the server is stopping"
+        readiness = self._table.readiness
+        if not readiness.ready:
+            return sentence(readiness) or "the server is starting"
         await self._everywhere()
-        return True
+        return ""
 
     async def _everywhere(self) -> None:
         """Returns when every front acts upon what this one knows of the models now."""
@@ -89,18 +90,6 @@ class Endpoints:
         if self._settled < edition:
             await self._calls.ask(Settle())
             self._settled = edition
-
-    def _holds_nothing_up(self, state: ModelState) -> bool:
-        match state.state:
-            case "READY":
-                return bool(state.workers)
-            case "LOADING":
-                # A new version beside one that serves is no reason to send clients away.
-                return bool(self._table.ready_versions(state.name))
-            case "UNAVAILABLE":
-                return not self._strict or state.reason == "unloaded"
-            case _:
-                return not self._strict or state.state != "UNLOADING"
 
     # ------------------------------------------------------------------------------------------------ models
 

@@ -52,6 +52,7 @@ from shm.messages import (
     decoder,
 )
 from shm.parent import die_with_parent
+from shm.progress import Readiness
 
 #: A few requests of some MiB as JSON: the text, its values, the text of the answer.
 _KEPT_BYTE_SIZE = 64 << 20
@@ -140,6 +141,8 @@ class Front(ABC):
                 self.calls.answered(record)
             case ModelState() | ModelGone():
                 self.submitter.model_changed(record)
+            case Readiness():
+                self.table.judge(record)
             case RegionPlace():
                 self.submitter.region_placed(record)
             case LaneOpened():

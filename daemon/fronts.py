@@ -22,7 +22,8 @@ from daemon import listening, shares, socket_activation
 from daemon.child import Front, front_name
 from daemon.listening import Listener, ListenError
 from daemon.tally import Tally
-from shm.messages import Call, ChildReady, Record, Seen, Serve
+from shm.messages import Call, ChildReady, Seen, Serve
+from shm.record import Record
 
 _log = logging.getLogger(__name__)
 

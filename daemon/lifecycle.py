@@ -8,45 +8,26 @@ Every event returns instructions, in order:
 A version keeps serving until what replaces it is ready everywhere, so no request sees a cold model. Loads and unloads of one
 model happen one after the other; different models do not wait for each other. A worker that joins gets every wanted version; one
 that leaves takes nothing along: a version whose last worker died stays READY without workers, and its requests wait for the next.
+
+A version whose loading killed workers is given up until its next try: on one worker, alone, later and later. Whoever killed those
+workers may have been somebody else (the kernel, for want of memory), so no version is given up for good.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
 
+from daemon.instructions import Instruction, Publish, Retry, Send, Settled
 from daemon.load_errors import load_error
 from daemon.model_versions import Model, Operation, Version, VersionState
 from daemon.repository import FoundModel
-from shm.messages import Load, Loaded, ModelState, Unload
+from shm.messages import Loaded, ModelGone, ModelState, Unload
 
-#: A version under which that many workers died while it alone was loading is not tried again.
+#: A version under which that many workers died while it alone was loading is given up until its next try.
 MAX_LOAD_DEATHS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """A record for one worker."""
-
-    worker: int
-    record: Load | Unload
-
-
-@dataclass(frozen=True, slots=True)
-class Publish:
-    """A record for every front."""
-
-    state: ModelState
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """The operation that ``token`` stands for is over; ``error`` is "" or Triton's sentence."""
-
-    token: int
-    error: str = ""
-
-
-Instruction = Send | Publish | Settled
+#: Seconds until that; twice as long after each further death.
+FIRST_RETRY = 5.0
+MAX_RETRY = 300.0
 
 
 class Lifecycle:
@@ -72,6 +53,22 @@ class Lifecycle:
         self.models[name].waiting.append(Operation(token, None))
         return self._advance(name)
 
+    def forget(self, name: str, present: Collection[int]) -> list[Instruction]:
+        """The versions of a name whose folders are in the repository: of others what serves nothing is not known any more."""
+        model = self.models.get(name)
+        if model is None or model.running is not None:
+            return []  # a load or unload under way will be followed by another look
+        out = self._forget(name, model, present)
+        if not model.versions:
+            del self.models[name]
+        return out
+
+    def _forget(self, name: str, model: Model, present: Collection[int]) -> list[Instruction]:
+        gone = [number for number, v in model.versions.items() if number not in present and not v.in_use]
+        for number in gone:
+            del model.versions[number]
+        return [Publish(ModelGone(name, number)) for number in gone]
+
     def _advance(self, name: str) -> list[Instruction]:
         """Starts what waits, while nothing runs."""
         model, out = self.models[name], list[Instruction]()
@@ -83,15 +80,20 @@ class Lifecycle:
         return out
 
     def _begin_load(self, model: Model, found: FoundModel) -> list[Instruction]:
-        out: list[Instruction] = []
         unchanged = model.fingerprint == found.fingerprint
+        model.chosen = found.chosen
         model.bringing = dict.fromkeys(found.chosen, "")
+        for number, version in model.versions.items():
+            if version.given_up and number not in found.chosen:
+                version.wanted, version.given_up, version.due = False, "", False
+        out = self._forget(found.name, model, {*found.versions, *found.chosen})
         for number in found.chosen:
-            load = Load(found.name, number, str(found.path), str(found.path / str(number)), found.config)
+            load = found.load(number)
             version = model.versions.setdefault(number, Version(load))
             if version.state is VersionState.READY and unchanged:
                 continue
             version.load, version.deaths, version.suspect, version.wanted = load, 0, False, True
+            version.given_up, version.due = "", False
             if version.state is not VersionState.READY:
                 version.state, version.reason = VersionState.LOADING, ""
                 out.append(self._publish(number, version))
@@ -109,6 +111,7 @@ class Lifecycle:
         """UNLOADING where it serves; a version that failed keeps its reason, as in Triton."""
         version = self.models[name].versions[number]
         version.wanted, version.postponed = False, set()
+        version.given_up, version.due = "", False
         if version.state is not VersionState.READY:
             return []
         version.state, version.unloading = VersionState.UNLOADING, set(version.ready)
@@ -142,15 +145,20 @@ class Lifecycle:
         failed = {number: reason for number, reason in model.bringing.items() if reason}
         if len(failed) < len(model.bringing):
             # Something new serves: what it replaces goes, and the operation ends when that is gone.
-            old = [n for n, v in model.versions.items() if n not in model.bringing and v.state is VersionState.READY]
-            for number in old:
-                out += self._retire(name, number)
-            if old and any(model.versions[number].unloading for number in old):
+            out += self._retire_replaced(name, model)
+            if any(version.unloading for version in model.versions.values()):
                 return out
         model.running, model.bringing = None, {}
         if failed:
             model.fingerprint = ""
         return [*out, Settled(operation.token, load_error(name, failed) if failed else "")]
+
+    def _retire_replaced(self, name: str, model: Model) -> list[Instruction]:
+        serving = [number for number, version in model.versions.items() if version.state is VersionState.READY]
+        old = [number for number in serving if number not in model.chosen]
+        if len(old) == len(serving):
+            return []  # nothing replaces it
+        return [instruction for number in old for instruction in self._retire(name, number)]
 
     # -------------------------------------------------------------------------------------------------------- workers
 
@@ -158,12 +166,24 @@ class Lifecycle:
         """A worker is ready for records."""
         self._workers.add(worker)
         versions = (version for model in self.models.values() for version in model.versions.values())
-        wanted = [version for version in versions if version.wanted and version.deaths < MAX_LOAD_DEATHS]
+        wanted = [version for version in versions if version.wanted and (version.due or not version.given_up)]
         # Those that may have killed a worker come last and alone.
         return [i for version in sorted(wanted, key=lambda v: v.suspect) for i in self._send_load(worker, version)]
 
-    def worker_left(self, worker: int) -> list[Instruction]:
-        """A worker is dead and fenced."""
+    def retry(self, name: str, number: int, deaths: int) -> list[Instruction]:
+        """The time that a ``Retry`` named has come."""
+        version = self._version(name, number)
+        if version is None or not version.given_up or version.deaths != deaths:
+            return []
+        # One that has nothing to do, if there is one; and none where it serves as it was before.
+        free = sorted((self.loading_at(worker), worker) for worker in self._workers - version.ready.keys())
+        if not free:
+            version.due = True
+            return []
+        return self._send_load(free[0][1], version)
+
+    def worker_left(self, worker: int, how: str = "died") -> list[Instruction]:
+        """A worker is dead and fenced. ``how``: the end of a sentence about it."""
         self._workers.discard(worker)
         out: list[Instruction] = []
         loading = [v for model in self.models.values() for v in model.versions.values() if worker in v.loading]
@@ -172,12 +192,12 @@ class Lifecycle:
             version.deaths += len(loading) == 1
         for name, model in self.models.items():
             for number, version in model.versions.items():
-                out += self._left(name, number, version, worker)
+                out += self._left(name, number, version, worker, how)
         for name in list(self.models):
             out += self._after_answer(name)
         return out
 
-    def _left(self, name: str, number: int, version: Version, worker: int) -> list[Instruction]:
+    def _left(self, name: str, number: int, version: Version, worker: int, how: str) -> list[Instruction]:
         served = version.ready.pop(worker, None) is not None
         owed = version.loading.pop(worker, 0) > 0 or worker in version.postponed
         version.postponed.discard(worker)
@@ -185,8 +205,14 @@ class Lifecycle:
             version.unloading.discard(worker)
             return self._unload_ended(number, version)
         out: list[Instruction] = [self._publish(number, version)] if served else []
-        if owed and version.deaths >= MAX_LOAD_DEATHS:
-            out += self._failed(name, number, version, "the worker process died while loading it")
+        if owed and version.wanted and version.deaths >= MAX_LOAD_DEATHS:
+            version.given_up = f"{version.deaths} worker processes died while loading it, the last one {how}"
+            seconds = min(MAX_RETRY, FIRST_RETRY * 2 ** min(version.deaths - MAX_LOAD_DEATHS, 10))
+            out += self._failed(name, number, version, version.given_up)
+            out.append(Retry(name, number, seconds, version.deaths))
+        elif served and version.given_up:
+            # Its requests do not wait for a try that may be minutes away.
+            out += self._failed(name, number, version, version.given_up)
         return out
 
     def loaded(self, worker: int, answer: Loaded) -> list[Instruction]:
@@ -200,12 +226,21 @@ class Lifecycle:
         del version.loading[worker]
         out: list[Instruction] = []
         if answer.reason:
+            version.given_up, version.due = "", False
             out += self._failed(answer.name, answer.version, version, answer.reason)
         elif version.wanted:
-            version.deaths, version.suspect = 0, False
+            others = (
+                self._workers - version.ready.keys() - version.loading.keys() - {worker} if version.given_up else ()
+            )
+            version.deaths, version.suspect, version.given_up, version.due = 0, False, "", False
             version.ready[worker] = version.described = answer
             version.state, version.reason = VersionState.READY, ""
             out.append(self._publish(answer.version, version))
+            for other in sorted(others):
+                out += self._send_load(other, version)
+            model = self.models[answer.name]
+            if model.running is None:  # given up when the load that asked for it ended
+                out += self._retire_replaced(answer.name, model)
         else:
             # It was unloaded or given up while this worker was still loading it.
             out.append(Send(worker, Unload(answer.name, answer.version)))
@@ -232,7 +267,7 @@ class Lifecycle:
         if version.ready or version.loading or version.postponed:
             # What serves goes on serving (also the former content of the same version); the last answer decides.
             return []
-        version.wanted, version.described = False, None
+        version.wanted, version.described = bool(version.given_up), None
         version.state, version.reason = VersionState.UNAVAILABLE, reason
         return [self._publish(number, version)]
 
@@ -240,6 +275,7 @@ class Lifecycle:
         if version.suspect and self.loading_at(worker):
             version.postponed.add(worker)
             return []
+        version.due = False
         version.loading[worker] = version.loading.get(worker, 0) + 1
         return [Send(worker, version.load)]
 
@@ -253,9 +289,23 @@ class Lifecycle:
 
     # ------------------------------------------------------------------------------------------------------ questions
 
+    def reason(self, name: str, number: int) -> str:
+        """Why that version is given up; "": it is not."""
+        version = self._version(name, number)
+        return "" if version is None else version.given_up
+
     def loading_at(self, worker: int) -> bool:
         """Whether that worker owes an answer to a Load."""
         return any(worker in v.loading for model in self.models.values() for v in model.versions.values())
+
+    def loading_names(self, worker: int) -> list[str]:
+        """What that worker was told to load and has not answered for; it loads them one by one."""
+        return [
+            f"model '{name}' version {number}"
+            for name, model in self.models.items()
+            for number, version in model.versions.items()
+            if worker in version.loading
+        ]
 
     def states(self) -> list[ModelState]:
         """Everything a new front must know."""
@@ -264,7 +314,8 @@ class Lifecycle:
     def index(self, ready: bool = False) -> list[dict[str, str]]:
         """The repository index: sorted by name, then version; names alone for what was never loaded."""
         entries: list[dict[str, str]] = []
-        for name in sorted(self.known | self.models.keys()):
+        loaded = {name for name, model in self.models.items() if any(v.in_use for v in model.versions.values())}
+        for name in sorted(self.known | loaded):
             versions = self.models[name].versions if name in self.models else {}
             for number, version in sorted(versions.items()):
                 if ready and version.state is not VersionState.READY:
@@ -301,6 +352,8 @@ class Lifecycle:
                 everywhere = [version.ready.keys(), version.unloading, version.postponed]
                 assert all(workers <= self._workers for workers in everywhere)
                 assert version.loading.keys() <= self._workers
+                assert version.wanted or not version.given_up
+                assert version.given_up or not version.due
                 assert not version.ready or version.state is VersionState.READY
                 assert not version.unloading or version.state is VersionState.UNLOADING
                 assert not version.postponed & version.loading.keys()

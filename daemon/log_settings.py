@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from config.options import Log
-from shm.messages import ChangeLog
+from shm.settings import ChangeLog
 
 #: What ``log_format`` may be.
 FORMATS = ("default", "ISO8601", "json")

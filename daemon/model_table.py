@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from shm.errors import InvalidArgument, NotFound
 from shm.messages import ModelGone, ModelState
+from shm.progress import Readiness
 
 _LIMIT = (1 << 63) - 1
 
@@ -18,6 +19,8 @@ class ModelTable:
         self._models: dict[str, dict[int, ModelState]] = {}
         #: The newest version that serves, of models that have one: what most requests ask for.
         self._newest: dict[str, ModelState] = {}
+        #: Of the whole daemon.
+        self.readiness = Readiness()
         #: Grows with every change, so that caches notice by one comparison.
         self.edition = 0
 
@@ -33,6 +36,11 @@ class ModelTable:
         if not versions:
             self._models.pop(gone.name, None)
         self._changed(gone.name)
+
+    def judge(self, readiness: Readiness) -> None:
+        """The last one sent holds."""
+        self.readiness = readiness
+        self.edition += 1
 
     def _changed(self, name: str) -> None:
         self.edition += 1
@@ -71,10 +79,6 @@ class ModelTable:
         """The versions that serve, ascending."""
         versions = self._models.get(name, {})
         return sorted(number for number, state in versions.items() if state.state == "READY")
-
-    def states(self) -> list[ModelState]:
-        """Every version known."""
-        return [state for versions in self._models.values() for state in versions.values()]
 
 
 def parse_version(model: str, text: str) -> int:

@@ -21,7 +21,7 @@ class VersionState(enum.Enum):
     READY = "READY"
     #: No new requests; those in the workers' queues are being finished.
     UNLOADING = "UNLOADING"
-    #: It failed to load, or was unloaded; the reason says which.
+    #: It failed to load, was given up until its next try, or was unloaded; the reason says which.
     UNAVAILABLE = "UNAVAILABLE"
 
 
@@ -45,8 +45,17 @@ class Version:
     suspect: bool = False
     #: Workers that died while it alone was loading.
     deaths: int = 0
+    #: Too many died, and this is how: only the tries that ``Retry`` asks for load it, until one is answered. "": not given up.
+    given_up: str = ""
+    #: A try is due, and no worker was free for it.
+    due: bool = False
     #: The last answer about it, kept while no worker serves it.
     described: Loaded | None = None
+
+    @property
+    def in_use(self) -> bool:
+        """Whether it serves, or is on its way to or from there."""
+        return self.state not in (VersionState.UNKNOWN, VersionState.UNAVAILABLE) or bool(self.loading)
 
     def told(self, number: int) -> ModelState:
         """What fronts have to know of it, being version ``number``."""
@@ -84,3 +93,5 @@ class Model:
     #: Versions the running load brings, and what went wrong with each.
     bringing: dict[int, str] = field(default_factory=dict)
     fingerprint: str = ""
+    #: Versions that the last load asked for.
+    chosen: tuple[int, ...] = ()

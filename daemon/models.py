@@ -10,21 +10,24 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from config.options import Repository
-from daemon import load_errors, repository
+from daemon import load_errors, readiness, repository
 from daemon.given_models import GivenModels
-from daemon.lifecycle import Instruction, Lifecycle, Publish, Send, Settled
+from daemon.instructions import Instruction, Publish, Retry, Send, Settled
+from daemon.lifecycle import Lifecycle
+from daemon.readiness import Standing
 from daemon.repository import FoundModel
 from shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
-from shm.messages import Loaded, LoadModel, ModelGone, ModelState, Record
+from shm.messages import Loaded, LoadModel, ModelGone, ModelState
+from shm.progress import Readiness
+from shm.record import Record
 
 _log = logging.getLogger(__name__)
-#: A name without any version, told to the fronts so that readiness knows of it.
-_NO_VERSION = 0
 
 
 class Peer(Protocol):
@@ -42,16 +45,23 @@ class Models:
         self,
         options: Repository,
         workers: Mapping[int, Peer],
-        publish: Callable[[ModelState | ModelGone], None],
+        publish: Callable[[ModelState | ModelGone | Readiness], None],
     ) -> None:
         self._options = options
         self._workers = workers
         self._publish = publish
         self.lifecycle = Lifecycle()
-        #: Models that should be served and could not even be tried, with the reason.
-        self.refused: dict[str, str] = {}
+        #: Whether the daemon is ready, as it was published last; not before it is known what is wanted.
+        self.readiness = Readiness()
+        self._begun = False
+        #: Names that should be served: in the repositories, or asked for by name and not unloaded since.
+        self._wanted: set[str] = set()
+        #: Names that could not even be tried when they were asked for last, with the reason.
+        self._refused: dict[str, str] = {}
         #: Repositories that cannot be read, and may be so, with the reason. No model can have such a name.
-        self.unreadable: dict[str, str] = {}
+        self._unreadable: dict[str, str] = {}
+        #: When versions that are given up are tried again.
+        self._retries: dict[tuple[str, int], asyncio.TimerHandle] = {}
         #: ``repository.load`` as it was last acted upon.
         self._listed: set[str] = set()
         self._tokens = itertools.count(1)
@@ -91,6 +101,9 @@ class Models:
             loaded = await asyncio.to_thread(_overridden, found.path, given)
         elif found.error:
             _log.error("model '%s' cannot be polled: %s", name, found.error)
+            if name in self.lifecycle.known | self._wanted:
+                self._refused[name] = found.error
+                self._judge()
             if found.unsupported:
                 raise Unsupported(load_errors.given_error(name, found.error))
             raise Internal(load_errors.poll_error([name]))
@@ -137,20 +150,36 @@ class Models:
         """Begins to take a model away; unknown names are no error. Raises Unavailable: not in explicit mode."""
         self._only_explicit()
         self._overrides.pop(name, None)
+        self._wanted.discard(name)
+        self._refused.pop(name, None)
         token = self._token()
         gone = self._waiting[token] = asyncio.get_running_loop().create_future()
         gone.add_done_callback(lambda _: self._drop_unused(name))
         self._begin(self.lifecycle.unload(name, token))
 
     def close(self) -> None:
-        """Removes the files that clients gave; to be called when no worker runs."""
+        """Tries nothing again, and removes the files that clients gave; to be called when no worker runs."""
+        for timer in self._retries.values():
+            timer.cancel()
         self._given.close()
 
     async def index(self, ready: bool) -> list[dict[str, str]]:
         """The repository index, with what lies in the folders now."""
-        folders = await asyncio.to_thread(_readable_folders, self._paths())
-        self.lifecycle.known = {folder.name for folder in folders}
-        return self.lifecycle.index(ready)
+        folders = Counter(folder.name for folder in await asyncio.to_thread(_readable_folders, self._paths()))
+        self.lifecycle.known = set(folders)
+        refused = {name: reason for name, reason in self._refused.items() if name in folders or name in self._wanted}
+        refused |= {name: repository.DUPLICATE for name, count in folders.items() if count > 1}
+        found = {(entry["name"], entry.get("version", "")): entry for entry in self.lifecycle.index(ready)}
+        now = asyncio.get_running_loop().time()
+        for (name, version), timer in self._retries.items():
+            entry = found.get((name, str(version)))
+            if entry is not None and self.lifecycle.reason(name, version):
+                entry["reason"] += f"; it is tried again in {max(0.0, timer.when() - now):.0f} s"
+        listed = {name for name, version in found if version}
+        for name in refused.keys() - listed if not ready else ():
+            found[name, ""] = {"name": name, "state": "UNAVAILABLE", "reason": refused[name]}
+        # By name and number; the versions of a name are in order already.
+        return sorted(found.values(), key=lambda entry: entry["name"])
 
     def _only_explicit(self) -> None:
         if self._options.control_mode != "explicit":
@@ -163,7 +192,7 @@ class Models:
             if len(places) == 1:
                 return repository.poll(places[0])
             if places:
-                return FoundModel(name, Path(), error="it is in more than one repository")
+                return FoundModel(name, Path(), error=repository.DUPLICATE)
         return FoundModel(name, Path(), error="it is in no repository")
 
     # ------------------------------------------------------------------------------------------------ start and reload
@@ -173,18 +202,12 @@ class Models:
         paths = [Path(path) for path in options.paths]
         if options.exit_on_error is False:
             unreadable = await asyncio.to_thread(repository.unreadable, paths)
-            self._do_without({f"repository '{path}'": reason for path, reason in unreadable.items()})
+            # Clients are told the name alone.
+            self._unreadable = {f"repository '{path.name}'": f"'{path}': {why}" for path, why in unreadable.items()}
+            for path, reason in unreadable.items():
+                _log.error("model repository '%s' cannot be read: %s; a reload looks again", path, reason)
             paths = [path for path in paths if path not in unreadable]
         return await asyncio.to_thread(repository.scan, paths)
-
-    def _do_without(self, unreadable: dict[str, str]) -> None:
-        """Fronts are not ready while there are such."""
-        for name in self.unreadable.keys() - unreadable.keys():
-            self._publish(ModelGone(name, _NO_VERSION))
-        for name, reason in unreadable.items():
-            _log.error("model %s cannot be read: %s; a reload looks again", name, reason)
-            self._publish(ModelState(name, _NO_VERSION, "UNAVAILABLE", reason))
-        self.unreadable = unreadable
 
     def begin(self, found: Mapping[str, FoundModel], options: Repository) -> list[asyncio.Future[str]]:
         """Begins to load what should be served and to unload what no longer should; the futures are the outcomes ("" or why not).
@@ -192,18 +215,32 @@ class Models:
         At the start, and again with new options after a reload.
         """
         self._options = options
+        self._begun = True
         self.lifecycle.known = set(found)
         if options.control_mode == "none":
             wanted: Iterable[str] = found
-            for name in self.lifecycle.ready_models().keys() - found.keys():
+            self._wanted = set(found)
+            for name in self.lifecycle.models.keys() - found.keys():
                 self._begin(self.lifecycle.unload(name, self._token()))
         elif "*" in options.load:
             wanted = found
         else:
-            # Explicit models that clients loaded stay as they are; names new in the list are loaded.
-            wanted = [name for name in dict.fromkeys(options.load) if name not in self._listed]
+            # Explicit models that clients loaded stay as they are; names that are new in the list, or do not serve, are loaded.
+            served = self.lifecycle.ready_models()
+            again = self._wanted - served.keys()
+            wanted = [name for name in dict.fromkeys(options.load) if name not in self._listed or name in again]
         self._listed = set(options.load)
+        self._forget(found)
+        self._wanted.update(wanted)
+        self._judge()
         return [asyncio.ensure_future(self._bring_wanted(name, found.get(name))) for name in wanted]
+
+    def _forget(self, found: Mapping[str, FoundModel]) -> None:
+        """What is in no repository any more and serves nothing is neither listed nor counted."""
+        for name in list(self.lifecycle.models):
+            self._begin(self.lifecycle.forget(name, found[name].versions if name in found else ()))
+        self._wanted &= self.lifecycle.models.keys() | found.keys() | self._listed
+        self._refused = {name: reason for name, reason in self._refused.items() if name in self._wanted | found.keys()}
 
     async def _bring_wanted(self, name: str, found: FoundModel | None) -> str:
         if found is None or found.error:
@@ -213,11 +250,11 @@ class Models:
         return await self._bring(found)
 
     async def _bring(self, found: FoundModel) -> str:
+        self._wanted.add(found.name)
         if not found.chosen:
-            self._refuse(found.name, "no version is available under its version policy")
+            self._refuse(found.name, found.problem)
             return load_errors.no_version_error(found.name)
-        if self.refused.pop(found.name, None) is not None:
-            self._publish(ModelGone(found.name, _NO_VERSION))
+        self._refused.pop(found.name, None)
         known = self.lifecycle.models.get(found.name)
         if known is None or known.fingerprint != found.fingerprint:
             for sentence in found.without_effect:
@@ -230,11 +267,22 @@ class Models:
 
     def _refuse(self, name: str, reason: str) -> None:
         _log.error("model '%s' is not served: %s", name, reason)
-        self.refused[name] = reason
-        self._publish(self._refusal(name))
+        self._refused[name] = reason
+        self._judge()
 
-    def _refusal(self, name: str) -> ModelState:
-        return ModelState(name, _NO_VERSION, "UNAVAILABLE", self.refused[name])
+    # ------------------------------------------------------------------------------------------------------- readiness
+
+    def standings(self) -> list[Standing]:
+        """Every model that should be served, by name, and every repository that cannot be read."""
+        refused = {**self._refused, **self._unreadable}
+        return readiness.standings({*self._wanted, *self._unreadable}, refused, self.lifecycle)
+
+    def _judge(self) -> None:
+        """Tells the fronts whether the daemon is ready, where that or the models it names have changed."""
+        judged = readiness.readiness(self.standings(), self._options.strict_readiness)
+        if self._begun and judged != self.readiness:
+            self.readiness = judged
+            self._publish(judged)
 
     # ----------------------------------------------------------------------------------------------- workers and fronts
 
@@ -242,9 +290,9 @@ class Models:
         """Sends a new worker every model."""
         self._begin(self.lifecycle.worker_joined(incarnation))
 
-    def worker_left(self, incarnation: int) -> None:
-        """Tells fronts that a dead worker serves nothing."""
-        self._begin(self.lifecycle.worker_left(incarnation))
+    def worker_left(self, incarnation: int, how: str) -> None:
+        """Tells fronts that a dead worker serves nothing. ``how`` it ended: "was killed by SIGSEGV"."""
+        self._begin(self.lifecycle.worker_left(incarnation, how))
 
     def loaded(self, incarnation: int, answer: Loaded) -> None:
         """A worker's answer to Load."""
@@ -259,10 +307,9 @@ class Models:
         _log.info("model '%s' version %d is unloaded", name, version)
         self._begin(self.lifecycle.unloaded(incarnation, name, version))
 
-    def states(self) -> list[ModelState]:
+    def states(self) -> list[ModelState | Readiness]:
         """What a new front must know."""
-        unreadable = [ModelState(name, _NO_VERSION, "UNAVAILABLE", why) for name, why in self.unreadable.items()]
-        return [*self.lifecycle.states(), *map(self._refusal, self.refused), *unreadable]
+        return [*self.lifecycle.states(), self.readiness]
 
     def _begin(self, instructions: Sequence[Instruction]) -> None:
         """Carries instructions out, in order."""
@@ -272,10 +319,32 @@ class Models:
                     self._workers[worker].send(record)
                 case Publish(state):
                     self._publish(state)
+                case Retry():
+                    self._retry_later(instruction)
                 case Settled(token, error):
                     waiting = self._waiting.pop(token, None)
                     if waiting is not None and not waiting.done():
                         waiting.set_result(error)
+        self._judge()
+
+    def _retry_later(self, due: Retry) -> None:
+        key = (due.name, due.version)
+
+        def retry() -> None:
+            del self._retries[key]
+            if self.lifecycle.reason(*key):
+                _log.info("model '%s' version %d is tried again", *key)
+            self._begin(self.lifecycle.retry(*key, due.deaths))
+
+        if (former := self._retries.pop(key, None)) is not None:
+            former.cancel()
+        self._retries[key] = asyncio.get_running_loop().call_later(due.seconds, retry)
+        _log.error(
+            "model '%s' version %d is given up for now: %s; it is tried again in %g s",
+            *key,
+            self.lifecycle.reason(*key),
+            due.seconds,
+        )
 
     def _token(self) -> int:
         return next(self._tokens)

@@ -18,8 +18,6 @@ from daemon.trace_settings import TraceSettings
 from shm.errors import Internal, InvalidArgument, ServingError, Unavailable
 from shm.messages import (
     Call,
-    ChangeLog,
-    ChangeTrace,
     LoadModel,
     ModelStatistics,
     Operation,
@@ -34,6 +32,7 @@ from shm.messages import (
     UnloadModel,
     UnregisterRegion,
 )
+from shm.settings import ChangeLog, ChangeTrace
 
 _log = logging.getLogger(__name__)
 #: A worker whose loop does not turn for that long is asked later again by whoever wanted the figures.

@@ -49,8 +49,11 @@ class Posts:
         """How often a dead process was replaced there, ever."""
         return self._restarts[name]
 
-    def died(self, dead: Child, start: Callable[[], None]) -> None:
-        """Has ``start`` put another process into its post, later, if it is needed then. ``start`` may raise OSError."""
+    def died(self, dead: Child, start: Callable[[], None], doing: str = "") -> None:
+        """Has ``start`` put another process into its post, later, if it is needed then. ``start`` may raise OSError.
+
+        ``doing``: " while loading model 'm' version 1", for the log; "": nothing that is known here.
+        """
         if not self._is_needed(dead):
             return
         options = self._options
@@ -66,11 +69,16 @@ class Posts:
                 _log.critical("stopping: %s died %d times before it was ready", dead.name, history.deaths)
                 return
         _log.error(
-            "%s (process %d) %s; its replacement starts in %.1f s", dead.name, dead.pid, dead.describe_exit(), delay
+            "%s (process %d) %s%s; its replacement starts in %.1f s",
+            dead.name,
+            dead.pid,
+            dead.describe_exit(),
+            doing,
+            delay,
         )
-        asyncio.get_running_loop().call_later(delay, self._fill, dead, start)
+        asyncio.get_running_loop().call_later(delay, self._fill, dead, start, doing)
 
-    def _fill(self, dead: Child, start: Callable[[], None]) -> None:
+    def _fill(self, dead: Child, start: Callable[[], None], doing: str) -> None:
         if not self._is_needed(dead):
             return
         try:
@@ -79,4 +87,4 @@ class Posts:
         except OSError as error:
             # No memory, no process slots: the same post tries again, later.
             _log.error("%s cannot be started: %s", dead.name, error.strerror)
-            self.died(dead, start)
+            self.died(dead, start, doing)

@@ -21,6 +21,7 @@ from pathlib import Path
 from config import model_checks, model_config, model_fields
 from config.model_config import ModelConfig
 from shm.errors import InvalidArgument, ServingError, Unsupported
+from shm.messages import Load
 
 #: Names go into URLs, logs and cache keys; nothing in them may mean anything to a file system or a shell.
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254}", re.ASCII)
@@ -28,6 +29,10 @@ _VERSION = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
 _IGNORED = ("__pycache__", "lost+found")
 #: A model's file beyond that is no code.
 _MAX_CODE_BYTE_SIZE = 16 << 20
+_MAX_NAMED = 5
+#: Why a name is not served that two repositories have: Triton's words.
+DUPLICATE = "model appears in two or more repositories"
+_NONE_CHOSEN = "no version is available under its version policy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,22 @@ class FoundModel:
     unsupported: bool = False
     #: What its configuration asks for without effect, a sentence each.
     without_effect: tuple[str, ...] = ()
+    #: Folders in it that are no versions.
+    others: tuple[str, ...] = ()
+
+    @property
+    def problem(self) -> str:
+        """Why no version of it can be loaded, as far as can be read; "": nothing speaks against it."""
+        return self.error or ("" if self.chosen else _NONE_CHOSEN if self.versions else self._no_folder)
+
+    @property
+    def _no_folder(self) -> str:
+        named = ", ".join(f"'{name}'" for name in self.others[:_MAX_NAMED])
+        return f"it has no version folder, which is a whole number from 1{f' ({named}: none)' if named else ''}"
+
+    def load(self, number: int) -> Load:
+        """What brings a version into a worker."""
+        return Load(self.name, number, str(self.path), str(self.path / str(number)), self.config)
 
 
 def scan(repositories: Sequence[Path]) -> dict[str, FoundModel]:
@@ -58,7 +79,7 @@ def scan(repositories: Sequence[Path]) -> dict[str, FoundModel]:
     for path in folders(repositories):
         model = poll(path)
         if path.name in found:
-            model = dataclasses.replace(model, error="it is in more than one repository", chosen=())
+            model = dataclasses.replace(model, error=DUPLICATE, chosen=())
         found[path.name] = model
     return dict(sorted(found.items()))
 
@@ -92,10 +113,9 @@ def poll(path: Path) -> FoundModel:
     try:
         if not NAME.fullmatch(name):
             raise InvalidArgument("its name may hold only letters, digits and _.+- and must not begin with . + or -")
-        versions = _versions(path)
         text = _read(path / "config.pbtxt", model_config.MAX_BYTE_SIZE)
         message = model_config.parse_pbtxt(text, name) if text is not None else model_config.empty()
-        return _found(path, message, versions)
+        return _found(path, message)
     except ServingError as error:
         return FoundModel(name, path, error=error.message, unsupported=isinstance(error, Unsupported))
     except (OSError, UnicodeDecodeError) as error:
@@ -106,13 +126,14 @@ def override(path: Path, config: str) -> FoundModel:
     """The model of a folder with a configuration in JSON in the place of its own. Raises InvalidArgument, Unsupported."""
     message = model_config.parse_json(config, path.name)
     try:
-        return _found(path, message, _versions(path))
+        return _found(path, message)
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidArgument(f"model '{path.name}' cannot be read: {error}") from None
 
 
-def _found(path: Path, message: ModelConfig, versions: tuple[int, ...]) -> FoundModel:
+def _found(path: Path, message: ModelConfig) -> FoundModel:
     name = path.name
+    versions, others = _versions(path)
     if message.name and message.name != name:
         raise InvalidArgument(f"its configuration is for '{message.name}', but its folder is '{name}'")
     message.name = name
@@ -122,12 +143,15 @@ def _found(path: Path, message: ModelConfig, versions: tuple[int, ...]) -> Found
         message.backend = _guess_backend(path, message, chosen[-1])
     config = message.SerializeToString(deterministic=True)
     without_effect = tuple(model_fields.without_effect(message))
-    return FoundModel(name, path, config, versions, chosen, _fingerprint(path, config), without_effect=without_effect)
+    fingerprint = _fingerprint(path, config)
+    return FoundModel(name, path, config, versions, chosen, fingerprint, without_effect=without_effect, others=others)
 
 
-def _versions(path: Path) -> tuple[int, ...]:
-    names = (entry.name for entry in os.scandir(path) if entry.is_dir())
-    return tuple(sorted(int(name) for name in names if _VERSION.fullmatch(name)))
+def _versions(path: Path) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The version folders as numbers, and what other folders there are; both sorted."""
+    names = sorted(entry.name for entry in os.scandir(path) if entry.is_dir())
+    others = [name for name in names if not _VERSION.fullmatch(name) and name not in _IGNORED]
+    return tuple(sorted(int(name) for name in names if _VERSION.fullmatch(name))), tuple(others)
 
 
 def _choose(message: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:

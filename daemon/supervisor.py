@@ -12,7 +12,6 @@ One loop, one thread for its own work; files are read in others. It never waits 
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import os
 import signal
@@ -26,7 +25,7 @@ import msgspec
 from config import layers, log
 from config.layers import ConfigurationError
 from config.options import Log, Options
-from daemon import process_list, watch
+from daemon import model_list, process_list, watch
 from daemon.child import Child, Front, Worker
 from daemon.control_socket import ControlSocket
 from daemon.devices import Device, find_devices
@@ -37,6 +36,7 @@ from daemon.metrics.endpoint import Endpoint
 from daemon.models import Models
 from daemon.notify import Notifier
 from daemon.operations import Operations
+from daemon.phase import Phase
 from daemon.posts import Posts
 from daemon.region_registry import RegionRegistry
 from daemon.region_socket import RegionSocket
@@ -46,14 +46,8 @@ from daemon.workforce import Workforce
 from shm import descriptors
 from shm.channel import pair
 from shm.errors import ServingError
-from shm.messages import (
-    Call,
-    LaneOpened,
-    Loaded,
-    LogChanged,
-    Unloaded,
-    WorkerFenced,
-)
+from shm.messages import Call, LaneOpened, Loaded, LogChanged, ModelGone, ModelState, Unloaded, WorkerFenced
+from shm.progress import Readiness
 
 _log = logging.getLogger(__name__)
 #: Between looks at the workers' status pages.
@@ -62,19 +56,6 @@ _WATCH_INTERVAL = 0.5
 _WORKER_GRACE = 2.0
 #: Changed by SIGHUP; everything else needs a restart.
 _RELOADABLE = ("repository.paths", "repository.load", "log.")
-
-
-class Phase(enum.Enum):
-    """Where the daemon is in its life."""
-
-    #: Not all first loads are settled.
-    STARTING = "starting"
-    #: It serves.
-    SERVING = "serving"
-    #: The fronts finish what they accepted; workers are still replaced for it.
-    DRAINING = "draining"
-    #: Everything is told to exit.
-    STOPPING = "stopping"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +102,7 @@ class Supervisor:
             self._worker_died,
         )
         publish, workers = self._fronts.publish, self._workers
-        self._models = Models(options.repository, workers.by_incarnation, publish)
+        self._models = Models(options.repository, workers.by_incarnation, self._model_changed)
         self._regions = RegionRegistry(options.regions, workers.ready, lambda: workers.devices, publish)
         self._log_settings = LogSettings(options.log, self._log_changed)
         self._trace_settings = TraceSettings(options.trace, self._models.lifecycle.is_ready, publish)
@@ -133,9 +114,7 @@ class Supervisor:
             self._workers.ready,
             self._fronts.settled,
         )
-        collection = Collection(
-            workers, self._fronts, self._posts, self._regions, options.regions, self._models.lifecycle.ready_models
-        )
+        collection = Collection(workers, self._fronts, self._posts, self._regions, options.regions, self._models)
         self._metrics = Endpoint(options.metrics, collection.snapshot)
         self._tasks: set[asyncio.Task[None]] = set()
         self._shutdown = Shutdown()
@@ -236,7 +215,7 @@ class Supervisor:
             return
         self.phase = Phase.SERVING
         self._notifier.ready(self._summary())
-        _log.info("ready: %s", self._summary())
+        self._log_readiness()
         served = self._models.lifecycle.ready_models()
         url = next((url for url in self._fronts.urls("http") if url.startswith("http:")), None)
         if url and served:
@@ -249,12 +228,16 @@ class Supervisor:
         )
 
     def _summary(self) -> str:
-        served = self._models.lifecycle.ready_models()
-        models = ", ".join(f"{name} {'+'.join(map(str, versions))}" for name, versions in served.items())
-        devices = ", ".join(worker.device for worker in self._workers.ready())
-        refused = f"; {len(self._models.refused)} not served" if self._models.refused else ""
-        refused += "".join(f"; {name} cannot be read" for name in self._models.unreadable)
-        return f"{len(served)} models ({models or 'none'}) on {devices or 'no worker'}{refused}"
+        return model_list.summary(self._models, (worker.device for worker in self._workers.ready()))
+
+    def _log_readiness(self) -> None:
+        _log.log(logging.INFO if self._models.readiness.ready else logging.WARNING, "%s", self._summary())
+
+    def _model_changed(self, record: ModelState | ModelGone | Readiness) -> None:
+        self._fronts.publish(record)
+        if isinstance(record, Readiness) and self.phase is Phase.SERVING:
+            self._log_readiness()
+            self._notifier.status(self._summary())
 
     # ---------------------------------------------------------------------------------------------------------- records
 
@@ -289,8 +272,10 @@ class Supervisor:
         self._regions.worker_left(worker.incarnation)
         # First the fence: what was in flight there may run elsewhere from now on.
         self._fronts.publish(WorkerFenced(worker.incarnation))
-        self._models.worker_left(worker.incarnation)
-        self._posts.died(worker, lambda: self._workers.start(worker.name, device))
+        loading = self._models.lifecycle.loading_names(worker.incarnation)
+        self._models.worker_left(worker.incarnation, worker.describe_exit())
+        doing = f" while loading {', '.join(loading)}" if loading else ""
+        self._posts.died(worker, lambda: self._workers.start(worker.name, device), doing)
         self._shutdown.child_died()
 
     def _front_died(self, front: Front) -> None:
@@ -391,7 +376,7 @@ class Supervisor:
             "metrics": self._metrics.url,
             "workers": process_list.of_workers(self._workers, self._posts, now_ns),
             "fronts": process_list.of_fronts(self._fronts, self._posts, now_ns),
-            "refused": {**self._models.unreadable, **self._models.refused},
+            **model_list.of_models(self._models),
             "regions": self._regions.statistics(),
         }
 

@@ -20,7 +20,8 @@ from config.options import Trace
 from daemon.trace_budget import TraceBudget
 from daemon.trace_turn import TraceTurn
 from shm.errors import InvalidArgument, Unsupported
-from shm.messages import ChangeTrace, TraceChanged, TraceCleared
+from shm.messages import TraceChanged, TraceCleared
+from shm.settings import ChangeTrace
 
 LEVELS = {"TIMESTAMPS": 1, "TENSORS": 2}
 FILE_REFUSED = "trace file location can not be updated through network protocol"

@@ -24,7 +24,8 @@ from typing import Any
 import msgspec
 
 from shm.errors import InvalidArgument
-from shm.messages import Record, encoder
+from shm.messages import encoder
+from shm.record import Record
 
 MAX_DATAGRAM = 64 << 10
 #: What of it is left for records.

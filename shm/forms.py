@@ -27,13 +27,13 @@ from shm.messages import (
     FormCompletion,
     FormSubmit,
     Inline,
-    Record,
     RegionSlice,
     Slice,
     Submit,
     Tensor,
     encoder,
 )
+from shm.record import Record
 
 #: Forms of one sender that have a number at the same time.
 MAX_FORMS = 1024

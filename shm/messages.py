@@ -10,8 +10,9 @@ that knows the union of a direction decodes and type-checks in one pass; anythin
 
                 supervisor --> front                     front --> supervisor
     control     Start Stop LaneOpened WorkerFenced       ChildReady Call
-                ModelState ModelGone RegionPlace Reply
-                LogChanged TraceChanged TraceCleared
+                ModelState ModelGone Readiness
+                RegionPlace Reply LogChanged
+                TraceChanged TraceCleared
 
                 supervisor --> worker                    worker --> supervisor
     control     Start Stop LaneOpened Load Unload        ChildReady Loaded Reply
@@ -27,11 +28,11 @@ from typing import Any
 
 import msgspec
 
+from shm.progress import Readiness
+from shm.record import Record
+from shm.settings import ChangeLog, ChangeTrace
+
 Parameter = bool | int | float | str
-
-
-class Record(msgspec.Struct, array_like=True, frozen=True, tag=True, forbid_unknown_fields=True, gc=False):
-    """Base of everything that travels. Positional on the wire: both ends come from one source tree."""
 
 
 # --------------------------------------------------------------------------------------------------- places of tensors
@@ -133,7 +134,7 @@ class Submit(Record, frozen=True, tag="Q"):
     #: Empty: all outputs.
     outputs: tuple[RequestedOutput, ...] = ()
     #: Reserved keys (sequence_*, priority, timeout, binary_data_output) are taken out before this.
-    parameters: dict[str, Parameter] = {}
+    parameters: dict[str, Parameter] = msgspec.field(default_factory=dict)
     #: The client's ``id``, "" when none was given.
     client_id: str = ""
     #: How often workers have died under this request; above 0 it is run alone, so that it cannot take others with it.
@@ -175,7 +176,7 @@ class Completion(Record, frozen=True, tag="C"):
     outputs: tuple[Tensor, ...] = ()
     #: The response-arena lease that holds every Slice among ``outputs``: (segment, offset, generation).
     lease: tuple[int, int, int] | None = None
-    parameters: dict[str, Parameter] = {}
+    parameters: dict[str, Parameter] = msgspec.field(default_factory=dict)
     #: Of a request that asked for it.
     trace: Timeline | None = None
 
@@ -396,7 +397,7 @@ class LoadModel(Record, frozen=True, tag="c.load"):
 
     name: str
     config: str = ""
-    files: dict[str, bytes] = {}
+    files: dict[str, bytes] = msgspec.field(default_factory=dict)
 
 
 class UnloadModel(Record, frozen=True, tag="c.unload"):
@@ -506,30 +507,6 @@ class RegionStatus(Record, frozen=True, tag="c.regstat"):
     name: str
 
 
-class ChangeLog(Record, frozen=True, tag="c.log"):
-    """Changes the log settings that are not None. Reply: JSON, all settings then in force."""
-
-    info: bool | None = None
-    warning: bool | None = None
-    error: bool | None = None
-    verbose: int | None = None
-    format: str | None = None
-
-
-class ChangeTrace(Record, frozen=True, tag="c.trace"):
-    """Changes the trace settings of a model, or of all (""), that are not None, and forgets its own values for ``cleared``.
-
-    Reply: JSON, the settings then in force there. Fields as in TraceChanged; ``count`` is -1 for no limit.
-    """
-
-    model: str = ""
-    level: int | None = None
-    rate: int | None = None
-    count: int | None = None
-    log_frequency: int | None = None
-    cleared: tuple[str, ...] = ()
-
-
 class Settle(Record, frozen=True, tag="c.settle"):
     """Reply, empty, when every front acts upon all that was sent to this one before."""
 
@@ -582,6 +559,7 @@ ToFront = (
     | WorkerFenced
     | ModelState
     | ModelGone
+    | Readiness
     | RegionPlace
     | Reply
 )

@@ -36,7 +36,6 @@ from shm.messages import (
     Inline,
     LaneOpened,
     ModelState,
-    Record,
     RegionSlice,
     Reply,
     RequestForm,
@@ -49,6 +48,8 @@ from shm.messages import (
     WorkerFenced,
     decoder,
 )
+from shm.progress import Readiness
+from shm.record import Record
 from shm.status_page import StatusPage
 
 MIB = 1 << 20
@@ -233,6 +234,7 @@ class FrontProcess:
         self._control = Channel(ours, decoder(FromFront))
         self._received: deque[Any] = deque()
         self.send(Start(INCARNATION, "http-0", msgspec.Raw(msgspec.msgpack.encode(options))))
+        self.send(Readiness(True))
         self.send(Serve())
         assert self.receive() == ChildReady(INCARNATION)
 

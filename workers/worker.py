@@ -28,7 +28,7 @@ from shm.errors import InvalidArgument
 from shm.lane import WorkerLane
 from shm.messages import Cancel, ChildReady, FormSubmit, RequestForm, Submit
 from shm.status_page import DESKS, StatusPage, WorkerState
-from workers import dlpack, fast_path, output_memory, single_thread
+from workers import dlpack, fast_path, output_memory
 from workers.control import Control
 from workers.device import DeviceName
 from workers.device_cuda import CudaDevice
@@ -38,8 +38,6 @@ from workers.inbox import Inbox
 from workers.known_form import KnownForm
 from workers.model_table import ModelTable
 from workers.model_version import ModelVersion
-from workers.models.executable_cache import ExecutableCache, cache_directory
-from workers.models.jax_cache import use_persistent_cache
 from workers.models.loader import LoadedModel, Loader
 from workers.pinned_memory import PinnedMemory
 from workers.poller import Datagram, Poller
@@ -95,21 +93,7 @@ class Worker:
         self._dispatcher = Dispatcher(
             options, self._models, self._regions, self._page, self._compiler, time.monotonic_ns
         )
-        directory = cache_directory(options.executables.cache_directory)
-        small = single_thread.choose(device, options.workers.single_thread_flops)
-        programs = use_persistent_cache(directory)
-        loader = Loader(
-            device,
-            device_name.gpu,
-            ExecutableCache(directory, programs),
-            self._inbox,
-            self._page,
-            options.requests.max_queue_size,
-            options.executables.max_unexpected_shapes,
-            options.executables.max_batch_byte_size,
-            self._cuda,
-            small,
-        )
+        loader = Loader.configured(options, device_name.gpu, device, self._inbox, self._page, self._cuda)
         self._loader_thread = WorkThread("loader", self._inbox)
         self._control = Control(
             channel,

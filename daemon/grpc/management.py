@@ -23,7 +23,7 @@ from daemon.grpc.stream import Stream
 from daemon.grpc.unary import Unary
 from daemon.peer import end_of, peer_of
 from shm.errors import InvalidArgument, NotFound, Unsupported
-from shm.messages import ChangeLog
+from shm.settings import ChangeLog
 
 SERVICE = "inference.GRPCInferenceService"
 #: Log setting -> field of ChangeLog, its kind of parameter, and how Triton calls that.
@@ -60,7 +60,7 @@ class Management:
         return service_pb2.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: Any) -> Any:
-        return service_pb2.ServerReadyResponse(ready=await self._endpoints.is_ready())
+        return service_pb2.ServerReadyResponse(ready=not await self._endpoints.unreadiness())
 
     async def ModelReady(self, request: Any) -> Any:
         try:

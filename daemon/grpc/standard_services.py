@@ -52,7 +52,7 @@ class StandardServices:
     async def _status(self) -> Any:
         serving = health_pb2.HealthCheckResponse.SERVING
         return health_pb2.HealthCheckResponse(
-            status=serving if await self._endpoints.is_ready() else health_pb2.HealthCheckResponse.NOT_SERVING
+            status=health_pb2.HealthCheckResponse.NOT_SERVING if await self._endpoints.unreadiness() else serving
         )
 
     async def _watch(self, requests: AsyncIterator[Any]) -> AsyncIterator[Message]:

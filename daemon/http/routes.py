@@ -117,7 +117,9 @@ class Routes:
         return json_body.answer({"live": True})
 
     async def ready(self, request: Request) -> Response:
-        return json_body.answer({"ready": True}) if await self._endpoints.is_ready() else Response(status_code=400)
+        if reason := await self._endpoints.unreadiness():
+            return json_body.answer({"ready": False, "error": reason}, 400)
+        return json_body.answer({"ready": True})
 
     # ------------------------------------------------------------------------------------------------ models
 

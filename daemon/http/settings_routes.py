@@ -17,7 +17,7 @@ from daemon.http import json_body, request_head
 from daemon.http.whole_body import read_body
 from daemon.log_settings import FILE_REFUSED, FORMATS, MAX_VERBOSE
 from shm.errors import InvalidArgument, Unavailable, Unsupported
-from shm.messages import ChangeLog, ChangeTrace
+from shm.settings import ChangeLog, ChangeTrace
 
 #: Settings a trace request may name; others are ignored.
 TRACE_SETTINGS = ("trace_file", "trace_level", "trace_rate", "trace_count", "log_frequency")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
 
 import msgspec
 
@@ -18,6 +17,7 @@ from daemon.child import Worker
 from daemon.fronts import Fronts
 from daemon.metrics.ledger import Ledger
 from daemon.metrics.snapshot import FrontPost, Regions, Snapshot, WorkerPost
+from daemon.models import Models
 from daemon.posts import Posts
 from daemon.region_registry import RegionRegistry
 from daemon.workforce import Workforce
@@ -31,7 +31,7 @@ _PATIENCE = 2.0
 
 
 class Collection:
-    """Owns the ledger. ``served()`` are the READY versions by name."""
+    """Owns the ledger."""
 
     def __init__(
         self,
@@ -40,14 +40,14 @@ class Collection:
         posts: Posts,
         regions: RegionRegistry,
         limits: RegionOptions,
-        served: Callable[[], dict[str, list[int]]],
+        models: Models,
     ) -> None:
         self._workers = workers
         self._fronts = fronts
         self._posts = posts
         self._regions = regions
         self._limits = limits
-        self._served = served
+        self._models = models
         self._ledger = Ledger()
         #: Incarnation -> what it said last of the leases on regions.
         self._leases: dict[int, dict[str, int]] = {}
@@ -58,10 +58,14 @@ class Collection:
         answers = await asyncio.gather(*(self._ask(worker) for worker in asked))
         answered = {worker.incarnation for worker, answer in zip(asked, answers, strict=True) if answer}
         living = self._workers.by_incarnation.keys()
-        served = [(name, number) for name, numbers in self._served().items() for number in numbers]
+        served = [
+            (name, number) for name, numbers in self._models.lifecycle.ready_models().items() for number in numbers
+        ]
         self._ledger.keep(living, set(served))
         self._leases = {incarnation: held for incarnation, held in self._leases.items() if incarnation in living}
         return Snapshot(
+            self._models.readiness.ready,
+            {model.name: bool(model.served) for model in self._models.standings()},
             self._ledger.totals(served),
             self._worker_posts(answered),
             self._front_posts(),

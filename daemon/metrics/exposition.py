@@ -78,6 +78,7 @@ class _Snapshots(Collector):
         self._snapshot = snapshot
 
     def collect(self) -> Iterator[Metric]:
+        yield from _readiness(self._snapshot)
         yield from _models(self._snapshot)
         yield from _regions(self._snapshot)
         yield from _workers(self._snapshot)
@@ -85,6 +86,14 @@ class _Snapshots(Collector):
         yield _memory(self._snapshot.processes)
         version = importlib.metadata.version("tensord")
         yield _filled(GaugeMetricFamily("tensord_build_info", "Always 1", labels=["version"]), [((version,), 1)])
+
+
+def _readiness(snapshot: Snapshot) -> Iterator[Metric]:
+    yield GaugeMetricFamily("tensord_ready", "Whether the daemon is ready, as /v2/health/ready says", snapshot.ready)
+    served = GaugeMetricFamily(
+        "tensord_model_served", "Whether a version is served of a model that should be", labels=["model"]
+    )
+    yield _filled(served, [((name,), served_now) for name, served_now in snapshot.wanted.items()])
 
 
 def _models(snapshot: Snapshot) -> Iterator[Metric]:

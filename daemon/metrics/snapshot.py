@@ -48,6 +48,10 @@ class Regions:
 class Snapshot:
     """All of it."""
 
+    #: As /v2/health/ready says.
+    ready: bool
+    #: Models that should be served -> whether a version of each is.
+    wanted: Mapping[str, bool]
     models: Sequence[Total]
     workers: Sequence[WorkerPost]
     fronts: Sequence[FrontPost]

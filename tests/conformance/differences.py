@@ -19,8 +19,8 @@ _STATUS_RULE = re.compile(r"status (\d{3}) → (\d{3})(?:: (.*))?")
 _CODE_RULE = re.compile(r"code ([A-Z_]+) → ([A-Z_]+): (.*)")
 _TEXT_RULE = re.compile(r"text (.*) → (.*)")
 _BODY_RULE = re.compile(r"empty body → (\{.*\})")
-#: What the replayer puts before a difference in a case of several steps, or of several answers.
-_PLACE = re.compile(r"(step \d+: )?(#\d+ )?")
+#: What the replayer puts before a difference: in a case of several steps, of several answers, in a body that is an error's.
+_PLACE = re.compile(r"(step \d+: )?(#\d+ )?(body)?")
 
 
 @dataclass(frozen=True, slots=True)

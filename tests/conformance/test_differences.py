@@ -89,6 +89,7 @@ def test_a_rule_excuses_its_change_of_text_only(line: str, excused: bool) -> Non
     [
         (': got {"live": true} want null', True),
         ('step 1: : got {"live": true} want null', True),
+        ('step 1: body: got {"live": true} want null', True),
         (': got {"live": false} want null', False),
         ('/live: got {"live": true} want null', False),
     ],

@@ -65,7 +65,7 @@ class Replay:
         options = {"http": {"response_compression": "low"}}
         daemon = DaemonProcess(folder, [models], options, corpus.arguments(profile))
         self._running.enter_context(daemon)
-        daemon.wait_log(r"supervisor\W+ready: ")
+        daemon.wait_log(r"supervisor\W+(not )?ready: ")
         runner = corpus.replayer().Runner(daemon.url, daemon.grpc_url, daemon.metrics_url)
         self._running.callback(runner.grpc.chan.close)
         return runner

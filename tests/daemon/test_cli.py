@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.daemon.fake_daemon import ROOT, write_model
+from tests.repositories import scale_model
 
 FREE_PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0")
 
@@ -42,7 +43,8 @@ def test_the_defaults_are_a_configuration_file(tmp_path: Path) -> None:
 
 
 def test_check_of_a_good_and_a_bad_repository(tmp_path: Path) -> None:
-    write_model(tmp_path / "models", "good", 1, 2)
+    for version in (1, 2):
+        scale_model(tmp_path / "models", "good", version=version)
     file = tmp_path / "tensord.toml"
     file.write_text(f'[repository]\npaths = ["{tmp_path / "models"}"]\n')
     done = tensord("check", str(file))
@@ -53,7 +55,7 @@ def test_check_of_a_good_and_a_bad_repository(tmp_path: Path) -> None:
     done = tensord("check", str(file), "--model-control-mode=explicit", "--load-model=absent")
     assert done.returncode == 1
     assert "bad: config.pbtxt of model 'bad': line 1, column 1" in done.stderr
-    assert "empty: no version" in done.stderr
+    assert "empty: it has no version folder" in done.stderr
     assert "absent: it is to be loaded at start, but it is in no repository" in done.stderr
     assert "1 good, 3 bad" in done.stdout
 

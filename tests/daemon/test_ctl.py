@@ -49,7 +49,7 @@ def test_models(daemon: FakeDaemon) -> None:
 
 def test_status_and_regions(daemon: FakeDaemon) -> None:
     text = tensorctl(daemon.control, "status").stdout
-    assert text.startswith("tensord: serving, http://127.0.0.1:")
+    assert text.startswith("tensord: serving, not ready, 0 of 1 models served, http://127.0.0.1:")
     assert "worker-0" in text
     assert json.loads(tensorctl(daemon.control, "--json", "status").stdout)["phase"] == "serving"
     assert tensorctl(daemon.control, "regions", "list").stdout.split()[:5] == [
@@ -71,7 +71,7 @@ def test_a_daemon_started_by_hand_is_found(tmp_path: Path) -> None:
         running.wait_ready()
         command = [sys.executable, "-m", "daemon.ctl"]
         found = subprocess.check_output([*command, "status"], cwd=ROOT, env=os.environ | environment, text=True)
-        assert found.startswith("tensord: serving, http://127.0.0.1:")
+        assert found.startswith("tensord: serving, ready, 1 of 1 models served, http://127.0.0.1:")
         assert re.search(r", no grpc, http://127\.0\.0\.1:\d+/metrics\n", found)
     finally:
         assert running.stop() == 0

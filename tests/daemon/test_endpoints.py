@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from config.options import Options, Repository
+from config.options import Options
 from daemon.calls import Calls
 from daemon.connection import Connection
 from daemon.endpoints import MAX_FILES, MAX_FILES_BYTE_SIZE, Endpoints
@@ -14,6 +14,7 @@ from daemon.model_table import ModelTable
 from shm.channel import Channel, pair
 from shm.errors import InvalidArgument, NotFound
 from shm.messages import ANONYMOUS, ModelState, Operation, Peer, Settle, ToFront, decoder
+from shm.progress import Readiness
 
 
 @pytest.fixture
@@ -40,35 +41,30 @@ class Settled(Calls):
         return b""
 
 
-def endpoints(connection: Connection, *states: ModelState, strict: bool = True) -> Endpoints:
+def endpoints(connection: Connection, *states: ModelState) -> Endpoints:
     table = ModelTable()
     for state in states:
         table.update(state)
-    return Endpoints(table, Settled(connection), Options(repository=Repository(strict_readiness=strict)))
+    return Endpoints(table, Settled(connection), Options())
 
 
 @pytest.mark.parametrize(
-    ("states", "strict", "lenient"),
+    ("readiness", "words"),
     [
-        ((), True, True),
-        ((ModelState("m", 1, "READY", workers=(1,)),), True, True),
-        ((ModelState("m", 1, "READY"),), False, False),
-        ((ModelState("m", 1, "LOADING"),), False, False),
-        ((ModelState("m", 1, "READY", workers=(1,)), ModelState("m", 2, "LOADING")), True, True),
-        ((ModelState("m", 1, "UNAVAILABLE", "it is broken"),), False, True),
-        ((ModelState("m", 1, "UNAVAILABLE", "unloaded"),), True, True),
-        ((ModelState("m", 1, "UNLOADING"),), False, True),
+        (Readiness(), "the server is starting"),
+        (Readiness(True, 2), ""),
+        (Readiness(True, 2, 1, ("m",)), ""),
+        (Readiness(False, 2, 1, ("m",)), "1 of 2 models are not served: m"),
+        (Readiness(False, 30, 22, ("a", "b")), "22 of 30 models are not served: a, b and 20 more"),
     ],
 )
-async def test_readiness(connection: Connection, states: tuple[ModelState, ...], strict: bool, lenient: bool) -> None:
-    assert await endpoints(connection, *states).is_ready() is strict
-    assert await endpoints(connection, *states, strict=False).is_ready() is lenient
-
-
-async def test_not_ready_once_stopping(connection: Connection) -> None:
-    ending = endpoints(connection)
-    ending.stopping = True
-    assert not await ending.is_ready()
+async def test_readiness(connection: Connection, readiness: Readiness, words: str) -> None:
+    table = ModelTable()
+    table.judge(readiness)
+    asked = Endpoints(table, Settled(connection), Options())
+    assert await asked.unreadiness() == words
+    asked.stopping = True
+    assert await asked.unreadiness() == "the server is stopping"
 
 
 async def test_what_is_said_of_a_model_holds_for_every_front(connection: Connection) -> None:
@@ -81,7 +77,8 @@ async def test_what_is_said_of_a_model_holds_for_every_front(connection: Connect
     assert supervisor.asked == 0
     for change in (1, 2):
         table.update(ModelState("m", 1, "READY", workers=(change,), metadata=b'{"name":"m"}', config=b"{}"))
-        assert await asked.is_ready()
+        table.judge(Readiness(True, 1))
+        assert not await asked.unreadiness()
         assert supervisor.asked == change
         assert await asked.model_is_ready("m", 1)
         assert await asked.model_metadata("m", 0) == {"name": "m", "versions": ["1"]}

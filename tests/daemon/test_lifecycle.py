@@ -8,9 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from daemon.lifecycle import Instruction, Lifecycle, Publish, Send, Settled
+from daemon.instructions import Instruction, Publish, Retry, Send, Settled
+from daemon.lifecycle import FIRST_RETRY, MAX_RETRY, Lifecycle
 from daemon.repository import FoundModel
-from shm.messages import Load, Loaded, Unload
+from shm.messages import Load, Loaded, ModelGone, ModelState, Unload
 
 
 def found(name: str, *chosen: int, fingerprint: str = "f") -> FoundModel:
@@ -18,7 +19,11 @@ def found(name: str, *chosen: int, fingerprint: str = "f") -> FoundModel:
 
 
 def states(out: list[Instruction]) -> list[tuple[int, str, tuple[int, ...]]]:
-    return [(i.state.version, i.state.state, i.state.workers) for i in out if isinstance(i, Publish)]
+    return [
+        (i.state.version, i.state.state, i.state.workers)
+        for i in out
+        if isinstance(i, Publish) and isinstance(i.state, ModelState)
+    ]
 
 
 def sent(out: list[Instruction]) -> list[tuple[int, str, int]]:
@@ -27,6 +32,10 @@ def sent(out: list[Instruction]) -> list[tuple[int, str, int]]:
 
 def settled(out: list[Instruction]) -> list[tuple[int, str]]:
     return [(i.token, i.error) for i in out if isinstance(i, Settled)]
+
+
+def retries(out: list[Instruction]) -> list[tuple[str, float]]:
+    return [(i.name, i.seconds) for i in out if isinstance(i, Retry)]
 
 
 def ready(lifecycle: Lifecycle, *workers: int) -> None:
@@ -143,6 +152,7 @@ def test_unload_of_the_unknown_and_the_failed() -> None:
     lifecycle.load(found("m", 1), 2)
     lifecycle.loaded(1, Loaded("m", 1, reason="no"))
     assert lifecycle.unload("m", 3) == [Settled(3)]
+    lifecycle.known = {"m"}
     assert lifecycle.index() == [{"name": "m", "version": "1", "state": "UNAVAILABLE", "reason": "no"}]
 
 
@@ -179,15 +189,102 @@ def test_who_killed_the_worker() -> None:
     assert [(i.worker, i.record.name) for i in lifecycle.worker_joined(2) if isinstance(i, Send)] == [(2, "bad")]
     lifecycle.worker_left(2)
     assert [i.record.name for i in lifecycle.worker_joined(3) if isinstance(i, Send)] == ["bad"]
-    out = lifecycle.worker_left(3)
-    assert settled(out) == [
-        (
-            1,
-            "load failed for model 'bad': version 1 is at UNAVAILABLE state: the worker process died while loading it;\n",
-        )
-    ]
+    out = lifecycle.worker_left(3, "was killed by SIGSEGV")
+    reason = "2 worker processes died while loading it, the last one was killed by SIGSEGV"
+    assert settled(out) == [(1, f"load failed for model 'bad': version 1 is at UNAVAILABLE state: {reason};\n")]
+    assert retries(out) == [("bad", FIRST_RETRY)]
     assert [i.record.name for i in lifecycle.worker_joined(4) if isinstance(i, Send)] == ["good"]
     assert settled(lifecycle.loaded(4, Loaded("good", 1))) == [(2, "")]
+
+
+def test_what_was_given_up_is_tried_again_later_and_later() -> None:
+    """On one worker alone, whatever dies meanwhile; where it loads after all, everywhere, and what it replaces goes."""
+    lifecycle = Lifecycle()
+    ready(lifecycle, 1, 2)
+    lifecycle.load(found("m", 1), 1)
+    lifecycle.loaded(1, Loaded("m", 1))
+    lifecycle.loaded(2, Loaded("m", 1))
+    lifecycle.load(found("m", 2, fingerprint="g"), 2)
+    lifecycle.worker_left(1)
+    out = lifecycle.worker_left(2)
+    assert settled(out)[0][0] == 2
+    waits, worker = retries(out), 2
+    while waits[-1][1] < MAX_RETRY or len(waits) < 9:
+        worker += 1
+        # A replacement gets what serves, and is not killed by what does not.
+        assert sent(lifecycle.worker_joined(worker)) == [(worker, "Load", 1)]
+        lifecycle.loaded(worker, Loaded("m", 1))
+        assert sent(lifecycle.retry("m", 2, deaths=0)) == []
+        assert sent(lifecycle.retry("m", 2, deaths=len(waits) + 1)) == [(worker, "Load", 2)]
+        out = lifecycle.worker_left(worker)
+        waits += retries(out)
+        assert not settled(out)
+    assert [seconds for _, seconds in waits] == [5, 10, 20, 40, 80, 160, 300, 300, 300]
+    # It is due while no worker is there: the next one is asked.
+    assert lifecycle.retry("m", 2, deaths=10) == []
+    assert sent(lifecycle.worker_joined(20)) == [(20, "Load", 1)]
+    assert sent(lifecycle.loaded(20, Loaded("m", 1))) == [(20, "Load", 2)]
+    ready(lifecycle, 21)
+    lifecycle.loaded(21, Loaded("m", 1))
+    out = lifecycle.loaded(20, Loaded("m", 2))
+    assert sent(out) == [(21, "Load", 2), (20, "Unload", 1), (21, "Unload", 1)]
+    assert states(out) == [(2, "READY", (20,)), (1, "UNLOADING", ())]
+    lifecycle.check_invariants()
+
+
+def test_a_try_that_fails_with_a_reason_is_the_last() -> None:
+    lifecycle = Lifecycle()
+    for worker in (1, 2):
+        ready(lifecycle, worker)
+        if worker == 1:
+            lifecycle.load(found("m", 1), 1)
+        out = lifecycle.worker_left(worker)
+    assert retries(out) == [("m", FIRST_RETRY)]
+    ready(lifecycle, 3)
+    assert sent(lifecycle.retry("m", 1, deaths=2)) == [(3, "Load", 1)]
+    assert states(lifecycle.loaded(3, Loaded("m", 1, reason="no"))) == [(1, "UNAVAILABLE", ())]
+    assert lifecycle.retry("m", 1, deaths=2) == []
+    assert lifecycle.worker_joined(4) == []
+
+
+def test_what_serves_on_one_worker_only_does_not_wait_for_a_try() -> None:
+    """Version 1 is loaded again; one worker dies of it twice, and then the one that still serves it."""
+    lifecycle = Lifecycle()
+    ready(lifecycle, 1)
+    lifecycle.load(found("m", 1), 1)
+    lifecycle.loaded(1, Loaded("m", 1))
+    for worker in (2, 3):
+        assert sent(lifecycle.worker_joined(worker)) == [(worker, "Load", 1)]
+        lifecycle.worker_left(worker)
+    assert lifecycle.is_ready("m")
+    assert sent(lifecycle.worker_joined(4)) == []
+    assert states(lifecycle.worker_left(1))[-1] == (1, "UNAVAILABLE", ())
+    assert sent(lifecycle.retry("m", 1, deaths=2)) == [(4, "Load", 1)]
+    assert states(lifecycle.loaded(4, Loaded("m", 1))) == [(1, "READY", (4,))]
+
+
+def test_what_is_not_in_the_repository_any_more_is_forgotten() -> None:
+    lifecycle = Lifecycle()
+    ready(lifecycle, 1)
+    lifecycle.known = {"m"}
+    lifecycle.load(found("m", 1), 1)
+    lifecycle.loaded(1, Loaded("m", 1))
+    lifecycle.load(found("m", 2, fingerprint="g"), 2)
+    lifecycle.loaded(1, Loaded("m", 2, reason="no"))
+    assert [entry["state"] for entry in lifecycle.index()] == ["READY", "UNAVAILABLE"]
+    out = lifecycle.load(found("m", 1), 3)
+    assert Publish(ModelGone("m", 2)) in out
+    lifecycle.loaded(1, Loaded("m", 1))
+    assert lifecycle.index() == [{"name": "m", "version": "1", "state": "READY"}]
+    # What serves stays until it is unloaded, in a repository or not.
+    assert lifecycle.forget("m", ()) == []
+    lifecycle.known = set()
+    assert lifecycle.index() == [{"name": "m", "version": "1", "state": "READY"}]
+    lifecycle.unload("m", 4)
+    lifecycle.unloaded(1, "m", 1)
+    assert lifecycle.index() == []
+    assert lifecycle.forget("m", ()) == [Publish(ModelGone("m", 1))]
+    assert lifecycle.models == {}
 
 
 def test_index() -> None:
@@ -228,6 +325,7 @@ class Histories(RuleBasedStateMachine):
         #: What each living worker has.
         self.has: dict[int, set[tuple[str, int]]] = {}
         self.open: set[int] = set()
+        self.retries: list[Retry] = []
 
     def take(self, out: list[Instruction]) -> None:
         for instruction in out:
@@ -236,7 +334,9 @@ class Histories(RuleBasedStateMachine):
                     self.owed[worker].append(record)
                 case Settled(token):
                     self.open.remove(token)
-                case Publish(state):
+                case Retry():
+                    self.retries.append(instruction)
+                case Publish(ModelState() as state):
                     for worker in state.workers:
                         assert (state.name, state.version) in self.has[worker]
 
@@ -266,6 +366,16 @@ class Histories(RuleBasedStateMachine):
             del self.owed[worker], self.has[worker]
             self.take(self.lifecycle.worker_left(worker))
 
+    @rule(choice=st.integers(0, 100))
+    def retry(self, choice: int) -> None:
+        if self.retries:
+            due = self.retries.pop(choice % len(self.retries))
+            self.take(self.lifecycle.retry(due.name, due.version, due.deaths))
+
+    @rule(name=st.sampled_from("ab"), present=st.sets(st.integers(1, 3)))
+    def forget(self, name: str, present: set[int]) -> None:
+        self.take(self.lifecycle.forget(name, present))
+
     @rule(choice=st.integers(0, 100), fails=st.booleans())
     def answer(self, choice: int, fails: bool) -> None:
         busy = [worker for worker, records in sorted(self.owed.items()) if records]
@@ -292,9 +402,12 @@ class Histories(RuleBasedStateMachine):
         if not hasattr(self, "lifecycle"):
             return
         self.join()
-        while any(self.owed.values()):
+        while any(self.owed.values()) or self.retries:
+            self.retry(0)
             self.answer(0, False)
             self.lifecycle.check_invariants()
+        everything = [version for model in self.lifecycle.models.values() for version in model.versions.values()]
+        assert not any(version.given_up for version in everything)
         assert not self.open
         for name, versions in self.lifecycle.ready_models().items():
             for version in versions:

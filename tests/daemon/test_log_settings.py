@@ -6,7 +6,7 @@ import json
 
 from config.options import Log
 from daemon.log_settings import LogSettings
-from shm.messages import ChangeLog
+from shm.settings import ChangeLog
 
 FIRST = {
     "log_file": "",

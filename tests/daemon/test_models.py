@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from config import model_config
 from config.options import Repository
 from daemon.models import Models
 from shm.errors import Internal, InvalidArgument, Unsupported
-from shm.messages import Load, Loaded, LoadModel, ModelGone, ModelState, Record, Unload
+from shm.messages import Load, Loaded, LoadModel, ModelGone, ModelState, Unload
+from shm.progress import Readiness
+from shm.record import Record
 from tests.daemon.fake_daemon import write_model
 
 SOURCE = b"def create(path, config, device): ...\n"
@@ -39,10 +42,15 @@ class ObedientWorker:
             loop.call_soon(self.models.unloaded, 1, record.name, record.version)
 
 
-def serving(folder: Path) -> tuple[Models, ObedientWorker, list[ModelState | ModelGone]]:
-    published: list[ModelState | ModelGone] = []
+def serving(folder: Path) -> tuple[Models, ObedientWorker, list[Readiness]]:
+    published: list[Readiness] = []
+
+    def publish(record: ModelState | ModelGone | Readiness) -> None:
+        if isinstance(record, Readiness):
+            published.append(record)
+
     worker = ObedientWorker()
-    models = Models(Repository(paths=(str(folder),), control_mode="explicit"), {1: worker}, published.append)
+    models = Models(Repository(paths=(str(folder),), control_mode="explicit"), {1: worker}, publish)
     worker.models = models
     models.worker_joined(1)
     return models, worker, published
@@ -184,18 +192,96 @@ async def test_given_files_go_with_their_model(tmp_path: Path) -> None:
 
 
 async def test_a_refused_model_heals(tmp_path: Path) -> None:
-    """Fronts learn of a name that cannot be served, and that it can be after all."""
+    """Fronts learn of a name that cannot be served, and that it can be after all; the index says why."""
     model = write_model(tmp_path, "m", config="nonsense: 1")
     models, _, published = serving(tmp_path)
     options = Repository(paths=(str(tmp_path),))
     (outcome,) = [await future for future in models.begin(await models.scan(options), options)]
     assert "nonsense" in outcome
-    assert published == [ModelState("m", 0, "UNAVAILABLE", models.refused["m"])]
-    assert models.states() == published
+    assert published == models.states() == [Readiness(False, 1, 1, ("m",))]
+    (standing,) = models.standings()
+    assert "nonsense" in standing.reason
+    assert await models.index(False) == [{"name": "m", "state": "UNAVAILABLE", "reason": standing.reason}]
+    assert await models.index(True) == []
     (model / "config.pbtxt").unlink()
+    outcomes = models.begin(await models.scan(options), options)
+    assert [await future for future in outcomes] == [""]
+    assert published[-1] == Readiness(True, 1)
+    assert [standing.reason for standing in models.standings()] == [""]
+
+
+async def test_a_broken_edit_of_what_serves(tmp_path: Path) -> None:
+    """The host stays ready, and whoever asks learns what is wrong."""
+    model = write_model(tmp_path, "m")
+    models, _, published = serving(tmp_path)
+    options = Repository(paths=(str(tmp_path),))
     assert [await future for future in models.begin(await models.scan(options), options)] == [""]
-    assert published[1] == ModelGone("m", 0)
-    assert models.refused == {}
+    (model / "config.pbtxt").write_text("nonsense: 1")
+    assert "nonsense" in await models.begin(await models.scan(options), options)[0]
+    assert published[-1] == Readiness(True, 1)
+    (standing,) = models.standings()
+    assert (standing.served, "nonsense" in standing.reason) == ((1,), True)
+    assert await models.index(False) == [{"name": "m", "version": "1", "state": "READY"}]
+
+
+async def test_a_name_in_two_repositories(tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        write_model(tmp_path / folder, "m")
+    options = Repository(paths=(str(tmp_path / "one"), str(tmp_path / "two")), control_mode="explicit")
+    models = Models(options, {}, lambda _: None)
+    # As Triton lists it, whether anybody asked for it or not.
+    entry = {"name": "m", "state": "UNAVAILABLE", "reason": "model appears in two or more repositories"}
+    assert await models.index(False) == [entry]
+    with pytest.raises(Internal, match="failed to poll"):
+        await models.load(LoadModel("m"))
+    assert await models.index(False) == [entry]
+    assert models.readiness == Readiness()
+
+
+async def test_what_a_client_misspells_is_not_counted(tmp_path: Path) -> None:
+    write_model(tmp_path, "broken", config="nonsense: 1")
+    models, _, published = serving(tmp_path)
+    options = Repository(paths=(str(tmp_path),), control_mode="explicit")
+    assert models.begin(await models.scan(options), options) == []
+    assert await models.index(False) == [{"name": "broken"}]
+    for name in ("nope", "broken"):
+        with pytest.raises(Internal, match="failed to poll"):
+            await models.load(LoadModel(name))
+    assert published == [Readiness(True, 0)]
+    (entry,) = await models.index(False)
+    assert (entry["name"], entry["state"], "nonsense" in entry["reason"]) == ("broken", "UNAVAILABLE", True)
+
+
+async def test_what_is_in_no_repository_any_more_is_not_counted(tmp_path: Path) -> None:
+    """A model that could not be read, and one without a version, are taken away."""
+    for control in ("none", "explicit"):
+        broken = write_model(tmp_path, "broken", config="nonsense: 1")
+        (tmp_path / "empty").mkdir()
+        models, _, published = serving(tmp_path)
+        options = Repository(paths=(str(tmp_path),), control_mode=control, load=("*",) if control == "explicit" else ())
+        for outcome in models.begin(await models.scan(options), options):
+            assert await outcome
+        assert published[-1] == Readiness(False, 2, 2, ("broken", "empty"))
+        shutil.rmtree(broken)
+        (tmp_path / "empty").rmdir()
+        assert models.begin(await models.scan(options), options) == []
+        assert published[-1] == Readiness(True, 0)
+        assert await models.index(False) == []
+
+
+async def test_a_listed_name_that_appears_later(tmp_path: Path) -> None:
+    """Of an explicit list what does not serve is tried again by a reload, and what a client has unloaded stays so."""
+    models, worker, published = serving(tmp_path)
+    options = Repository(paths=(str(tmp_path),), control_mode="explicit", load=("late",))
+    assert "in no repository" in await models.begin(await models.scan(options), options)[0]
+    assert await models.index(False) == [{"name": "late", "state": "UNAVAILABLE", "reason": "it is in no repository"}]
+    write_model(tmp_path, "late")
+    assert await models.begin(await models.scan(options), options)[0] == ""
+    assert published[-1] == Readiness(True, 1)
+    models.unload("late")
+    assert published[-1] == Readiness(True, 0)
+    assert models.begin(await models.scan(options), options) == []
+    assert len(worker.loads) == 1
 
 
 async def test_the_list_of_a_reload_adds(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_names_repositories_and_versions(tmp_path: Path) -> None:
     write_model(tmp_path / "two", "has space")
     (tmp_path / "two" / "empty").mkdir()
     found = repository.scan([tmp_path / "one", tmp_path / "two"])
-    assert "more than one repository" in found["m"].error
+    assert found["m"].error == repository.DUPLICATE
     assert "its name may hold only" in found["has space"].error
     assert (found["empty"].error, found["empty"].chosen) == ("", ())
     with pytest.raises(InvalidArgument, match="No such file"):

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -223,7 +224,12 @@ def test_a_model_that_kills_its_worker(start: Start, repository: Path) -> None:
     daemon = start(workers={"cpu": 1})
     daemon.wait_ready()
     assert daemon.state("dies")["state"] == "UNAVAILABLE"
-    assert daemon.state("dies")["reason"] == "the worker process died while loading it"
+    reason = "2 worker processes died while loading it, the last one was killed by SIGKILL"
+    assert daemon.state("dies")["reason"] == reason
+    assert f"model 'dies' version 1 is given up for now: {reason}; it is tried again in 5 s" in daemon.log
+    assert re.search(
+        r"worker-0 \(process \d+\) was killed by SIGKILL while loading .*model 'dies' version 1", daemon.log
+    )
     daemon.wait(lambda: len(daemon.state("good")["workers"]) == 1, "good")
     daemon.wait(lambda: len(daemon.state("dies_once")["workers"]) == 1, "dies_once")
 
@@ -250,12 +256,16 @@ def test_explicit_operations(start: Start, repository: Path) -> None:
         "load failed for model 'noversion': at least one version must be available under the version policy of model "
         "'noversion'\n",
     )
-    assert json.loads(daemon.call("RepositoryIndex")[1]) == [
-        {"name": "badconfig"},
+    badconfig, *others, noversion = json.loads(daemon.call("RepositoryIndex")[1])
+    assert (badconfig.pop("name"), badconfig.pop("state")) == ("badconfig", "UNAVAILABLE")
+    assert "line 1, column 1" in badconfig.pop("reason")
+    assert not badconfig
+    assert others == [
         {"name": "fails", "version": "1", "state": "UNAVAILABLE", "reason": "it always does"},
         {"name": "good", "version": "1", "state": "READY"},
-        {"name": "noversion"},
     ]
+    reason = "it has no version folder, which is a whole number from 1"
+    assert noversion == {"name": "noversion", "state": "UNAVAILABLE", "reason": reason}
     # Unchanged: nothing is loaded again; changed: the version is replaced while it serves.
     assert daemon.call("LoadModel", name="good") == ("", "")
     assert b'"loads":1' in base64.b64decode(daemon.state("good")["metadata"])
@@ -268,7 +278,7 @@ def test_explicit_operations(start: Start, repository: Path) -> None:
     assert (daemon.state("good", 2)["state"], daemon.state("good", 1)["state"]) == ("READY", "UNAVAILABLE")
     assert daemon.call("LoadModel", name="good", config='{"version_policy": {"all": {}}}') == ("", "")
     assert daemon.state("good", 1)["state"] == "READY"
-    assert daemon.call("LoadModel", name="good", config="{")[0] == "INTERNAL"
+    assert daemon.call("LoadModel", name="good", config="{")[0] == "INVALID_ARGUMENT"
     assert daemon.call("UnloadModel", name="good") == ("", "")
     assert daemon.call("UnloadModel", name="nope") == ("", "")
     daemon.wait(lambda: daemon.state("good", 2)["reason"] == "unloaded", "unload")
@@ -477,7 +487,7 @@ def test_service_manager(start: Start, tmp_path: Path) -> None:
         assert not [c for c in (*daemon.workers, *daemon.fronts) if "NOTIFY_SOCKET" in c.environ()]
         os.kill(daemon.process.pid, signal.SIGHUP)
         wait_for("RELOADING=1\nMONOTONIC_USEC=")
-        wait_for("READY=1\nSTATUS=0 models")
+        wait_for("READY=1\nSTATUS=ready: 0 models")
         daemon.process.send_signal(signal.SIGTERM)
         wait_for("STOPPING=1")
 

@@ -12,7 +12,8 @@ import pytest
 from config.options import Trace
 from daemon.trace_settings import TraceSettings, parse
 from shm.errors import InvalidArgument, Unsupported
-from shm.messages import ChangeTrace, TraceChanged, TraceCleared
+from shm.messages import TraceChanged, TraceCleared
+from shm.settings import ChangeTrace
 
 FIRST = {
     "trace_level": ["OFF"],

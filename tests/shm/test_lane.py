@@ -18,7 +18,6 @@ from shm.messages import (
     FormCompletion,
     FormSubmit,
     Inline,
-    Record,
     RegionSlice,
     Release,
     RequestForm,
@@ -30,6 +29,7 @@ from shm.messages import (
     ToWorker,
     decoder,
 )
+from shm.record import Record
 from tests.open_files import no_descriptors_left
 
 MIB = 1 << 20

@@ -22,13 +22,13 @@ from shm.messages import (
     LaneOpened,
     Load,
     Loaded,
-    Record,
     RequestedOutput,
     Submit,
     Tensor,
     ToWorkerControl,
     decoder,
 )
+from shm.record import Record
 from tests.fakes import whole_answers
 from tests.work.counter import Work
 from workers.device import DeviceName

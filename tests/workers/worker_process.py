@@ -30,7 +30,6 @@ from shm.messages import (
     LaneOpened,
     Load,
     Loaded,
-    Record,
     Reply,
     RequestedOutput,
     Slice,
@@ -42,6 +41,7 @@ from shm.messages import (
     Unloaded,
     decoder,
 )
+from shm.record import Record
 from shm.status_page import StatusPage
 from tests.fakes import whole_answers
 

@@ -20,9 +20,11 @@ import jax
 
 from config import model_checks, model_config
 from config.model_config import ModelConfig
+from config.options import Options
 from shm.errors import Internal, InvalidArgument, Unsupported
 from shm.messages import Load
 from shm.status_page import StatusPage
+from workers import single_thread
 from workers.device_cuda import CudaDevice
 from workers.inbox import Inbox
 from workers.instance import Instance, Instantiated
@@ -34,10 +36,11 @@ from workers.models.declaration import (
     queue_rules,
     read_labels,
 )
-from workers.models.executable_cache import ExecutableCache
+from workers.models.executable_cache import ExecutableCache, cache_directory
 from workers.models.executables import Apply, Executables
 from workers.models.execution import describe_exception
 from workers.models.host_model import HostModel
+from workers.models.jax_cache import use_persistent_cache
 from workers.models.jax_model import JaxModel
 from workers.models.jitted_instance import JittedInstance
 from workers.models.model_code import python_source
@@ -106,6 +109,33 @@ class Loader:
         self._max_unexpected_shapes = max_unexpected_shapes
         self._max_batch_byte_size = max_batch_byte_size
 
+    @classmethod
+    def configured(
+        cls,
+        options: Options,
+        gpu: int | None,
+        device: jax.Device,
+        inbox: Inbox,
+        page: StatusPage,
+        cuda: CudaDevice | None = None,
+    ) -> Loader:
+        """One as the configuration says, with JAX's own cache turned on."""
+        directory = cache_directory(options.executables.cache_directory)
+        small = single_thread.choose(device, options.workers.single_thread_flops)
+        programs = use_persistent_cache(directory)
+        return cls(
+            device,
+            gpu,
+            ExecutableCache(directory, programs),
+            inbox,
+            page,
+            options.requests.max_queue_size,
+            options.executables.max_unexpected_shapes,
+            options.executables.max_batch_byte_size,
+            cuda,
+            small,
+        )
+
     def load(self, record: Load) -> LoadedModel:
         """Raises ServingError: with one calm sentence, whatever went wrong; details are in the log."""
         folders = (Path(record.version_path), Path(record.model_path))
@@ -132,6 +162,10 @@ class Loader:
         if message.backend == "python":
             if not triton:
                 raise InvalidArgument(f"model '{message.name}': model.py has no class TritonPythonModel")
+            if not callable(getattr(module.TritonPythonModel, "execute", None)):
+                raise InvalidArgument(
+                    f"model '{message.name}': class TritonPythonModel has no function execute(requests)"
+                )
             message = auto_complete(module, message)
             axes: dict[str, tuple[str | None, ...]] = {}
         else:

@@ -20,6 +20,7 @@ from shm.messages import (
     UnloadModel,
     UnregisterRegion,
 )
+from shm.progress import Readiness
 from tests.fakes import Client, FrontProcess, front_process
 
 
@@ -235,24 +236,14 @@ def test_a_body_over_the_limit(client: Client) -> None:
     assert (answer.status, str(1 << 20) in answer.error) == (413, True)
 
 
-@pytest.mark.parametrize(
-    ("strict", "states", "status"),
-    [
-        (True, [], 200),
-        (True, [("UNAVAILABLE", "it fails")], 400),
-        (False, [("UNAVAILABLE", "it fails")], 200),
-        (True, [("UNAVAILABLE", "unloaded")], 200),
-        (True, [("LOADING", "")], 400),
-        (True, [("UNLOADING", "")], 400),
-    ],
-)
-def test_the_server_is_ready_when_its_models_are(strict: bool, states: list[tuple[str, str]], status: int) -> None:
-    with front_process(http={"port": 0}, repository={"strict_readiness": strict}) as front, front.client() as client:
-        front.model(front.worker())
-        for state, reason in states:
-            front.model(name="other", state=state, reason=reason)
-        client.request("GET", "/v2/health/ready")
-        if status == 200 and states:
-            front.answer_call()
-        answer = client.answer()
-        assert (answer.status, answer.body) == (status, b'{"ready":true}' if status == 200 else b"")
+def test_the_server_is_ready_when_the_supervisor_says_so(client: Client, front: FrontProcess) -> None:
+    front.send(Readiness(False, 2, 1, ("other",)))
+    client.request("GET", "/v2/health/ready")
+    answer = client.answer()
+    said = {"ready": False, "error": "1 of 2 models are not served: other"}
+    assert (answer.status, json.loads(answer.body)) == (400, said)
+    front.send(Readiness(True, 2))
+    client.request("GET", "/v2/health/ready")
+    front.answer_call()
+    answer = client.answer()
+    assert (answer.status, answer.body) == (200, b'{"ready":true}')

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from shm.messages import ChangeLog, ChangeTrace, Operation
+from shm.messages import Operation
+from shm.settings import ChangeLog, ChangeTrace
 from tests.fakes import Client, FrontProcess, front_process
 
 LOGGING, TRACE, MODEL_TRACE = "/v2/logging", "/v2/trace/setting", "/v2/models/m/trace/setting"

@@ -16,6 +16,8 @@ from shm.figures import Counts
 
 COUNTS = Counts(10, 1, 2, 3, 4, 40, 20, 11_999, 22_000, 33_000, 44_000, 55_000, 1 << 40)
 SNAPSHOT = Snapshot(
+    False,
+    {"m": True, "broken": False},
     [Total("m", 3, COUNTS, 7), Total('a "b"\n\\', 1, Counts(), 0)],
     [WorkerPost("worker-0", "cpu:0", True, False, 2)],
     [FrontPost("http-0", "http", True, 5, 1)],
@@ -67,6 +69,9 @@ def test_ours() -> None:
         'tensord_region_leases{kind="system"} 3.0',
         'tensord_regions{kind="cuda"} 0.0',
         "tensord_regions_max 4096.0",
+        "tensord_ready 0.0",
+        'tensord_model_served{model="m"} 1.0',
+        'tensord_model_served{model="broken"} 0.0',
         'tensord_worker_up{device="cpu:0",worker="worker-0"} 1.0',
         'tensord_worker_answered{device="cpu:0",worker="worker-0"} 0.0',
         'tensord_worker_restarts_total{device="cpu:0",worker="worker-0"} 2.0',

@@ -1,0 +1,16 @@
+"""The records that say how far the daemon is: sent whole on every change, and the last one holds."""
+
+from __future__ import annotations
+
+from shm.record import Record
+
+
+class Readiness(Record, frozen=True, tag="readiness"):
+    """Whether the daemon is ready, and which of the wanted models serve nothing now."""
+
+    ready: bool = False
+    #: Models that should be served, and how many of them are not.
+    wanted: int = 0
+    unserved: int = 0
+    #: The first of those, by name.
+    names: tuple[str, ...] = ()

@@ -1,0 +1,83 @@
+"""``python -m workers.check --device cpu:0``: loads versions of one model as a worker does, serves nothing, and ends.
+
+    stdin   CheckLoads: the configuration, and what to load, one version after the other
+    stdout  one LoadOutcome a version that is done
+
+Started by ``daemon.check``, which knows by a missing line which version ended the process. What the model prints goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import resource
+import sys
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from config import log
+from config.options import Options
+from shm.check import CheckLoads, LoadOutcome
+from shm.errors import ServingError
+from shm.messages import Load
+from shm.parent import die_with_parent
+from shm.status_page import StatusPage
+from workers import device_cpu
+from workers.device import DeviceName, NoDevice
+
+if TYPE_CHECKING:
+    from workers.models.loader import Loader
+
+
+def main() -> None:
+    die_with_parent()
+    # A crash is told by how the process ended: nobody looks for its memory.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    parser = argparse.ArgumentParser(prog="workers.check", description=__doc__)
+    parser.add_argument("--device", type=DeviceName.parse, required=True)
+    device_name: DeviceName = parser.parse_args().device
+    device_name.prepare_environment()
+    asked = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=CheckLoads)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    faulthandler.enable()
+    options = msgspec.msgpack.decode(asked.options, type=Options)
+    # Not into the log of a daemon that runs beside this.
+    log.configure(msgspec.structs.replace(options.log, file=""), "check")
+
+    # Imported after the environment is set.
+    from workers import device_cuda
+    from workers.inbox import Inbox
+    from workers.models import import_system
+    from workers.models.loader import Loader
+
+    if device_name.platform == "cpu":
+        device_cpu.limit_threads(options.workers.threads)
+    else:
+        device_cuda.prepare_environment(options.workers)
+    import_system.prepare()
+    try:
+        loader = Loader.configured(options, device_name.gpu, device_name.open(), Inbox(), StatusPage.create())
+        reasons = (_tried(loader, load) for load in asked.loads)
+    except NoDevice as error:
+        reasons = (str(error) for _ in asked.loads)
+    for load, reason in zip(asked.loads, reasons, strict=True):
+        answers.write(msgspec.json.encode(LoadOutcome(load.version, reason)) + b"\n")
+        answers.flush()
+    # Threads inside models cannot be ended, and must not keep the process.
+    os._exit(0)
+
+
+def _tried(loader: Loader, load: Load) -> str:
+    """Why it does not load; "": it does."""
+    try:
+        loader.load(load)
+    except ServingError as error:
+        return error.message
+    return ""
+
+
+if __name__ == "__main__":
+    main()
