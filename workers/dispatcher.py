@@ -24,6 +24,7 @@ from workers.model_table import ModelTable
 from workers.model_version import ModelVersion
 from workers.models.executables import Executable, Executables, Wanted
 from workers.models.execution import Execution, run
+from workers.models.run_errors import CheckDevice, is_out_of_memory, out_of_memory, works
 from workers.models.series import Series
 from workers.models.series_program import SeriesProgram
 from workers.outbox import Outbox
@@ -54,7 +55,10 @@ class Dispatcher:
         page: StatusPage,
         compiler: WorkThread,
         clock: Callable[[], int],
+        check: CheckDevice = works,
     ) -> None:
+        """``check``: of the worker's device."""
+        self._check = check
         self._max_shapes = options.executables.max_unexpected_shapes
         self._models = models
         self._regions = regions
@@ -246,7 +250,7 @@ class Dispatcher:
         # Written before and cleared after, so that a batch that kills this process is known by its requests.
         self._page.begin(LOOP_DESK, [(request.submitter.peer, request.request_id) for request in batch])
         self._page.set_state(WorkerState.EXECUTING, now_ns)
-        run(model, execution)
+        run(model, execution, self._check)
         self._page.end(LOOP_DESK)
         self._page.set_state(self.resting_state, execution.computed_ns)
         self._finish(version, execution)
@@ -301,6 +305,9 @@ class Dispatcher:
         self._page.begin(COMPILER_DESK, running)
         try:
             return executables.compile(wanted)
+        except Exception:
+            self._check()
+            raise
         finally:
             self._page.end(COMPILER_DESK)
 
@@ -308,9 +315,8 @@ class Dispatcher:
         def compiled(outcome: Executable | Exception) -> None:
             requests = version.compiling.pop(key)
             if isinstance(outcome, Exception) or version.jitted is None:
-                error = (
-                    _compile_error(version, outcome) if isinstance(outcome, Exception) else Internal("no executable")
-                )
+                failed = outcome if isinstance(outcome, Exception) else Internal("no executable")
+                error = _compile_error(version, failed, requests)
                 for request in requests:
                     self._outbox.fail(request, error)
                 return
@@ -377,8 +383,10 @@ def _earlier(a: int | None, b: int) -> int:
     return b if a is None else min(a, b)
 
 
-def _compile_error(version: ModelVersion, error: Exception) -> ServingError:
+def _compile_error(version: ModelVersion, error: Exception, requests: list[Request]) -> ServingError:
     if isinstance(error, ServingError):
         return error
+    if is_out_of_memory(error):
+        return out_of_memory(error, requests, None)
     _log.error("compiling model '%s' version %d failed", version.name, version.version, exc_info=error)
     return Internal(f"model '{version.name}' cannot be compiled for these shapes: {type(error).__name__}")

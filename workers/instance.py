@@ -16,6 +16,7 @@ from typing import Protocol
 from shm.status_page import StatusPage
 from workers.inbox import Inbox
 from workers.models.execution import Execution, Model, run
+from workers.models.run_errors import CheckDevice, works
 
 
 class Instantiated(Model, Protocol):
@@ -38,8 +39,10 @@ class Instance:
         inbox: Inbox,
         page: StatusPage,
         warm: Callable[[Instantiated], None] | None = None,
+        check: CheckDevice = works,
     ) -> None:
-        """``warm`` is called with the initialised model before the instance counts as started."""
+        """``warm`` is called with the initialised model before the instance counts as started. ``check``: of its device."""
+        self._check = check
         self._warm = warm
         self._inbox = inbox
         self._page = page
@@ -93,7 +96,7 @@ class Instance:
                 self.desk, [(request.submitter.peer, request.request_id) for request in execution.requests]
             )
             try:
-                run(model, execution)
+                run(model, execution, self._check)
             finally:
                 self._page.end(self.desk)
             self._inbox.post(functools.partial(done, execution))

@@ -39,6 +39,7 @@ from workers.known_form import KnownForm
 from workers.model_table import ModelTable
 from workers.model_version import ModelVersion
 from workers.models.loader import LoadedModel, Loader
+from workers.models.run_errors import works
 from workers.pinned_memory import PinnedMemory
 from workers.poller import Datagram, Poller
 from workers.region_policy import RegionPolicy
@@ -91,7 +92,13 @@ class Worker:
         self._regions = RegionTable(RegionPolicy(options.regions), self._driver, device_name.gpu, self._pinned)
         self._compiler = WorkThread("compiler", self._inbox)
         self._dispatcher = Dispatcher(
-            options, self._models, self._regions, self._page, self._compiler, time.monotonic_ns
+            options,
+            self._models,
+            self._regions,
+            self._page,
+            self._compiler,
+            time.monotonic_ns,
+            works if self._cuda is None else self._cuda.check,
         )
         loader = Loader.configured(options, device_name.gpu, device, self._inbox, self._page, self._cuda)
         self._loader_thread = WorkThread("loader", self._inbox)

@@ -197,3 +197,98 @@ def test_large_bodies_are_transfers_once_the_arenas_are_page_locked(
     assert after.other_copied == before.other_copied
     assert "page-locked" not in daemon.log
     assert after.violations == 0
+
+
+def ask(daemon: DaemonProcess, model: str, values: list[float]) -> tuple[int, dict[str, Any]]:
+    return daemon.infer(model, [{"name": "x", "shape": [len(values)], "datatype": "FP32", "data": values}])
+
+
+_JITTED = """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    inputs = {"x": "FP32[n]"}
+    outputs = {"y": "FP32[n]"}
+
+    def look(x):
+        if x[0] < 0:
+            raise ValueError("negative")
+        return x
+
+    def create(path, config, device):
+        def apply(params, inputs):
+            x = inputs["x"]
+            return {"y": jax.pure_callback(look, jax.ShapeDtypeStruct(x.shape, x.dtype), x)}
+        return apply, {}
+"""
+_PYTHON = """
+    import triton_python_backend_utils as pb_utils
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            x = pb_utils.get_input_tensor_by_name(requests[0], "x").as_numpy()
+            if x[0] < 0:
+                raise ValueError("negative")
+            return [pb_utils.InferenceResponse([pb_utils.Tensor("y", x)])]
+"""
+_CONFIG = """
+    backend: "python"
+    input { name: "x" data_type: TYPE_FP32 dims: [ -1 ] }
+    output { name: "y" data_type: TYPE_FP32 dims: [ -1 ] }
+"""
+
+
+@pytest.mark.parametrize(("source", "config"), [(_JITTED, ""), (_PYTHON, _CONFIG)], ids=["jitted", "python"])
+def test_after_an_error_of_a_model_the_device_is_asked(
+    stub: CudaStub, serve: Serve, repository: Path, source: str, config: str
+) -> None:
+    """1. the model raises, at the call, while the GPU works: 500; 2. it raises because the GPU failed: 503, and a new worker."""
+    repositories.write_model(repository, "looks", source, config)
+    daemon = serve()
+    assert ask(daemon, "looks", [1.0])[0] == 200
+    (worker,) = daemon.workers
+    status, answer = ask(daemon, "looks", [-1.0])
+    assert (status, [one.pid for one in daemon.workers]) == (500, [worker.pid]), answer
+    stub.fail("cuCtxSynchronize", 700)
+    status, answer = ask(daemon, "looks", [-1.0])
+    assert status == 503, answer
+    assert "the GPU failed (CUDA_ERROR_ILLEGAL_ADDRESS)" in answer["error"]
+    daemon.wait_log("the worker ends, to be replaced: the GPU failed")
+    wait_until(lambda: ask(daemon, "looks", [2.0])[0] == 200, "the replacement to serve", daemon)
+
+
+def test_a_device_without_memory_is_said_with_the_sizes(serve: Serve, repository: Path) -> None:
+    """XLA itself refuses 2^47 bytes; the same model, and the worker, go on."""
+    repositories.write_model(
+        repository,
+        "greedy",
+        """
+        import jax
+        import jax.numpy as jnp
+
+        inputs = {"x": "FP32[n]"}
+        outputs = {"y": "FP32[2]"}
+
+        def create(path, config, device):
+            def apply(params, inputs):
+                x = inputs["x"]
+                count = 1 << (45 if x.shape[0] > 8 else 4)
+                return {"y": jnp.sort(jax.lax.iota(jnp.float32, count) * x[0])[:2]}
+            return apply, {}
+        """,
+    )
+    daemon = serve()
+    pids = [worker.pid for worker in daemon.workers]
+    for _ in range(2):
+        status, answer = ask(daemon, "greedy", [1.0] * 9)
+        assert status == 503, answer
+        assert (
+            "model 'greedy': the device has no memory left for this request (1 rows, 36 bytes of inputs"
+            in answer["error"]
+        )
+        assert "a program that needs 140737488355" in answer["error"]
+        assert "Out of memory allocating 140737488355328 bytes" in answer["error"]
+        assert ask(daemon, "greedy", [1.0] * 3)[0] == 200
+    assert [worker.pid for worker in daemon.workers] == pids
+    assert "Traceback" not in daemon.log

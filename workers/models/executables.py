@@ -29,6 +29,7 @@ from workers.models.gather_buffer import ALIGNMENT, GatherBuffer
 from workers.models.placement import CompiledProgram, Placement
 from workers.models.plain_program import is_plain
 from workers.models.precision import precision
+from workers.models.run_errors import memory_needed
 from workers.models.signature import Signature, TensorSpec
 from workers.models.small_programs import SmallPrograms
 from workers.output_memory import OutputMemory
@@ -106,6 +107,11 @@ class Executable:
     def placement(self) -> Placement:
         """Where it runs."""
         return self._program.placement
+
+    @property
+    def memory_needed(self) -> int | None:
+        """As ``run_errors.memory_needed``."""
+        return memory_needed(self._program.call)
 
     #: Rows that no request fills are zero.
     clears = True

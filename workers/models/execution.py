@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from shm.arrays import Array
 from shm.errors import Internal, ServingError
 from shm.messages import Parameter
+from workers.models.run_errors import CheckDevice, is_out_of_memory, out_of_memory, works
 from workers.request import Request
 
 if TYPE_CHECKING:
@@ -113,30 +114,38 @@ class Model(Protocol):
         """The sentence for a client when the model failed: no path, no traceback."""
 
 
-def run(model: Model, execution: Execution) -> None:
-    """Runs a batch; every request has its result afterwards."""
+def run(model: Model, execution: Execution, check: CheckDevice = works) -> None:
+    """Runs a batch; every request has its result afterwards. ``check``: of the model's device."""
     try:
         model.execute(execution)
     except BaseException as error:  # also sys.exit() in a model: it must cost its request an answer, not the thread
         requests = execution.requests
         if len(requests) == 1:
-            execution.results = [_own(model, error)]
+            execution.results = [_own(model, error, execution, check)]
         else:
             execution.results = []
             for request in requests:
                 single = Execution([request], execution.began_ns)
-                run(model, single)
+                run(model, single, check)
                 execution.results += single.results
         now_ns = time.monotonic_ns()
         execution.gathered_ns = min(max(execution.gathered_ns, execution.began_ns), now_ns)
         execution.computed_ns = now_ns
 
 
-def _own(model: Model, error: BaseException) -> ServingError:
+def _own(model: Model, error: BaseException, execution: Execution, check: CheckDevice) -> ServingError:
     if isinstance(error, ServingError):
         # Without the frames: they hold the requests, and the result they become holds them.
         return error.with_traceback(None)
+    if is_out_of_memory(error):
+        failed = out_of_memory(error, execution.requests, execution.executable)
+        _log.error("%s", failed.message)
+        return failed
     _log.error("%s", model.describe(error), exc_info=error)
+    try:
+        check()
+    except ServingError as lost:
+        return lost.with_traceback(None)
     return Internal(model.describe(error))
 
 

@@ -148,6 +148,7 @@ class JaxModel:
             executable = self.find(requests)
             if executable is None:
                 raise LookupError(f"no executable for {self.wanted_by(requests)}")
+            execution.executable = executable
         if isinstance(executable, SeriesProgram):
             self._execute_series(execution, executable)
             return
@@ -172,11 +173,7 @@ class JaxModel:
         device = executable.device
         if device is None:
             return {name: np.asarray(made[name]) for name in self._signature.outputs}
-        try:
-            jax.block_until_ready(made)
-        except Exception:
-            device.check()
-            raise
+        jax.block_until_ready(made)
         # Not arrays of the host yet: where they go decides which way they leave the device.
         return {name: cast(Array, device.keep(made[name])) for name in self._signature.outputs}
 

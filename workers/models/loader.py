@@ -48,6 +48,7 @@ from workers.models.model_imports import ModelImports
 from workers.models.parameters import parted
 from workers.models.precision import precision
 from workers.models.python_model import PythonModel, auto_complete
+from workers.models.run_errors import CheckDevice, works
 from workers.models.signature import Signature, signature
 from workers.models.warmup import Sample, samples
 from workers.scheduling.dynamic_batcher import BatchRules
@@ -101,6 +102,7 @@ class Loader:
         self._cuda = cuda
         #: The GPU as this thread has it: the loop gathers requests on the other while samples run here.
         self._own_cuda = None if cuda is None else cuda.beside()
+        self._check: CheckDevice = works if cuda is None else cuda.check
         self._single_thread = single_thread
         self._cache = cache
         self._inbox = inbox
@@ -152,6 +154,7 @@ class Loader:
             if isinstance(error, (Internal, InvalidArgument, Unsupported)):
                 raise
             _log.error("loading model '%s' version %d failed", record.name, record.version, exc_info=error)
+            self._check()
             raise Internal(f"Internal: {describe_exception(error)}") from error
 
     def _load(self, record: Load, message: ModelConfig, module: ModuleType, imports: ModelImports) -> LoadedModel:
@@ -235,7 +238,7 @@ class Loader:
         try:
             here = jitted if self._own_cuda is None else JittedInstance(jitted, self._own_cuda)
             for sample in prepared:
-                sample.run_jitted(jitted, here, message.name)
+                sample.run_jitted(jitted, here, message.name, self._check)
         finally:
             if self._own_cuda is not None:
                 self._own_cuda.close()
@@ -263,14 +266,16 @@ class Loader:
 
         def warm(model: Instantiated) -> None:
             for sample in prepared:
-                sample.run(model, message.name)
+                sample.run(model, message.name, self._check)
 
         started: list[Instance] = []
         try:
             for group in message.instance_group:
                 for index in range(group.count):
                     name = f"{group.name}_{index}"
-                    instance = Instance(name, functools.partial(create, name), self._inbox, self._page, warm)
+                    instance = Instance(
+                        name, functools.partial(create, name), self._inbox, self._page, warm, self._check
+                    )
                     instance.start()
                     started.append(instance)
         except BaseException:

@@ -11,7 +11,7 @@ operations into one kernel than it does for a request alone, and a product that 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,7 @@ from workers.models.gather_buffer import aligned, copy_into
 from workers.models.packing import Packing
 from workers.models.placement import Placement
 from workers.models.precision import precision
+from workers.models.run_errors import memory_needed
 from workers.models.signature import Signature
 from workers.request import Request
 
@@ -53,9 +54,14 @@ class SeriesProgram:
     __slots__ = ("_arguments", "_byte_size", "_call", "_layout", "_outputs", "_places", "_signature", "wanted")
 
     def __init__(
-        self, wanted: SeriesWanted, signature: Signature, call: Callable[..., Any], inputs: Packing, outputs: Packing
+        self,
+        wanted: SeriesWanted,
+        signature: Signature,
+        call: functools.partial[Any],
+        inputs: Packing,
+        outputs: Packing,
     ) -> None:
-        """``call`` takes the stacks and has its parameters."""
+        """``call`` is the compiled program with its parameters, and takes the stacks."""
         self.wanted = wanted
         self._signature = signature
         self._call = call
@@ -77,6 +83,11 @@ class SeriesProgram:
     def rows(self) -> int:
         """How many requests it is for."""
         return self.wanted.length
+
+    @property
+    def memory_needed(self) -> int | None:
+        """As ``run_errors.memory_needed``."""
+        return memory_needed(self._call.func)
 
     #: What earlier requests left behind them is computed once more, and nobody looks at it.
     clears = False

@@ -23,8 +23,9 @@ from shm.arrays import Array, array
 from shm.datatypes import byte_size
 from shm.errors import InvalidArgument, ServingError
 from shm.messages import Submit
-from workers.models.execution import Execution, Model
+from workers.models.execution import Execution, Model, run
 from workers.models.jax_model import JaxModel
+from workers.models.run_errors import CheckDevice, works
 from workers.models.signature import Signature, TensorSpec
 from workers.request import Request
 
@@ -51,27 +52,22 @@ class Sample:
         #: What a jitted model finds its executable by.
         self._key: Hashable = None
 
-    def run(self, model: Model, model_name: str) -> None:
-        """Raises InvalidArgument: the model failed."""
+    def run(self, model: Model, model_name: str, check: CheckDevice = works) -> None:
+        """Raises InvalidArgument: the model failed. ``check``: of the worker's device."""
         for _ in range(self.count):
             execution = Execution([self.request(model_name)], time.monotonic_ns())
-            try:
-                model.execute(execution)
-                (result,) = execution.results
-            except ServingError as error:
-                raise self._failed(error.message) from error
-            except Exception as error:
-                raise self._failed(model.describe(error)) from error
+            run(model, execution, check)
+            (result,) = execution.results
             if isinstance(result, ServingError):
                 raise self._failed(result.message)
 
-    def run_jitted(self, model: JaxModel, runner: Model, model_name: str) -> None:
+    def run_jitted(self, model: JaxModel, runner: Model, model_name: str, check: CheckDevice = works) -> None:
         """As ``run``, with a shape that no bucket covers compiled first. ``runner`` is the model in the calling thread."""
         self._key = model.key(self._arrays)
         wanted = model.wanted_by([self.request(model_name)])
         if model.executables.find(wanted) is None:
             model.executables.add(model.executables.compile(wanted))
-        self.run(runner, model_name)
+        self.run(runner, model_name, check)
 
     def request(self, model_name: str) -> Request:
         """The sample as a request that nobody submitted: it has neither a version that serves nor a submitter that waits."""
