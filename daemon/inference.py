@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 
 import msgspec
 
-from daemon.pending import OnCompletion
+from daemon.pending import DEFECT, OnCompletion
 from daemon.submit import Submitter
 from daemon.tracer import Trace
 from shm.arena import Lease
-from shm.errors import ServingError, from_code
+from shm.errors import Internal, ServingError, from_code
 from shm.forms import Form, request_template
 from shm.lane import SubmitterLane
 from shm.messages import (
@@ -37,6 +38,7 @@ from shm.messages import (
     Tensor,
 )
 
+_log = logging.getLogger(__name__)
 _ALIGNMENT = 64
 
 #: What an input's bytes are: themselves (BYTES length-prefixed), or where they lie: in a client's region, in the request's lease.
@@ -91,38 +93,40 @@ class Inference:
 
     def granted(self, lease: Lease | ServingError) -> None:
         """Room came free, or did not in time."""
-        if isinstance(lease, ServingError):
-            _give_back(self._submitter, self._request)
-            if not self._cancelled:
-                self._on_completion(Completion(0, lease.code, lease.message), None)
-        elif self._cancelled:
-            self._submitter.give_back(lease)
-            _give_back(self._submitter, self._request)
-        else:
-            try:
+        try:
+            if self._cancelled or isinstance(lease, ServingError):
+                if isinstance(lease, Lease):
+                    self._submitter.give_back(lease)
+                _give_back(self._submitter, self._request)
+                if isinstance(lease, ServingError) and not self._cancelled:
+                    raise lease
+            else:
                 self.send(lease)
-            except ServingError as error:
-                self._on_completion(Completion(0, error.code, error.message), None)
+        except ServingError as error:
+            self._on_completion(Completion(0, error.code, error.message), None)
+        except Exception:
+            _log.exception("a request for model '%s' could not be sent", self._request.model)
+            self._on_completion(Completion(0, Internal.code, DEFECT), None)
 
     def send(self, lease: Lease | None) -> None:
-        """Puts the tensors into their places and submits. Raises Unavailable: too many are in flight; leases are given back."""
+        """Puts the tensors into their places and submits. Raises as ``Submitter.submit``; leases are given back."""
         request, submitter, trace = self._request, self._submitter, self._request.trace
-        tensors = _placed(request, lease, submitter.inline_byte_size)
-        record = _record(request, submitter.next_id(), tensors, time.monotonic_ns())
-        if trace is not None:
-            record = msgspec.structs.replace(record, trace=trace.level)
-            trace.client_id = request.id
-            trace.stamp("REQUEST_START")
-            self._on_completion = _traced(trace, self._on_completion)
         leases = () if lease is None else (lease,)
         if request.lease is not None:
             leases = (request.lease, *leases)
         try:
-            submitter.submit(record, leases, self._on_completion)
-        except ServingError:
+            tensors = _placed(request, lease, submitter.inline_byte_size)
+            record = _record(request, submitter.next_id(), tensors, time.monotonic_ns())
+            if trace is not None:
+                record = msgspec.structs.replace(record, trace=trace.level)
+                trace.client_id = request.id
+                trace.stamp("REQUEST_START")
+                self._on_completion = _traced(trace, self._on_completion)
+        except BaseException:
             for each in leases:
                 submitter.give_back(each)
             raise
+        submitter.submit(record, leases, self._on_completion)
         self._request_id = record.request_id
 
 
@@ -142,7 +146,7 @@ def begin(submitter: Submitter, request: InferenceRequest, on_completion: OnComp
         return inference
     try:
         lease = submitter.loan(size)
-    except ServingError:
+    except BaseException:
         _give_back(submitter, request)
         raise
     if lease is not None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from shm.arena import Lease
+from shm.errors import Internal
 from shm.forms import Form, whole_answer, whole_request
 from shm.lane import SubmitterLane
 from shm.messages import Completion, FormCompletion, FormSubmit, Submit
@@ -22,6 +23,8 @@ _log = logging.getLogger(__name__)
 #: The owner of a request: the completion, and the lane whose response arena holds its slices (None: nothing to view).
 OnCompletion = Callable[[Completion, SubmitterLane | None], None]
 
+#: What a client is told of a defect of ours.
+DEFECT = "internal error; the server's log has the details"
 _UNSENT = FormSubmit(0, 0, ())
 
 
@@ -79,12 +82,37 @@ class Pending(msgspec.Struct, eq=False, kw_only=True):
             self.form = None
         return self.record  # type: ignore[return-value]
 
-    def tell(self, completion: Completion, lane: SubmitterLane | None) -> None:
-        """``completed``. One owner's defect costs that owner its answer, not the others in the same datagram theirs."""
+    def tell(self, completion: Completion, lane: SubmitterLane | None) -> bool:
+        """``completed``. One owner's defect costs that owner its answer, not the others in the same datagram theirs.
+
+        Returns: False: it met a defect, and was ``undelivered`` instead.
+        """
         try:
             self.completed(completion, lane)
         except Exception:
-            undelivered()
+            self._fail_delivery()
+            return False
+        return True
+
+    def tell_formed(self, template: Completion, own: FormCompletion) -> bool:
+        """The same with ``formed``."""
+        try:
+            self.formed(template, own)
+        except Exception:
+            self._fail_delivery()
+            return False
+        return True
+
+    def undelivered(self) -> None:
+        """Instead of an answer: handing it to the client met a defect of ours, and some of it may have left."""
+        self.completed(Completion(self.record.request_id, Internal.code, DEFECT), None)
+
+    def _fail_delivery(self) -> None:
+        _log.exception("an answer could not be delivered")
+        try:
+            self.undelivered()
+        except Exception:
+            _log.exception("nor could that be said")
 
     def __repr__(self) -> str:
         # Not what a Struct shows of itself: the client's tensors would be in it.
@@ -98,8 +126,3 @@ class Calling(Pending):
 
     def completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
         self.on_completion(completion, lane)
-
-
-def undelivered() -> None:
-    """Call where an owner could not take its answer."""
-    _log.exception("an answer could not be delivered")

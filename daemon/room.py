@@ -5,11 +5,14 @@ Whoever comes first is served first: nobody gets room while others wait.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 
 from shm.arena import Arena, Lease
 from shm.errors import ServingError, Unavailable
+
+_log = logging.getLogger(__name__)
 
 OnLease = Callable[[Lease | ServingError], None]
 
@@ -43,18 +46,29 @@ class Room:
             if granted is None:
                 return
             self._waiting.popleft()
-            on_lease(granted)
+            _tell(on_lease, granted)
 
     def expire(self, now: float) -> bool:
         """Ends what waited too long. Returns whether somebody still waits."""
         while self._waiting and self._waiting[0][0] <= now:
             _, byte_size, on_lease = self._waiting.popleft()
-            on_lease(
+            _tell(
+                on_lease,
                 Unavailable(
                     f"{self._arena.describe_full(byte_size)}, and none came free within {self._wait_seconds:g} s"
-                )
+                ),
             )
         return bool(self._waiting)
 
     def __repr__(self) -> str:
         return f"<Room {self._arena!r}, {len(self._waiting)} wait>"
+
+
+def _tell(on_lease: OnLease, given: Lease | ServingError) -> None:
+    """One's defect is no reason for the others to wait."""
+    try:
+        on_lease(given)
+    except Exception:
+        _log.exception("room for a request came, and could not be used")
+        if isinstance(given, Lease):
+            given.release()

@@ -8,10 +8,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from daemon.busy_poll import BusyPoll
 from daemon.pending import Pending, Worker
+
+_log = logging.getLogger(__name__)
+_AGAIN_SECONDS = 0.1
 
 
 class Sending:
@@ -33,24 +37,34 @@ class Sending:
         self._turning = False
 
     def send(self, worker: Worker, pending: Pending) -> None:
-        """Gives a request to a worker, whose it is from now on."""
+        """Gives a request to a worker, whose it is from now on. Raises whatever is wrong with it: then it is nobody's."""
         record, form, in_flight = pending.record, pending.form, worker.in_flight
         pending.worker = worker
         in_flight[record.request_id] = pending
-        if pending.leases and form is not None:
-            worker.lane.announce(pending.leases)
-        if len(in_flight) > 1 or worker.writing:
+        try:
+            if pending.leases and form is not None:
+                worker.lane.announce(pending.leases)
+            if len(in_flight) > 1 or worker.writing:
+                if form is None:
+                    worker.lane.submit(record)  # type: ignore[arg-type]
+                else:
+                    worker.lane.submit_formed(form, record)  # type: ignore[arg-type]
+                if not worker.dirty:
+                    self.flush_later(worker)
+                return
+            sent = True
             if form is None:
                 worker.lane.submit(record)  # type: ignore[arg-type]
             else:
-                worker.lane.submit_formed(form, record)  # type: ignore[arg-type]
-            if not worker.dirty:
-                self.flush_later(worker)
-            return
+                sent = worker.lane.submit_formed_at_once(form, record)  # type: ignore[arg-type]
+        except BaseException:
+            # Nothing of it is on the lane: who could not be queued is not sent.
+            in_flight.pop(record.request_id, None)
+            pending.worker = None
+            raise
         if form is None:
-            worker.lane.submit(record)  # type: ignore[arg-type]
             self._flush(worker)
-        elif not worker.lane.submit_formed_at_once(form, record):  # type: ignore[arg-type]
+        elif not sent:
             self._await_writable(worker)
         if not self._turning:
             self._turning = True
@@ -96,16 +110,27 @@ class Sending:
         return True
 
     def _flush(self, worker: Worker) -> None:
-        if not worker.lane.flush():
-            self._await_writable(worker)
-        elif worker.writing:
-            worker.writing = False
-            self._loop.remove_writer(worker.lane.fileno())
+        try:
+            if not worker.lane.flush():
+                self._await_writable(worker)
+            elif worker.writing:
+                worker.writing = False
+                self._loop.remove_writer(worker.lane.fileno())
+        except Exception:
+            self._flush_again(worker)
 
     def _await_writable(self, worker: Worker) -> None:
         if not worker.writing:
-            worker.writing = True
-            self._loop.add_writer(worker.lane.fileno(), self._flush, worker)
+            try:
+                self._loop.add_writer(worker.lane.fileno(), self._flush, worker)
+                worker.writing = True
+            except Exception:
+                self._flush_again(worker)
+
+    def _flush_again(self, worker: Worker) -> None:
+        """What its lane holds belongs to many requests, and other lanes wait for their turn: no exception goes any further."""
+        _log.exception("the lane of worker %d could not be written to; it is tried again", worker.incarnation)
+        self._loop.call_later(_AGAIN_SECONDS, self.flush_later, worker)
 
     def __repr__(self) -> str:
         return f"<Sending {len(self._dirty)} workers to flush>"

@@ -7,6 +7,9 @@ The numbered story of one request:
 3. The Completion comes back on the lane; the request (``pending``) gets it, with the lane its tensors lie in.
 4. Its owner calls ``release`` when the answer's bytes have left.
 
+What a request takes (its place in flight, its leases, its place on a lane) is the submitter's from ``send`` until its end, also
+where sending it fails; and what fails is one request: those beside it go on.
+
 A lane's end-of-file only stops the sending. The dead worker's requests run elsewhere when the supervisor says it is fenced,
 because until then it might still write. Each request gets exactly one final answer, and this is the only place that gives it.
 """
@@ -25,8 +28,9 @@ import msgspec
 from config.options import Options
 from daemon.busy_poll import BusyPoll
 from daemon.choice import Choice, load
+from daemon.lent import Lent
 from daemon.model_table import ModelTable
-from daemon.pending import Calling, OnCompletion, Pending, Worker, undelivered
+from daemon.pending import DEFECT, Calling, OnCompletion, Pending, Worker
 from daemon.room import OnLease, Room
 from daemon.sending import Sending
 from shm.arena import Arena, Lease, LeaseKey
@@ -65,6 +69,7 @@ class Submitter:
         self._pending: dict[int, Pending] = {}
         #: Requests without a worker, in order of arrival, with the time they give up.
         self._waiting: deque[tuple[float, Pending]] = deque()
+        self._lent = Lent()
         self._loop = asyncio.get_running_loop()
         self._busy_poll = BusyPoll(self._loop, options.lanes.spin_us * 1000, self._pending)
         self._choice = Choice(table, row)
@@ -76,24 +81,32 @@ class Submitter:
     def submit(self, record: Submit, leases: Sequence[Lease], on_completion: OnCompletion) -> None:
         """Sends a request whose inputs are in place; ``on_completion`` is called exactly once with ``final``, never from here.
 
-        Raises: Unavailable: too many requests are in flight; the leases stay the caller's.
+        Raises: Unavailable: too many requests are in flight. Or whatever is wrong: nothing was sent then, and no callback comes.
+          The leases are the submitter's from now on, also then.
         """
         self.send(Calling(on_completion, record=record, leases=leases))
 
     def send(self, pending: Pending) -> None:
         """The same of a request that knows itself what to do with its answer. Raises as ``submit``."""
         everything = self._pending
-        if len(everything) >= self._max_in_flight:
-            raise Unavailable(f"{len(everything)} requests are in flight, at most {self._max_in_flight} are allowed")
-        everything[pending.record.request_id] = pending
-        if self._timeout:
-            pending.sent_at = self._loop.time()
-            self._sweep_later()
-        workers = self._choice.remembered.get(pending.form)
-        if workers is None:
-            self._dispatch(pending)
-        else:
-            self._sending.send(workers[0] if len(workers) == 1 else min(workers, key=load), pending)
+        try:
+            if len(everything) >= self._max_in_flight:
+                raise Unavailable(
+                    f"{len(everything)} requests are in flight, at most {self._max_in_flight} are allowed"
+                )
+            everything[pending.record.request_id] = pending
+            if self._timeout:
+                pending.sent_at = self._loop.time()
+                self._sweep_later()
+            workers = self._choice.remembered.get(pending.form)
+            if workers is None:
+                self._dispatch(pending)
+            else:
+                self._sending.send(workers[0] if len(workers) == 1 else min(workers, key=load), pending)
+        except BaseException:
+            everything.pop(pending.record.request_id, None)
+            self._give_back(pending)
+            raise
 
     def cancel(self, request_id: int) -> None:
         """Nobody waits for it any more: no callback will come. Its memory is given back when its worker is done with it."""
@@ -108,8 +121,9 @@ class Submitter:
             self._finish(pending)
 
     def release(self, lane: SubmitterLane, key: LeaseKey) -> None:
-        """The bytes of an answer have left."""
-        lane.release(key)
+        """The bytes of an answer have left. Harmless where it was said before."""
+        if not self._lent.take_back(lane, key):
+            return
         for worker in self._choice.workers.values():
             if worker.lane is lane:
                 self._sending.flush_later(worker)
@@ -121,7 +135,12 @@ class Submitter:
 
     def statistics(self) -> dict[str, int]:
         """Counts for operators."""
-        return {"in_flight": len(self._pending), "waiting_for_worker": len(self._waiting), **self._arena.statistics()}
+        return {
+            "in_flight": len(self._pending),
+            "waiting_for_worker": len(self._waiting),
+            "answers_held": len(self._lent),
+            **self._arena.statistics(),
+        }
 
     # ------------------------------------------------------------------------------------------------ room
 
@@ -184,7 +203,10 @@ class Submitter:
         )
         for pending in orphans.values():
             pending.worker = None
-            self._run_again(pending, pending.record.request_id in executing)
+            try:
+                self._run_again(pending, pending.record.request_id in executing)
+            except Exception as error:
+                self._fail_sending(pending, error)
         worker.page.close()
         worker.lane.close()
 
@@ -246,7 +268,10 @@ class Submitter:
             if pending.record.request_id not in self._pending:
                 continue
             before = len(self._waiting)
-            self._dispatch(pending)
+            try:
+                self._dispatch(pending)
+            except Exception as error:
+                self._fail_sending(pending, error)
             if len(self._waiting) > before:
                 self._waiting[-1] = (deadline, pending)  # it waits since it came, not since we looked
 
@@ -276,28 +301,29 @@ class Submitter:
                 self._complete(worker, template)
                 continue
             pending = in_flight.pop(own.request_id, None)
-            if own.lease is not None and (pending is None or pending.cancelled):
-                self.release(worker.lane, own.lease)
-            if pending is None:
-                continue
-            del self._pending[own.request_id]
-            if not pending.cancelled:
-                try:
-                    pending.formed(template, own)
-                except Exception:
-                    undelivered()
-            if pending.leases:
-                self._give_back(pending)
+            lease = own.lease
+            if lease is not None:
+                self._lent.note((worker.lane, lease))
+            if pending is not None:
+                del self._pending[own.request_id]
+                if not pending.cancelled and pending.tell_formed(template, own):
+                    lease = None  # its taker's
+                if pending.leases:
+                    self._give_back(pending)
+            if lease is not None:
+                self.release(worker.lane, lease)
         return True
 
     def _complete(self, worker: Worker, completion: Completion) -> None:
-        pending = worker.in_flight.get(completion.request_id)
+        pending, lease = worker.in_flight.get(completion.request_id), completion.lease
         if pending is not None and completion.final:
             del worker.in_flight[completion.request_id]
-        if pending is not None and not pending.cancelled:
-            pending.tell(completion, worker.lane)
-        elif completion.lease is not None:
-            self.release(worker.lane, completion.lease)
+        if lease is not None:
+            self._lent.note((worker.lane, lease))
+        if pending is not None and not pending.cancelled and pending.tell(completion, worker.lane):
+            lease = None  # its taker's
+        if lease is not None:
+            self.release(worker.lane, lease)
         if pending is not None and completion.final:
             self._finish(pending)
 
@@ -319,6 +345,13 @@ class Submitter:
         if not pending.cancelled and pending.record.request_id in self._pending:
             pending.tell(Completion(pending.record.request_id, error.code, error.message), None)
         self._finish(pending)
+
+    def _fail_sending(self, pending: Pending, error: Exception) -> None:
+        """It could not be sent again, and its sender is not there to be told so."""
+        if not isinstance(error, ServingError):
+            _log.error("a request for model '%s' could not be sent", pending.submit.model, exc_info=error)
+            error = Internal(DEFECT)
+        self._fail(pending, error)
 
     def _finish(self, pending: Pending) -> None:
         """The one place where a request ends."""

@@ -16,6 +16,7 @@ told which records those were, and whoever sent them is answered.
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
 from collections import deque
@@ -36,6 +37,8 @@ MAX_FDS = 4
 _WHOLE = b"\x01"
 _PART = b"\x02"
 _LAST_PART = b"\x03"
+#: The host is short of something for a moment: what could not be sent may go later.
+_SHORTAGES = frozenset((errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS))
 #: Before a record that is alone.
 _ONE = _WHOLE + b"\x91"
 _ANCILLARY = socket.CMSG_SPACE(MAX_FDS * 4)
@@ -95,10 +98,13 @@ class Channel:
     def put(self, record: Record, *fds: int) -> None:
         """Encodes and queues. Descriptors are duplicated: the caller keeps its own.
 
-        Raises: OSError: this process has no descriptor left; nothing is queued.
+        Raises: InvalidArgument: larger than the peer takes.  OSError: this process has no descriptor left. Nothing is queued then;
+          and what is queued cannot fail any more, so what is wrong with a record is the affair of who sends it.
         """
         encoded = _encode(record)
         if fds or len(encoded) > _ROOM:
+            if len(encoded) >= MAX_RECORD:
+                raise InvalidArgument(f"a record of {len(encoded)} bytes, at most {MAX_RECORD - 1} can be sent")
             self._put_alone(encoded, _duplicated(fds))
         else:
             self._queue.append(encoded)
@@ -123,11 +129,12 @@ class Channel:
                 # A datagram of its own: what most come to where nothing waits.
                 try:
                     self._sock.send(_ONE + encoded)
-                except BlockingIOError:
+                except OSError as error:
+                    if not _is_shortage(error):
+                        self._discard()
+                        return True
                     self._unsent = _ONE + encoded, ()
                     return False
-                except OSError:
-                    self._discard()
                 return True
         self.put(record)
         return self.flush()
@@ -148,9 +155,9 @@ class Channel:
                     self._sock.sendmsg([content], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
                 else:
                     self._sock.send(content)
-            except BlockingIOError:
-                return False
-            except OSError:
+            except OSError as error:
+                if _is_shortage(error):
+                    return False
                 self._discard()
                 return True
             self._unsent = None
@@ -262,6 +269,11 @@ class Channel:
 
     def __repr__(self) -> str:
         return f"<Channel fd={self._sock.fileno()} waiting={self.waiting}>"
+
+
+def _is_shortage(error: OSError) -> bool:
+    """Whether the same may succeed later; else the peer is gone."""
+    return isinstance(error, BlockingIOError) or error.errno in _SHORTAGES
 
 
 def _array_head(count: int) -> bytes:

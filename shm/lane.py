@@ -46,6 +46,8 @@ from shm.messages import (
 
 _FROM_WORKER = decoder(ToSubmitter)
 _FROM_SUBMITTER = decoder(ToWorker)
+#: Of one Release: it fits into a datagram however large the numbers are.
+_MAX_RELEASES = 1024
 _REQUESTS = (FormSubmit, Submit, RequestForm, Cancel)
 
 
@@ -142,6 +144,9 @@ class SubmitterLane:
         """True: all is sent. False: call again when the lane is writable."""
         self._announcer.withdraw_closed()
         if self._releases:
+            while len(self._releases) > _MAX_RELEASES:
+                self._channel.put(Release(tuple(self._releases[:_MAX_RELEASES])))
+                del self._releases[:_MAX_RELEASES]
             releases = Release(tuple(self._releases))
             self._releases.clear()
             return self._channel.send(releases)

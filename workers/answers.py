@@ -30,11 +30,16 @@ from workers.region_table import check_intact
 from workers.request import Request
 
 Content = bytes | Array
+#: Characters of what went wrong that a client is told.
+_MAX_MESSAGE = 8192
 
 
 def failure(request_id: int, error: ServingError, version: int = 0) -> Completion:
-    """The answer that says what went wrong."""
-    return Completion(request_id, error.code, error.message, version=version)
+    """The answer that says what went wrong. A model may say it in any characters and at any length."""
+    message = error.message[:_MAX_MESSAGE]
+    if not message.isascii():
+        message = message.encode("utf-8", "replace").decode()
+    return Completion(request_id, error.code, message, version=version)
 
 
 def complete(

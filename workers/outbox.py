@@ -174,14 +174,22 @@ class Outbox:
             return Internal(f"the outputs of model '{version.name}' could not be placed: {type(error).__name__}")
         if completion is None:
             return _Placing.FULL
-        version.statistics.copied(request.copied_byte_size)
         form = request.form
         # Parameters are each answer's own: it has no form.
         formed = form is not None and completion.lease is not None and not completion.parameters
-        if form is not None and formed and form.familiar is version.familiar:
-            _answer_formed(request.submitter, form, completion)
-        else:
-            request.submitter.answer(completion if request.timeline is None else request.timeline.attach(completion))
+        try:
+            if form is not None and formed and form.familiar is version.familiar:
+                _answer_formed(request.submitter, form, completion)
+            else:
+                request.submitter.answer(
+                    completion if request.timeline is None else request.timeline.attach(completion)
+                )
+        except Exception as error:  # it cannot be written as a record: nothing of it is on the lane
+            if completion.lease is not None:
+                request.submitter.lane.arena.release(completion.lease)
+            _log.exception("an answer of model '%s' could not be sent", version.name)
+            return Internal(f"the answer of model '{version.name}' could not be sent: {type(error).__name__}")
+        version.statistics.copied(request.copied_byte_size)
         self.end(request)
         return None
 

@@ -15,6 +15,7 @@ from typing import cast
 
 from daemon.access import Restricted
 from daemon.connection_end import ConnectionEnd
+from daemon.each import call_each
 from daemon.grpc import frames
 from daemon.grpc.codes import UNAVAILABLE, UNIMPLEMENTED
 from daemon.grpc.data_frames import CONNECTION_WINDOW, DIRECT_BYTE_SIZE, STREAM_WINDOW, DataFrames
@@ -98,8 +99,7 @@ class Connection(DataFrames):
         self.serving.connections.discard(self)
         self.serving.seat.count(len(self.serving.connections))
         self._out.clear()
-        for stream in list(self.streams.values()):
-            stream.abandon()
+        self._abandon_streams()
         self._lost = True
         self._written()
 
@@ -335,9 +335,11 @@ class Connection(DataFrames):
         _log.debug("closing a connection: %s", violation.reason)
         self.write(frames.goaway(self._last_stream, violation.code, violation.reason))
         self._flush()
-        for stream in list(self.streams.values()):
-            stream.abandon()
+        self._abandon_streams()
         self._close()
+
+    def _abandon_streams(self) -> None:
+        call_each([stream.abandon for stream in self.streams.values()], "leaving a call")
 
     # ------------------------------------------------------------------------------------------------------- ending
 

@@ -17,6 +17,8 @@ from daemon.grpc.frames import COMPRESSION_ERROR, Violation
 
 _MAX_REMEMBERED = 256
 _UNITS_NS = {"H": 3600 * 10**9, "M": 60 * 10**9, "S": 10**9, "m": 10**6, "u": 1000, "n": 1}
+#: Longer timeouts are this long, 146 years: with a moment of this host's clock it is still a number of 63 bits.
+_LONGEST_NS = 1 << 62
 #: Metadata names that are the protocol's own, not the caller's.
 _OWN = frozenset({"te", "content-type", "user-agent", "host", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding"})
 
@@ -112,7 +114,7 @@ def _timeout_ns(text: str) -> int:
     digits = text[:-1]
     if unit is None or not (digits.isascii() and digits.isdigit()) or len(digits) > 8:
         return 0
-    return max(1, int(digits) * unit)
+    return min(max(1, int(digits) * unit), _LONGEST_NS)
 
 
 # ------------------------------------------------------------------------------------------------------------- answers

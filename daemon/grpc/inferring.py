@@ -24,8 +24,6 @@ from shm.messages import Completion, FormSubmit, ModelState
 
 #: Whole; one that is no buffer has a lease.
 Message = Buffer | Reception | PlacedMessage
-#: What a client is told of an answer that could not be written.
-DEFECT = "internal error; the server's log has the details"
 
 
 class Inferring:
@@ -64,6 +62,9 @@ class Inferring:
             except ServingError as error:
                 self.drop(request)
                 raise RefusedRequest(error, request.id) from None
+            except BaseException:
+                self.drop(request)
+                raise
         return understood
 
     def drop(self, request: InferenceRequest) -> None:
@@ -102,13 +103,9 @@ class Inferring:
         record = FormSubmit(
             submitter.next_id(), form.number, message.contents(), message.text, deadline_ns, monotonic_ns()
         )
-        lease = message.take_lease()
-        asked = KnownAsked(call=call, layout=layout, id=message.client_id, record=record, form=form, leases=(lease,))
-        try:
-            submitter.send(asked)
-        except ServingError:
-            submitter.give_back(lease)
-            raise
+        asked = KnownAsked(call=call, layout=layout, id=message.client_id, record=record, form=form)
+        asked.leases = (message.take_lease(),)
+        submitter.send(asked)
         return asked
 
     def releaser(

@@ -11,6 +11,7 @@ import enum
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from daemon.each import call_each
 from daemon.grpc import frames
 from daemon.grpc.call import Buffer
 from daemon.grpc.frames import MAX_WINDOW, STREAM_ID, Violation
@@ -107,8 +108,7 @@ class Outgoing(asyncio.Protocol):
     def _written(self) -> None:
         if self._on_written:
             waiting, self._on_written = self._on_written, []
-            for on_written in waiting:
-                on_written()
+            call_each(waiting, "what follows an answer")
 
     def write(self, piece: Buffer) -> None:
         """Queues; everything of one turn of the loop leaves together."""

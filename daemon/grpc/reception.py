@@ -14,14 +14,17 @@ behind the tensors.
 from __future__ import annotations
 
 import enum
+import logging
 from collections.abc import Callable, Iterable
 
 from daemon.grpc.request_fields import ArrivingFields, RefusedRequest
+from daemon.pending import DEFECT
 from daemon.submit import Submitter
 from shm.arena import Lease
-from shm.errors import ServingError
+from shm.errors import Internal, ServingError
 from shm.messages import Slice
 
+_log = logging.getLogger(__name__)
 _ALIGNMENT = 64
 #: For every so many bytes of a message with several tensors the lease has room for one pad; smaller tensors may go without.
 _PADDED_BYTE_SIZE = 64 << 10
@@ -181,7 +184,11 @@ class Reception:
             elif self._dropped:
                 self._submitter.give_back(lease)
             else:
-                self._settle(lease)
+                try:
+                    self._settle(lease)
+                except Exception:
+                    _log.exception("a message could not be placed")
+                    self._refuse(RefusedRequest(Internal(DEFECT), self._client_id()))
             if not self._dropped:
                 on_room()
 

@@ -117,7 +117,7 @@ class Recognised:
         """The same of one that was placed while it arrived. Its lease is the request's, or given back. Raises RefusedRequest."""
         try:
             understood = self._placed(message) if isinstance(message, PlacedMessage) else self._received(message)
-        except RefusedRequest:
+        except BaseException:
             message.drop()
             raise
         understood[1].lease = message.take_lease()

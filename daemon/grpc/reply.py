@@ -13,8 +13,10 @@ import zlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
+from daemon.each import call_each
 from daemon.grpc import frames, header_blocks
 from daemon.grpc.call import Buffer
 from daemon.grpc.codes import OK
@@ -212,8 +214,8 @@ class Reply(ABC):
         """Everything is handed to the connection: what waits for it to have left waits there."""
         if self._on_sent:
             waiting, self._on_sent = self._on_sent, None
-            for on_sent in waiting:
-                self.connection.when_written(on_sent)
+            when_written = self.connection.when_written
+            call_each((partial(when_written, on_sent) for on_sent in waiting), "what follows an answer")
 
     def _send_head(self) -> None:
         self._head_sent = True

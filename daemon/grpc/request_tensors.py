@@ -31,6 +31,7 @@ _CONTENTS = {
 def content(entry: Any, shape: tuple[int, ...], has_raw: bool, model: str) -> Content | None:
     """The content of an input that is no raw tensor; None: it is one."""
     name, datatype = entry.name, entry.datatype
+    count = element_count(shape, f"input '{name}' shape")
     if "shared_memory_region" in entry.parameters:
         if entry.HasField("contents"):
             raise InvalidArgument(
@@ -39,7 +40,6 @@ def content(entry: Any, shape: tuple[int, ...], has_raw: bool, model: str) -> Co
         return _region(name, entry.parameters)
     if datatype not in ELEMENT_SIZES:
         raise InvalidArgument(f"invalid datatype for input {name}")
-    count = element_count(shape, f"input '{name}' shape")
     if not entry.HasField("contents"):
         return None
     if has_raw:

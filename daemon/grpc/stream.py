@@ -26,6 +26,8 @@ from daemon.grpc.reply import PREFIX, read_prefix
 _log = logging.getLogger(__name__)
 #: Larger messages that do not come in one piece may go to where a worker reads them while they arrive.
 _RECEIVED_BYTE_SIZE = 64 << 10
+#: The last moment that is a number of 63 bits, as records and workers have it.
+_NEVER_NS = (1 << 63) - 1
 
 
 class Stream(KnownReply):
@@ -53,7 +55,7 @@ class Stream(KnownReply):
         """The call that answers; its deadline runs from now."""
         self.call = call
         if self.head.timeout_ns:
-            self.deadline_ns = time.monotonic_ns() + self.head.timeout_ns
+            self.deadline_ns = min(time.monotonic_ns() + self.head.timeout_ns, _NEVER_NS)
             self._timer = self.connection.loop.call_later(self.head.timeout_ns / 1e9, self._expired)
 
     # ----------------------------------------------------------------------------------------------- receiving
@@ -62,6 +64,12 @@ class Stream(KnownReply):
         """A piece of the client's messages: those bytes of a chunk."""
         if self._finished:
             return
+        try:
+            self._receive(data, start, end)
+        except Exception:
+            self._defect()
+
+    def _receive(self, data: bytes, start: int, end: int) -> None:
         content = start + PREFIX.size
         if content <= end and not self.partial_since:
             flag, length = read_prefix(data, start)
@@ -246,9 +254,11 @@ class Stream(KnownReply):
         """Ends a call over what its client sent: the status, and the call is told that nobody waits."""
         if not self._finished:
             call = self.call
-            self.finish(code, message)
-            if call is not None:
-                call.abandoned()
+            try:
+                self.finish(code, message)
+            finally:
+                if call is not None:
+                    call.abandoned()
 
     def _expired(self) -> None:
         if not self._finished:

@@ -12,17 +12,20 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from daemon.each import call_each
 from daemon.grpc import response_codec
 from daemon.grpc.asked import Asked, KnownAsked
 from daemon.grpc.call import Buffer, Call, kept
 from daemon.grpc.codes import INTERNAL, OK, number
-from daemon.grpc.inferring import DEFECT, Inferring, Message, Sent
+from daemon.grpc.inferring import Inferring, Message, Sent
 from daemon.grpc.known_answer import KnownAnswer
 from daemon.grpc.placed_message import PlacedMessage
 from daemon.grpc.reception import Reception
 from daemon.grpc.request_fields import RefusedRequest
 from daemon.grpc.stream import Stream
-from daemon.inference import begin
+from daemon.inference import InferenceRequest, begin
+from daemon.pending import DEFECT
+from daemon.tracer import Trace
 from shm.errors import ServingError
 from shm.forms import no_view, whole_answer
 from shm.lane import SubmitterLane
@@ -63,8 +66,8 @@ class StreamInfer(Call):
             return
         try:
             self._in_flight.add(inferring.ask_known(self, known, self._stream.deadline_ns))
-        except ServingError as error:
-            self._refused(number(error), error.message, known[2])
+        except Exception as error:
+            self._not_sent(error, known[2])
 
     def received(self, message: Reception | PlacedMessage) -> None:
         inferring = self._inferring
@@ -73,8 +76,9 @@ class StreamInfer(Call):
         elif type(message) is PlacedMessage and not inferring.tracer.on and inferring.recognised.admits(message.layout):
             try:
                 self._in_flight.add(inferring.ask_placed(self, message, self._stream.deadline_ns))
-            except ServingError as error:
-                self._refused(number(error), error.message, message.text)
+            except Exception as error:
+                message.drop()
+                self._not_sent(error, message.text)
         else:
             self._ask(message)
 
@@ -92,13 +96,11 @@ class StreamInfer(Call):
         self._end_if_done()
 
     def abandoned(self) -> None:
-        for message in self._waiting:
-            if isinstance(message, Reception | PlacedMessage):
-                message.drop()
-        self._waiting.clear()
-        for asked in self._in_flight:
-            asked.cancel(self._inferring.submitter)
-        self._in_flight.clear()
+        waiting, self._waiting = self._waiting, deque()
+        in_flight, self._in_flight = self._in_flight, set()
+        placed = [message for message in waiting if isinstance(message, Reception | PlacedMessage)]
+        call_each([message.drop for message in placed], "leaving a message")
+        call_each([partial(asked.cancel, self._inferring.submitter) for asked in in_flight], "leaving a request")
 
     # ------------------------------------------------------------------------------------------------- requests
 
@@ -117,21 +119,32 @@ class StreamInfer(Call):
         waited_ns, read_ns = self._waits_since, 0
         if self._inferring.tracer.on:
             read_ns = self._waits_since = time.monotonic_ns()
+        request: InferenceRequest | None = None
+        client_id = ""
         try:
             decoded, request, state = self._inferring.decode(self._stream, message)
-        except RefusedRequest as refused:
-            self._refused(number(refused.error), refused.error.message, refused.client_id)
-            return
-        request.deadline_ns = self._stream.deadline_ns
-        asked = Asked(self, decoded, request, state.decoupled)
-        try:
+            client_id = request.id
+            request.deadline_ns = self._stream.deadline_ns
+            asked = Asked(self, decoded, request, state.decoupled)
             if read_ns:
                 self._inferring.sample(request, waited_ns or read_ns, read_ns)
             asked.inference = begin(self._inferring.submitter, request, asked.completed)
             self._in_flight.add(asked)
-        except ServingError as error:
-            sent = None if request.trace is None else Sent(request.trace, None)
-            self._refused(number(error), error.message, request.id, sent=sent)
+        except RefusedRequest as refused:
+            self._not_sent(refused.error, refused.client_id)
+        except Exception as error:
+            if request is not None:
+                self._inferring.drop(request)
+            self._not_sent(error, client_id, None if request is None else request.trace)
+
+    def _not_sent(self, error: Exception, client_id: str, trace: Trace | None = None) -> None:
+        """One of the stream's requests could not be begun; the others go on."""
+        sent = None if trace is None else Sent(trace, None)
+        if isinstance(error, ServingError):
+            self._refused(number(error), error.message, client_id, sent=sent)
+        else:
+            _log.error("a request of a stream met a defect of the server", exc_info=error)
+            self._refused(INTERNAL, DEFECT, client_id, sent=sent)
 
     def _go_on(self) -> None:
         """Takes what waited, now that there may be room, and lets the client send more."""

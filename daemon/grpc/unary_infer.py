@@ -10,13 +10,14 @@ from daemon.grpc import response_codec
 from daemon.grpc.asked import Asked, KnownAsked
 from daemon.grpc.call import Buffer, Call, kept
 from daemon.grpc.codes import INTERNAL, number
-from daemon.grpc.inferring import DEFECT, Inferring, Message, Sent
+from daemon.grpc.inferring import Inferring, Message, Sent
 from daemon.grpc.known_answer import KnownAnswer
 from daemon.grpc.placed_message import PlacedMessage
 from daemon.grpc.reception import Reception
 from daemon.grpc.request_fields import RefusedRequest
 from daemon.grpc.stream import Stream
 from daemon.inference import begin
+from daemon.pending import DEFECT
 from shm.errors import ServingError, Unsupported
 from shm.forms import no_view, whole_answer
 from shm.lane import SubmitterLane
@@ -78,6 +79,10 @@ class UnaryInfer(Call):
             self._refuse(number(refused.error), refused.error.message)
         except ServingError as error:
             self._refuse(number(error), error.message)
+        except BaseException:
+            if isinstance(message, Reception | PlacedMessage):
+                message.drop()
+            raise
 
     @property
     def idle(self) -> bool:
@@ -100,14 +105,17 @@ class UnaryInfer(Call):
         inferring, stream = self._inferring, self._stream
         read_ns = time.monotonic_ns() if self._waits_since else 0
         decoded, request, state = inferring.decode(stream, message)
-        if state.decoupled:
+        try:
+            if state.decoupled:
+                raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
+            asked = self._asked = Asked(self, decoded, request, False)
+            if read_ns:
+                inferring.sample(request, self._waits_since, read_ns)
+            request.deadline_ns = stream.deadline_ns
+            asked.inference = begin(inferring.submitter, request, asked.completed)
+        except BaseException:
             inferring.drop(request)
-            raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
-        asked = self._asked = Asked(self, decoded, request, False)
-        if read_ns:
-            inferring.sample(request, self._waits_since, read_ns)
-        request.deadline_ns = stream.deadline_ns
-        asked.inference = begin(inferring.submitter, request, asked.completed)
+            raise
 
     # -------------------------------------------------------------------------------------------------- answer
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from functools import partial
 from time import monotonic
 from typing import Any, ClassVar
 
@@ -20,6 +21,7 @@ from uvicorn.server import ServerState
 
 from daemon.body_reader import BodyReader
 from daemon.connection_end import ConnectionEnd
+from daemon.each import call_each
 from daemon.http.deadlines import Deadlines, Late
 from daemon.http.exchange import Exchange
 from daemon.http.known_large_request import KnownLargeRequest
@@ -66,11 +68,11 @@ class AnswerOrder(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end.close()
-        for exchange in {*self._order, *self._unwritten}:
-            if isinstance(exchange, Exchange):
-                exchange.abandon()
-            else:
-                _disconnect(exchange)
+        ends = {*self._order, *self._unwritten}
+        call_each(
+            (each.abandon if isinstance(each, Exchange) else partial(_disconnect, each) for each in ends),
+            "leaving a request",
+        )
         self._order.clear()
         self._unwritten.clear()
         self._receiving = None
@@ -151,6 +153,10 @@ class AnswerOrder(HttpToolsProtocol):
         if not self._write_paused:
             self.flow.resume_reading()
 
+    def cut(self) -> None:
+        """Its client cannot be answered any more."""
+        self.transport.abort()
+
     def pause_writing(self) -> None:
         self._write_paused = True
         self._times.stalled_since = monotonic()
@@ -162,8 +168,7 @@ class AnswerOrder(HttpToolsProtocol):
         self._write_paused = False
         self._times.stalled_since = 0.0
         unwritten, self._unwritten = self._unwritten, []
-        for exchange in unwritten:
-            exchange.written()
+        call_each((exchange.written for exchange in unwritten), "what follows an answer")
         super().resume_writing()
         if not self._closing:
             self._steer_reading()

@@ -22,7 +22,7 @@ from daemon.http.decoded_request import DecodedRequest
 from daemon.http.known_answer import KnownAnswer
 from daemon.http.message_head import InferHead
 from daemon.http.serving import Serving
-from daemon.pending import Pending
+from daemon.pending import DEFECT, Pending
 from daemon.status import http_status
 from daemon.tracer import Trace
 from shm.errors import ServingError
@@ -45,6 +45,10 @@ class Phase(enum.Enum):
     ANSWERED = "answered"
 
 
+# A member of an enum is found slowly.
+_ANSWERED = Phase.ANSWERED
+
+
 class Outlet(Protocol):
     """What an exchange needs of its connection."""
 
@@ -59,6 +63,9 @@ class Outlet(Protocol):
 
     def answer_pieces(self, pieces: list[response_codec.Buffer]) -> bool:
         """Both, for one of which something has. Returns as ``write_answer``."""
+
+    def cut(self) -> None:
+        """Cuts the connection off: its client cannot be answered."""
 
     def pause_body(self, pause: bool) -> None:
         """Stop (True) and go on (False) reading from the socket."""
@@ -91,6 +98,8 @@ class Answering(Pending):
         raise NotImplementedError
 
     def completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
+        if completion.lease is not None and lane is not None:
+            self._unwritten = (lane, completion.lease)
         if self._trace is not None:
             self._trace.completed(completion)
         if completion.code:
@@ -99,14 +108,12 @@ class Answering(Pending):
         assert lane is not None
         assert self.decoded is not None
         decoded = self.decoded
-        if completion.lease is not None:
-            self._unwritten = (lane, completion.lease)
-            if response_codec.is_large(completion, decoded.binary, decoded.all_binary):
-                steps = response_codec.encode_in_steps(
-                    completion, self._head.model, decoded.id, decoded.binary, decoded.all_binary, lane.view
-                )
-                self._job = self._serving.conversions.run(steps, self._answer_converted, self._not_converted)
-                return
+        if completion.lease is not None and response_codec.is_large(completion, decoded.binary, decoded.all_binary):
+            steps = response_codec.encode_in_steps(
+                completion, self._head.model, decoded.id, decoded.binary, decoded.all_binary, lane.view
+            )
+            self._job = self._serving.conversions.run(steps, self._answer_converted, self._not_converted)
+            return
         self._encode(completion, lane.view)
 
     def _encode(self, completion: Completion, view: Callable[[Slice], memoryview]) -> None:
@@ -130,6 +137,7 @@ class Answering(Pending):
             if own.lease is None:
                 answer = known.whole(template, own)
                 if answer is not None:
+                    self.phase = _ANSWERED
                     self._outlet.answer_whole(answer)
                     return
             else:
@@ -137,21 +145,36 @@ class Answering(Pending):
                 lane = self.worker.lane
                 try:
                     pieces = known.pieces(template, own, lane.view)
-                except ServingError:
+                except Exception:
                     pieces = None  # the ordinary way says what is wrong
                 if pieces is not None:
                     self._unwritten = lane, own.lease
+                    self.phase = _ANSWERED
                     if self._outlet.answer_pieces(pieces):
                         self.written()
                     return
         Pending.formed(self, template, own)
+
+    def undelivered(self) -> None:
+        if self.phase is Phase.ANSWERED or self._gone:
+            # Some of the answer may have left: nothing else can follow it.
+            self._outlet.cut()
+        else:
+            self._answer_error(500, DEFECT)
 
     def _answer_converted(self, answer: tuple[list[response_codec.Buffer], list[response_codec.Buffer]]) -> None:
         self._job = None
         head, parts = answer
         if not parts:
             self.written()  # the tensors are text now, and the transport holds that
-        self._answer(head, parts)
+        self._answer_or_cut(self._answer, head, parts)
+
+    def _answer_or_cut(self, step: Callable[..., None], *arguments: object) -> None:
+        """The next step of an answer, where the caller is the loop."""
+        try:
+            step(*arguments)
+        except Exception:
+            self._fail_delivery()
 
     def _answer(self, head: list[response_codec.Buffer], parts: list[response_codec.Buffer]) -> None:
         json_size = len(head[0]) if len(head) == 1 else sum(map(len, head))
@@ -180,7 +203,7 @@ class Answering(Pending):
         if self._gone:
             return
         if deflation.step():
-            asyncio.get_running_loop().call_soon(self._deflate, deflation, json_size, binary)
+            asyncio.get_running_loop().call_soon(self._answer_or_cut, self._deflate, deflation, json_size, binary)
             return
         self.written()
         self.phase = Phase.ANSWERED
@@ -202,7 +225,7 @@ class Answering(Pending):
     def _answer_defect(self) -> None:
         """Ours or a worker's, and no reason to leave a client without its answer."""
         _log.exception("a request for model '%s' met a defect of the server", self._head.model)
-        self._answer_error(500, "internal error; the server's log has the details")
+        self._answer_error(500, DEFECT)
 
     def written(self) -> None:
         """The transport holds nothing of the answer any more."""
@@ -225,7 +248,8 @@ class Answering(Pending):
         except ServingError as error:
             self._answer_error(http_status(error), error.message)
         except Exception:
-            self._answer_defect()
+            _log.exception("a request for model '%s' met a defect of the server", self._head.model)
+            self.undelivered()
 
 
 def _raise(error: Exception) -> None:

@@ -8,9 +8,12 @@ Threads would not help: the libraries that read and write JSON hold the interpre
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
+
+_log = logging.getLogger(__name__)
 
 
 class Job:
@@ -63,8 +66,12 @@ class Conversions:
         return job
 
     def _turn(self) -> None:
-        job = self._jobs[0]
-        more = not job.cancelled and job.step()
+        job, more = self._jobs[0], False
+        try:
+            more = not job.cancelled and job.step()
+        except Exception:
+            # Whoever it was for could not take it; the others' work goes on.
+            _log.exception("what was converted could not be used")
         self._jobs.popleft()
         if more:
             self._jobs.append(job)

@@ -127,10 +127,14 @@ class Exchange(Answering):
             if known.edition != serving.table.edition or (tracer is not None and tracer.on):
                 self._admit()
                 known.admitted(serving.table.edition, serving.submitter.forms)
+            self.placed = body = known.body(lease)
         except ServingError:
             self._give_back()
             return None
-        self.placed = body = known.body(lease)
+        except Exception:
+            _log.exception("a large request for model '%s' goes the ordinary way", self._head.model)
+            self._give_back()
+            return None
         return body
 
     def repeat_large(self, known: KnownLargeRequest) -> bool:
@@ -142,10 +146,9 @@ class Exchange(Answering):
             record = known.record(submitter.next_id(), body.lease, monotonic_ns())
             if record is not None:
                 self.record, self.form, self.leases = record, known.form, self._leases
-                self.phase = Phase.SUBMITTED
+                self.phase, self._leases = Phase.SUBMITTED, ()
                 try:
                     submitter.send(self)
-                    self._leases = ()
                 except ServingError as error:
                     self._answer_error(http_status(error), error.message)
                 except Exception:
@@ -246,9 +249,8 @@ class Exchange(Answering):
         if self._trace is not None:
             self._trace.client_id = record.client_id
             self._trace.stamp("REQUEST_START")
-        self.record, self.leases = record, self._leases
+        self.record, self.leases, self._leases = record, self._leases, ()
         self._serving.submitter.send(self)
-        self._leases = ()
 
     # ------------------------------------------------------------------------------------------------ the end
 

@@ -8,14 +8,18 @@ begin ─▶ receive, receive, ... ─▶ complete ─▶ ready: whole, inflated
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from daemon.http.body import Body, CollectedBody, PlacedBody, TextBody
 from daemon.http.compression import Inflation
 from daemon.http.message_head import InferHead
 from daemon.http.serving import Serving
+from daemon.pending import DEFECT
 from shm.arena import Lease
-from shm.errors import InvalidArgument, ServingError, Unavailable
+from shm.errors import Internal, InvalidArgument, ServingError, Unavailable
+
+_log = logging.getLogger(__name__)
 
 #: Bodies up to this size are collected; larger binary ones of known length go straight into the arena.
 COLLECT_BYTE_SIZE = 4096
@@ -115,10 +119,14 @@ class Reception:
                 return
             else:
                 self._leases.append(lease)
-                placed = PlacedBody(lease, length, json_size)
-                placed.write(self.body.whole() if isinstance(self.body, CollectedBody) else b"")
-                self._drop_collected()
-                self.body = placed
+                try:
+                    placed = PlacedBody(lease, length, json_size)
+                    placed.write(self.body.whole() if isinstance(self.body, CollectedBody) else b"")
+                    self._drop_collected()
+                    self.body = placed
+                except Exception:
+                    _log.exception("a body could not be placed")
+                    self.error = Internal(DEFECT)
             self._pause(False)
             self._progressed()
 

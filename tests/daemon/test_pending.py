@@ -39,7 +39,11 @@ def test_a_defect_of_the_owner_is_the_owners(caplog: pytest.LogCaptureFixture) -
         raise ValueError("no")
 
     Calling(broken).tell(WHOLE, None)
-    assert [record.message for record in caplog.records] == ["an answer could not be delivered"]
+    # It is told of that, which meets the same defect.
+    assert [record.message for record in caplog.records] == [
+        "an answer could not be delivered",
+        "nor could that be said",
+    ]
 
 
 def test_each_is_itself() -> None:

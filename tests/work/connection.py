@@ -94,6 +94,9 @@ class KeptTransport(asyncio.Transport):
 class LaneBench(ABC):
     """One front, one worker's end of a lane, and connections. Made and used inside a running loop."""
 
+    #: What connections are made with.
+    transport: type[KeptTransport] = KeptTransport
+
     def __init__(self) -> None:
         self.table = ModelTable()
         self.submitter = Submitter(1, OPTIONS, self.table)
@@ -182,8 +185,6 @@ class LaneBench(ABC):
 
 class Bench(LaneBench):
     """Of the HTTP front."""
-
-    transport: type[KeptTransport] = KeptTransport
 
     def __init__(self) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ class GrpcBench(LaneBench):
 
     def connect(self) -> KeptTransport:
         connection = Connection(self._serving)
-        transport = KeptTransport(connection)
+        transport = self.transport(connection)
         connection.connection_made(transport)
         transport.arrive(
             frames.PREFACE
