@@ -90,16 +90,7 @@ class Pending(msgspec.Struct, eq=False, kw_only=True):
         try:
             self.completed(completion, lane)
         except Exception:
-            self._fail_delivery()
-            return False
-        return True
-
-    def tell_formed(self, template: Completion, own: FormCompletion) -> bool:
-        """The same with ``formed``."""
-        try:
-            self.formed(template, own)
-        except Exception:
-            self._fail_delivery()
+            self.fail_delivery()
             return False
         return True
 
@@ -107,7 +98,8 @@ class Pending(msgspec.Struct, eq=False, kw_only=True):
         """Instead of an answer: handing it to the client met a defect of ours, and some of it may have left."""
         self.completed(Completion(self.record.request_id, Internal.code, DEFECT), None)
 
-    def _fail_delivery(self) -> None:
+    def fail_delivery(self) -> None:
+        """Where ``completed`` or ``formed`` raised: says so to the log, and to the client if that is possible."""
         _log.exception("an answer could not be delivered")
         try:
             self.undelivered()

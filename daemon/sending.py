@@ -52,20 +52,16 @@ class Sending:
                 if not worker.dirty:
                     self.flush_later(worker)
                 return
-            sent = True
             if form is None:
                 worker.lane.submit(record)  # type: ignore[arg-type]
-            else:
-                sent = worker.lane.submit_formed_at_once(form, record)  # type: ignore[arg-type]
+                self._flush(worker)
+            elif not worker.lane.submit_formed_at_once(form, record):  # type: ignore[arg-type]
+                self._await_writable(worker)
         except BaseException:
-            # Nothing of it is on the lane: who could not be queued is not sent.
+            # Nothing of it is on the lane: what is queued there is sent, later if not now.
             in_flight.pop(record.request_id, None)
             pending.worker = None
             raise
-        if form is None:
-            self._flush(worker)
-        elif not sent:
-            self._await_writable(worker)
         if not self._turning:
             self._turning = True
             self._loop.call_soon(self._end_turn)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count
 
@@ -33,6 +32,7 @@ from daemon.model_table import ModelTable
 from daemon.pending import DEFECT, Calling, OnCompletion, Pending, Worker
 from daemon.room import OnLease, Room
 from daemon.sending import Sending
+from daemon.workerless import Workerless
 from shm.arena import Arena, Lease, LeaseKey
 from shm.channel import ChannelClosed
 from shm.errors import Internal, InvalidArgument, ServingError, Unavailable
@@ -53,7 +53,6 @@ class Submitter:
     def __init__(self, incarnation: int, options: Options, table: ModelTable, row: int = 0) -> None:
         """``row``: this front's place among those of its protocol."""
         self._incarnation = incarnation
-        self._requests = options.requests
         self._max_in_flight = options.requests.max_in_flight
         self._timeout = options.requests.timeout
         arenas = options.arenas
@@ -67,12 +66,11 @@ class Submitter:
         self._room = Room(self._arena, arenas.wait)
         #: All that are in flight, in order of arrival.
         self._pending: dict[int, Pending] = {}
-        #: Requests without a worker, in order of arrival, with the time they give up.
-        self._waiting: deque[tuple[float, Pending]] = deque()
         self._lent = Lent()
         self._loop = asyncio.get_running_loop()
         self._busy_poll = BusyPoll(self._loop, options.lanes.spin_us * 1000, self._pending)
         self._choice = Choice(table, row)
+        self._workerless = Workerless(self._pending, self._choice, options.requests.worker_wait)
         self._sending = Sending(self._loop, self._busy_poll, self._pending, self._readable)
         self._sweeper: asyncio.TimerHandle | None = None
 
@@ -135,12 +133,8 @@ class Submitter:
 
     def statistics(self) -> dict[str, int]:
         """Counts for operators."""
-        return {
-            "in_flight": len(self._pending),
-            "waiting_for_worker": len(self._waiting),
-            "answers_held": len(self._lent),
-            **self._arena.statistics(),
-        }
+        counts = {"in_flight": len(self._pending), "waiting_for_worker": len(self._workerless)}
+        return {**counts, "answers_held": len(self._lent), **self._arena.statistics()}
 
     # ------------------------------------------------------------------------------------------------ room
 
@@ -174,12 +168,12 @@ class Submitter:
         worker = Worker(opened.peer, opened.device, lane, page)
         self._choice.add(worker)
         self._loop.add_reader(worker.lane.fileno(), self._readable, worker)
-        self._retry_waiting()
+        self._workerless.retry(self._send_again)
 
     def model_changed(self, state: ModelState | ModelGone) -> None:
         """The table changed: who waits may have a worker now, or a reason to give up."""
         self._choice.model_changed(state)
-        self._retry_waiting()
+        self._workerless.retry(self._send_again)
 
     def region_placed(self, place: RegionPlace) -> None:
         """Requests that name the region go to that device from now on."""
@@ -203,10 +197,7 @@ class Submitter:
         )
         for pending in orphans.values():
             pending.worker = None
-            try:
-                self._run_again(pending, pending.record.request_id in executing)
-            except Exception as error:
-                self._fail_sending(pending, error)
+            self._run_again(pending, pending.record.request_id in executing)
         worker.page.close()
         worker.lane.close()
 
@@ -245,7 +236,7 @@ class Submitter:
                 )
                 return
             pending.record = msgspec.structs.replace(record, strikes=strikes)
-        self._dispatch(pending)
+        self._send_again(pending)
 
     # ----------------------------------------------------------------------------------------------- sending
 
@@ -259,21 +250,18 @@ class Submitter:
         if worker is not None:
             self._sending.send(worker, pending)
         else:
-            self._waiting.append((self._loop.time() + self._requests.worker_wait, pending))
+            self._workerless.add(pending, self._loop.time())
             self._sweep_later()
 
-    def _retry_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, deque()
-        for deadline, pending in waiting:
-            if pending.record.request_id not in self._pending:
-                continue
-            before = len(self._waiting)
-            try:
-                self._dispatch(pending)
-            except Exception as error:
-                self._fail_sending(pending, error)
-            if len(self._waiting) > before:
-                self._waiting[-1] = (deadline, pending)  # it waits since it came, not since we looked
+    def _send_again(self, pending: Pending) -> None:
+        """The same of one whose sender is not there any more."""
+        try:
+            self._dispatch(pending)
+        except ServingError as error:
+            self._fail(pending, error)
+        except Exception:
+            _log.exception("a request for model '%s' could not be sent", pending.submit.model)
+            self._fail(pending, Internal(DEFECT))
 
     # ---------------------------------------------------------------------------------------------- receiving
 
@@ -301,17 +289,22 @@ class Submitter:
                 self._complete(worker, template)
                 continue
             pending = in_flight.pop(own.request_id, None)
-            lease = own.lease
-            if lease is not None:
-                self._lent.note((worker.lane, lease))
-            if pending is not None:
-                del self._pending[own.request_id]
-                if not pending.cancelled and pending.tell_formed(template, own):
-                    lease = None  # its taker's
-                if pending.leases:
-                    self._give_back(pending)
-            if lease is not None:
-                self.release(worker.lane, lease)
+            if own.lease is not None:
+                self._lent.note((worker.lane, own.lease))
+                if pending is None or pending.cancelled:
+                    self.release(worker.lane, own.lease)
+            if pending is None:
+                continue
+            del self._pending[own.request_id]
+            if not pending.cancelled:
+                try:
+                    pending.formed(template, own)
+                except Exception:
+                    pending.fail_delivery()
+                    if own.lease is not None:
+                        self.release(worker.lane, own.lease)
+            if pending.leases:
+                self._give_back(pending)
         return True
 
     def _complete(self, worker: Worker, completion: Completion) -> None:
@@ -346,13 +339,6 @@ class Submitter:
             pending.tell(Completion(pending.record.request_id, error.code, error.message), None)
         self._finish(pending)
 
-    def _fail_sending(self, pending: Pending, error: Exception) -> None:
-        """It could not be sent again, and its sender is not there to be told so."""
-        if not isinstance(error, ServingError):
-            _log.error("a request for model '%s' could not be sent", pending.submit.model, exc_info=error)
-            error = Internal(DEFECT)
-        self._fail(pending, error)
-
     def _finish(self, pending: Pending) -> None:
         """The one place where a request ends."""
         if self._pending.pop(pending.record.request_id, None) is None:
@@ -373,24 +359,13 @@ class Submitter:
         """Ends what waited too long: for a worker, for room, for an answer."""
         self._sweeper = None
         now = self._loop.time()
-        while self._waiting and (
-            self._waiting[0][0] <= now or self._waiting[0][1].record.request_id not in self._pending
-        ):
-            _, pending = self._waiting.popleft()
-            if pending.record.request_id in self._pending:
-                self._fail(pending, self._no_worker(pending.submit))
+        for pending in self._workerless.expired(now):
+            self._fail(pending, self._workerless.refusal(pending.submit))
         room_wanted = self._room.expire(now)
         if self._timeout:
             self._sweep_timeouts(now - self._timeout)
-        if self._waiting or room_wanted or (self._timeout and self._pending):
+        if self._workerless or room_wanted or (self._timeout and self._pending):
             self._sweep_later()
-
-    def _no_worker(self, record: Submit) -> ServingError:
-        device = self._choice.device_of(record)
-        where = f" on GPU {device.removeprefix('cuda:')}, where its regions are," if device else ""
-        return Unavailable(
-            f"no worker was ready for model '{record.model}'{where} within {self._requests.worker_wait:g} s"
-        )
 
     def _sweep_timeouts(self, sent_before: float) -> None:
         # In order of arrival, and all have the same timeout: the first that may stay ends the walk.

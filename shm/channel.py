@@ -98,8 +98,8 @@ class Channel:
     def put(self, record: Record, *fds: int) -> None:
         """Encodes and queues. Descriptors are duplicated: the caller keeps its own.
 
-        Raises: InvalidArgument: larger than the peer takes.  OSError: this process has no descriptor left. Nothing is queued then;
-          and what is queued cannot fail any more, so what is wrong with a record is the affair of who sends it.
+        Raises: InvalidArgument: larger than the peer takes.  OSError: this process has no descriptor left. Nothing is queued
+          then, and what is queued cannot fail any more, so what is wrong with a record is the affair of who sends it.
         """
         encoded = _encode(record)
         if fds or len(encoded) > _ROOM:

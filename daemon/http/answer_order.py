@@ -22,6 +22,7 @@ from uvicorn.server import ServerState
 from daemon.body_reader import BodyReader
 from daemon.connection_end import ConnectionEnd
 from daemon.each import call_each
+from daemon.http.answering import Answering
 from daemon.http.deadlines import Deadlines, Late
 from daemon.http.exchange import Exchange
 from daemon.http.known_large_request import KnownLargeRequest
@@ -152,6 +153,10 @@ class AnswerOrder(HttpToolsProtocol):
         self._times.idle_since = monotonic() if not self._times.head_since else 0.0
         if not self._write_paused:
             self.flow.resume_reading()
+
+    def owes(self, exchange: Answering) -> bool:
+        """Whether the answer that is written next is that exchange's."""
+        return bool(self._order) and self._order[0] is exchange
 
     def cut(self) -> None:
         """Its client cannot be answered any more."""

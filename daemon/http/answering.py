@@ -45,10 +45,6 @@ class Phase(enum.Enum):
     ANSWERED = "answered"
 
 
-# A member of an enum is found slowly.
-_ANSWERED = Phase.ANSWERED
-
-
 class Outlet(Protocol):
     """What an exchange needs of its connection."""
 
@@ -63,6 +59,9 @@ class Outlet(Protocol):
 
     def answer_pieces(self, pieces: list[response_codec.Buffer]) -> bool:
         """Both, for one of which something has. Returns as ``write_answer``."""
+
+    def owes(self, exchange: Answering) -> bool:
+        """Whether the answer that is written next is that exchange's."""
 
     def cut(self) -> None:
         """Cuts the connection off: its client cannot be answered."""
@@ -137,7 +136,6 @@ class Answering(Pending):
             if own.lease is None:
                 answer = known.whole(template, own)
                 if answer is not None:
-                    self.phase = _ANSWERED
                     self._outlet.answer_whole(answer)
                     return
             else:
@@ -149,14 +147,13 @@ class Answering(Pending):
                     pieces = None  # the ordinary way says what is wrong
                 if pieces is not None:
                     self._unwritten = lane, own.lease
-                    self.phase = _ANSWERED
                     if self._outlet.answer_pieces(pieces):
                         self.written()
                     return
         Pending.formed(self, template, own)
 
     def undelivered(self) -> None:
-        if self.phase is Phase.ANSWERED or self._gone:
+        if self.phase is Phase.ANSWERED or self._gone or not self._outlet.owes(self):
             # Some of the answer may have left: nothing else can follow it.
             self._outlet.cut()
         else:
@@ -174,7 +171,7 @@ class Answering(Pending):
         try:
             step(*arguments)
         except Exception:
-            self._fail_delivery()
+            self.fail_delivery()
 
     def _answer(self, head: list[response_codec.Buffer], parts: list[response_codec.Buffer]) -> None:
         json_size = len(head[0]) if len(head) == 1 else sum(map(len, head))

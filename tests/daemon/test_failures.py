@@ -185,7 +185,7 @@ def test_sending_what_waited_for_a_worker(
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(Choice, "find"), (Channel, "put"), (Submitter, "_run_again")],
+    [(Choice, "find"), (Channel, "put"), (Submitter, "_dispatch")],
     ids=lambda each: getattr(each, "__name__", each),
 )
 def test_sending_again_after_a_worker_died(
