@@ -165,10 +165,6 @@ class Loader:
         if message.backend == "python":
             if not triton:
                 raise InvalidArgument(f"model '{message.name}': model.py has no class TritonPythonModel")
-            if not callable(getattr(module.TritonPythonModel, "execute", None)):
-                raise InvalidArgument(
-                    f"model '{message.name}': class TritonPythonModel has no function execute(requests)"
-                )
             message = auto_complete(module, message)
             axes: dict[str, tuple[str | None, ...]] = {}
         else:
@@ -184,6 +180,10 @@ class Loader:
         jitted: JaxModel | None = None
         instances: tuple[Instance, ...]
         if message.backend == "python":
+            if not callable(getattr(module.TritonPythonModel, "execute", None)):
+                raise InvalidArgument(
+                    f"model '{message.name}': class TritonPythonModel has no function execute(requests)"
+                )
             instances = self._python_instances(record, message, module, described)
         else:
             jitted, instances = self._create(record, message, module, described)
