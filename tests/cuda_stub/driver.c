@@ -5,13 +5,13 @@
  *     <pid>-<id>   | control page: owner, byte size, device, freed | contents, a multiple of 2 MiB |
  *     host-<pid>   | what a process has page-locked, and what it copied from and to such memory, and from and to other memory |
  *
- * Devices have numbers from 0 and UUIDs, GPU-00000000-0000-0000-0000-00000000000N for device N. Of the real thing it keeps: one primary context a device, which a thread must make current; handles that cannot be opened
- * by the process that made them; counted openings; streams that run beside their caller, in order; events between streams; errors
- * that stay ("sticky") once the device has failed; host memory that is registered only where the process may write to it, and not
- * as read-only, as recent drivers refuse it. What it is stricter about: memory that is unmapped before it is unregistered is
- * counted ("violations"), a copy that is not waited for has not happened
- * ($CUDA_STUB_DELAY_US makes that visible), memory freed by its owner cannot be copied any more, and with $CUDA_STUB_HIDDEN device
- * pointers cannot be touched by host code at all. It computes nothing, and says nothing about a real driver's speed or limits.
+ * Devices have numbers from 0 and UUIDs: GPU-00000000-0000-0000-0000-00000000000N is device N. Of the real thing it keeps: one
+ * primary context a device, which a thread must make current; handles that cannot be opened by the process that made them; counted
+ * openings; streams that run beside their caller, in order; events between streams; errors that stay ("sticky") once the device
+ * has failed; host memory that is registered only where the process may write to it, and never as read-only, as many drivers have
+ * it. What it is stricter about: a copy that is not waited for has not happened ($CUDA_STUB_DELAY_US makes that visible); memory
+ * freed by its owner cannot be copied any more; memory that is unmapped before it is unregistered is counted ("violations"); and
+ * with $CUDA_STUB_HIDDEN device pointers cannot be touched by host code at all. README.md says what it cannot show.
  *
  *     $CUDA_STUB_DIR       must be set, or there is no device
  *     $CUDA_STUB_DEVICES   how many devices (1); $CUDA_VISIBLE_DEVICES picks among them, by index or by the beginning of a UUID

@@ -27,16 +27,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def missing() -> str:
     """What these tests lack here; "": nothing."""
-    if not usable_gpus(os.environ)[0]:
-        return "no GPU: there is no /dev/nvidia*, or CUDA_VISIBLE_DEVICES is empty"
-    try:
-        import jax_cuda13_plugin  # noqa: F401
-    except ImportError:
-        try:
-            import jax_cuda12_plugin  # noqa: F401
-        except ImportError:
-            return "there is a GPU, but JAX is not installed for it (pip install tensord[cuda])"
-    return ""
+    gpus, reason = usable_gpus(os.environ)
+    return "" if gpus else reason or "no GPU: there is no CUDA driver, or CUDA_VISIBLE_DEVICES is empty"
 
 
 @pytest.fixture(scope="session")
