@@ -84,11 +84,19 @@ def _outlive_signals() -> None:
     """
     former = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
 
+    def hold() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+    def resume() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
     def restore() -> None:
         for number, action in former.items():
             signal.signal(number, action)
+        resume()
 
-    os.register_at_fork(after_in_child=restore)
+    # Held meanwhile: what comes to a child that still has our handlers would be lost.
+    os.register_at_fork(before=hold, after_in_parent=resume, after_in_child=restore)
 
 
 def _receive_start(channel: Channel) -> tuple[Start, list[tuple[Any, list[int]]]]:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import multiprocessing
 import sys
 from collections.abc import Callable
-from multiprocessing import spawn
 from types import ModuleType
-from typing import Any
 
 from workers.models import python_backend
 from workers.models.model_imports import ModelImports, OwnModules
@@ -29,7 +28,8 @@ def prepare() -> None:
     sys.meta_path.insert(0, OwnModules)
     sys.meta_path.append(PlainNames)
     importlib.import_module = _import_module_for(importlib.import_module)  # type: ignore[assignment]
-    spawn.get_preparation_data = _preparation_with_models(spawn.get_preparation_data)  # type: ignore[assignment]
+    # Every process that is started inherits this, and unpickles it before what it is to run.
+    multiprocessing.current_process()._config["tensord_models"] = LoadedModels()  # type: ignore[attr-defined]
 
 
 def _import_module_for(usual: Callable[[str, str | None], ModuleType]) -> Callable[[str, str | None], ModuleType]:
@@ -44,25 +44,16 @@ def _import_module_for(usual: Callable[[str, str | None], ModuleType]) -> Callab
     return import_module
 
 
-def _preparation_with_models(usual: Callable[[str], dict[str, Any]]) -> Callable[[str], dict[str, Any]]:
-    @functools.wraps(usual)
-    def get_preparation_data(name: str) -> dict[str, Any]:
-        models = [_Model(imports) for imports in map(ModelImports.of, list(sys.modules)) if imports is not None]
-        return usual(name) | {"tensord_models": models}
+class LoadedModels:
+    """Pickled it is the packages of the models that are loaded then; who unpickles it has them too."""
 
-    return get_preparation_data
-
-
-class _Model:
-    """Unpickled by a new process, before what that process is to run: the model's package is there from then on."""
-
-    def __init__(self, imports: ModelImports) -> None:
-        self._imports = imports
-
-    def __reduce__(self) -> tuple[Callable[..., None], tuple[str, tuple[str, ...]]]:
-        return _adopt, (self._imports.package, self._imports.folders)
+    def __reduce__(self) -> tuple[Callable[..., LoadedModels], tuple[tuple[tuple[str, tuple[str, ...]], ...]]]:
+        loaded = [imports for imports in map(ModelImports.of, list(sys.modules)) if imports is not None]
+        return _adopt, (tuple((imports.package, imports.folders) for imports in loaded),)
 
 
-def _adopt(package: str, folders: tuple[str, ...]) -> None:
+def _adopt(packages: tuple[tuple[str, tuple[str, ...]], ...]) -> LoadedModels:
     prepare()
-    ModelImports(package, folders)
+    for package, folders in packages:
+        ModelImports(package, folders)
+    return LoadedModels()

@@ -5,19 +5,19 @@ from __future__ import annotations
 import importlib
 import pickle
 import sys
-from multiprocessing import spawn
 from pathlib import Path
 
 from workers.models import import_system
+from workers.models.import_system import LoadedModels
 from workers.models.model_imports import ModelImports, OwnModules
 from workers.models.plain_names import PlainNames
 
 
 def test_it_is_told_once() -> None:
     import_system.prepare()
-    before = importlib.import_module, spawn.get_preparation_data, list(sys.meta_path)
+    before = importlib.import_module, list(sys.meta_path)
     import_system.prepare()
-    assert (importlib.import_module, spawn.get_preparation_data, list(sys.meta_path)) == before
+    assert (importlib.import_module, list(sys.meta_path)) == before
     assert [sys.meta_path.count(OwnModules), sys.meta_path.count(PlainNames)] == [1, 1]
 
 
@@ -25,14 +25,14 @@ def test_a_new_process_learns_of_the_models_that_are_loaded(tmp_path: Path) -> N
     import_system.prepare()
     (tmp_path / "helper.py").write_text("OWNER = 'm'")
     imports = ModelImports.of_version("m", [tmp_path])
-    told = pickle.dumps(spawn.get_preparation_data("child")["tensord_models"])
+    told = pickle.dumps(LoadedModels())
     imports.forget()
     assert ModelImports.of(imports.package) is None
-    pickle.loads(told)
+    assert isinstance(pickle.loads(told), LoadedModels)
     adopted = ModelImports.of(imports.package)
     assert adopted is not None
     try:
         assert importlib.import_module(f"{imports.package}.helper").OWNER == "m"
     finally:
         adopted.forget()
-    assert imports.package.encode() not in pickle.dumps(spawn.get_preparation_data("child")["tensord_models"])
+    assert imports.package.encode() not in pickle.dumps(LoadedModels())

@@ -309,7 +309,8 @@ def test_an_unloaded_model_lets_its_modules_go(daemon: DaemonProcess, source: st
 
 
 STARTER = """
-    import concurrent.futures, json, multiprocessing
+    import concurrent.futures, json, multiprocessing, subprocess
+    import joblib
     import numpy as np
     import triton_python_backend_utils as pb_utils
     import helper
@@ -332,6 +333,11 @@ STARTER = """
                 process.terminate()
                 process.join()
                 found.append(process.exitcode)
+            found += joblib.Parallel(2)(joblib.delayed(helper.triple)(number) for number in (4, 5))
+            joblib.externals.loky.get_reusable_executor().shutdown(wait=True)
+            process = subprocess.Popen(["sleep", "inf"])
+            process.terminate()
+            found.append(process.wait())
             text = json.dumps(found)
             return [pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([text.encode()], np.object_))])]
 """
@@ -359,7 +365,7 @@ def test_processes_that_a_model_starts(daemon: DaemonProcess) -> None:
     (folder / "helper.py").write_text(dedent(STARTED))
     (folder / "factor.py").write_text("FACTOR = 3\n")
     load(daemon, "starter")
-    assert ask(daemon, "starter") == [6, 4, 3, 9, -15] * 2
+    assert ask(daemon, "starter") == [6, 4, 3, 9, -15] * 2 + [12, 15, -15]
 
 
 def test_all_our_packages_are_hidden() -> None:
