@@ -62,7 +62,6 @@ LATER_FEATURES = {
     "sequences": re.compile(r"\bsequence_batching\b"),
     "ensembles": re.compile(r"\bensemble_scheduling\b"),
     "decoupled models": re.compile(r"\bdecoupled\W{1,3}true\b"),
-    "queue policies": re.compile(r"\b(default_queue_policy|priority_queue_policy|priority_levels)\b"),
     "the response cache": re.compile(r"\bresponse_cache\b"),
 }
 
