@@ -59,5 +59,6 @@ class DeviceName:
             # By name: where there is no plugin, or no device node, JAX leaves the GPU out and would compute on the CPU.
             return jax.devices(self.platform)[0]
         except RuntimeError as error:
-            reason = " ".join(str(error).split())
+            # Without JAX's advice about a variable that is ours here.
+            reason = " ".join(str(error).split()).partition(" (set JAX_PLATFORMS")[0]
             raise NoDevice(f"JAX cannot use {self}: {reason}") from error

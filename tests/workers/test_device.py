@@ -66,6 +66,7 @@ def test_it_never_computes_on_the_cpu_instead(cuda_stub: CudaStub, environment: 
     assert said.startswith("JAX cannot use cuda:1: ")
     assert reason in said
     assert said.count("\n") == 1
+    assert "JAX_PLATFORMS" not in said
 
 
 def test_the_thread_that_asks_computes() -> None:
