@@ -284,7 +284,7 @@ def table(regions: RegionTable) -> Iterator[tuple[RegionTable, Any]]:
     os.close(made.fd)
 
     def register(byte_size: int) -> None:
-        regions.unregister("system", "s", lambda: None)
+        regions.unregister("system", "s")
         if byte_size:
             regions.register(RegisterSystemRegion("s", name, 0, byte_size), None)
 
@@ -326,7 +326,8 @@ def test_a_region_that_is_another_one_meanwhile(
     request = validate_formed(record_of(submit), form, submitter, BATCHED, regions, 50)
     (region,) = request.regions
     closed: list[bool] = []
-    regions.unregister("system", "s", lambda: closed.append(True))
+    assert regions.unregister("system", "s") == 1
+    regions.when_closed("s", lambda: closed.append(True))
     assert not closed
     assert checked(submit, form, submitter, BATCHED, regions)[0][0] is NotFound
     assert region.leases == 1

@@ -162,8 +162,8 @@ def test_bad_outputs(worker: WorkerProcess) -> None:
         worker.infer("scale", [GOOD], RequestedOutput("nope"))
     with pytest.raises(NotFound, match="Unable to find shared memory region: 'nope'"):
         worker.infer("scale", [GOOD], RequestedOutput("y", RegionSlice("nope", 0, 16)))
-    # Named twice is given once.
-    assert list(worker.infer("scale", [GOOD], RequestedOutput("y"), RequestedOutput("y"))) == ["y"]
+    with pytest.raises(InvalidArgument, match="output 'y' already exists in request"):
+        worker.infer("scale", [GOOD], RequestedOutput("y"), RequestedOutput("y"))
 
 
 def test_unknown_models(worker: WorkerProcess) -> None:
