@@ -5,6 +5,7 @@ key. It is a list of segments:
 
     segment 0   made at start; a buddy allocator hands out blocks of 4 KiB x 2^n, up to a quarter of it
     segment n   made for one tensor that is larger than that, kept for the next one of about its size
+    reserve     made when a small one finds no room, besides the arena's largest size: small ones never wait for large ones
 
     block of a lease:  | offset (multiple of 4096) ... byte_size ... | unused up to the block's end |
 
@@ -24,6 +25,8 @@ from shm.segment import Segment
 #: A page: every lease starts on one, which is more than the 64 bytes XLA needs to use a tensor in place.
 BLOCK = 4096
 _LARGE_STEP = 1 << 20
+#: What small is: that part of segment 0, at most. And how large the reserve is.
+_SMALL_PART, _RESERVE_PART = 64, 8
 
 LeaseKey = tuple[int, int, int]
 OnSegment = Callable[[Segment], None]
@@ -75,6 +78,11 @@ class Arena:
         self._on_segment = on_segment
         self._segments: dict[int, Segment] = {0: self._create(first)}
         self._next_segment = 1
+        #: Leases up to this size are small.
+        self.small_byte_size = first // _SMALL_PART
+        self._reserve_byte_size = max(first // _RESERVE_PART, BLOCK * 4)
+        #: The number of the reserve and its blocks, once it was needed.
+        self._reserve: tuple[int, Buddies] | None = None
         #: Large segments nobody uses, oldest first.
         self._free_large: list[int] = []
         self._leases: dict[tuple[int, int], Lease] = {}
@@ -94,6 +102,10 @@ class Arena:
             offset = self._buddies.take(byte_size)
             if offset is not None:
                 return self._lease(0, offset, byte_size, self._buddies.block_size(byte_size))
+            if byte_size <= self.small_byte_size:
+                lease = self._loan_reserved(byte_size)
+                if lease is not None:
+                    return lease
         return self._loan_large(byte_size)
 
     def release(self, key: LeaseKey) -> bool:
@@ -164,6 +176,15 @@ class Arena:
         self._byte_size += size
         return self._lease(number, 0, byte_size, size)
 
+    def _loan_reserved(self, byte_size: int) -> Lease | None:
+        if self._reserve is None:
+            number, self._next_segment = self._next_segment, self._next_segment + 1
+            self._segments[number] = self._create(self._reserve_byte_size)
+            self._reserve = number, Buddies(self._reserve_byte_size)
+        number, buddies = self._reserve
+        offset = buddies.take(byte_size)
+        return None if offset is None else self._lease(number, offset, byte_size, buddies.block_size(byte_size))
+
     def _create(self, byte_size: int) -> Segment:
         segment = Segment.create(byte_size)
         if self._on_segment is not None:
@@ -177,6 +198,9 @@ class Arena:
         lease.view = memoryview(b"")
         if place.segment == 0:
             self._buddies.give(place.offset, place.byte_size)
+            return
+        if self._reserve is not None and place.segment == self._reserve[0]:
+            self._reserve[1].give(place.offset, place.byte_size)
             return
         self._free_large.append(place.segment)
         while sum(self._segments[n].byte_size for n in self._free_large) > self._keep_byte_size:

@@ -4,8 +4,9 @@
           └─▶ blocked, oldest first ──room──▶ placed
                                     └─time──▶ 503 with both numbers
 
-A submitter whose blocked answers hold more than a whole arena gets nothing more computed until it takes some: its requests are
-held. Every way out of here ends a request exactly once.
+A small answer never waits for the room of a large one. While the blocked answers of a submitter hold more than the first segment
+of an arena, requests like those that they answer are held: nothing more of the kind is computed until some are taken. Every way
+out of here ends a request exactly once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+from collections import deque
 from collections.abc import Mapping
 
 from config.options import Arenas
@@ -31,6 +33,8 @@ from workers.statistics import Failure
 from workers.submitter import BlockedAnswer, Submitter
 
 _log = logging.getLogger(__name__)
+#: Blocked answers of one submitter, in first segments of an arena: more are refused at once.
+_MAX_BLOCKED = 4
 
 
 class _Placing(enum.Enum):
@@ -107,7 +111,7 @@ class Outbox:
     def _place_small(self, request: Request, made: BatchOutputs, row: int) -> bool:
         """Answers a request of the most frequent kind. False: it is another kind, or it cannot be answered well."""
         submitter = request.submitter
-        if submitter.blocked or submitter.closed or request.cancelled or request.timeline is not None:
+        if submitter.closed or request.cancelled or request.timeline is not None:
             return False
         version, form = request.version, request.form
         plan = None if form is None else form.plans.get(made.layout)
@@ -140,17 +144,16 @@ class Outbox:
         """
         if isinstance(result, ServingError):
             self.fail(request, result)
-        elif request.submitter.blocked and not request.submitter.closed:
-            self._block(request, result, now_ns)
-        else:
+            return result
+        submitter, byte_size = request.submitter, sum(array.nbytes for array in result.values())
+        error: ServingError | _Placing | None = _Placing.FULL
+        if not submitter.blocked or submitter.closed or byte_size <= submitter.lane.arena.small_byte_size:
             error = self._place(request, result, places)
-            if error is None:
-                return result
-            if error is _Placing.FULL:
-                self._block(request, result, now_ns)
-            else:
-                self.fail(request, error)
-                return error
+        if error is _Placing.FULL:
+            error = self._block(BlockedAnswer(request, result, byte_size, now_ns + self._wait_ns))
+        if isinstance(error, ServingError):
+            self.fail(request, error)
+            return error
         return result
 
     def _place(
@@ -195,12 +198,20 @@ class Outbox:
 
     # ---------------------------------------------------------------------------------------------------------- waiting
 
-    def _block(self, request: Request, result: dict[str, Array], now_ns: int) -> None:
-        submitter = request.submitter
-        byte_size = sum(array.nbytes for array in result.values())
-        submitter.blocked.append(BlockedAnswer(request, result, byte_size, now_ns + self._wait_ns))
-        submitter.blocked_byte_size += byte_size
+    def _block(self, answer: BlockedAnswer) -> ServingError | None:
+        """Keeps it. Returns the error that is its answer instead, where too much is kept."""
+        submitter, request = answer.request.submitter, answer.request
+        if (
+            submitter.blocked
+            and submitter.blocked_byte_size + answer.byte_size > _MAX_BLOCKED * self._options.byte_size
+        ):
+            return Unavailable(_describe_full(submitter, answer.byte_size))
+        submitter.blocked.append(answer)
+        submitter.blocked_byte_size += answer.byte_size
+        if answer.byte_size > submitter.lane.arena.small_byte_size:
+            submitter.bulky.add((request.version, request.key))
         self._blocked[submitter] = None
+        return None
 
     @property
     def blocked(self) -> bool:
@@ -208,33 +219,50 @@ class Outbox:
         return bool(self._blocked)
 
     def hold(self, request: Request) -> bool:
-        """True: keeps a request from being run, because its submitter does not take the answers it has."""
-        if not self._blocked or request.submitter.blocked_byte_size <= self._options.byte_size:
+        """True: keeps a request from being run, because its submitter does not take the large answers of its kind that it has."""
+        submitter = request.submitter
+        if (
+            submitter.blocked_byte_size <= self._options.byte_size
+            or (request.version, request.key) not in submitter.bulky
+        ):
             return False
-        request.submitter.held.append(request)
+        submitter.held.append(request)
         return True
 
     def retry(self, now_ns: int) -> list[Request]:
         """Places what fits by now and gives up on what waited too long. Returns requests that may be run again."""
         freed: list[Request] = []
         for submitter in list(self._blocked):
-            while submitter.blocked:
-                waiting = submitter.blocked[0]
-                error = self._place(waiting.request, waiting.result)
-                if error is _Placing.FULL:
-                    if now_ns < waiting.give_up_ns:
-                        break
-                    error = Unavailable(_describe_full(submitter, waiting.byte_size))
-                submitter.blocked.popleft()
-                submitter.blocked_byte_size -= waiting.byte_size
-                if error is not None:
-                    self.fail(waiting.request, error)
+            self._retry(submitter, now_ns)
             if submitter.blocked_byte_size <= self._options.byte_size:
                 freed += submitter.held
                 submitter.held = []
             if not submitter.blocked:
+                submitter.bulky.clear()
                 del self._blocked[submitter]
         return freed
+
+    def _retry(self, submitter: Submitter, now_ns: int) -> None:
+        small_byte_size = submitter.lane.arena.small_byte_size
+        #: Whether there is no room for small ones, and for large ones: none is placed before those that wait longer.
+        full = [False, False]
+        waiting, submitter.blocked = submitter.blocked, deque()
+        for answer in waiting:
+            large = answer.byte_size > small_byte_size
+            error = (
+                _Placing.FULL
+                if full[large] and not answer.request.cancelled
+                else self._place(answer.request, answer.result)
+            )
+            if error is _Placing.FULL:
+                full[large] = True
+                if now_ns < answer.give_up_ns:
+                    submitter.blocked.append(answer)
+                    continue
+                error = Unavailable(_describe_full(submitter, answer.byte_size))
+            submitter.blocked_byte_size -= answer.byte_size
+            if error is not None:
+                self.fail(answer.request, error)
 
     @property
     def next_give_up_ns(self) -> int | None:
@@ -249,6 +277,7 @@ class Outbox:
             self.end(request)
         submitter.blocked.clear()
         submitter.held.clear()
+        submitter.bulky.clear()
         submitter.blocked_byte_size = 0
         self._blocked.pop(submitter, None)
 

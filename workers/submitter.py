@@ -6,7 +6,9 @@ Owned by the worker's loop. When the lane ends, so do its requests: nobody is th
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shm.arrays import Array
 from shm.forms import HeardForms
@@ -14,6 +16,9 @@ from shm.lane import WorkerLane
 from shm.messages import Completion
 from workers.known_form import KnownForm
 from workers.request import Request
+
+if TYPE_CHECKING:
+    from workers.model_version import ModelVersion
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,7 @@ class Submitter:
     __slots__ = (
         "blocked",
         "blocked_byte_size",
+        "bulky",
         "closed",
         "forms",
         "held",
@@ -48,11 +54,13 @@ class Submitter:
         #: Request id -> request, from its validation to its final completion.
         self.in_flight: dict[int, Request] = {}
         self.forms: HeardForms[KnownForm] = HeardForms()
-        #: Oldest first: none is placed before those that wait longer.
+        #: Oldest first: none is placed before those of its kind, small or large, that wait longer.
         self.blocked: deque[BlockedAnswer] = deque()
         #: Bytes those answers hold in the worker's own memory.
         self.blocked_byte_size = 0
-        #: Requests that are not run until there is room again.
+        #: The kinds of requests (version and key) whose answers were too large while any was blocked.
+        self.bulky: set[tuple[ModelVersion, Hashable]] = set()
+        #: Requests of those that are not run until there is room again.
         self.held: list[Request] = []
         #: Completions were queued since the last flush.
         self.unflushed = False

@@ -21,7 +21,15 @@ from workers.request import Request
 from workers.statistics import Failure, ModelStatistics
 from workers.submitter import Submitter
 
-VERSION = SimpleNamespace(
+
+class Version(SimpleNamespace):
+    """As a ModelVersion, one is equal to itself alone."""
+
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
+
+VERSION = Version(
     name="m",
     version=3,
     statistics=ModelStatistics("m", 3),
@@ -42,6 +50,12 @@ class ALane:
     def take(self) -> None:
         """Gives the first lease back."""
         completion = self.sent.pop(0)
+        assert completion.lease is not None
+        assert self.arena.release(completion.lease)
+
+    def take_one(self, request_id: int) -> None:
+        """Gives the lease of that one back."""
+        (completion,) = [one for one in self.sent if one.request_id == request_id]
         assert completion.lease is not None
         assert self.arena.release(completion.lease)
 
@@ -74,8 +88,7 @@ def test_blocked_answers_leave_in_order(outbox: Outbox) -> None:
     submitter, lane = submitter_of()
     for i in range(1, 7):
         outbox.answer(request_from(submitter, i), a_quarter(), now_ns=0)
-    # A small one must not overtake: its client asked later.
-    outbox.answer(request_from(submitter, 7), {"y": np.zeros(1, np.float32)}, now_ns=0)
+    outbox.answer(request_from(submitter, 7), a_quarter(), now_ns=0)
     assert ids(lane) == [1, 2, 3, 4]
     assert outbox.next_give_up_ns == 1_000_000_000
     lane.take()
@@ -88,6 +101,39 @@ def test_blocked_answers_leave_in_order(outbox: Outbox) -> None:
     assert outbox.next_give_up_ns is None
     assert submitter.blocked_byte_size == 0
     assert submitter.in_flight == {}
+    lane.arena.close()
+
+
+def test_small_answers_do_not_wait_for_the_room_of_large_ones(outbox: Outbox) -> None:
+    """1. large answers are blocked, and requests like theirs held; 2. small ones leave and others run; 3. until too many do."""
+    submitter, lane = submitter_of()
+    for i in range(1, 10):
+        outbox.answer(request_from(submitter, i), a_quarter(), now_ns=0)
+    other = request_from(submitter, 10)
+    other.key = "of other shapes"
+    assert not outbox.hold(other)
+    small = {"y": np.zeros(lane.arena.small_byte_size // 4, np.float32)}
+    sent = 10
+    while not isinstance(outbox.answer(request_from(submitter, sent), small, now_ns=0), Unavailable):
+        sent += 1
+        if len(submitter.blocked) > 5:
+            break
+    placed = ids(lane)
+    assert placed == [1, 2, 3, 4, *range(10, 10 + len(placed) - 4)]
+    assert len(placed) > 10
+    # The small one that found the reserve full takes the first small place that is free; the large ones go on waiting.
+    late = submitter.blocked[-1].request.request_id
+    lane.take_one(placed[-1])
+    assert outbox.retry(1) == []
+    assert ids(lane)[-1] == late
+    assert len(submitter.blocked) == 5
+    lane.arena.close()
+
+
+def test_too_many_blocked_answers_are_refused_at_once(outbox: Outbox) -> None:
+    submitter, lane = submitter_of()
+    results = [outbox.answer(request_from(submitter, i), a_quarter(), now_ns=0) for i in range(1, 22)]
+    assert [isinstance(result, Unavailable) for result in results] == [False] * 20 + [True]
     lane.arena.close()
 
 
