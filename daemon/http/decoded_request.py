@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from daemon.http.json_array import JsonArray
+from daemon.http.json_base64 import JsonBase64
 from daemon.http.json_strings import JsonStrings
 from shm.messages import Parameter, RegionSlice, RequestedOutput, Submit, Tensor
 
@@ -22,7 +23,7 @@ class Part:
 
 
 #: Where an input's bytes come from: the body, a region, the JSON (as wire bytes), or an array in the JSON still to be converted.
-Source = Part | RegionSlice | bytes | JsonArray | JsonStrings
+Source = Part | RegionSlice | bytes | JsonArray | JsonStrings | JsonBase64
 
 
 @dataclass(slots=True)

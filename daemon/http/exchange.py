@@ -14,11 +14,12 @@ from time import monotonic_ns
 
 import msgspec
 
-from daemon.http import placement
+from daemon.http import json_cut, placement, request_codec
 from daemon.http.answering import Answering, Phase
 from daemon.http.body import PlacedBody
 from daemon.http.compression import BodyTooLarge
 from daemon.http.decoded_request import DecodedRequest
+from daemon.http.json_array import PIECE_BYTE_SIZE
 from daemon.http.known_large_request import KnownLargeRequest
 from daemon.http.known_request import KnownRequest
 from daemon.http.raw_request import decode_raw
@@ -164,12 +165,16 @@ class Exchange(Answering):
 
     def _go_on(self) -> None:
         """Submits once the body is whole and placed and it is our turn."""
-        if self._gone or not (self._my_turn and self.phase is Phase.RECEIVED and self.reception.ready):
+        if (
+            self._gone
+            or self._job is not None
+            or not (self._my_turn and self.phase is Phase.RECEIVED and self.reception.ready)
+        ):
             return
         try:
             if self.reception.error is not None:
                 raise self.reception.error
-            self._submit(self._decode())
+            self._read()
         except BodyTooLarge as error:
             self._answer_error(413, error.message)
         except ServingError as error:
@@ -177,24 +182,35 @@ class Exchange(Answering):
         except Exception:
             self._answer_defect()
 
-    def _decode(self) -> DecodedRequest:
+    def _read(self) -> None:
+        """Decodes the JSON and submits. What is large in it is found first, in steps."""
         json_size, body = self._head.json_size, self.reception.body
         if isinstance(body, PlacedBody):
             assert json_size is not None
-            if json_size == 0:
-                return self._raw(body.head(body.received))
-            return self._serving.recognised.decode(body.head(json_size), body.received - json_size, self._head.model)
-        whole = body.whole()
-        if json_size is None:
-            return self._serving.recognised.decode(whole, 0, self._head.model)
-        if json_size > len(whole):
-            raise InvalidArgument(f"inference header size should be in range (0, {len(whole)}), got: {json_size}")
+            size = body.received
+            content: bytes | memoryview = body.head(json_size or size)
+        else:
+            content = body.whole()
+            size = len(content)
+            if json_size is not None and json_size > size:
+                raise InvalidArgument(f"inference header size should be in range (0, {size}), got: {json_size}")
         if json_size == 0:
-            return self._raw(whole)
-        return self._serving.recognised.decode(whole[:json_size], len(whole) - json_size, self._head.model)
+            self._submit(decode_raw(self._serving.table.find(self._head.model, self._head.version), content))
+            return
+        text = content if json_size is None else content[:json_size]
+        if len(text) <= PIECE_BYTE_SIZE:
+            apart = json_cut.cut(text) if len(text) > request_codec.MAX_UNCUT else None
+            self._decode(text, size - len(text), apart)
+            return
 
-    def _raw(self, body: bytes | memoryview) -> DecodedRequest:
-        return decode_raw(self._serving.table.find(self._head.model, self._head.version), body)
+        def cut(apart: json_cut.Cut | None) -> None:
+            self._job = None
+            self._answer_if_refused(self._decode, text, size - len(text), apart)
+
+        self._job = self._serving.conversions.run(json_cut.steps(text), cut, self._not_converted)
+
+    def _decode(self, text: bytes | memoryview, tail_size: int, apart: json_cut.Cut | None) -> None:
+        self._submit(self._serving.recognised.decode(text, tail_size, self._head.model, apart))
 
     def _submit(self, decoded: DecodedRequest) -> None:
         self.decoded = decoded

@@ -23,6 +23,11 @@ from shm.datatypes import element_count
 from shm.errors import InvalidArgument
 from shm.messages import RegionSlice
 
+#: Shorter texts are read whatever they hold.
+_MAX_UNCOUNTED = 256 << 10
+#: In longer ones: reading what is between them takes some tens of milliseconds, on the loop.
+_MAX_MARKS = 1 << 18
+
 
 def decode(body: bytes, model: str, version: int, metadata: bytes) -> InferenceRequest:
     """Reads a request for a model with these inputs.
@@ -36,6 +41,14 @@ def decode(body: bytes, model: str, version: int, metadata: bytes) -> InferenceR
         raise InvalidArgument(
             f"failed to parse the request JSON buffer: The document root must not be followed by other values. at {end}"
         )
+    if len(body) > _MAX_UNCOUNTED:
+        # Of a text without these there are few values, however long they are.
+        marks = len(body) - len(body.translate(None, b",:[]{}"))
+        if marks > _MAX_MARKS:
+            raise InvalidArgument(
+                f"the request JSON has {marks} commas, colons and brackets, at most {_MAX_MARKS} are allowed; "
+                "send large tensors with infer"
+            )
     fields = _object(request_head.parse(body))
     inputs = {entry["name"]: entry for entry in msgspec.json.decode(metadata)["inputs"]}
     found: list[tuple[str, str, tuple[int, ...], Content]] = []

@@ -1,7 +1,7 @@
-"""A large array in the text of a request: found without reading the text, converted piece by piece. Sans-I/O.
+"""A large array of numbers that was cut out of the text of a request (``json_cut``), converted piece by piece. Sans-I/O.
 
-    ..."data": [ 0.1,0.2, ... ,0.3 ]...    cut     ..."data": ["<token>:0"]...    a small text, read as ever; the array apart
-               └ piece ┘└ piece ┘          fill    each piece, by itself, is read by simdjson into the tensor's place
+    [ 0.1,0.2, ... ,0.3 ]
+      └ piece ┘└ piece ┘       each piece, by itself, is read by simdjson into the tensor's place
 
 No piece takes longer than about a millisecond, so whoever converts can look after others between two of them. What simdjson does
 not understand, and what is wrong, goes piece by piece through RapidJSON like a small text.
@@ -9,8 +9,6 @@ not understand, and what is wrong, goes piece by piece through RapidJSON like a 
 
 from __future__ import annotations
 
-import re
-import secrets
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -21,22 +19,14 @@ import numpy.typing as npt
 import simdjson
 
 from daemon.http import json_data
+from daemon.http.json_cut import find
 from daemon.http.request_head import parse
 from shm.arrays import DTYPES
 from shm.datatypes import ELEMENT_SIZES
 from shm.errors import InvalidArgument
 
-#: Shorter arrays stay in the text.
-_MIN_BYTE_SIZE = 2048
 #: Text converted at a time.
 PIECE_BYTE_SIZE = 64 << 10
-#: What stands in the text for an array. A client cannot know it.
-_TOKEN = secrets.token_hex(16)
-_PLACEHOLDER = f'["{_TOKEN}:'.encode()
-_KEY = b'"data"'
-#: Outside a string, a quotation mark follows one of these, or a colon or bracket, which no key follows.
-_BEFORE_KEY = b"{, \t\r\n"
-_OPENING = re.compile(rb'"data"[ \t\r\n]*:[ \t\r\n]*(?=\[[ \t\r\n]*([^ \t\r\n"{\]]))')
 #: What is left of nested numbers without these is their nesting.
 _LEAVES = bytes(range(256)).translate(None, b"[],")
 _BRACKETS_TO_BLANKS = bytes.maketrans(b"[]", b"  ")
@@ -48,86 +38,6 @@ _BUFFERS: dict[str, tuple[Literal["d", "i", "u"], type[np.generic]]] = {
 }
 _booleans = msgspec.json.Decoder(list[bool])
 _MISMATCH = "Unable to parse 'data': Shape does not match true shape of 'data' field"
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """A text without its large arrays, and the arrays."""
-
-    text: bytes
-    #: Where each array lies in the whole text.
-    spans: list[tuple[int, int]]
-    document: memoryview
-
-    def array_of(self, data: Any) -> int | None:
-        """Which array the ``data`` of an input stands for, be it text or a value; None: it is what it is."""
-        if isinstance(data, msgspec.Raw):
-            text = bytes(data) if memoryview(data).nbytes < 64 else b""
-            return int(text[len(_PLACEHOLDER) : -2]) if text.startswith(_PLACEHOLDER) else None
-        if isinstance(data, list) and data and isinstance(data[0], str) and data[0].startswith(_TOKEN):
-            return int(data[0][len(_TOKEN) + 1 :])
-        return None
-
-    def place(self, offset: int) -> int:
-        """Where something that lies there in ``text`` lies in the whole text."""
-        for number, (start, end) in enumerate(self.spans):
-            if start >= offset:
-                break
-            offset += end - start - len(_placeholder(number))
-        return offset
-
-
-def cut(document: bytes | memoryview) -> Cut | None:
-    """Takes the large arrays of numbers out that are the value of a key ``data``; None: there is none."""
-    view = memoryview(document)
-    spans = list(_spans(view))
-    if not spans:
-        return None
-    pieces: list[bytes | memoryview] = []
-    at = 0
-    for number, (start, end) in enumerate(spans):
-        pieces += (view[at:start], _placeholder(number))
-        at = end
-    return Cut(b"".join([*pieces, view[at:]]), spans, view)
-
-
-def _placeholder(number: int) -> bytes:
-    return b'%b%d"]' % (_PLACEHOLDER, number)
-
-
-def _spans(document: memoryview) -> Iterator[tuple[int, int]]:
-    at = 0
-    while (key := _find(document, _KEY, at, len(document))) > 0:
-        at = key + len(_KEY)
-        opening = _OPENING.match(document, key)
-        if opening is None or document[key - 1] not in _BEFORE_KEY:
-            continue
-        start, end = opening.end(), _end_of(document, opening)
-        if end - start >= _MIN_BYTE_SIZE:
-            yield start, end
-        at = max(at, end)
-
-
-def _end_of(document: memoryview, opening: re.Match[bytes]) -> int:
-    """Behind the last bracket of an array of numbers; what follows is another key or the end of the object."""
-    start, limit = opening.end(), len(document)
-    if opening[1] != b"[":
-        return _find(document, b"]", start, limit) + 1
-    for mark in (b'"', b"}"):
-        found = _find(document, mark, start, limit)
-        limit = limit if found < 0 else found
-    tail = bytes(document[max(start, limit - _MIN_BYTE_SIZE) : limit])
-    return limit - len(tail) + tail.rfind(b"]") + 1
-
-
-def _find(document: memoryview, what: bytes, start: int, end: int) -> int:
-    """``bytes.find`` for memory that is no bytes object: the pieces it copies never leave the processor's cache."""
-    while start < end:
-        found = bytes(document[start : min(end, start + PIECE_BYTE_SIZE)]).find(what)
-        if found >= 0:
-            return start + found
-        start += PIECE_BYTE_SIZE - len(what) + 1
-    return -1
 
 
 @dataclass(slots=True)
@@ -221,7 +131,7 @@ class JsonArray:
 
     def _check_nesting(self) -> Generator[None, None, bool]:
         """Whether there are lists in the list. Raises InvalidArgument: they are nested otherwise than the shape says."""
-        if _find(self.text, b"[", 1, len(self.text)) < 0:
+        if find(self.text, b"[", 1, len(self.text)) < 0:
             return False
         structure = bytearray()
         for start in range(0, len(self.text), PIECE_BYTE_SIZE):

@@ -147,19 +147,30 @@ def misnested(shape: list[int], name: str) -> InvalidArgument:
     return InvalidArgument(f"Unable to parse 'data': input '{name}' is nested, but not as its shape {shape} says")
 
 
+def of_wrong_kind(datatype: str) -> InvalidArgument:
+    """The error for a value that no element of that datatype is written as."""
+    if datatype == "BYTES":
+        return InvalidArgument("Unable to parse JSON bytes array: attempt to access JSON non-string as string")
+    if datatype == "BOOL":
+        return refusal("data", "non-boolean", "boolean")
+    if datatype in ("FP32", "FP64"):
+        return refusal("data", "non-number", "double")
+    if datatype.startswith("UINT"):
+        return refusal("data", "non-unsigned-integer", "unsigned-integer")
+    return refusal("data", "non-signed-integer", "signed-integer")
+
+
 def _check(leaf: Any, datatype: str) -> None:
     """Refuses a value of the wrong kind. Ranges that Triton does not look at are left to numpy."""
     if datatype == "BOOL":
-        if not isinstance(leaf, bool):
-            raise refusal("data", "non-boolean", "boolean")
+        right = isinstance(leaf, bool)
     elif datatype == "BYTES":
-        if not isinstance(leaf, str):
-            raise InvalidArgument("Unable to parse JSON bytes array: attempt to access JSON non-string as string")
+        right = isinstance(leaf, str)
     elif datatype in ("FP32", "FP64"):
-        if not isinstance(leaf, int | float) or isinstance(leaf, bool):
-            raise refusal("data", "non-number", "double")
+        right = isinstance(leaf, int | float) and not isinstance(leaf, bool)
     elif datatype.startswith("UINT"):
-        if type(leaf) is not int or not 0 <= leaf < 1 << 64:
-            raise refusal("data", "non-unsigned-integer", "unsigned-integer")
-    elif type(leaf) is not int or not -(1 << 63) <= leaf < 1 << 63:
-        raise refusal("data", "non-signed-integer", "signed-integer")
+        right = type(leaf) is int and 0 <= leaf < 1 << 64
+    else:
+        right = type(leaf) is int and -(1 << 63) <= leaf < 1 << 63
+    if not right:
+        raise of_wrong_kind(datatype)

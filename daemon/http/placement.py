@@ -11,6 +11,7 @@ from collections.abc import Generator
 from daemon.http.body import ALIGNMENT, Body, CollectedBody, PlacedBody
 from daemon.http.decoded_request import DecodedRequest, Part
 from daemon.http.json_array import JsonArray
+from daemon.http.json_base64 import JsonBase64
 from daemon.http.json_strings import JsonStrings
 from shm.arena import Lease
 from shm.messages import Inline, Place, RegionSlice, Slice, Tensor
@@ -71,7 +72,7 @@ def place(
 
 def is_filled(decoded: DecodedRequest) -> bool:
     """Whether the tensors are there once they are placed."""
-    return not any(isinstance(source, JsonArray | JsonStrings) for _, _, _, source in decoded.inputs)
+    return not any(isinstance(source, JsonArray | JsonStrings | JsonBase64) for _, _, _, source in decoded.inputs)
 
 
 def fill(
@@ -84,7 +85,7 @@ def fill(
     filled: list[Tensor] = []
     for tensor, (name, datatype, shape, source) in zip(tensors, decoded.inputs, strict=True):
         at = tensor.place
-        if isinstance(source, JsonArray | JsonStrings) and isinstance(at, Slice):
+        if isinstance(source, JsonArray | JsonStrings | JsonBase64) and isinstance(at, Slice):
             start = at.offset - lease.place.offset
             size = yield from source.fill(lease.view[start : start + at.byte_size])
             tensor = Tensor(name, datatype, shape, Slice(at.segment, at.offset, size))

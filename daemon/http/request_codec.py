@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import msgspec
 
-from daemon.http import json_array, json_data, request_head
+from daemon.http import json_cut, json_data, request_head
 from daemon.http.decoded_request import DecodedRequest, Part, Source
 from daemon.http.json_array import PIECE_BYTE_SIZE, JsonArray
+from daemon.http.json_base64 import JsonBase64
 from daemon.http.json_strings import JsonStrings, is_flat
 from daemon.http.json_values import refusal, unsigned
 from daemon.http.request_head import ABSENT, ExactInput, ExactRequest, InputHead, Malformed, RequestHead
@@ -24,12 +25,13 @@ from daemon.http.requested_outputs import read_outputs, read_region
 from shm.datatypes import ELEMENT_SIZES, element_count
 from shm.errors import InvalidArgument
 
-#: Shorter texts are read whole.
-_MAX_UNCUT = 4096
+#: Shorter texts are read whole, longer ones only once their large data is cut out.
+MAX_UNCUT = 4096
 #: The slow way is for texts up to this size: about four milliseconds.
 _MAX_EXACT = 256 << 10
-#: All but the data of tensors.
-_MAX_TEXT = 1 << 20
+#: Each costs some ten microseconds.
+_MAX_INPUTS = 1024
+_QUOTE = ord('"')
 
 
 class Recognised:
@@ -42,10 +44,12 @@ class Recognised:
     def __init__(self) -> None:
         self._decoded: dict[tuple[bytes, int], DecodedRequest] = {}
 
-    def decode(self, head: bytes | memoryview, tail_size: int, model: str) -> DecodedRequest:
+    def decode(
+        self, head: bytes | memoryview, tail_size: int, model: str, apart: json_cut.Cut | None = None
+    ) -> DecodedRequest:
         """As ``decode``; the result may be shared with other requests and must not be changed."""
         if len(head) > self.MAX_HEAD:
-            return decode(head, tail_size, model)
+            return decode(head, tail_size, model, apart)
         key = (bytes(head), tail_size)
         found = self._decoded.get(key)
         if found is None:
@@ -58,54 +62,24 @@ class Recognised:
         return found
 
 
-def decode(head: bytes | memoryview, tail_size: int, model: str) -> DecodedRequest:
+def decode(head: bytes | memoryview, tail_size: int, model: str, apart: json_cut.Cut | None = None) -> DecodedRequest:
     """Decodes the head of a request to ``model`` whose binary parts have ``tail_size`` bytes together.
 
+    ``apart``: what ``json_cut`` found, of a head longer than MAX_UNCUT.
     Raises: InvalidArgument: not JSON, not of the protocol's form, or contradicting itself.  Unsupported: string ids too long.
     """
-    arrays = json_array.cut(head) if len(head) > _MAX_UNCUT else None
-    text = head if arrays is None else arrays.text
-    if len(text) > _MAX_TEXT:
-        _refuse_long_text(text)
+    text = head if apart is None else apart.text
     try:
-        return _decoded(request_head.quick(text), arrays, tail_size, model)
+        return _decoded(request_head.quick(text), apart, tail_size, model)
     except Malformed as error:
         if len(text) > _MAX_EXACT:
             raise InvalidArgument(f"failed to parse the request JSON: {error}") from error
-        exact = request_head.exact(text, arrays.place if arrays is not None else request_head.itself)
-        return _decoded(exact, arrays, tail_size, model)
-
-
-class _DataHead(msgspec.Struct):
-    data: msgspec.Raw = ABSENT
-
-
-class _Outline(msgspec.Struct):
-    inputs: list[_DataHead] = []
-
-
-_outline = msgspec.json.Decoder(_Outline)
-
-
-def _refuse_long_text(text: bytes | memoryview) -> None:
-    """Raises InvalidArgument: so much of it is no tensor data that reading it would take more memory than the text."""
-    try:
-        inputs = _outline.decode(text).inputs
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidArgument(f"failed to parse the request JSON: {error}") from error
-    other = _solid_size(text) - sum(_solid_size(entry.data) for entry in inputs)
-    if other > _MAX_TEXT:
-        raise InvalidArgument(
-            f"the request JSON has {other} bytes besides the data of its tensors, at most {_MAX_TEXT} are allowed"
-        )
-
-
-def _solid_size(text: bytes | memoryview | msgspec.Raw) -> int:
-    return len(bytes(text).translate(None, b" \t\r\n"))
+        exact = request_head.exact(text, apart.place if apart is not None else request_head.itself)
+        return _decoded(exact, apart, tail_size, model)
 
 
 def _decoded(
-    request: RequestHead | ExactRequest, arrays: json_array.Cut | None, tail_size: int, model: str
+    request: RequestHead | ExactRequest, apart: json_cut.Cut | None, tail_size: int, model: str
 ) -> DecodedRequest:
     """Raises also Malformed: data that the quick way does not understand."""
     decoded = DecodedRequest(request.id, [], (), {}, False, {})
@@ -113,7 +87,9 @@ def _decoded(
         read_parameters(request.parameters, decoded)
     offset = 0
     for entry in request.inputs:
-        source = _source(entry, offset, arrays)
+        if len(decoded.inputs) == _MAX_INPUTS:
+            raise InvalidArgument(f"more than {_MAX_INPUTS} inputs are given, at most {_MAX_INPUTS} are allowed")
+        source = _source(entry, offset, apart)
         if type(source) is Part:
             offset += source.byte_size
             if offset > tail_size:
@@ -129,7 +105,7 @@ def _decoded(
     return decoded
 
 
-def _source(entry: InputHead | ExactInput, offset: int, arrays: json_array.Cut | None) -> Source:
+def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | None) -> Source:
     """The one data source of an input."""
     name, parameters, shape = entry.name, entry.parameters, entry.shape
     if entry.datatype not in ELEMENT_SIZES:
@@ -155,20 +131,38 @@ def _source(entry: InputHead | ExactInput, offset: int, arrays: json_array.Cut |
         return Part(offset, unsigned("binary_data_size", parameters["binary_data_size"]))
     if given[0] == "'shared_memory_region'":
         return read_region(parameters)
-    number = arrays.array_of(entry.data) if arrays is not None else None
-    if arrays is not None and number is not None:
-        start, end = arrays.spans[number]
-        array = JsonArray(arrays.document[start:end], start, name, entry.datatype, shape, count)
-        return array if end - start > PIECE_BYTE_SIZE else array.wire_bytes()
+    number = apart.number_of(entry.data) if apart is not None else None
+    if apart is not None and number is not None:
+        return _converted(apart, number, entry, count)
     if isinstance(entry, InputHead):
         text = memoryview(entry.data)
-        if text.nbytes > PIECE_BYTE_SIZE:
-            if entry.datatype == "BYTES" and is_flat(text):
-                return JsonStrings(text, name, count)
-            if text.nbytes > _MAX_EXACT and bytes(text[:1]) == b"[":
-                raise InvalidArgument(
-                    f"Unable to parse 'data': input '{name}' has {text.nbytes} bytes of text that is no flat array, "
-                    f"at most {_MAX_EXACT} are allowed"
-                )
+        if text.nbytes > _MAX_EXACT:
+            raise InvalidArgument(
+                f"Unable to parse 'data': input '{name}' has {text.nbytes} bytes of text that is no flat array, "
+                f"at most {_MAX_EXACT} are allowed"
+            )
         return json_data.quick(entry.data, entry.datatype, count)
     return json_data.exact(entry.data, entry.datatype, shape, count, name)
+
+
+def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, count: int) -> Source:
+    """The data that was cut out: now, or what converts it later, in steps."""
+    start, end = apart.spans[number]
+    text, name, datatype, shape = apart.document[start:end], entry.name, entry.datatype, entry.shape
+    if text[0] == _QUOTE:
+        if len(text) > PIECE_BYTE_SIZE:
+            return JsonBase64(text, datatype, count)
+        return json_data.exact(bytes(text[1:-1]).decode("ascii", "replace"), datatype, shape, count, name)
+    if is_flat(text):
+        if datatype != "BYTES":
+            json_data.refuse_half_floats(datatype, count, name)
+            raise json_data.of_wrong_kind(datatype)
+        if len(text) > PIECE_BYTE_SIZE:
+            return JsonStrings(text, name, count)
+        try:
+            return json_data.quick(msgspec.Raw(bytes(text)), datatype, count)
+        except Malformed:
+            values = request_head.parse(bytes(text), lambda offset: start + offset)
+            return json_data.exact(values, datatype, shape, count, name)
+    array = JsonArray(text, start, name, datatype, shape, count)
+    return array if end - start > PIECE_BYTE_SIZE else array.wire_bytes()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from daemon.http import request_codec
+from daemon.http import json_cut, request_codec
 from daemon.http.decoded_request import DecodedRequest
 
 
 def decode(head: bytes | memoryview, tail_size: int) -> DecodedRequest:
-    return request_codec.decode(head, tail_size, "m")
+    return request_codec.decode(head, tail_size, "m", json_cut.cut(head))
 
 
 def input_text(data: str, datatype: str = "FP32", shape: str = "[1]") -> bytes:

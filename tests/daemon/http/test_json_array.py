@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daemon.http import json_array, request_codec
+from daemon.http import json_cut
 from daemon.http.json_array import PIECE_BYTE_SIZE, JsonArray
+from daemon.http.json_base64 import JsonBase64
 from shm.arrays import DTYPES, array
 from shm.errors import InvalidArgument, ServingError
+from tests.daemon.http.heads import decode
 
 #: Enough values for several pieces.
 COUNT = PIECE_BYTE_SIZE
@@ -28,11 +30,17 @@ def request(data: str, datatype: str, shape: list[int], more: str = "") -> bytes
 
 def converted(data: str, datatype: str, shape: list[int], more: str = "") -> bytes:
     """The tensor's bytes, by the way a body in the front takes."""
-    ((_, _, _, source),) = request_codec.decode(memoryview(request(data, datatype, shape, more)), 0, "m").inputs
+    ((_, _, _, source),) = decode(memoryview(request(data, datatype, shape, more)), 0).inputs
     if isinstance(source, bytes):
         return source
-    assert isinstance(source, JsonArray)
-    return source.wire_bytes()
+    assert isinstance(source, JsonArray | JsonBase64)
+    place = bytearray(source.byte_size)
+    steps = source.fill(memoryview(place))
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return bytes(place[: end.value])
 
 
 @pytest.mark.parametrize("datatype", [name for name in DTYPES if name not in ("FP16", "BF16", "BYTES")])
@@ -100,7 +108,7 @@ def test_a_syntax_error_among_many_is_told_where_it_is(wrong: str, reason: str, 
 def test_a_syntax_error_behind_an_array_is_told_where_it_is() -> None:
     text = request(json.dumps([1] * 5000), "INT32", [5000]) + b" x"
     with pytest.raises(InvalidArgument, match=f"followed by other values. at {len(text) - 1}$"):
-        request_codec.decode(text, 0, "m")
+        decode(text, 0)
 
 
 @pytest.mark.parametrize("count", [COUNT - 1, COUNT + 1, 10 * COUNT, 1])
@@ -111,7 +119,7 @@ def test_another_number_of_values_than_the_shape_has(count: int) -> None:
 
 def test_a_large_claim_gets_no_memory() -> None:
     with pytest.raises(InvalidArgument, match=MISMATCH):
-        request_codec.decode(request(json.dumps([1] * COUNT), "INT8", [1 << 50]), 0, "m")
+        decode(request(json.dumps([1] * COUNT), "INT8", [1 << 50]), 0)
 
 
 @pytest.mark.parametrize("count", [1200, COUNT])
@@ -152,7 +160,7 @@ def test_only_values_of_the_key_are_cut() -> None:
     numbers = json.dumps(list(range(2000)))
     more = json.dumps({"note": f'{{"data": {numbers}', "other": list(range(2000))})[1:-1] + ","
     document = request(numbers, "INT32", [2000], more)
-    found = json_array.cut(document)
+    found = json_cut.cut(document)
     assert found is not None
     assert [document[start:end].decode() for start, end in found.spans] == [numbers]
     assert converted(numbers, "INT32", [2000], more) == np.arange(2000, dtype=np.int32).tobytes()
@@ -166,7 +174,9 @@ def test_a_value_longer_than_a_piece() -> None:
 
 def test_much_text_that_is_no_tensor_is_refused() -> None:
     more = json.dumps({"parameters": {f"k{number}": 1 for number in range(100_000)}})[1:-1] + ","
-    with pytest.raises(InvalidArgument, match=r"bytes besides the data of its tensors, at most 1048576 are allowed"):
+    with pytest.raises(
+        InvalidArgument, match=r"more than 1048576 of them besides large data of tensors; at most 1048576 are"
+    ):
         converted("[1]", "INT8", [1], more)
     text = base64.b64encode(bytes(2_000_000)).decode()
     assert converted(f'"{text}"', "UINT8", [2_000_000]) == bytes(2_000_000)
@@ -178,7 +188,7 @@ def test_any_bytes_among_many_numbers(odd: bytes, at: int, datatype: str) -> Non
     text = request(json.dumps([1] * 2500), datatype, [2500])
     text = text[:at] + odd + text[at + len(odd) :]
     try:
-        for _, datatype, shape, source in request_codec.decode(memoryview(text), 0, "m").inputs:
+        for _, datatype, shape, source in decode(memoryview(text), 0).inputs:
             content = source.wire_bytes() if isinstance(source, JsonArray) else source
             assert isinstance(content, bytes)
             array(content, datatype, shape)

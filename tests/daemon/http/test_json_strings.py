@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daemon.http import request_codec
 from daemon.http.json_array import PIECE_BYTE_SIZE
 from daemon.http.json_strings import JsonStrings
 from shm.arrays import byte_content
 from shm.errors import InvalidArgument
+from tests.daemon.http.heads import decode
 
 
 def converted(data: str, count: int) -> bytes:
     head = f'{{"inputs":[{{"name":"x","datatype":"BYTES","shape":[{count}],"data":{data}}}]}}'.encode()
-    ((_, _, _, source),) = request_codec.decode(memoryview(head), 0, "m").inputs
+    ((_, _, _, source),) = decode(memoryview(head), 0).inputs
     assert isinstance(source, JsonStrings)
     content = bytearray(source.byte_size)
     steps = source.fill(memoryview(content))
@@ -59,7 +59,7 @@ def test_a_wrong_element_among_many(wrong: str) -> None:
     for at in (1, count // 2, count - 1):
         values = ['"a"'] * count
         values[at] = wrong
-        with pytest.raises(InvalidArgument, match=r"as string|failed to parse the request JSON"):
+        with pytest.raises(InvalidArgument, match=r"as string|is nested, but not as|failed to parse the request JSON"):
             converted(f"[{','.join(values)}]", count)
 
 

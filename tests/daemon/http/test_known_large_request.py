@@ -91,7 +91,7 @@ def json_of(*names: str) -> dict[str, Any]:
         ((SIZE, 4), (), json_of("x0", "x1"), True),
         ((SIZE, 4), (), {"outputs": [*json_of("x1")["outputs"], {"name": "x0", "parameters": {"binary_data": True}}]}, True),
         ((SIZE,), ("Connection: keep-alive",), {}, True),
-        ((SIZE,), ("Accept-Encoding: gzip",), {}, False),
+        ((SIZE,), ("Accept-Encoding: gzip",), {}, True),
         ((SIZE,), (), {"id": "i" * 2048}, False),
     ],
     ids=["one", "two", "small", "regions", "parameters", "json", "both", "keep-alive", "gzip", "long"],

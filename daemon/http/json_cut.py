@@ -1,0 +1,210 @@
+"""The large data of tensors in the text of a request, found without reading the text. Sans-I/O.
+
+    ..."data": [ 0.1,0.2, ... ,0.3 ]...      a small text, read as ever      ..."data": ["<token>:0"]...
+               └──── apart ────────┘         what was cut out                [ 0.1,0.2, ... ,0.3 ]
+
+An array of numbers ends at its last bracket, an array of strings at the first bracket that an even number of quotation marks is
+before, base64 text at the next quotation mark. What is left of the text becomes objects, which take many times the memory and the
+time of their text: it has a bound, and that is looked at while the text is walked through, in steps.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from shm.errors import InvalidArgument
+
+#: Data of fewer bytes stays in the text.
+_MIN_BYTE_SIZE = 2048
+#: What may be left of the text.
+MAX_TEXT = 1 << 20
+#: Text that is copied and looked at at a time, and how much the first look at a place takes.
+_PIECE_BYTE_SIZE = 64 << 10
+_GLANCE_BYTE_SIZE = 512
+#: Keys that are looked at in one step.
+_MARKS_A_STEP = 512
+#: What stands in the text for what was cut out. A client cannot know it.
+_TOKEN = secrets.token_hex(16)
+_PLACEHOLDER = f'["{_TOKEN}:'.encode()
+_KEY = b'"data"'
+#: Outside a string, a quotation mark follows one of these, or a colon or bracket, which no key follows.
+_BEFORE_KEY = b"{, \t\r\n"
+#: A key, up to the value, and what that begins with: a text, or an array and its first element.
+_OPENING = re.compile(rb'"data"[ \t\r\n]*:[ \t\r\n]*(?=(")|\[[ \t\r\n]*([^ \t\r\n{\]]))')
+#: Whole strings of an array, as many as there are; and before them the rest of one.
+_REST = rb'[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_RUN = rb'(?:[ \t\r\n,]*+"' + _REST + rb")*+[ \t\r\n,]*+"
+_STRINGS = (re.compile(_RUN, re.DOTALL), re.compile(rb"(?:" + _REST + _RUN + rb")?+", re.DOTALL))
+_MARK, _CLOSING, _BACKSLASH = b'"]\\'
+#: Instead of a place: there is no end.
+_UNCLOSED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A text without its large data, and where that is."""
+
+    text: bytes
+    #: Where each lies in the whole text.
+    spans: list[tuple[int, int]]
+    document: memoryview
+
+    def number_of(self, data: Any) -> int | None:
+        """Which of the spans the ``data`` of an input stands for, be it text or a value; None: it is what it is."""
+        if isinstance(data, msgspec.Raw):
+            text = bytes(data) if memoryview(data).nbytes < 64 else b""
+            return int(text[len(_PLACEHOLDER) : -2]) if text.startswith(_PLACEHOLDER) else None
+        if isinstance(data, list) and data and isinstance(data[0], str) and data[0].startswith(_TOKEN):
+            return int(data[0][len(_TOKEN) + 1 :])
+        return None
+
+    def place(self, offset: int) -> int:
+        """Where something that lies there in ``text`` lies in the whole text."""
+        for number, (start, end) in enumerate(self.spans):
+            if start >= offset:
+                break
+            offset += end - start - len(_placeholder(number))
+        return offset
+
+
+def cut(document: bytes | memoryview) -> Cut | None:
+    """Takes out what is large; None: nothing is. Raises as ``steps`` does."""
+    found = steps(document)
+    while True:
+        try:
+            next(found)
+        except StopIteration as end:
+            made: Cut | None = end.value
+            return made
+
+
+def steps(document: bytes | memoryview) -> Generator[None, None, Cut | None]:
+    """The same in steps, none of which takes longer than some milliseconds.
+
+    Raises: InvalidArgument: more is left of the text than may be.
+    """
+    view = memoryview(document)
+    size, at, kept, marks = len(view), 0, 0, 0
+    spans: list[tuple[int, int]] = []
+    while at < size:
+        key = find(view, _KEY, at, size, MAX_TEXT - kept)
+        kept += (size if key < 0 else key) - at
+        if kept > MAX_TEXT:
+            raise _too_long(size)
+        if key < 0:
+            break
+        at = key + len(_KEY)
+        opening = _OPENING.match(view, key)
+        if opening is None or view[key - 1] not in _BEFORE_KEY:
+            kept += len(_KEY)
+        else:
+            start = opening.end()
+            end = yield from _end_of(view, start, opening)
+            if end == _UNCLOSED:
+                # No JSON. Without an end of this one there is none of another.
+                end = size
+            if size > end and end - start >= _MIN_BYTE_SIZE:
+                spans.append((start, end))
+                kept += start - key + len(_PLACEHOLDER)
+            else:
+                end = max(end, start)
+                kept += end - key
+            at = end
+        marks += 1
+        if marks % _MARKS_A_STEP == 0:
+            yield
+    if kept > MAX_TEXT:
+        raise _too_long(size)
+    return _without(view, spans) if spans else None
+
+
+def _too_long(size: int) -> InvalidArgument:
+    return InvalidArgument(
+        f"the request JSON has {size} bytes, more than {MAX_TEXT} of them besides large data of tensors; "
+        f"at most {MAX_TEXT} are allowed"
+    )
+
+
+def _without(view: memoryview, spans: list[tuple[int, int]]) -> Cut:
+    pieces: list[bytes | memoryview] = []
+    at = 0
+    for number, (start, end) in enumerate(spans):
+        pieces += (view[at:start], _placeholder(number))
+        at = end
+    return Cut(b"".join([*pieces, view[at:]]), spans, view)
+
+
+def _placeholder(number: int) -> bytes:
+    return b'%b%d"]' % (_PLACEHOLDER, number)
+
+
+def _end_of(view: memoryview, start: int, opening: re.Match[bytes]) -> Generator[None, None, int]:
+    """Behind the value that begins there; not behind ``start``: it stays in the text. Or _UNCLOSED."""
+    if opening[1] is not None:
+        end = find(view, b'"', start + 1, len(view))
+        return end + 1 if view[end - 1] != _BACKSLASH else start
+    if opening[2] == b'"':
+        return (yield from _end_of_strings(view, start))
+    if opening[2] != b"[":
+        return find(view, b"]", start, len(view)) + 1
+    # Nested numbers: what follows the array is another key or the end of the object.
+    limit = len(view)
+    for mark in (b'"', b"}"):
+        found = find(view, mark, start, limit)
+        limit = limit if found < 0 else found
+    tail = bytes(view[max(start, limit - _MIN_BYTE_SIZE) : limit])
+    return limit - len(tail) + tail.rfind(b"]") + 1
+
+
+def _end_of_strings(view: memoryview, start: int) -> Generator[None, None, int]:
+    """As ``_end_of``, of an array that begins with a string; one with something else in it stays in the text."""
+    at, inside = start + 1, False
+    while at < len(view):
+        piece = bytes(view[at : at + _PIECE_BYTE_SIZE])
+        # A backslash and what it stands before are not separated.
+        if len(piece) == _PIECE_BYTE_SIZE and (len(piece) - len(piece.rstrip(b"\\"))) % 2:
+            piece = piece[:-1]
+        if b"]" not in piece:
+            inside ^= _is_odd(piece)
+        else:
+            end = _STRINGS[inside].match(piece).end()  # type: ignore[union-attr]
+            if end == len(piece):
+                inside = False
+            elif piece[end] == _CLOSING:
+                return at + end + 1
+            elif piece[end] == _MARK or (inside and not end):
+                inside = True  # it goes on in the next piece
+            else:
+                return start
+        at += len(piece)
+        yield
+    return _UNCLOSED
+
+
+def _is_odd(text: bytes) -> bool:
+    """Whether the number of quotation marks in it that are not escaped is odd."""
+    marks = text.count(b'"')
+    if marks and b"\\" in text:
+        marks -= text.replace(b"\\\\", b"").count(b'\\"')
+    return marks % 2 == 1
+
+
+def find(view: memoryview, what: bytes, start: int, end: int, enough: int | None = None) -> int:
+    """``bytes.find`` for memory that is no bytes object: the pieces it copies never leave the processor's cache.
+
+    ``enough``: it may stop, as if there were none, when it has looked through so many bytes.
+    """
+    size, begin = _GLANCE_BYTE_SIZE, start
+    while start < end and (enough is None or start - begin <= enough):
+        found = bytes(view[start : min(end, start + size)]).find(what)
+        if found >= 0:
+            return start + found
+        start += size - len(what) + 1
+        size = _PIECE_BYTE_SIZE
+    return -1
