@@ -117,6 +117,8 @@ class Grpc(Section, frozen=True):
     #: Pings of a client without calls that come faster than this are strikes; 0 strikes: any number.
     min_ping_interval: Seconds = 300.0
     max_ping_strikes: CountOrNone = 2
+    #: Without calls; 0: for ever.
+    max_connection_idle: Seconds = 0.0
     #: 0: for ever.
     max_connection_age: Seconds = 0.0
     max_connection_age_grace: Seconds = 0.0

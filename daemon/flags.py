@@ -131,6 +131,13 @@ FLAGS = (
     ),
     Flag("grpc-http2-max-ping-strikes", "grpc.max_ping_strikes", "Strikes a client has.", metavar="COUNT"),
     Flag(
+        "grpc-max-connection-idle",
+        "grpc.max_connection_idle",
+        "Connections without calls end then, ms.",
+        metavar="MS",
+        milliseconds=True,
+    ),
+    Flag(
         "grpc-max-connection-age",
         "grpc.max_connection_age",
         "Connections end then, ms.",

@@ -15,6 +15,7 @@ from daemon.grpc.frame_payload import FramePayload
 from daemon.grpc.frames import END_STREAM, Violation
 from daemon.grpc.outgoing import Outgoing, Phase
 from daemon.grpc.stream import Stream
+from daemon.grpc.stream_numbers import Past
 
 if TYPE_CHECKING:
     from daemon.grpc.serving import Serving
@@ -40,15 +41,20 @@ class DataFrames(Outgoing):
         super().__init__(serving)
         #: Bytes taken from the client and not granted again yet.
         self._ungranted = 0
+        #: All that was granted again so far.
+        self._granted = 0
         #: When anything last came from the client, loop time.
         self._heard_at = self.loop.time()
-        #: A DATA frame whose payload is still arriving: bytes left, its flags and its stream.
+        #: A DATA frame whose payload is still arriving: bytes left, since when, its flags and its stream.
         self._data_left = 0
+        self._data_since = 0.0
         self._data_flags = 0
         self._data_stream: Stream | None = None
         #: Reads what is large in our place; there while the connection sends such. What came since it last had something to do.
         self._reader: BodyReader | None = None
         self._reads_since = 0
+        #: What came has to wait for the next turn of the loop.
+        self._resting = False
         #: What that reads now.
         self._payload: FramePayload | None = None
 
@@ -87,6 +93,7 @@ class DataFrames(Outgoing):
     def _data_begins(self, number: int, flags: int, size: int) -> None:
         self._data_stream = self._data_target(number, size)
         self._data_left, self._data_flags = size, flags
+        self._data_since = self._heard_at
 
     def _data_arrives(self, data: bytes, at: int) -> int:
         """Takes what is here of the payload; returns where the next frame begins."""
@@ -108,7 +115,7 @@ class DataFrames(Outgoing):
     def _read_directly(self) -> None:
         """Has the rest of the payload read to where it belongs, if that is known, and takes the transport back later."""
         stream, reader = self._data_stream, self._reader
-        if self.phase is Phase.CLOSED or self._paused_since:
+        if self.phase is Phase.CLOSED or self._paused_since or self._resting:
             return
         if stream is not None and not stream.ended and self.is_plain:
             place = stream.room()[: self._data_left]
@@ -154,14 +161,14 @@ class DataFrames(Outgoing):
     def _data_target(self, number: int, size: int) -> Stream | None:
         """The stream a DATA frame is for, its windows reduced; None: one that ended meanwhile."""
         stream = self.streams.get(number)
-        if stream is None and (number > self._last_stream or not number):
-            raise Violation(frames.PROTOCOL_ERROR, f"DATA for stream {number}, which is not open")
         # Granted again so early, and frames so much smaller than the window, that no client can exceed it.
         self._ungranted += size
         if self._ungranted > _MUCH_OF_CONNECTION:
             self.write(frames.window_update(0, self._ungranted))
+            self._granted += self._ungranted
             self._ungranted = 0
         if stream is None:
+            self._data_too_late(number)
             return None
         if stream.half_closed:
             raise Violation(frames.STREAM_CLOSED, f"DATA after the end of stream {number}")
@@ -169,6 +176,15 @@ class DataFrames(Outgoing):
         if ungranted > STREAM_WINDOW:
             raise Violation(frames.FLOW_CONTROL_ERROR, f"more DATA than the window of stream {number} allows")
         return stream
+
+    def _data_too_late(self, number: int) -> None:
+        past = self.numbers.past(number)
+        if past is Past.IDLE:
+            raise Violation(frames.PROTOCOL_ERROR, f"DATA for stream {number}, which is not open")
+        if past is Past.RESET:
+            self.cut(number, frames.STREAM_CLOSED)
+        elif past is not Past.CUT:
+            raise Violation(frames.STREAM_CLOSED, f"DATA for stream {number}, which has ended")
 
     def grant(self, stream: Stream) -> None:
         """Lets the client send again what it sent, unless its call has enough to do."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEAD_SIZE = 9
@@ -16,6 +16,7 @@ _write_head = struct.Struct(">BHBBI").pack
 #: Stream id and increment of a WINDOW_UPDATE.
 read_update = struct.Struct(">5xII").unpack_from
 number = struct.Struct(">I").pack
+read_number = struct.Struct(">I").unpack_from
 _setting = struct.Struct(">HI")
 
 # Types.
@@ -87,11 +88,26 @@ def settings(values: Iterable[tuple[int, int]]) -> bytes:
     return frame(SETTINGS, 0, 0, b"".join(_setting.pack(key, value) for key, value in values))
 
 
-def read_settings(payload: bytes) -> Iterator[tuple[int, int]]:
-    """Key and value of each. Raises Violation: not a multiple of six bytes."""
+def read_settings(payload: bytes) -> dict[int, int]:
+    """The value of each key; the last one holds. Raises Violation: not a multiple of six bytes, or a value that cannot be."""
     if len(payload) % _setting.size:
         raise Violation(FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes")
-    return _setting.iter_unpack(payload)
+    values = {}
+    for key, value in _setting.iter_unpack(payload):
+        values[key] = value
+        if key == INITIAL_WINDOW_SIZE and value > MAX_WINDOW:
+            raise Violation(FLOW_CONTROL_ERROR, f"an initial window of {value} bytes")
+        if key == MAX_FRAME_SIZE and not DEFAULT_FRAME_SIZE <= value < 1 << 24:
+            raise Violation(PROTOCOL_ERROR, f"a largest frame of {value} bytes")
+        if key == ENABLE_PUSH and value > 1:
+            raise Violation(PROTOCOL_ERROR, f"ENABLE_PUSH of {value}")
+    return values
+
+
+def check_dependency(stream: int, payload: bytes) -> None:
+    """Of what begins with a priority, which is not looked at otherwise. Raises Violation: a stream that depends on itself."""
+    if read_number(payload)[0] & STREAM_ID == stream:
+        raise Violation(PROTOCOL_ERROR, f"stream {stream} depends on itself")
 
 
 def unpadded(payload: bytes) -> bytes:

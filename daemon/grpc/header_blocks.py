@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import hpack
 from hpack.table import HeaderTable
 
-from daemon.grpc.frames import COMPRESSION_ERROR, Violation
+from daemon.grpc import header_rules
+from daemon.grpc.frames import COMPRESSION_ERROR, ENHANCE_YOUR_CALM, Violation
+from daemon.grpc.header_rules import Fields
 
 _MAX_REMEMBERED = 256
 _UNITS_NS = {"H": 3600 * 10**9, "M": 60 * 10**9, "S": 10**9, "m": 10**6, "u": 1000, "n": 1}
@@ -37,6 +39,8 @@ class CallHead:
     metadata: tuple[tuple[str, str], ...] = ()
     #: Not 200: this is no gRPC call, and HTTP's status is the answer.
     http_status: int = 200
+    #: Bytes of DATA that its client will send; None: it has not said.
+    content_length: int | None = None
 
 
 class _Table(HeaderTable):
@@ -65,32 +69,43 @@ class HeaderBlocks:
         self._decoder = hpack.Decoder(max_header_list_size=max_byte_size)
         self._table = self._decoder.header_table = _Table()
         self._edition = 0
-        self._known: dict[bytes, CallHead] = {}
+        #: What blocks mean that need no decoding.
+        self.known: dict[bytes, CallHead] = {}
 
     def decode(self, block: bytes) -> CallHead:
-        """What a block means. Raises Violation: it is no header block, or larger than allowed."""
-        known = self._known.get(block)
-        if known is not None:
-            return known
+        """What the block of a request means that is not ``known``.
+
+        Raises: Violation: it is no header block, or larger than allowed.  Malformed: it is one that no request may have.
+        """
+        edition = self._edition
+        head = _understood(self._fields(block))
+        if self._edition == edition:
+            if len(self.known) >= _MAX_REMEMBERED:
+                self.known.clear()
+            self.known[block] = head
+        return head
+
+    def trailers(self, block: bytes) -> None:
+        """Takes note of a block that ends a request; it tells nothing that anybody wants. Raises: as ``decode``."""
+        header_rules.check_trailers(self._fields(block))
+
+    def _fields(self, block: bytes) -> Fields:
         try:
             headers = self._decoder.decode(block, raw=True)
         except hpack.OversizedHeaderListError as error:
-            raise Violation(COMPRESSION_ERROR, "the headers are larger than allowed") from error
+            raise Violation(ENHANCE_YOUR_CALM, "the headers are larger than allowed") from error
         except (hpack.HPACKError, UnicodeDecodeError) as error:
             raise Violation(COMPRESSION_ERROR, "the header block cannot be decoded") from error
-        head = _understood([(bytes(name).decode("latin-1"), bytes(value).decode("latin-1")) for name, value in headers])
         if self._table.edition != self._edition:
             # What the table held meant something else before, and this block would change it again.
             self._edition = self._table.edition
-            self._known.clear()
-        else:
-            if len(self._known) >= _MAX_REMEMBERED:
-                self._known.clear()
-            self._known[block] = head
-        return head
+            self.known.clear()
+        return [(bytes(name), bytes(value)) for name, value in headers]
 
 
-def _understood(headers: list[tuple[str, str]]) -> CallHead:
+def _understood(raw: Fields) -> CallHead:
+    length = header_rules.check_request(raw)
+    headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in raw]
     fields = dict(headers)
     method, kind = fields.get(":method", ""), fields.get("content-type", "")
     if method != "POST":
@@ -105,6 +120,7 @@ def _understood(headers: list[tuple[str, str]]) -> CallHead:
         fields.get("grpc-encoding", "identity"),
         accepts,
         metadata,
+        content_length=length,
     )
 
 

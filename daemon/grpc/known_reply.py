@@ -45,7 +45,7 @@ class KnownReply(Reply):
             return False
         self.send_window -= framed
         connection.send_window -= framed
-        connection.answered = True
+        connection.answered += 1
         connection.write(known.streamed(frames.number(self.id), client_id, contents))
         return True
 
@@ -69,6 +69,7 @@ class KnownReply(Reply):
         pieces = known.around(written, contents, view)
         connection = self.connection
         connection.send_window -= known.framed
+        connection.sent += known.framed
         connection.write_lent(pieces, on_sent)
         self._finished = True
         self._close()
@@ -91,7 +92,8 @@ class KnownReply(Reply):
         connection = self.connection
         self.send_window -= framed
         connection.send_window -= framed
-        connection.answered = True
+        connection.answered += 1
+        connection.sent += framed
         connection.write_lent(pieces, on_sent)
         return True
 

@@ -15,6 +15,7 @@ from daemon.each import call_each
 from daemon.grpc import frames
 from daemon.grpc.call import Buffer
 from daemon.grpc.frames import MAX_WINDOW, STREAM_ID, Violation
+from daemon.grpc.stream_numbers import Past, StreamNumbers
 
 if TYPE_CHECKING:
     from daemon.grpc.reply import Reply
@@ -56,8 +57,10 @@ class Outgoing(asyncio.Protocol):
         self.loop = asyncio.get_running_loop()
         self.phase = Phase.OPENING
         self.streams: dict[int, Stream] = {}
-        self._last_stream = 0
-        #: Streams that wait for a window or for the socket, in turn.
+        self.numbers = StreamNumbers()
+        #: Messages and ends of calls that were sent so far, and of larger ones the bytes: what a client may send goes by that.
+        self.answered = self.sent = 0
+        #: Streams that wait for the connection's window or for the socket, in turn. Those that wait for their own are not in it.
         self.blocked: dict[int, Reply] = {}
         self.send_window = frames.DEFAULT_WINDOW
         self.max_frame_size = frames.DEFAULT_FRAME_SIZE
@@ -93,10 +96,15 @@ class Outgoing(asyncio.Protocol):
         self._paused_since = 0.0
         self.room = WRITE_BUFFER - sum(map(len, self._out))
         if not self._transport.is_closing():
-            self._transport.resume_reading()
+            self._read_again()
         if not self._out:
             self._written()
-        self._pump()
+        self.pump()
+
+    def _read_again(self) -> None:
+        """What the client sends is welcome again."""
+        assert self._transport is not None
+        self._transport.resume_reading()
 
     def when_written(self, on_written: Callable[[], None]) -> None:
         """Called when nothing that was written so far is looked at any more."""
@@ -145,11 +153,12 @@ class Outgoing(asyncio.Protocol):
             if self._on_written and not self._paused_since:
                 self._written()
             if self.blocked:
-                self._pump()
+                self.pump()
         if self.phase is ENDING and not self.streams and not self._out:
             self._close()
 
-    def _pump(self) -> None:
+    def pump(self) -> None:
+        """Sends what the connection's window and the socket allow."""
         for stream in list(self.blocked.values()):
             if self.send_window <= 0 or self.room <= 0:
                 return
@@ -164,25 +173,32 @@ class Outgoing(asyncio.Protocol):
             window = sender.send_window + increment
             if increment and window <= MAX_WINDOW:
                 sender.send_window = window
-                if self.blocked:
-                    self._unblock(number)
+                if sender.blocked:
+                    sender.pump()
                 return
         if number > STREAM_ID or increment > STREAM_ID:
             # The reserved bit is ignored.
             self._window_update(number & STREAM_ID, increment & STREAM_ID)
-        elif not increment:
-            raise Violation(frames.PROTOCOL_ERROR, "a window update of nothing")
-        elif sender is not None:
-            whose = f"the window of stream {number}" if number else "the connection's window"
-            raise Violation(frames.FLOW_CONTROL_ERROR, f"{whose} is too large")
-        elif number > self._last_stream:
-            raise Violation(frames.PROTOCOL_ERROR, f"a window for stream {number}, which is not open")
+        elif sender is None:
+            if self.numbers.past(number) is Past.IDLE:
+                raise Violation(frames.PROTOCOL_ERROR, f"a window for stream {number}, which is not open")
+        else:
+            code = frames.FLOW_CONTROL_ERROR if increment else frames.PROTOCOL_ERROR
+            if sender is self:
+                raise Violation(
+                    code, f"the connection's window grows by {increment} beyond what it may be, or by nothing"
+                )
+            self.reset(self.streams[number], code)
 
-    def _unblock(self, number: int) -> None:
-        if not number:
-            self._pump()
-        elif number in self.blocked:
-            self.blocked[number].pump()
+    def cut(self, number: int, code: int) -> None:
+        """Tells the client that nothing of that stream is looked at any more."""
+        self.numbers.cut(number)
+        self.write(frames.rst_stream(number, code))
+
+    def reset(self, stream: Stream, code: int) -> None:
+        """Ends a stream over what its client did."""
+        stream.abandon()
+        self.cut(stream.id, code)
 
     def _close(self) -> None:
         if self.phase is not Phase.CLOSED:

@@ -42,7 +42,8 @@ class Reply(ABC):
     _head_sent = False
     #: The status is known: nothing is added any more.
     _finished = False
-    _blocked = False
+    #: Something waits for its window, for the connection's, or for the socket.
+    blocked = False
     #: What waits for a window, or for the socket.
     _unsent: deque[Buffer] | None = None
     unsent_size = 0
@@ -120,7 +121,7 @@ class Reply(ABC):
         ):
             self.send_window -= framed
             connection.send_window -= framed
-            connection.answered = True
+            connection.answered += 1
             connection.write(b"".join((frames.head(frames.DATA, 0, self.id, framed), PREFIX.pack(0, size), *parts)))
             if on_sent is not None:
                 on_sent()
@@ -141,6 +142,7 @@ class Reply(ABC):
             plain = self.connection.is_plain
             self._unsent.extend(memoryview(part if plain else bytes(part)) for part in parts if len(part))
         self.unsent_size += size + PREFIX.size
+        connection.answered += 1
         if on_sent is not None:
             self.send_later(on_sent)
         self.pump()
@@ -175,9 +177,11 @@ class Reply(ABC):
         while unsent:
             room = min(self.send_window, connection.send_window, connection.max_frame_size, connection.room)
             if room <= 0:
-                if not self._blocked:
-                    self._blocked = True
+                self.blocked = True
+                if self.send_window > 0:
                     connection.blocked[self.id] = self
+                else:
+                    connection.blocked.pop(self.id, None)
                 return
             pieces: list[Buffer] = []
             size = 0
@@ -192,7 +196,7 @@ class Reply(ABC):
                 size += len(piece)
             self.send_window -= size
             connection.send_window -= size
-            connection.answered = True
+            connection.sent += size
             self.unsent_size -= size
             header = frames.head(frames.DATA, 0, self.id, size)
             if size < SMALL // 2:
@@ -201,8 +205,8 @@ class Reply(ABC):
                 connection.write(header)
                 for piece in pieces:
                     connection.write(piece)
-        if self._blocked:
-            self._blocked = False
+        if self.blocked:
+            self.blocked = False
             connection.blocked.pop(self.id, None)
         self._sent()
         if self._trailers:

@@ -11,6 +11,7 @@ from daemon.access import Rule
 from daemon.grpc.call import Call
 from daemon.grpc.reply import MIN_COMPRESSED, SMALL
 from daemon.grpc.stream import Stream
+from daemon.longest_idle import LongestIdle
 from daemon.tally import Seat
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class Serving:
     connections: set[Connection] = field(default_factory=set)
     #: Bytes of incomplete messages, all connections together.
     collected: int = 0
+    #: Who goes when there are too many of them.
+    longest_idle: LongestIdle = field(init=False)
     max_message: int = field(init=False)
     max_collected: int = field(init=False)
     #: zlib level of answers for clients that accept gzip; 0: none.
@@ -40,6 +43,7 @@ class Serving:
     stopping: bool = False
 
     def __post_init__(self) -> None:
+        self.longest_idle = LongestIdle(self.connections, self.options.max_connections)
         self.max_message = self.options.max_message_byte_size
         self.max_collected = max(self.options.max_receiving_byte_size, 2 * self.max_message)
         self.compression = COMPRESSION_LEVELS[self.options.response_compression]

@@ -267,8 +267,10 @@ class Stream(KnownReply):
 
     def _close(self) -> None:
         """Our side is done. A client that still sends is told to stop."""
+        connection = self.connection
+        connection.answered += 1
         if not self.half_closed:
-            self.connection.write(frames.rst_stream(self.id, frames.NO_ERROR))
+            connection.cut(self.id, frames.NO_ERROR)
         self._end()
 
     def abandon(self) -> None:
@@ -294,7 +296,7 @@ class Stream(KnownReply):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._blocked:
+        if self.blocked:
             self.connection.blocked.pop(self.id, None)
         self.connection.stream_ended(self)
 

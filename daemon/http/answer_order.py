@@ -265,6 +265,20 @@ class AnswerOrder(HttpToolsProtocol):
         self._ends_with = last
 
     @property
+    def used_at(self) -> float:
+        """When it was last of use to its client, where it asks nothing; monotonic seconds."""
+        return self._times.idle_since or self._times.head_since
+
+    @property
+    def asks_nothing(self) -> bool:
+        """Whether it waits for no answer, nor for all of one to leave. A head that is not whole asks nothing yet."""
+        return not self._order and not self._times.body_since and not self._write_paused
+
+    def make_room(self) -> None:
+        """Others need its place."""
+        self.transport.abort()
+
+    @property
     def idle(self) -> bool:
         """Whether no request is under way."""
         return not self._order and not self._times.head_since and not self._times.body_since

@@ -70,13 +70,14 @@ class InferProtocol(LargeBodies):
     # ------------------------------------------------------------------------------------------- connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        seat, limit = self.serving.seat, self.serving.options.http.max_connections
+        full = seat.total() >= limit and not self.serving.longest_idle.make_room(time.monotonic())
         super().connection_made(transport)
         # With no room to buffer, a write goes to the socket at once and says whether all of it went.
         transport.set_write_buffer_limits(high=0)
-        seat, limit = self.serving.seat, self.serving.options.http.max_connections
         seat.count(len(self.connections))
-        if (total := seat.total()) > limit:
-            self._refuse(503, f"{total} connections are open, at most {limit} are allowed")
+        if full:
+            self._refuse(503, f"{seat.total()} connections are open, at most {limit} are allowed")
 
     def data_received(self, data: bytes) -> None:
         if self._held:

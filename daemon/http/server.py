@@ -20,6 +20,7 @@ from daemon.http.generate import Generation
 from daemon.http.protocol import InferProtocol, protocol_for
 from daemon.http.routes import Routes
 from daemon.http.serving import Serving
+from daemon.longest_idle import LongestIdle
 
 _log = logging.getLogger(__name__)
 _CHECK_SECONDS = 1.0
@@ -57,6 +58,8 @@ class HttpFront(Front):
                 date_header=False,
             )
         )
+        connections = self._server.server_state.connections
+        self._serving.longest_idle = LongestIdle(connections, options.http.max_connections)  # type: ignore[arg-type]
         # uvicorn listens nowhere: its connections come from the acceptor.
         self._running = asyncio.create_task(self._server.serve([]))
         while not self._server.started:

@@ -9,6 +9,7 @@ from daemon.access import Rule
 from daemon.forwarding import Forwarding
 from daemon.http.conversions import Conversions
 from daemon.http.request_codec import Recognised
+from daemon.longest_idle import LongestIdle
 from daemon.model_table import ModelTable
 from daemon.submit import Submitter
 from daemon.tally import Seat
@@ -33,6 +34,8 @@ class Serving:
     conversions: Conversions = field(default_factory=Conversions)
     #: Bytes of all bodies that are collected in ordinary memory.
     collected_byte_size: int = 0
+    #: Who goes when there are too many connections.
+    longest_idle: LongestIdle = field(default_factory=lambda: LongestIdle((), 0))
     #: Every answer is the last of its connection.
     stopping: bool = False
     #: And a request that begins now is not taken any more.

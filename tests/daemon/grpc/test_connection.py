@@ -138,7 +138,7 @@ def test_a_bad_opening(content: bytes, code: int) -> None:
         (frames.settings(((frames.INITIAL_WINDOW_SIZE, 1 << 31),)), frames.FLOW_CONTROL_ERROR),
         (frames.settings(((frames.MAX_FRAME_SIZE, 5),)), frames.PROTOCOL_ERROR),
         (frames.rst_stream(7, 0), frames.PROTOCOL_ERROR),
-        (frames.frame(frames.PING, 0, 0, b"short"), frames.PROTOCOL_ERROR),
+        (frames.frame(frames.PING, 0, 0, b"short"), frames.FRAME_SIZE_ERROR),
         (frames.head(frames.PING, 0, 0, (4 << 20) + 1), frames.FRAME_SIZE_ERROR),
         (frames.head(frames.HEADERS, END, 1, 1 << 19), frames.ENHANCE_YOUR_CALM),
         (frames.frame(frames.PING, 0, 0, bytes(8)) * 9, frames.ENHANCE_YOUR_CALM),
@@ -355,21 +355,97 @@ def test_too_many_streams() -> None:
 
 
 def test_too_many_connections() -> None:
-    with serving(grpc={"max_connections": 1}) as (front, _), contextlib.ExitStack() as stack:
-        admitted: list[FrameClient] = []
+    """All of them wait for answers: another one is refused."""
+    with serving(grpc={"max_connections": 2}) as (front, (worker,)), contextlib.ExitStack() as stack:
+        asked: list[tuple[FrameClient, int]] = []
 
         def let_in() -> bool:
             """Another connection may count until the front has seen its end, which it may do later than its client."""
             client = stack.enter_context(front.frames())
             with contextlib.suppress(EOFError, ConnectionError):
-                if client.answer(client.call(b"", "/a/b")).status == UNIMPLEMENTED:
-                    admitted.append(client)
-            return bool(admitted)
+                stream = client.call(request(bytes([len(asked)])))
+                client.synchronise()
+                asked.append((client, stream))
+            return len(asked) == 2
 
         until(let_in)
         with front.frames() as other:
             assert other.ends()
-        assert admitted[0].answer(admitted[0].call(b"", "/a/b")).status == UNIMPLEMENTED
+        for n, (client, stream) in enumerate(asked):
+            sent = worker.next()
+            assert worker.content(sent) == bytes([n])
+            worker.echo(sent)
+            assert client.answer(stream).values == bytes([n])
+
+
+def test_those_idle_longest_make_room() -> None:
+    """
+    1. As many connections as there may be: one asks, one waits for an answer, one asked before, one has an idle stream.
+    2. New ones come. Result: the connection that has asked nothing for longest goes, then the next one; never one that waits.
+    """
+    with serving(grpc={"max_connections": 4}) as (front, (worker,)), contextlib.ExitStack() as stack:
+        until(lambda: front.tally.connections(0) == 0)
+        waits, idle, streams, asks = (stack.enter_context(front.frames()) for _ in range(4))
+        waiting = waits.call(request(b"\1"))
+        sent = worker.next()
+        time.sleep(0.01)  # the front's clock has moved on
+        assert idle.answer(idle.call(b"", "/a/b")).status == UNIMPLEMENTED
+        quiet = streams.open(STREAM)
+        streams.synchronise()
+        time.sleep(0.01)
+        assert asks.answer(asks.call(b"", "/a/b")).status == UNIMPLEMENTED
+        # The stream was of no use yet, but to open the connection.
+        order = [streams, idle, asks]
+        for gone in order[:2]:
+            new = stack.enter_context(front.frames())
+            assert gone.goaway()[1] == frames.NO_ERROR
+            assert gone.ends()
+            assert new.answer(new.call(b"", "/a/b")).status == UNIMPLEMENTED
+        assert quiet not in streams.answers
+        assert asks.answer(asks.call(b"", "/a/b")).status == UNIMPLEMENTED
+        worker.echo(sent)
+        assert waits.answer(waiting).values == b"\1"
+
+
+@pytest.mark.parametrize("content", ["a head", "a block", "DATA", "padded DATA", "unknown"])
+def test_half_a_frame_is_ended(content: str) -> None:
+    """What has begun after the opening has to go on, too; a connection that began nothing stays."""
+    halves = {
+        "a head": frames.head(frames.PING, 0, 0, 8)[:5],
+        "a block": frames.frame(frames.HEADERS, 0, 1, b"\x83"),
+        "DATA": frames.head(frames.DATA, 0, 1, 100),
+        "padded DATA": frames.head(frames.DATA, frames.PADDED, 1, 100) + b"\1",
+        "unknown": frames.head(77, 0, 0, 100) + b"x",
+    }
+    timeouts = {"head_timeout": 0.2, "body_timeout": 0.2}
+    with (
+        serving(grpc=timeouts) as (front, (worker,)),
+        FrameClient(front.port, hello=False) as client,
+        FrameClient(front.port, hello=False) as other,
+    ):
+        other.send(frames.PREFACE + frames.settings(()))
+        opening = frames.PREFACE + frames.settings(())
+        if "DATA" in content:
+            opening += frames.frame(frames.HEADERS, frames.END_HEADERS, 1, client.block(STREAM))
+        client.send(opening + halves[content])
+        assert client.goaway()[1] == frames.ENHANCE_YOUR_CALM
+        assert b"was not whole within" in client.goaways[0][2]
+        assert client.ends()
+        assert echoed(other, worker, other.call(request(b"\3"))) == b"\3"
+
+
+def test_a_connection_without_calls_is_ended() -> None:
+    """max_connection_idle: with GOAWAY, and not before the last call has its answer."""
+    with serving(grpc={"max_connection_idle": 0.2}) as (front, (worker,)), front.frames() as client:
+        stream = client.call(request(b"\1"))
+        sent = worker.next()
+        with front.frames() as other:
+            assert other.ends()
+            assert other.goaways[-1][1] == frames.NO_ERROR
+        assert not client.goaways
+        worker.echo(sent)
+        assert client.answer(stream).values == b"\1"
+        assert client.ends()
 
 
 def test_silence_is_ended() -> None:

@@ -56,7 +56,8 @@ def test_windows_are_obeyed(sizes: list[int], grants: list[tuple[str, int]], fra
         stream.send([message[: len(message) // 2], memoryview(message)[len(message) // 2 :]], lambda: left.append(True))
     stream.finish(OK)
     got = b""
-    assert (left, stream.ended, wire.blocked) == ([], False, {1: stream})
+    # It waits for its own window: others' frames and the socket are nothing to it.
+    assert (left, stream.ended, stream.blocked, wire.blocked) == ([], False, True, {})
     granted = {"stream": 0, "connection": 0, "room": 0}
 
     def grant(which: str, size: int) -> None:
@@ -75,6 +76,8 @@ def test_windows_are_obeyed(sizes: list[int], grants: list[tuple[str, int]], fra
         assert len(got) <= min(granted["stream"], granted["connection"])
         assert granted["room"] or not got
         assert stream.unsent_size == len(expected) - len(got)
+        assert stream.blocked == (not stream.ended)
+        assert (1 in wire.blocked) == (stream.blocked and stream.send_window > 0)
         assert bool(left) == stream.ended == (not stream.unsent_size)
         if stream.ended:
             assert (wire.blocked, len(left)) == ({}, len(messages))

@@ -39,7 +39,7 @@ class Wire:
         self.send_window = window
         self.small = self.serving.small
         self.room = room
-        self.answered = False
+        self.answered = self.sent = 0
         self.blocked: dict[int, Stream] = {}
         self.ended: list[Stream] = []
         self.out = bytearray()
@@ -56,6 +56,9 @@ class Wire:
 
     def when_written(self, on_written: Callable[[], None]) -> None:
         on_written()
+
+    def cut(self, number: int, code: int) -> None:
+        self.write(frames.rst_stream(number, code))
 
     def stream_ended(self, stream: Stream) -> None:
         self.ended.append(stream)

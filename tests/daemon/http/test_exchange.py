@@ -9,12 +9,13 @@ import time
 
 import pytest
 
-from shm.messages import Inline, ModelGone, Slice, Tensor
+from shm.messages import Inline, ModelGone, Slice, Submit, Tensor
 from tests.fakes import (
     INCARNATION,
     MIB,
     SMALL_BUFFER,
     Client,
+    EchoWorker,
     FrontProcess,
     binary_request,
     front_process,
@@ -85,38 +86,54 @@ def test_a_client_that_takes_a_little_is_not() -> None:
         client.take(4 * MIB)
 
 
+def asked(front: FrontProcess, worker: EchoWorker) -> tuple[Client, Submit]:
+    """A connection that waits for its answer, and what it asked."""
+    client = front.client()
+    client.send(json_request(b"\1"))
+    return client, worker.next()
+
+
 def test_too_many_connections() -> None:
-    """A connection counts until the front has seen its end, which it may do later than its client."""
+    """All of them wait for answers: another one is refused."""
     with serving(http={"port": 0, "max_connections": 3}) as (front, (worker,)), contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(let_in(front)) for _ in range(3)]
-        for client in clients:
-            in_service(front, worker, client)
+        until(lambda: front.tally.connections(0) == 0)
+        waiting = [asked(front, worker) for _ in range(3)]
+        for client, _ in waiting:
+            stack.enter_context(client)
         with front.client() as client:
             answer = client.answer()
-            assert (answer.status, "at most 3" in answer.error) == (503, True)
+            assert answer.status == 503
+            assert answer.error == "4 connections are open, at most 3 are allowed"
             assert client.ends()
-        clients[0].sock.close()
-        with let_in(front) as client:
+        for client, sent in waiting:
+            worker.echo(sent)
+            assert client.answer().values == b"\1"
             in_service(front, worker, client)
 
 
-def let_in(front: FrontProcess) -> Client:
-    """A connection that is served; waits until there is room for it."""
-    admitted: list[Client] = []
-
-    def ask() -> bool:
-        client = front.client()
-        with contextlib.suppress(ConnectionError):
-            client.send(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
-        with contextlib.suppress(ConnectionError, EOFError):
-            if client.answer().status == 200:
-                admitted.append(client)
-                return True
-        client.sock.close()
-        return False
-
-    until(ask)
-    return admitted[0]
+def test_those_idle_longest_make_room() -> None:
+    """
+    1. One connection waits for its answer, one was answered, one has half a head, one is answered last.
+    2. New ones come. Result: those that have asked nothing for longest go, the one that waits does not.
+    """
+    with serving(http={"port": 0, "max_connections": 4}) as (front, (worker,)), contextlib.ExitStack() as stack:
+        until(lambda: front.tally.connections(0) == 0)
+        waits, sent = asked(front, worker)
+        stack.enter_context(waits)
+        answered, half, last = (stack.enter_context(front.client()) for _ in range(3))
+        in_service(front, worker, answered)
+        half.send(b"GET /v2/health/live HTTP/1.1\r\nHo")
+        in_service(front, worker, last)
+        in_service(front, worker, last)
+        gone = {answered, half}
+        for _ in range(2):
+            new = stack.enter_context(front.client())
+            assert new.ask("GET", "/v2/health/live").status == 200
+        for client in gone:
+            assert client.ends()
+        in_service(front, worker, last)
+        worker.echo(sent)
+        assert waits.answer().values == b"\1"
 
 
 def test_too_many_requests_in_flight() -> None:

@@ -1,0 +1,69 @@
+"""What one connection may ask of the front in frames that bring nothing, and in calls that it takes back. Pure.
+
+    budget     frames looked at in one turn of the loop; what came beyond waits for the next turn, so others get theirs
+    credit     frames a connection may send: so many a second, and more for each answer it was sent and for what it uploads
+    resets     calls it may take back: so many a second, and one for each answer it was sent
+
+An ordinary client needs few frames for a call, however small: one or two to ask, one or two to grant what it was answered. One
+that sends frames of unknown types, PRIORITY, SETTINGS, PING, empty DATA or window updates without end runs out of its credit.
+Source: RFC 9113, section 10.5; what it counts is what Envoy bounds (max_inbound_priority_frames_per_stream and its neighbours).
+"""
+
+from __future__ import annotations
+
+from daemon.grpc.frames import ENHANCE_YOUR_CALM, Violation
+
+#: Frames of a connection that are looked at in one turn of the loop: many calls' worth, and well below a millisecond's if empty.
+FRAMES_A_TURN = 256
+#: Bytes of a header block that cost as much as a frame, if they have to be decoded.
+HEADER_BYTES_A_FRAME = 16
+
+#: Credit, in frames: to begin with, each second, for each answer, for how many bytes of DATA one, and at most.
+_FRAMES_AT_FIRST = 10_000
+_FRAMES_A_SECOND = 1_000
+_FRAMES_AN_ANSWER = 32
+_BYTES_A_FRAME = 256
+_MAX_FRAMES = 100_000
+#: The same in resets.
+_RESETS_AT_FIRST = 2_000
+_RESETS_A_SECOND = 200
+_MAX_RESETS = 10_000
+
+
+class Floods:
+    """Of one connection. What it is told are totals since the connection began."""
+
+    __slots__ = ("_frames_given", "_resets", "_resets_given")
+
+    def __init__(self) -> None:
+        self._frames_given = _FRAMES_AT_FIRST
+        self._resets_given = _RESETS_AT_FIRST
+        self._resets = 0
+
+    def second(self, seconds: float) -> None:
+        """So much time has passed since this was called last."""
+        self._frames_given += int(_FRAMES_A_SECOND * seconds)
+        self._resets_given += int(_RESETS_A_SECOND * seconds)
+
+    def look(self, frames: int, answers: int, byte_size: int) -> None:
+        """Called now and then, and whenever the budget of a turn is spent.
+
+        Args:
+          frames: that came.
+          answers: messages and ends of calls that were sent.
+          byte_size: of the DATA that came.
+        Raises: Violation: there were more frames than all that is worth.
+        """
+        left = self._frames_given + answers * _FRAMES_AN_ANSWER + byte_size // _BYTES_A_FRAME - frames
+        if left < 0:
+            raise Violation(ENHANCE_YOUR_CALM, f"{frames} frames came, which asked for {answers} answers")
+        # What an eager client has earned does not let it do as it likes for hours.
+        self._frames_given -= max(0, left - _MAX_FRAMES)
+
+    def reset(self, answers: int) -> None:
+        """The client took a call back. Raises: Violation: it does so too often."""
+        self._resets += 1
+        left = self._resets_given + answers - self._resets
+        if left < 0:
+            raise Violation(ENHANCE_YOUR_CALM, f"{self._resets} calls were taken back, {answers} answers were sent")
+        self._resets_given -= max(0, left - _MAX_RESETS)

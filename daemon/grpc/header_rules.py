@@ -1,0 +1,89 @@
+"""Which header fields a request, and its trailers, may have over HTTP/2. What breaks a rule is malformed: its stream is reset.
+
+Source: RFC 9113, sections 8.1 to 8.3; names and values are the bytes that HPACK gave.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+Fields = list[tuple[bytes, bytes]]
+
+#: Controls, blanks, upper case, DEL and beyond, and a colon anywhere but in front.
+_BAD_NAME = re.compile(rb"[\x00-\x20A-Z\x7f-\xff]|(?<!^):|^$", re.DOTALL)
+_BAD_VALUE = re.compile(rb"[\x00\r\n]|^[ \t]|[ \t]\Z")
+_PSEUDO = frozenset({b":method", b":scheme", b":path", b":authority"})
+_REQUIRED = (b":method", b":scheme", b":path")
+#: They are about one connection of HTTP/1.1.
+_CONNECTION = frozenset({b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade"})
+
+
+class Malformed(Exception):
+    """The request is none; its stream ends with PROTOCOL_ERROR, others go on."""
+
+
+def check_request(fields: Fields) -> int | None:
+    """The content-length, None without one. Raises: Malformed."""
+    pseudo: dict[bytes, bytes] = {}
+    length: bytes | None = None
+    authority: bytes | None = None
+    regular = False
+    for name, value in fields:
+        if name[:1] == b":":
+            if regular:
+                raise Malformed(f"{_shown(name)} comes after an ordinary field")
+            if name not in _PSEUDO or name in pseudo:
+                raise Malformed(f"{_shown(name)} is unknown or comes twice")
+            pseudo[name] = value
+        else:
+            regular = True
+            _check_name(name)
+            if name == b"te" and value.lower() != b"trailers":
+                raise Malformed("te is something else than trailers")
+            if name == b"content-length":
+                if not value.isdigit() or len(value) > 18 or (length is not None and int(length) != int(value)):
+                    raise Malformed("content-length is no number, or given twice")
+                length = value
+            elif name == b"host":
+                authority = value
+        _check_value(name, value)
+    _check_pseudo(pseudo, authority)
+    return None if length is None else int(length)
+
+
+def check_trailers(fields: Iterable[tuple[bytes, bytes]]) -> None:
+    """Raises: Malformed."""
+    for name, value in fields:
+        if name[:1] == b":":
+            raise Malformed(f"{_shown(name)} in trailers")
+        _check_name(name)
+        _check_value(name, value)
+
+
+def _check_pseudo(pseudo: dict[bytes, bytes], host: bytes | None) -> None:
+    if pseudo.get(b":method") == b"CONNECT":
+        if b":scheme" in pseudo or b":path" in pseudo or not pseudo.get(b":authority"):
+            raise Malformed("CONNECT names an authority, no scheme and no path")
+        return
+    for name in _REQUIRED:
+        if not pseudo.get(name):
+            raise Malformed(f"{_shown(name)} is missing")
+    if host is not None and pseudo.get(b":authority", host) != host:
+        raise Malformed("host is another one than :authority")
+
+
+def _check_name(name: bytes) -> None:
+    if _BAD_NAME.search(name):
+        raise Malformed(f"a field's name is {_shown(name)}")
+    if name in _CONNECTION:
+        raise Malformed(f"{_shown(name)} has no meaning in HTTP/2")
+
+
+def _check_value(name: bytes, value: bytes) -> None:
+    if _BAD_VALUE.search(value):
+        raise Malformed(f"the value of {_shown(name)} has NUL, a line's end, or blanks around it")
+
+
+def _shown(name: bytes) -> str:
+    return repr(name[:100])[1:]

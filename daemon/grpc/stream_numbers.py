@@ -1,0 +1,87 @@
+"""The numbers of a connection's streams: which are still to be used, and how those ended that are not open any more.
+
+    1 ── 3 ── 5 ── 7 ── 9 ── 11 ── ...        odd ones are the client's, each is used once, in rising order
+    closed   passed over     next
+
+What a frame on a stream that is not open means depends on how the stream ended. Nearly all end in the ordinary way, both sides
+after each other, so only the others are remembered, the latest of them. Pure.
+Source: RFC 9113, sections 5.1 and 5.1.1.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+
+#: Of streams that ended otherwise, and of gaps: so many are remembered.
+_MAX_REMEMBERED = 256
+
+
+class Past(enum.Enum):
+    """What became of a stream that is not open."""
+
+    #: Nobody has used it yet.
+    IDLE = "idle"
+    #: A higher one was used first, so it never can be.
+    PASSED_OVER = "passed over"
+    #: Both sides ended it.
+    CLOSED = "closed"
+    #: The client reset it: it sends nothing more.
+    RESET = "reset"
+    #: We ended it before the client had: what the client sent before it knew of that may still come.
+    CUT = "cut"
+
+
+class StreamNumbers:
+    """Of one connection."""
+
+    __slots__ = ("_ended", "_forgotten", "_gaps", "next")
+
+    def __init__(self) -> None:
+        #: The lowest number that was not used yet. Whoever uses exactly this one adds two.
+        self.next = 1
+        self._ended: dict[int, Past] = {}
+        #: The highest number that was in it and is not any more.
+        self._forgotten = 0
+        #: First and last number of those passed over.
+        self._gaps: deque[tuple[int, int]] = deque(maxlen=_MAX_REMEMBERED)
+
+    @property
+    def last(self) -> int:
+        """The highest number that was used; 0: none was."""
+        return max(0, self.next - 2)
+
+    def use(self, number: int) -> None:
+        """A stream is opened, whatever its odd number, which is not below ``next``."""
+        if number > self.next:
+            self._gaps.append((self.next, number - 2))
+        self.next = number + 2
+
+    def cut(self, number: int) -> None:
+        """We ended it, and the client had not."""
+        self._remember(number, Past.CUT)
+
+    def reset(self, number: int) -> None:
+        """The client reset it."""
+        self._remember(number, Past.RESET)
+
+    def past(self, number: int) -> Past:
+        """Of a stream that is not open. Of one that ended long ago nobody can say that its client does anything wrong: CUT."""
+        if not number & 1 or number >= self.next:
+            return Past.IDLE
+        ended = self._ended.get(number)
+        if ended is not None:
+            return ended
+        if any(first <= number <= last for first, last in self._gaps):
+            return Past.PASSED_OVER
+        return Past.CUT if number <= self._forgotten else Past.CLOSED
+
+    def _remember(self, number: int, past: Past) -> None:
+        self._ended[number] = past
+        if len(self._ended) > _MAX_REMEMBERED:
+            oldest = next(iter(self._ended))
+            del self._ended[oldest]
+            self._forgotten = max(self._forgotten, oldest)
+
+    def __repr__(self) -> str:
+        return f"<StreamNumbers next={self.next} remembered={len(self._ended)} gaps={len(self._gaps)}>"

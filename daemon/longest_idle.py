@@ -1,0 +1,81 @@
+"""Who makes room when a protocol has as many connections as it may: those of this front that have asked nothing for longest.
+
+Whoever opens connections and asks nothing cannot shut others out: a new one takes the place of an old one that is of no use.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Collection
+from typing import Protocol
+
+_log = logging.getLogger(__name__)
+#: Found at a time, so that a crowd of new connections does not look at all others for each.
+_FOUND_AT_ONCE = 32
+#: Until the next search where nobody was found, and until the next line in the log; seconds.
+_SEARCH_SECONDS = 0.1
+_LOG_SECONDS = 60.0
+
+
+class Guest(Protocol):
+    """A connection."""
+
+    @property
+    def used_at(self) -> float:
+        """When it was last of use to its client; rising, whatever the clock."""
+
+    @property
+    def asks_nothing(self) -> bool:
+        """Whether it waits for no answer, nor for all of one to leave."""
+
+    def make_room(self) -> None:
+        """Ends it."""
+
+
+class LongestIdle:
+    """Of one front.
+
+    Args:
+      connections: all of them, as they come and go.
+      limit: how many there may be, of all fronts together.
+    """
+
+    def __init__(self, connections: Collection[Guest], limit: int) -> None:
+        self._connections = connections
+        self._limit = limit
+        #: With when each was last of use, when it was found.
+        self._found: deque[tuple[float, Guest]] = deque()
+        self._search_at = self._log_at = 0.0
+
+    def make_room(self, now: float) -> bool:
+        """Ends one connection. False: all of them are asking something. ``now``: seconds."""
+        for _ in range(2):
+            while self._found:
+                used_at, guest = self._found.popleft()
+                if guest.used_at == used_at and guest.asks_nothing:
+                    self._tell(now)
+                    guest.make_room()
+                    return True
+            if now < self._search_at:
+                break
+            self._search(now)
+        return False
+
+    def _search(self, now: float) -> None:
+        for guest in sorted(self._connections, key=_used_at):
+            if guest.asks_nothing:
+                self._found.append((guest.used_at, guest))
+                if len(self._found) == _FOUND_AT_ONCE:
+                    return
+        if not self._found:
+            self._search_at = now + _SEARCH_SECONDS
+
+    def _tell(self, now: float) -> None:
+        if now >= self._log_at:
+            self._log_at = now + _LOG_SECONDS
+            _log.warning("%d connections are allowed (max_connections): those idle longest make room", self._limit)
+
+
+def _used_at(guest: Guest) -> float:
+    return guest.used_at
