@@ -15,7 +15,7 @@ a peer that is out of step, is refused instead of freeing somebody else's block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from shm import descriptors
 from shm.errors import InvalidArgument, Unavailable
@@ -115,6 +115,18 @@ class Arena:
             return False
         lease.release()
         return True
+
+    def release_all(self, keys: Sequence[LeaseKey]) -> LeaseKey | None:
+        """Gives back the leases the peer names, or none of them: returns the first that is not on loan, or named twice."""
+        leases: dict[LeaseKey, Lease] = {}
+        for key in keys:
+            lease = self._leases.get(key[:2])
+            if lease is None or lease.generation != key[2] or key in leases:
+                return key
+            leases[key] = lease
+        for lease in leases.values():
+            lease.release()
+        return None
 
     def segment(self, number: int) -> Segment:
         """The segment of that number. Raises KeyError when it is closed or never was."""

@@ -293,15 +293,18 @@ class WorkerLane:
             return []
         _refuse_descriptors(fds)
         wanted: list[Submit | RequestForm | FormSubmit | Cancel] = []
+        returned: list[LeaseKey] = []
         for record in records:
             if type(record) in _REQUESTS:
                 wanted.append(record)
             elif type(record) is Release:
-                self._take_back(record.leases)
+                returned += record.leases
             elif type(record) is SegmentRefused:
                 self._announcer.refused(record.segment)
             else:
                 _apply_segment(record, [], self._requests)
+        if returned and (stale := self._arena.release_all(returned)) is not None:
+            raise InvalidArgument(f"lease {stale} is given back but not on loan")
         return wanted
 
     def view(self, place: Slice) -> memoryview:
@@ -363,11 +366,6 @@ class WorkerLane:
         self._channel.close()
         self._requests.close()
         self._arena.close()
-
-    def _take_back(self, leases: Iterable[LeaseKey]) -> None:
-        for key in leases:
-            if not self._arena.release(key):
-                raise InvalidArgument(f"lease {key} is given back but not on loan")
 
 
 def _segment_of(lost: DescriptorsLost) -> int:

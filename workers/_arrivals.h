@@ -30,6 +30,8 @@ typedef struct {
     lane_t *lanes;
     request_t *waiting;
     size_t first, count, room;
+    /* An id came that may wait already: whether it does is Python's affair, so nothing that waits is run. */
+    int doubtful;
 } fast_path_t;
 
 static lane_t *find_lane(fast_path_t *self, int fd) {
@@ -54,7 +56,7 @@ static int make_room(fast_path_t *self) {
 /* All of a datagram's requests wait here afterwards, and its leases are given back; or, if one is not of a known kind, none. */
 static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *datagram, size_t size, uint64_t now) {
     reader_t reader = {datagram + 1, datagram + size};
-    uint64_t records, last_id = 0;
+    uint64_t records, last_id = lane->used ? lane->last_id : 0;
     size_t before = self->count, releases = 0;
     reader_t returned[MAX_RELEASES];
     if (datagram[0] != INLINE_KIND || read_array(&reader, &records))
@@ -71,7 +73,9 @@ static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *d
         if (read_form_submit(&reader, &record) || record.form >= MAX_FORMS)
             goto refused;
         plan_t *plan = lane->plans[record.form];
-        /* Ids of a submitter grow. */
+        /* Ids of a submitter grow, but for those of requests that another worker had before. */
+        if (record.id <= last_id)
+            self->doubtful = 1;
         if (plan == NULL || plan->failed || (record.deadline_ns && record.deadline_ns <= now) || record.id <= last_id ||
             in_flight(lane, record.id) || make_room(self))
             goto refused;
@@ -100,9 +104,9 @@ static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *d
     }
     if (reader.at != reader.end)
         goto refused;
-    for (size_t n = 0; n < releases; n++)
-        if (take_back(lane, returned[n].at, (size_t)(returned[n].end - returned[n].at)))
-            goto refused;
+    if (releases && take_back(lane, returned, releases))
+        goto refused;
+    lane->last_id = last_id;
     return 0;
 refused:
     self->count = before;

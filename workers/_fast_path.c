@@ -234,6 +234,7 @@ static PyObject *wait_for(fast_path_t *self, PyObject *arguments) {
         } else if (found < 0) {
             wrong = PyErr_CheckSignals();
         }
+        self->doubtful = 0;
         for (int i = 0; i < found && !wrong; i++) {
             /* In order: what came behind something that is Python's affair is Python's affair as well. */
             int mine = fast && ready[i].events == EPOLLIN && PyList_Size(events) == 0;

@@ -31,6 +31,8 @@ typedef struct lane {
     uint64_t answers;
     /* Of ``received``, by datagrams whose requests wait. */
     size_t used;
+    /* Of the requests that wait, the highest. */
+    uint64_t last_id;
     unsigned char received[RECEIVED], answer[MAX_DATAGRAM];
 } lane_t;
 

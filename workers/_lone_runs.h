@@ -112,13 +112,21 @@ static int answer_alone(const request_t *request, PyObject *made) {
     return wrong;
 }
 
-/* Leases that are given back, as their record has come. 0: all of them were on loan. */
-static int take_back(lane_t *lane, const unsigned char *record, size_t size) {
-    static const char head[] = {INLINE_KIND, (char)0x91};
-    PyObject *datagram = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(sizeof head + size));
+/* Leases that are given back, as their records have come. 0: all of them were on loan; else none is taken back. */
+static int take_back(lane_t *lane, const reader_t *records, size_t count) {
+    size_t size = DATAGRAM_HEAD;
+    for (size_t n = 0; n < count; n++)
+        size += (size_t)(records[n].end - records[n].at);
+    PyObject *datagram = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size);
     if (datagram != NULL) {
-        memcpy(PyBytes_AsString(datagram), head, sizeof head);
-        memcpy(PyBytes_AsString(datagram) + sizeof head, record, size);
+        unsigned char *at = (unsigned char *)PyBytes_AsString(datagram);
+        write_datagram_head(at, count);
+        at += DATAGRAM_HEAD;
+        for (size_t n = 0; n < count; n++) {
+            size_t one = (size_t)(records[n].end - records[n].at);
+            memcpy(at, records[n].at, one);
+            at += one;
+        }
     }
     PyObject *taken = datagram == NULL ? NULL : PyObject_CallFunctionObjArgs(lane->take_back, datagram, NULL);
     Py_XDECREF(datagram);

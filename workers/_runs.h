@@ -176,7 +176,7 @@ static int serve(fast_path_t *self, PyObject *datagrams) {
     uint64_t began = now_ns();
     self->together = self->count;
     /* Whether a queue takes so many is not decided here. */
-    int outcome = too_many(self);
+    int outcome = self->doubtful || too_many(self);
     while (outcome == 0 && self->first < self->count) {
         /* After a long run Python looks what else has come before the next one. */
         if (self->first > 0 && self->waiting[self->first].plan->alone != NULL && now_ns() - began > RUN_ON_NS)

@@ -179,7 +179,9 @@ class Worker:
             self._submitters[fd].lane.adopt(answers)
             self._submitters[fd].unflushed = True
         for fd, datagram in woken.datagrams:
-            self._receive(self._submitters[fd], datagram)
+            # An earlier one may have closed its lane.
+            if fd in self._submitters:
+                self._receive(self._submitters[fd], datagram)
         return woken.events
 
     # ----------------------------------------------------------------------------------------------------------- events

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -246,6 +247,25 @@ def test_a_lease_is_given_back_once(arena: Arena) -> None:
     submitter.flush()
     with pytest.raises(InvalidArgument, match="not on loan"):
         received(worker)
+    submitter.close()
+    worker.close()
+
+
+def test_leases_of_one_datagram_are_given_back_all_or_none(arena: Arena) -> None:
+    submitter, worker = lane_of(arena)
+    good, twice = worker.loan(10_000), worker.loan(10_000)
+    assert good is not None
+    assert twice is not None
+    for key in (good.key, twice.key, twice.key):
+        submitter.release(key)
+    submitter.flush()
+    with pytest.raises(InvalidArgument, match=re.escape(f"lease {twice.key} is given back but not on loan")):
+        received(worker)
+    assert worker.arena.statistics()["leases"] == 2
+    submitter.release(good.key)
+    submitter.flush()
+    assert received(worker) == []
+    assert worker.arena.statistics()["leases"] == 1
     submitter.close()
     worker.close()
 

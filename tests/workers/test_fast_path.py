@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shm.channel import Channel, pair
+from shm.channel import Channel, ChannelClosed, pair
 from shm.errors import InvalidArgument
 from shm.forms import Forms
 from shm.messages import (
@@ -202,6 +202,21 @@ def test_a_datagram_with_anything_else_is_python_s_affair(native: Native, odd: A
     datagram = native.send(*records)
     assert native.fast.wait(0, True) == ([], [(native.lane.fileno(), (datagram, [], False))], [])
     assert (native.runs, native.answers()) == ([], [])
+
+
+def test_an_id_that_came_already_in_this_turn_is_python_s_affair_with_all_that_waits(native: Native) -> None:
+    native.learn()
+    native.send(request(1), request(5))
+    native.send(request(5))
+    _, datagrams, _ = native.fast.wait(0, True)
+    came = [decoder(ToWorker).decode(content[1:]) for _, (content, _, _) in datagrams]
+    assert came == [[request(5)], [request(1), request(5)]]
+    assert (native.runs, native.answers()) == ([], [])
+    # Neither an id that an answer made free, nor one of an earlier turn, is in doubt.
+    for _ in range(2):
+        native.send(request(5))
+        assert native.fast.wait(0, True) == ([], [], [])
+    assert [answer.request_id for answer in native.answers()] == [5, 5]
 
 
 def test_nothing_is_served_while_others_wait_or_after_it_is_forgotten(native: Native) -> None:
@@ -449,7 +464,8 @@ def test_whatever_comes_is_answered_or_given_back_as_it_came(
             read = decoder(ToWorker).decode(datagram[1:])
             submitted = [record for record in read if isinstance(record, FormSubmit)]
             assert [answer.request_id for answer in answers] == [record.request_id for record in submitted]
-            assert len(native.returned) == len(read) - len(submitted)
+            returned = [record for each in native.returned for record in decoder(ToWorker).decode(each[1:])]
+            assert returned == [record for record in read if isinstance(record, Release)]
             for answer, record in zip(answers, submitted, strict=True):
                 (content,) = record.contents
                 if record.form == 3:
@@ -527,6 +543,26 @@ def test_answers_are_those_of_python(loop: WorkerLoop, together: int) -> None:
     assert firsts(answers) == [(3.5 + n, 1.5 + n) for n in range(together)]
     assert answers[0].outputs == first[0].outputs
     assert (served(loop), version(loop).statistics.success_count) == (before, counted + together)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_an_id_that_is_in_flight_twice_ends_its_lane_and_no_other(loop: WorkerLoop, fast: bool) -> None:
+    """In one turn, in two datagrams: in C as in Python."""
+    loop.load(MODELS / "addsub")
+    other = loop.open_lane(8)
+    known(loop, lambda: ask(loop, 1.0))
+    if not fast:
+        loop.worker._poller.close_lane(next(each for each in loop.worker._submitters.values() if each.peer == 7))
+    for _ in range(2):
+        loop.submit("addsub", [vector("INPUT0", [2.0] * 16), vector("INPUT1", [1] * 16)])
+        loop.number -= 1
+        assert loop.front.flush()
+    with pytest.raises(ChannelClosed):
+        loop.answers(1)
+    loop.number += 1
+    loop.submit("addsub", [vector("INPUT0", [2.0] * 16), vector("INPUT1", [1] * 16)], lane=other)
+    assert firsts(loop.answers(1, other)) == [(3.0, 1.0)]
+    other.close()
 
 
 def test_statistics_count_them_as_any(loop: WorkerLoop) -> None:
