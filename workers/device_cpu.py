@@ -61,7 +61,7 @@ def limit_threads(threads: int) -> None:
 def thread_count() -> int:
     """The threads XLA computes with here. Programs are compiled for that number.
 
-    Looked up once: the variable says something else while ``workers.single_thread`` opens its device.
+    Looked up once, before a model can change the environment.
     """
     for name in (THREADS_VARIABLE, "NPROC"):
         given = os.environ.get(name, "")

@@ -8,10 +8,8 @@ compute in the memory of the one process, so parameters are shared and never cop
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
-import threading
 from typing import Any
 
 import jax
@@ -27,35 +25,19 @@ _UNCOUNTED = ("stablehlo.while", "stablehlo.custom_call")
 
 
 class SingleThreadDevice:
-    """One per worker; opened when a program first wants it. Used by the loader's and the compiler's thread."""
+    """One per worker, open as soon as it is made. Used by the loader's and the compiler's thread."""
 
     def __init__(self, max_flops: int) -> None:
-        """``max_flops``: programs of more floating-point operations are not for it."""
+        """Opens the device. Raises whatever a jax raises that cannot have it.
+
+        Call before any model is loaded: for a moment the environment says one thread, which another thread must not read then,
+        nor a process inherit.
+
+        Args:
+          max_flops: programs of more floating-point operations are not for it.
+        """
         self.max_flops = max_flops
-        self._opening = threading.Lock()
-
-    @functools.cached_property
-    def _opened(self) -> jax.Device | None:
-        known = os.environ.get(THREADS_VARIABLE)
-        os.environ[THREADS_VARIABLE] = "1"
-        try:
-            # Not public; with a jax that lacks it every program goes to the usual device.
-            from jax._src.xla_bridge import make_cpu_client
-
-            device: jax.Device = make_cpu_client().devices()[0]
-        except Exception as error:
-            _log.info("every program gets all threads: %s: %s", type(error).__name__, error)
-            return None
-        finally:
-            del os.environ[THREADS_VARIABLE]
-            if known is not None:
-                os.environ[THREADS_VARIABLE] = known
-        return device
-
-    def open(self) -> jax.Device | None:
-        """The device; None, said once in the log, where this jax cannot have it."""
-        with self._opening:
-            return self._opened
+        self.device = _opened()
 
     def suits(self, lowered: jax.stages.Lowered) -> bool:
         """Whether a program is so small that one thread is enough. One whose cost is not known is not."""
@@ -70,11 +52,33 @@ class SingleThreadDevice:
         return f"<SingleThreadDevice up to {self.max_flops} flops>"
 
 
+def _opened() -> jax.Device:
+    known = os.environ.get(THREADS_VARIABLE)
+    os.environ[THREADS_VARIABLE] = "1"
+    try:
+        # Not public; with a jax that lacks it every program goes to the usual device.
+        from jax._src.xla_bridge import make_cpu_client
+
+        device: jax.Device = make_cpu_client().devices()[0]
+        return device
+    finally:
+        del os.environ[THREADS_VARIABLE]
+        if known is not None:
+            os.environ[THREADS_VARIABLE] = known
+
+
 def choose(device: jax.Device, max_flops: int) -> SingleThreadDevice | None:
-    """None: not beside that device, which is no CPU or has one thread itself, or not wanted: ``max_flops`` is 0."""
+    """Opens one beside that device; call it as the class, before any model is loaded.
+
+    None: the device is no CPU or has one thread itself, none is wanted (``max_flops`` is 0), or this jax, says the log, has none.
+    """
     if device.platform != "cpu" or thread_count() < 2 or not max_flops:
         return None
-    return SingleThreadDevice(max_flops)
+    try:
+        return SingleThreadDevice(max_flops)
+    except Exception as error:
+        _log.info("every program gets all threads: %s: %s", type(error).__name__, error)
+        return None
 
 
 def share(parameters: Any, device: jax.Device) -> Any:

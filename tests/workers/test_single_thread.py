@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import workers.single_thread
 from config.options import Workers
 from tests.repositories import write_model
 from tests.workers.worker_process import WorkerProcess
@@ -60,11 +61,7 @@ def test_the_environment_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Non
         else:
             monkeypatch.setenv("PJRT_NPROC", value)
         before = dict(os.environ)
-        device = SingleThreadDevice(1)
-        found = device.open()
-        assert found is not None
-        assert found is device.open()
-        assert found not in jax.devices()
+        assert SingleThreadDevice(1).device not in jax.devices()
         assert dict(os.environ) == before
 
 
@@ -72,16 +69,15 @@ def test_a_jax_without_such_a_function_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delattr(jax._src.xla_bridge, "make_cpu_client")
-    device = SingleThreadDevice(1)
+    monkeypatch.setattr(workers.single_thread, "thread_count", lambda: 4)
     with caplog.at_level(logging.INFO, "workers.single_thread"):
-        assert [device.open(), device.open()] == [None, None]
+        assert choose(jax.devices()[0], 5) is None
     assert len(caplog.records) == 1
     assert "every program gets all threads: ImportError" in caplog.text
 
 
 def test_parameters_are_shared() -> None:
-    device = SingleThreadDevice(1).open()
-    assert device is not None
+    device = SingleThreadDevice(1).device
     given = jax.device_put({"w": np.ones((100, 100), np.float32), "b": [np.float32(3), np.zeros((0, 2), np.float16)]})
     shared = share(given, device)
     for ours, theirs in zip(jax.tree.leaves(given), jax.tree.leaves(shared), strict=True):
@@ -92,8 +88,7 @@ def test_parameters_are_shared() -> None:
 
 
 def test_what_would_be_copied_is_not_shared() -> None:
-    device = SingleThreadDevice(1).open()
-    assert device is not None
+    device = SingleThreadDevice(1).device
     with pytest.raises(ValueError, match=r"a parameter of int4\[3\] would be copied"):
         share([jnp.ones(3, jnp.int4)], device)
     with pytest.raises(TypeError):
@@ -125,7 +120,7 @@ def test_programs_are_cut_for_one_thread_whatever_is_in_the_cache_of_jax(tmp_pat
         "from workers.models.placement import Placement\n"
         "from workers.single_thread import SingleThreadDevice\n"
         "use_persistent_cache(CacheDirectory(Path(sys.argv[1])))\n"
-        "for device, compiling in ((jax.devices()[0], None), (SingleThreadDevice(1).open(),) * 2):\n"
+        "for device, compiling in ((jax.devices()[0], None), (SingleThreadDevice(1).device,) * 2):\n"
         "    given = Placement(None, device).spec((1 << 22,), np.dtype('f'))\n"
         "    program = Placement(None, compiling).compile(jax.jit(lambda x: x * 1.5).lower(given))\n"
         "    print('outer_dimension_partitions' in program.as_text())\n"
@@ -144,14 +139,26 @@ def test_programs_are_cut_for_one_thread_whatever_is_in_the_cache_of_jax(tmp_pat
     ],
 )
 def test_a_worker_and_its_second_start(tmp_path: Path, options: Workers, small: list[bool]) -> None:
-    """It answers alike whichever thread computes, says in its cache what is for one, and compiles nothing the second time."""
+    """It answers alike whichever thread computes, says in its cache what is for one, and compiles nothing the second time.
+
+    Its environment is settled before a model's code runs.
+    """
     repository, cache = tmp_path / "models", tmp_path / "cache"
     write_model(
         repository,
         "product",
         """
+        import sys
+        from pathlib import Path
+
         import numpy as np
 
+        def note(event, arguments):
+            if event in ("os.putenv", "os.unsetenv"):
+                changes.write(f"{arguments}\\n")
+
+        changes = Path(__file__).with_name("changes").open("a", buffering=1)
+        sys.addaudithook(note)
         inputs = {"x": "FP32[512]"}
         outputs = {"y": "FP32[512]"}
         max_batch_size = 256
@@ -169,6 +176,8 @@ def test_a_worker_and_its_second_start(tmp_path: Path, options: Workers, small: 
                 x = np.random.default_rng(rows).random((rows, 512), np.float32)
                 np.testing.assert_array_equal(worker.infer("product", {"x": x})["y"], 3 * x)
             assert worker.stop() == 0
+        (changes,) = repository.rglob("changes")
+        assert changes.read_text() == ""
         files.append({path.name: path.stat().st_mtime_ns for path in cache.iterdir()})
     assert files[0] == files[1]
     entries = [CacheDirectory(cache).read(path.name) for path in cache.glob("*.executable")]

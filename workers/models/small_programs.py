@@ -34,7 +34,8 @@ class SmallPrograms:
 
     def open(self) -> Placement | None:
         """Where they run; None: this version has none."""
-        if self._placement is None and self._possible and (device := self._device.open()) is not None:
+        if self._placement is None and self._possible:
+            device = self._device.device
             try:
                 with precision(self._signature):
                     self._placement = Placement(share(self._given, device), device)

@@ -96,7 +96,7 @@ def test_64_bit_parameters() -> None:
 
     device = SingleThreadDevice(1000)
     model = model_of(shift, {"x": "INT64[2]"}, {"y": "INT64[2]"}, parameters=np.int64(1), single_thread=device)
-    assert model.executables.placement(((2,),)).device is device.open()
+    assert model.executables.placement(((2,),)).device is device.device
     assert run(model, {"x": np.array([2**40 + 4, -(2**62)])})[0]["y"].tolist() == [2**40 + 5, 1 - 2**62]
 
 
@@ -108,7 +108,7 @@ def test_on_demand_as_well() -> None:
     for size in (100, 101):
         assert run(model, {"x": np.ones(size, np.float32)})[0]["y"].tolist() == [2.0] * size
     found = [model.executables.placement(((size,),)).device for size in (100, 101)]
-    assert found == [device.open(), None]
+    assert found == [device.device, None]
 
 
 def test_what_a_function_holds_on_to() -> None:
@@ -167,19 +167,6 @@ def test_a_second_start_finds_each_where_it_was(tmp_path: Path) -> None:
     assert start(SingleThreadDevice(ROW_FLOPS)) == ((0, 3), [True, False, False])
     assert start(None) == ((0, 3), [False, False, False])
     assert start(SingleThreadDevice(FEW * ROW_FLOPS)) == ((3, 0), [True, True, False])
-
-
-def test_entries_for_a_device_that_is_no_longer_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are compiled anew, for the device there is."""
-    folder = cache_directory(str(tmp_path / "cache"))
-    products(cache=ExecutableCache(folder))
-    monkeypatch.delattr(jax._src.xla_bridge, "make_cpu_client")
-    for counts in ((1, 2), (3, 0)):
-        cache = ExecutableCache(folder)
-        model = products(cache=cache)
-        assert (cache.hits, cache.misses) == counts
-        assert placed(model) == [False, False, False]
-        check(model)
 
 
 def test_a_series_is_where_its_requests_are_when_they_are_alone() -> None:
