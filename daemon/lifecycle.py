@@ -1,4 +1,4 @@
-"""Which versions of which models are where: decides, does no I/O. The driver is ``daemon.supervisor``.
+"""Which versions of which models are where: decides, does no I/O. ``daemon.models`` carries it out.
 
 Every event returns instructions, in order:
 

@@ -273,7 +273,10 @@ class WorkerLane:
         return None if received is None else self._apply(*received)
 
     def read(self, content: bytes, fds: list[int], flags: int) -> list[Submit | RequestForm | FormSubmit | Cancel]:
-        """The same of a datagram that was received elsewhere (``workers.fast_path``), with its flags. Raises InvalidArgument."""
+        """What a datagram holds that ``workers.fast_path`` received, as ``receive`` returns it; ``flags``: ``recvmsg``'s.
+
+        Raises: InvalidArgument: malformed, or a lease given back that is not on loan.
+        """
         try:
             return self._apply(*self._channel.read(content, fds, flags))
         except DescriptorsLost as lost:

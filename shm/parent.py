@@ -1,6 +1,6 @@
 """A child that does not outlive its parent, however the parent dies.
 
-Two independent cords, because each has a gap (measured, docs/architecture.md): the kernel's parent-death signal fires within
+Two independent cords, because each has a gap (measured): the kernel's parent-death signal fires within
 milliseconds but is tied to the thread that spawned us; end-of-file on the control channel, which the child's loop watches,
 works for every death but only when the loop turns.
 """

@@ -151,7 +151,7 @@ class ModelStatistics:
         batch.output_ns += output_ns
 
     def add(self, turns: Turns) -> None:
-        """The same of requests that were counted elsewhere; none of them failed."""
+        """Adds what was counted outside of Python, of requests none of which failed."""
         self.success_count += turns.answered
         self.request_ns += turns.request_ns
         self.queue_ns += turns.queue_ns

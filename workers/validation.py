@@ -94,7 +94,7 @@ def validate_formed(
     regions: RegionTable,
     now_ns: int,
 ) -> Request:
-    """The same of a request of a form: what was found when one of them was validated is not looked at again.
+    """A request of a form: what was found when one of them was validated is not looked at again.
 
     Raises: ServingError: as ``validate``.  InvalidArgument: it has other tensors than its form.
     """

@@ -550,7 +550,7 @@ def test_an_id_that_is_in_flight_twice_ends_its_lane_and_no_other(loop: WorkerLo
     """In one turn, in two datagrams: in C as in Python."""
     loop.load(MODELS / "addsub")
     other = loop.open_lane(8)
-    known(loop, lambda: ask(loop, 1.0))
+    known(loop, lambda: ask(loop, 1.0, together=2))
     if not fast:
         loop.worker._poller.close_lane(next(each for each in loop.worker._submitters.values() if each.peer == 7))
     for _ in range(2):

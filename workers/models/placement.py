@@ -27,7 +27,7 @@ class Placement(NamedTuple):
 
     @property
     def parameter_specs(self) -> Any:
-        """The same of the parameters."""
+        """The parameters, as a program is lowered for them."""
         return jax.tree.map(lambda leaf: self.spec(leaf.shape, leaf.dtype), self.parameters)
 
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
