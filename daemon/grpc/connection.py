@@ -164,7 +164,10 @@ class Connection(FrameReader):
         for stream in streams:
             if stream.blocked:
                 stream.pump()
-        return _CONTROL_COST + (len(payload) + len(streams)) // 8
+        # As if each setting, and each window that it changes, were a frame.
+        cost = len(payload) // 6 + len(streams)
+        self._frames += cost
+        return _CONTROL_COST + cost
 
     def _ping(self, number: int, flags: int, payload: bytes) -> None:
         if number:
