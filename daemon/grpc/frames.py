@@ -112,6 +112,8 @@ def check_dependency(stream: int, payload: bytes) -> None:
 
 def unpadded(payload: bytes) -> bytes:
     """The payload of a frame with the PADDED flag, without length and padding. Raises Violation."""
-    if not payload or payload[0] >= len(payload):
+    if not payload:
+        raise Violation(FRAME_SIZE_ERROR, "a padded frame without the size of its padding")
+    if payload[0] >= len(payload):
         raise Violation(PROTOCOL_ERROR, "the padding is longer than its frame")
     return payload[1 : len(payload) - payload[0]]

@@ -180,8 +180,10 @@ class Outgoing(asyncio.Protocol):
             # The reserved bit is ignored.
             self._window_update(number & STREAM_ID, increment & STREAM_ID)
         elif sender is None:
-            if self.numbers.past(number) is Past.IDLE:
-                raise Violation(frames.PROTOCOL_ERROR, f"a window for stream {number}, which is not open")
+            if not increment or self.numbers.past(number) is Past.IDLE:
+                raise Violation(
+                    frames.PROTOCOL_ERROR, f"a window of {increment} more for stream {number}, which is not open"
+                )
         else:
             code = frames.FLOW_CONTROL_ERROR if increment else frames.PROTOCOL_ERROR
             if sender is self:

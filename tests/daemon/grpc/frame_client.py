@@ -163,9 +163,9 @@ class FrameClient:
         """Returns when the server has taken everything sent so far, and what it sent before is here."""
         self.send(frames.frame(frames.PING, 0, 0, b"are you?"))
         while True:
-            kind, flags, _, _ = self.peek()
+            kind, flags, _, payload = self.peek()
             self.step()
-            if kind == frames.PING and flags & frames.ACK:
+            if kind == frames.PING and flags & frames.ACK and payload == b"are you?":
                 return
 
     def goaway(self) -> tuple[int, int, bytes]:
