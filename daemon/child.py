@@ -23,13 +23,17 @@ from typing import Any
 import msgspec
 
 from daemon.connection import Connection
+from shm import stack_report
 from shm.channel import Channel, pair
 from shm.errors import Unavailable, from_code
 from shm.messages import Call, ChildReady, FromFront, FromWorker, Load, Operation, Reply, Start, Stop, Told, decoder
+from shm.progress import Loading
 from shm.record import Record
 from shm.status_page import StatusPage
 
 _log = logging.getLogger(__name__)
+#: For a process that is about to be killed to write where it is.
+_STACK_SECONDS = 0.2
 #: Where our packages are.
 _ROOT = str(Path(__file__).parent.parent)
 
@@ -62,6 +66,9 @@ class Child:
         self._on_exit = on_exit
         self._process: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
+        #: Where it writes its stack when it dies.
+        self._stack_fd = -1
+        self._killing = False
         self._connection: Connection | None = None
 
     def spawn(
@@ -70,6 +77,7 @@ class Child:
         """Starts the process. ``options``: ``config.options.Options`` as msgpack. Raises OSError: there is no room for it."""
         ours, theirs = pair()
         try:
+            self._stack_fd = stack_report.create()
             self._process = subprocess.Popen(
                 # -P: a folder named like one of our packages in the working directory must not be imported instead.
                 [sys.executable, "-P", "-m", self.module, "--control-fd", str(theirs.fileno()), *arguments],
@@ -80,6 +88,8 @@ class Child:
             self._pidfd = os.pidfd_open(self._process.pid)
         except OSError:
             ours.close()
+            if self._stack_fd >= 0:
+                os.close(self._stack_fd)
             if self._process is not None:
                 self._process.kill()
                 self._process.wait()
@@ -90,7 +100,7 @@ class Child:
         asyncio.get_running_loop().add_reader(self._pidfd, self._exited)
         self._connection = Connection(Channel(ours, decoder(self._incoming)), self._received, self._channel_closed)
         self._connection.start()
-        self.send(Start(self.incarnation, self.name, msgspec.Raw(options)))
+        self.send(Start(self.incarnation, self.name, msgspec.Raw(options)), self._stack_fd)
 
     @property
     def pid(self) -> int:
@@ -111,13 +121,21 @@ class Child:
         self.send(Stop(max(0, grace_ns)))
 
     def kill(self, reason: str = "") -> None:
-        """SIGKILL; ``on_exit`` follows."""
-        if not self.alive:
+        """SIGKILL; ``on_exit`` follows. With a reason it has a moment to write its stack before."""
+        if not self.alive or (reason and self._killing):
             return
         if reason:
+            self._killing = True
             _log.error("%s (process %d) %s: killing it", self.name, self.pid, reason)
+            if self.ready:
+                self._signal(stack_report.STACK_SIGNAL)
+                asyncio.get_running_loop().call_later(_STACK_SECONDS, self.kill)
+                return
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
         # By pidfd: the number cannot have been given to another process.
-        signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        signal.pidfd_send_signal(self._pidfd, number)
 
     def _received(self, record: Any, fds: list[int]) -> None:
         if isinstance(record, ChildReady):
@@ -140,6 +158,9 @@ class Child:
         self.returncode = self._process.wait()
         if self._connection is not None:
             self._connection.close()
+        for line in stack_report.read(self._stack_fd):
+            _log.error("%s (process %d) died: %s", self.name, self.pid, line)
+        os.close(self._stack_fd)
         self.release()
         self._on_exit(self)
 
@@ -227,24 +248,42 @@ class Worker(Child):
         super().__init__(module, name, incarnation, FromWorker, on_record, on_exit)
         self.device = device
         self.page: StatusPage | None = None
-        #: Loads without an answer, and since when it has given none (ns).
-        self.loads_owed = 0
+        #: Loads without an answer in their order, which is that in which it loads: name and version.
+        self.owed: list[tuple[str, int]] = []
+        #: Since when it has answered none (ns).
         self.load_progress_ns = 0
+        #: How far the first of them is, as it said last.
+        self.loading: Loading | None = None
+        #: What it goes without, as it reported.
+        self.missing: tuple[str, ...] = ()
         self._calls: dict[int, asyncio.Future[tuple[Reply, list[int]]]] = {}
         self._next_call = 1
 
     def send(self, record: Record, *fds: int) -> None:
         if isinstance(record, Load):
             # Behind others it waits its turn: the clock runs from the last answer then.
-            if not self.loads_owed:
+            if not self.owed:
                 self.load_progress_ns = time.monotonic_ns()
-            self.loads_owed += 1
+            self.owed.append((record.name, record.version))
         super().send(record, *fds)
 
-    def load_answered(self) -> None:
+    def load_answered(self, name: str, version: int) -> None:
         """A Loaded came."""
-        self.loads_owed -= 1
+        if (name, version) in self.owed:
+            self.owed.remove((name, version))
+        self.loading = None
         self.load_progress_ns = time.monotonic_ns()
+
+    def describe_load(self) -> str:
+        """``loading digits``, ``compiling digits 3/16``; "": it loads nothing."""
+        if not self.owed:
+            return ""
+        at = self.loading
+        return (
+            f"compiling {at.name} {at.number}/{at.total}"
+            if at is not None and at.total
+            else f"loading {self.owed[0][0]}"
+        )
 
     async def call(self, operation: Operation, *fds: int) -> tuple[bytes, list[int]]:
         """Asks and waits: the result and the descriptors that came with it, which the caller then owns.

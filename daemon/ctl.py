@@ -69,6 +69,9 @@ class _Printer:
         ready = f"{'ready' if result['ready'] else 'not ready'}, {models['served']} of {models['wanted']} models served"
         click.echo(f"{result['server_name']}: {result['phase']}, {ready}, {', '.join(urls)}")
         _print_table(_PROCESS_COLUMNS, [*result["fronts"], *result["workers"]])
+        # All workers are of one installation.
+        for missing in {"; ".join(worker["missing"]): None for worker in result["workers"] if worker["missing"]}:
+            click.echo(f"off: {missing}")
         for model in result["not_served"]:
             served = f" (version {_shown(model['served'])} serves)" if model["served"] else ""
             click.echo(f"not served: {model['name']}: {_shown(model['reason'])}{served}")

@@ -30,7 +30,7 @@ from daemon.model_table import ModelTable
 from daemon.submit import Submitter
 from daemon.tally import Tally
 from daemon.tracer import Tracer
-from shm import heap
+from shm import heap, stack_report
 from shm.channel import Channel
 from shm.messages import (
     ChildReady,
@@ -125,6 +125,7 @@ class Front(ABC):
         """Everything the supervisor says."""
         match record:
             case Start():
+                stack_report.enable(*fds)
                 options = msgspec.msgpack.decode(record.options, type=Options)
                 log.configure(options.log, record.name)
                 self.tracer = Tracer(record.incarnation, options.trace.max_byte_size)

@@ -298,15 +298,6 @@ class Lifecycle:
         """Whether that worker owes an answer to a Load."""
         return any(worker in v.loading for model in self.models.values() for v in model.versions.values())
 
-    def loading_names(self, worker: int) -> list[str]:
-        """What that worker was told to load and has not answered for; it loads them one by one."""
-        return [
-            f"model '{name}' version {number}"
-            for name, model in self.models.items()
-            for number, version in model.versions.items()
-            if worker in version.loading
-        ]
-
     def states(self) -> list[ModelState]:
         """Everything a new front must know."""
         return [v.told(n) for model in self.models.values() for n, v in sorted(model.versions.items())]

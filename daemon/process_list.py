@@ -21,10 +21,17 @@ def of_workers(workers: Iterable[Worker], posts: Posts, now_ns: int) -> list[dic
     """One entry a worker, with its device and what its status page says."""
     return [
         _entry(worker, posts, now_ns)
-        | {"device": worker.device, "state": worker.page.state[0].name.lower() if worker.page else "starting"}
+        | {"device": worker.device, "state": _state(worker), "missing": list(worker.missing)}
         | _cores(worker.pid)
         for worker in workers
     ]
+
+
+def _state(worker: Worker) -> str:
+    """Of its loop, and beside that of its loader: ``idle``, ``compiling digits 3/16``, ``executing, loading digits``."""
+    state = worker.page.state[0].name.lower() if worker.page else "starting"
+    loading = worker.describe_load()
+    return loading if loading and state == "idle" else f"{state}, {loading}" if loading else state
 
 
 def _cores(pid: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
 
@@ -192,8 +193,13 @@ class Submitter:
                 self._close(worker)
         executing = {request for submitter, request in worker.page.executing() if submitter == self._incarnation}
         orphans, worker.in_flight = worker.in_flight, {}
-        _log.warning(
-            "worker %d is gone with %d requests, %d of them executing", worker.incarnation, len(orphans), len(executing)
+        models = Counter(pending.submit.model for number, pending in orphans.items() if number in executing)
+        _log.log(
+            logging.ERROR if models else logging.WARNING,
+            "the worker on %s is gone with %d requests; it was executing %s",
+            worker.device,
+            len(orphans),
+            ", ".join(f"{count} of model '{name}'" for name, count in models.most_common()) or "none of them",
         )
         for pending in orphans.values():
             pending.worker = None

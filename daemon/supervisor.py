@@ -224,7 +224,7 @@ class Supervisor:
     def _all_up(self) -> bool:
         """Whether every post is filled, and every worker has what it should have."""
         return all(front.ready for front in self._fronts) and all(
-            worker.ready and not worker.loads_owed for worker in self._workers
+            worker.ready and not worker.owed for worker in self._workers
         )
 
     def _summary(self) -> str:
@@ -272,9 +272,8 @@ class Supervisor:
         self._regions.worker_left(worker.incarnation)
         # First the fence: what was in flight there may run elsewhere from now on.
         self._fronts.publish(WorkerFenced(worker.incarnation))
-        loading = self._models.lifecycle.loading_names(worker.incarnation)
         self._models.worker_left(worker.incarnation, worker.describe_exit())
-        doing = f" while loading {', '.join(loading)}" if loading else ""
+        doing = " while loading model '{}' version {}".format(*worker.owed[0]) if worker.owed else ""
         self._posts.died(worker, lambda: self._workers.start(worker.name, device), doing)
         self._shutdown.child_died()
 

@@ -34,9 +34,7 @@ def snapshot(child: Child) -> Snapshot:
         return Snapshot(child.ready, child.started_ns)
     state, since_ns = child.page.state
     beat_ns = child.page.last_beat_ns
-    return Snapshot(
-        child.ready, child.started_ns, state, since_ns, beat_ns, child.loads_owed > 0, child.load_progress_ns
-    )
+    return Snapshot(child.ready, child.started_ns, state, since_ns, beat_ns, bool(child.owed), child.load_progress_ns)
 
 
 def overdue(child: Snapshot, options: Options, now_ns: int) -> str:

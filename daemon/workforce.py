@@ -17,6 +17,7 @@ from daemon.child import Worker
 from daemon.devices import Device
 from shm.errors import InvalidArgument
 from shm.messages import ChildReady, Loaded, Reply, Unloaded
+from shm.progress import Loading
 from shm.status_page import StatusPage
 
 _log = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ class Workforce:
         self._joined = joined
         self._answered = answered
         self._died = died
+        #: What workers go without, as it was logged last.
+        self._said: tuple[str, ...] = ()
 
     def start_all(self, devices: Sequence[Device]) -> None:
         """A worker for each. Raises OSError: there is no room for a process."""
@@ -75,17 +78,19 @@ class Workforce:
     def _received(self, worker: Worker, record: Any, fds: list[int]) -> None:
         match record:
             case ChildReady():
-                return self._reported(worker, fds)
+                return self._reported(worker, record, fds)
             case Reply():
                 return worker.answered(record, fds)
             case Loaded():
-                worker.load_answered()
+                worker.load_answered(record.name, record.version)
                 self._answered(worker, record)
+            case Loading():
+                worker.loading = record
             case Unloaded():
                 self._answered(worker, record)
         return _close(fds)
 
-    def _reported(self, worker: Worker, fds: list[int]) -> None:
+    def _reported(self, worker: Worker, record: ChildReady, fds: list[int]) -> None:
         if len(fds) != 1:
             _close(fds)
             return worker.kill("reported without its status page")
@@ -93,8 +98,16 @@ class Workforce:
             worker.page = StatusPage.attach(fds[0])
         except InvalidArgument as error:
             return worker.kill(f"reported with a bad status page ({error.message})")
+        worker.missing = record.missing
+        self._say_missing(record.missing)
         _log.info("%s (process %d) is up on %s", worker.name, worker.pid, worker.device)
         return self._joined(worker)
+
+    def _say_missing(self, missing: tuple[str, ...]) -> None:
+        """Once, whatever workers come: all are of one installation."""
+        if missing and missing != self._said:
+            self._said = missing
+            _log.warning("parts of tensord that are written in C are off: %s", "; ".join(missing))
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self.by_incarnation.values())

@@ -16,7 +16,7 @@ that knows the union of a direction decodes and type-checks in one pass; anythin
 
                 supervisor --> worker                    worker --> supervisor
     control     Start Stop LaneOpened Load Unload        ChildReady Loaded Reply
-                Call LogChanged                      Unloaded
+                Call LogChanged                      Unloaded Loading
 
 Integers that are sizes or offsets are bytes; ``*_ns`` are nanoseconds; deadlines are absolute CLOCK_MONOTONIC, which all
 processes of one host share.
@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from shm.progress import Readiness
+from shm.progress import Loading, Readiness
 from shm.record import Record
 from shm.settings import ChangeLog, ChangeTrace
 
@@ -251,6 +251,8 @@ class ChildReady(Record, frozen=True, tag="ready"):
     """
 
     incarnation: int
+    #: A worker: what it goes without, for want of a C extension; a sentence each.
+    missing: tuple[str, ...] = ()
 
 
 class Told(Record, frozen=True, tag="told"):
@@ -565,7 +567,7 @@ ToFront = (
 )
 FromFront = ChildReady | Seen | Call
 ToWorkerControl = Start | Stop | LogChanged | LaneOpened | Load | Unload | Call
-FromWorker = ChildReady | Loaded | Unloaded | Reply
+FromWorker = ChildReady | Loaded | Loading | Unloaded | Reply
 
 #: Encoders are cheap and stateless; one is enough for a process.
 encoder = msgspec.msgpack.Encoder()

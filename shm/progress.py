@@ -14,3 +14,12 @@ class Readiness(Record, frozen=True, tag="readiness"):
     unserved: int = 0
     #: The first of those, by name.
     names: tuple[str, ...] = ()
+
+
+class Loading(Record, frozen=True, tag="loading"):
+    """What the loader is at: executable ``number`` of ``total``; 0 of 0 while it is not known yet how many there are."""
+
+    name: str
+    version: int
+    number: int = 0
+    total: int = 0

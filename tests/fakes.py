@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import selectors
 import socket
 import subprocess
@@ -22,6 +23,7 @@ import msgspec
 
 from config.options import Options
 from daemon.tally import Tally
+from shm import stack_report
 from shm.channel import Channel, pair
 from shm.forms import HeardForms, answer_template, own_contents, whole_answer, whole_request
 from shm.lane import WorkerLane
@@ -233,7 +235,9 @@ class FrontProcess:
             )
         self._control = Channel(ours, decoder(FromFront))
         self._received: deque[Any] = deque()
-        self.send(Start(INCARNATION, "http-0", msgspec.Raw(msgspec.msgpack.encode(options))))
+        stack = stack_report.create()
+        self.send(Start(INCARNATION, "http-0", msgspec.Raw(msgspec.msgpack.encode(options))), stack)
+        os.close(stack)
         self.send(Readiness(True))
         self.send(Serve())
         assert self.receive() == ChildReady(INCARNATION)

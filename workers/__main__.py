@@ -8,13 +8,12 @@ import os
 import select
 import signal
 import socket
-from typing import Any
 
 import msgspec
 
 from config import log
 from config.options import Options
-from shm import exit_status, heap
+from shm import exit_status, heap, stack_report
 from shm.channel import Channel, ChannelClosed
 from shm.cuda_regions import DeviceLost
 from shm.messages import Start, ToWorkerControl, decoder
@@ -45,7 +44,7 @@ def main() -> None:
     from workers.worker import Worker
 
     try:
-        start, behind = _receive_start(channel)
+        start = _receive_start(channel)
     except ChannelClosed:
         return
     options = msgspec.msgpack.decode(start.options, type=Options)
@@ -61,7 +60,7 @@ def main() -> None:
     status = 1
     try:
         worker = Worker(channel, options, device_name, device_name.open())
-        worker.run(start.incarnation, behind)
+        worker.run(start.incarnation)
         worker.close()
         status = 0
     except NoDevice as error:
@@ -99,8 +98,8 @@ def _outlive_signals() -> None:
     os.register_at_fork(before=hold, after_in_parent=resume, after_in_child=restore)
 
 
-def _receive_start(channel: Channel) -> tuple[Start, list[tuple[Any, list[int]]]]:
-    """The first record, and those that came behind it in its datagram. Raises ChannelClosed."""
+def _receive_start(channel: Channel) -> Start:
+    """The first record, which travels alone, with where to write this process's stack. Raises ChannelClosed."""
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)
     while True:
@@ -108,12 +107,11 @@ def _receive_start(channel: Channel) -> tuple[Start, list[tuple[Any, list[int]]]
         if received is None:
             poll.poll()
             continue
-        records, fds = received
-        if not isinstance(records[0], Start):
-            raise SystemExit(f"workers: {type(records[0]).__name__} came before Start")
-        for fd in fds:
-            os.close(fd)
-        return records[0], [(record, []) for record in records[1:]]
+        (record, *_), fds = received
+        if not isinstance(record, Start):
+            raise SystemExit(f"workers: {type(record).__name__} came before Start")
+        stack_report.enable(*fds)
+        return record
 
 
 if __name__ == "__main__":

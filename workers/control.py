@@ -1,7 +1,7 @@
 """What the supervisor asks of a worker, record by record. Belongs to the worker's loop.
 
 LaneOpened + fd                 a submitter more
-Load, Unload                    a version more or less; answered with Loaded, Unloaded
+Load, Unload                    a version more or less; answered with Loaded (after Loading), Unloaded
 Call                            answered with Reply: statistics, figures for metrics, register and unregister regions
 LogChanged                      another level or format of the log
 Stop                            finish, then exit
@@ -42,6 +42,7 @@ from shm.messages import (
     UnregisterRegion,
     WorkerFigures,
 )
+from shm.progress import Loading
 from workers.model_table import ModelTable
 from workers.model_version import ModelVersion
 from workers.models.loader import LoadedModel, Loader
@@ -104,15 +105,24 @@ class Control:
         self._serial += 1
         serial = self._loads[record.name, record.version] = self._serial
 
+        def tell(number: int, total: int) -> None:
+            at = Loading(record.name, record.version, number, total)
+            self._thread.tell(lambda: self._channel.put(at))
+
+        def load() -> LoadedModel:
+            tell(0, 0)
+            return self._loader.load(record, tell)
+
         def done(outcome: LoadedModel | Exception) -> None:
-            wanted = self._loads.get((record.name, record.version)) == serial
+            # Each Load has one answer: the supervisor counts them.
             if isinstance(outcome, Exception):
-                if wanted:
-                    self._channel.put(Loaded(record.name, record.version, reason=_sentence(outcome)))
+                self._channel.put(Loaded(record.name, record.version, reason=_sentence(outcome)))
                 return
             version = self._adopt(outcome)
-            if not wanted:  # unloaded meanwhile: it never serves
+            if self._loads.get((record.name, record.version)) != serial:
                 self._models.discard(version)
+                reason = "it was unloaded, or another load of it came, before it was ready"
+                self._channel.put(Loaded(record.name, record.version, reason=reason))
                 return
             self._models.add(version)
             _log.info("model '%s' version %d is ready", record.name, record.version)
@@ -127,7 +137,7 @@ class Control:
                 )
             )
 
-        self._thread.do(lambda: self._loader.load(record), done)
+        self._thread.do(load, done)
 
     def _unload(self, record: Unload) -> None:
         self._loads.pop((record.name, record.version), None)

@@ -37,7 +37,9 @@ _attached = False
 def attach() -> None:
     """Leads XLA's allocations here; call when its back end is open. Where nothing can be led here outputs are copied."""
     global _attached
-    _attached = available and _output_memory.attach(f"{Path(jaxlib.__file__).parent}/")
+    if not available:
+        return  # said at the start (workers/extensions.py)
+    _attached = _output_memory.attach(f"{Path(jaxlib.__file__).parent}/")
     if not _attached:
         _log.info("outputs are copied to their places: XLA's library takes its memory in another way")
 

@@ -43,6 +43,10 @@ class WorkThread:
 
         self._jobs.put(work)
 
+    def tell(self, call: Callable[[], None]) -> None:
+        """From a job: has the loop do something before it is over."""
+        self._inbox.post(call)
+
     def finish(self) -> None:
         """Returns when everything that was given has been done, and the thread has ended. It takes nothing after that."""
         if self._thread.is_alive():

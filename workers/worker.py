@@ -28,7 +28,7 @@ from shm.errors import InvalidArgument
 from shm.lane import WorkerLane
 from shm.messages import Cancel, ChildReady, FormSubmit, RequestForm, Submit
 from shm.status_page import DESKS, StatusPage, WorkerState
-from workers import dlpack, fast_path, output_memory
+from workers import dlpack, extensions, fast_path, output_memory
 from workers.control import Control
 from workers.device import DeviceName
 from workers.device_cuda import CudaDevice
@@ -124,25 +124,23 @@ class Worker:
             if fast_path.available
             else Poller(self._epoll, look_ns)
         )
-        #: When something is due without an event; None: nothing is. At once: records behind Start may have left something to do.
+        #: When something is due without an event; None: nothing is.
         self._next_ns: int | None = 0
         #: When to exit although something is in flight; 0: not told to stop.
         self._stop_ns = 0
         self._supervised = True
 
-    def run(self, incarnation: int, waiting: list[tuple[Any, list[int]]]) -> None:
-        """Serves until told to stop. ``waiting`` are records that came behind Start.
+    def run(self, incarnation: int) -> None:
+        """Serves until told to stop.
 
         Raises: DeviceLost: the GPU failed for good; what it failed is answered, what waits will run elsewhere.
         """
         self._page.set_state(WorkerState.IDLE, time.monotonic_ns())
-        self._channel.put(ChildReady(incarnation), self._page.fd)
+        self._channel.put(ChildReady(incarnation, extensions.missing()), self._page.fd)
         # Our modules live as long as the process: the collector need not look at them again and again. Those of models do not, so
         # this comes before the first is loaded. It must go on looking at the rest as often as ever: arrays of XLA can be in
         # cycles, and each may hold megabytes (measured: with rare collections a 16 MiB request took 3 ms more, for fresh pages).
         gc.freeze()
-        for record, fds in waiting:
-            self._control.handle(record, fds)
         while self.turn():
             pass
 

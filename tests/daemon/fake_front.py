@@ -14,6 +14,7 @@ import msgspec
 from daemon.acceptor import Acceptor
 from daemon.connection import Connection
 from daemon.tally import Seat, Tally
+from shm import stack_report
 from shm.channel import Channel
 from shm.messages import (
     Call,
@@ -92,6 +93,7 @@ class FakeFront:
     def received(self, record: Any, fds: list[int]) -> None:
         match record:
             case Start(incarnation, _, options):
+                stack_report.enable(*fds)
                 self.server_name = msgspec.msgpack.decode(options)["server_name"]
                 self.incarnation = incarnation
             case Told(edition):

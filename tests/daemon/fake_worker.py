@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from daemon.connection import Connection
+from shm import stack_report
 from shm.channel import Channel
 from shm.errors import ServingError
 from shm.figures import Counts, Figures, VersionFigures
@@ -67,6 +68,7 @@ class FakeWorker:
     def received(self, record: Any, fds: list[int]) -> None:
         match record:
             case Start(incarnation):
+                stack_report.enable(*fds)
                 self.page.set_state(WorkerState.IDLE, time.monotonic_ns())
                 self.connection.send(ChildReady(incarnation), self.page.fd)
             case LaneOpened():

@@ -68,8 +68,8 @@ async def test_life(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = worker.load_progress_ns
     worker.send(Load("m", 2, "/models/m", "/models/m/2", b""))
     # The clock of a load runs from its sending, or from the last answer before it.
-    assert (worker.loads_owed, worker.load_progress_ns) == (2, begun)
-    worker.load_answered()
+    assert (len(worker.owed), worker.load_progress_ns) == (2, begun)
+    worker.load_answered("m", 1)
     assert worker.load_progress_ns > begun > 0
     assert (await records.wait_for(Loaded)).name == "m"
     result, fds = await worker.call(ModelStatistics())

@@ -9,6 +9,8 @@ from daemon import process_list
 from daemon.child import Front, Worker
 from daemon.fronts import Fronts
 from daemon.posts import Posts
+from shm.messages import Load
+from shm.progress import Loading
 from shm.status_page import StatusPage, WorkerState
 
 SECOND = 10**9
@@ -32,8 +34,20 @@ def test_workers() -> None:
         "deaths": 0,
         "device": "cpu:0",
         "state": "starting",
+        "missing": [],
     }
     assert (second["state"], second["ready"], second["uptime_s"]) == ("executing", True, 2.0)
+    # What the loader does beside the loop.
+    executing.send(Load("digits", 1, "", "", b""))
+    (entry,) = process_list.of_workers([executing], posts(), 5 * SECOND)
+    assert entry["state"] == "executing, loading digits"
+    executing.loading = Loading("digits", 1, 3, 16)
+    executing.page.set_state(WorkerState.IDLE, 4 * SECOND)
+    (entry,) = process_list.of_workers([executing], posts(), 5 * SECOND)
+    assert entry["state"] == "compiling digits 3/16"
+    executing.load_answered("digits", 1)
+    (entry,) = process_list.of_workers([executing], posts(), 5 * SECOND)
+    assert entry["state"] == "idle"
     executing.release()
 
 

@@ -9,7 +9,7 @@ from config.options import Options
 from daemon.child import Worker
 from daemon.devices import Device
 from daemon.workforce import Workforce
-from shm.messages import Load, Loaded, Unload, Unloaded
+from shm.messages import ChildReady, Load, Loaded, Unload, Unloaded
 
 DEVICES = [Device("cpu:0", {}), Device("cpu:1", {})]
 
@@ -47,9 +47,9 @@ async def test_life_of_two() -> None:
     first, second = workforce.ready()
     assert all(worker.page is not None for worker in (first, second))
     first.send(Load("good", 1, "/models/good", "/models/good/1", b""))
-    assert first.loads_owed == 1
+    assert len(first.owed) == 1
     ((name, loaded),) = await owner.hear(1)
-    assert (name, type(loaded), loaded.name, first.loads_owed) == ("worker-0", Loaded, "good", 0)
+    assert (name, type(loaded), loaded.name, len(first.owed)) == ("worker-0", Loaded, "good", 0)
     first.send(Unload("good", 1))
     assert await owner.hear(1) == [("worker-0", Unloaded("good", 1))]
     second.kill()
@@ -68,6 +68,6 @@ async def test_one_that_reports_without_its_page() -> None:
     """A program that is no worker says what a front would say: it is killed, not believed."""
     owner = Owner()
     worker = Worker("x", "worker-0", 1, "cpu:0", lambda *_: None, lambda _: None)
-    owner.workforce._reported(worker, [])
+    owner.workforce._reported(worker, ChildReady(1), [])
     assert owner.heard.empty()
     assert worker.page is None

@@ -34,6 +34,7 @@ from workers.models.executable_cache import ExecutableCache
 from workers.models.executables import Executables
 from workers.models.execution import Execution
 from workers.models.jax_model import JaxModel
+from workers.models.load_progress import LoadProgress
 
 FP32 = np.dtype(np.float32)
 MIB = 1 << 20
@@ -72,7 +73,7 @@ def model_of(
     buckets = Buckets(signature, more.get("batch", (1,)), more.get("axes", {}))
     executables = Executables(signature, buckets, apply, None, ExecutableCache(None), b"", 4, device)
     model = JaxModel(1, signature, buckets, executables)
-    executables.warm()
+    executables.warm(LoadProgress("m", 1))
     return model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 
 from config.options import Options
+from shm import stack_report
 from shm.channel import Channel, ChannelClosed, pair
 from shm.messages import FromWorker, Load, Start, Stop, ToWorkerControl, decoder
 from workers.__main__ import _receive_start
@@ -23,17 +25,20 @@ def test_usage(arguments: list[str]) -> None:
     assert "usage: workers" in done.stderr
 
 
-def test_start_comes_first_and_what_is_behind_it_waits() -> None:
+def test_start_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pair()
     supervisor, worker = Channel(ours, decoder(FromWorker)), Channel(theirs, decoder(ToWorkerControl))
-    start = Start(1, "worker-0", msgspec.Raw(msgspec.msgpack.encode(Options())))
-    load = Load("m", 1, "", "", b"")
-    supervisor.put(start)
-    supervisor.put(load)
+    enabled: list[int] = []
+    monkeypatch.setattr(stack_report, "enable", enabled.append)
+    stack = stack_report.create()
+    supervisor.put(Start(1, "worker-0", msgspec.Raw(msgspec.msgpack.encode(Options()))), stack)
+    supervisor.put(Load("m", 1, "", "", b""))
     supervisor.flush()
-    found, behind = _receive_start(worker)
-    assert (found.name, behind) == ("worker-0", [(load, [])])
-    assert msgspec.msgpack.decode(found.options, type=Options) == Options()
+    os.close(stack)
+    found = _receive_start(worker)
+    os.close(*enabled)
+    assert (found.name, msgspec.msgpack.decode(found.options, type=Options)) == ("worker-0", Options())
+    assert worker.receive() == ([Load("m", 1, "", "", b"")], [])
     supervisor.put(Stop(0))
     supervisor.flush()
     with pytest.raises(SystemExit, match="Stop came before Start"):

@@ -16,6 +16,7 @@ import numpy as np
 
 from config.model_config import empty, parse_pbtxt
 from config.options import Arenas, Executables, Options
+from shm import stack_report
 from shm.arena import Arena
 from shm.arrays import Array, array, byte_content, datatype_of
 from shm.channel import Channel, ChannelClosed, pair
@@ -77,7 +78,9 @@ class WorkerProcess:
         self._calls = 0
         self._requests = 0
         self.arena = Arena(1 << 20, 64 << 20, 16 << 20)
-        self.send(Start(42, "worker-0", msgspec.Raw(msgspec.msgpack.encode(self.options))))
+        stack = stack_report.create()
+        self.send(Start(42, "worker-0", msgspec.Raw(msgspec.msgpack.encode(self.options))), stack)
+        os.close(stack)
         _, fds = self.wait(lambda record: isinstance(record, ChildReady) and record.incarnation == 42)
         self.page = StatusPage.attach(fds[0])
         self.lane = self.open_lane(self.arena)

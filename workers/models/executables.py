@@ -26,6 +26,7 @@ from workers.models.batch_outputs import OutputLayout
 from workers.models.buckets import Buckets, Shapes
 from workers.models.executable_cache import ExecutableCache
 from workers.models.gather_buffer import ALIGNMENT, GatherBuffer
+from workers.models.load_progress import LoadProgress
 from workers.models.placement import CompiledProgram, Placement
 from workers.models.plain_program import is_plain
 from workers.models.precision import precision
@@ -47,6 +48,10 @@ class Wanted(NamedTuple):
 
     rows: int
     shapes: Shapes
+
+    def __str__(self) -> str:
+        inputs = ", ".join(str(list(shape)) for shape in self.shapes if shape is not None)
+        return f"{self.rows} rows of {inputs}"
 
 
 class Executable:
@@ -244,11 +249,11 @@ class Executables:
         #: Those compiled because a request asked, least recently used first.
         self._unexpected: OrderedDict[Wanted, Executable] = OrderedDict()
 
-    def warm(self) -> None:
+    def warm(self, progress: LoadProgress) -> None:
         """Makes every planned executable: from the cache, or by compiling. Raises Internal: wrong outputs."""
         planned = [Wanted(rows, shapes) for shapes in self._buckets.planned() for rows in self._buckets.batch]
         program: bytes | None = None
-        for wanted in planned:
+        for wanted in progress.through(planned):
             lowered = None
             if program is None:
                 # The program of the smallest shapes is part of every key: it changes with anything that ``apply`` closes over
@@ -259,6 +264,7 @@ class Executables:
             compiled = self._cache.load(key, self._usual, self._small)
             if compiled is None:
                 compiled = self._cache.compile(functools.partial(self._compile, wanted, lowered))
+                progress.compiled(wanted)
                 self._cache.store(key, compiled)
             self._planned[wanted] = Executable(wanted, self._signature, compiled, self.device)
         self._run_once()

@@ -43,6 +43,7 @@ from workers.models.host_model import HostModel
 from workers.models.jax_cache import use_persistent_cache
 from workers.models.jax_model import JaxModel
 from workers.models.jitted_instance import JittedInstance
+from workers.models.load_progress import LoadProgress, Tell, nobody
 from workers.models.model_code import python_source
 from workers.models.model_imports import ModelImports
 from workers.models.parameters import parted
@@ -138,8 +139,12 @@ class Loader:
             small,
         )
 
-    def load(self, record: Load) -> LoadedModel:
-        """Raises ServingError: with one calm sentence, whatever went wrong; details are in the log."""
+    def load(self, record: Load, tell: Tell = nobody) -> LoadedModel:
+        """Brings it into memory. ``tell(number, total)``: executable ``number`` of ``total`` is begun.
+
+        Raises: ServingError: with one calm sentence, whatever went wrong; details are in the log.
+        """
+        progress = LoadProgress(record.name, record.version, tell)
         folders = (Path(record.version_path), Path(record.model_path))
         imports = ModelImports.of_version(record.name, folders)
         try:
@@ -148,7 +153,7 @@ class Loader:
             # What was installed since the last model is found.
             importlib.invalidate_caches()
             module = imports.run(folders[0] / (message.default_model_filename or "model.py"))
-            return self._load(record, message, module, imports)
+            return self._load(record, message, module, imports, progress)
         except BaseException as error:
             imports.forget()
             if isinstance(error, (Internal, InvalidArgument, Unsupported)):
@@ -157,7 +162,14 @@ class Loader:
             self._check()
             raise Internal(f"Internal: {describe_exception(error)}") from error
 
-    def _load(self, record: Load, message: ModelConfig, module: ModuleType, imports: ModelImports) -> LoadedModel:
+    def _load(
+        self,
+        record: Load,
+        message: ModelConfig,
+        module: ModuleType,
+        imports: ModelImports,
+        progress: LoadProgress,
+    ) -> LoadedModel:
         triton = hasattr(module, "TritonPythonModel")
         message.backend = message.backend or ("python" if triton else "jax")
         if message.backend not in model_checks.BACKENDS:
@@ -186,7 +198,7 @@ class Loader:
                 )
             instances = self._python_instances(record, message, module, described)
         else:
-            jitted, instances = self._create(record, message, module, described)
+            jitted, instances = self._create(record, message, module, described, progress)
         return LoadedModel(
             record.name,
             record.version,
@@ -203,7 +215,7 @@ class Loader:
         )
 
     def _create(
-        self, record: Load, message: ModelConfig, module: ModuleType, described: Signature
+        self, record: Load, message: ModelConfig, module: ModuleType, described: Signature, progress: LoadProgress
     ) -> tuple[JaxModel | None, tuple[Instance, ...]]:
         buckets = choose_buckets(message, module, described)
         if not getattr(module, "host", False):
@@ -233,7 +245,7 @@ class Loader:
             _log.info("model '%s': its %d instances take turns on the GPU", message.name, count)
             count = 1
         jitted = JaxModel(record.version, described, buckets, executables, count)
-        executables.warm()
+        executables.warm(progress)
         prepared = samples(message, described, Path(record.model_path))
         try:
             here = jitted if self._own_cuda is None else JittedInstance(jitted, self._own_cuda)

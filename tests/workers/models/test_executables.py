@@ -20,6 +20,7 @@ from workers.models.executables import Executables, Wanted
 from workers.models.execution import Execution
 from workers.models.gather_buffer import ALIGNMENT, aligned
 from workers.models.jax_model import JaxModel
+from workers.models.load_progress import LoadProgress
 from workers.models.signature import Signature, declare, parse_declaration, signature
 from workers.single_thread import SingleThreadDevice
 
@@ -49,7 +50,7 @@ def model_of(
     cache = cache or ExecutableCache(None)
     executables = Executables(made, buckets, apply, parameters, cache, b"", max_unexpected, None, single_thread)
     model = JaxModel(1, made, buckets, executables)
-    executables.warm()
+    executables.warm(LoadProgress("m", 1))
     return model
 
 

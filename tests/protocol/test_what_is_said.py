@@ -1,0 +1,157 @@
+"""What an operator is told without asking: how far a load is, who killed a worker and where, which parts are off."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from tests.daemon_process import ROOT, DaemonProcess, tensorctl_status, wait_until
+from tests.repositories import scale_model, write_model
+
+Start = Callable[..., DaemonProcess]
+
+
+def test_how_far_a_load_is(start_daemon: Start, tmp_path: Path) -> None:
+    """
+    1. A model with four buckets waits in the second for a file. 2. The file comes. 3. Another daemon with the same cache.
+    Result: the state says which of how many, the log has a line for each that was compiled and one of what came of all.
+    """
+    control, gate, cache = tmp_path / "control.sock", tmp_path / "gate", tmp_path / "cache"
+    write_model(
+        tmp_path / "models",
+        "slow",
+        f"""
+        import pathlib, time
+        inputs = {{"x": "FP32[4]"}}
+        outputs = {{"y": "FP32[4]"}}
+        max_batch_size = 8
+
+        def create(path, config, device):
+            def apply(params, inputs):
+                while inputs["x"].shape[0] > 1 and not pathlib.Path({str(gate)!r}).exists():
+                    time.sleep(0.01)
+                return {{"y": 2 * inputs["x"]}}
+            return apply, {{}}
+        """,
+    )
+    options = {"supervisor": {"control_socket": str(control)}, "executables": {"cache_directory": str(cache)}}
+    daemon = start_daemon(tmp_path / "models", **options)
+    wait_until(lambda: tensorctl_status(control)["workers"][0]["state"] == "compiling slow 2/4", "the state", daemon)
+    daemon.wait_log(r"model 'slow' version 1: 1 of 4 compiled in [\d.]+ s: 1 rows of \[4\]")
+    assert "2 of 4 compiled" not in daemon.log
+    gate.touch()
+    daemon.wait_ready()
+    daemon.wait_log(r"model 'slow' version 1: 4 executables compiled, 0 from the cache, in [\d.]+ s")
+    assert tensorctl_status(control)["workers"][0]["state"] == "idle"
+    daemon.stop()
+    again = start_daemon(tmp_path / "models", **options)
+    again.wait_log(r"model 'slow' version 1: 0 executables compiled, 4 from the cache, in [\d.]+ s")
+    assert "of 4 compiled" not in again.log
+
+
+CRASHES = """
+import ctypes
+inputs = {"x": "FP32[1]"}
+outputs = {"y": "FP32[1]"}
+host = True
+
+def the_guilty_function():
+    ctypes.string_at(0)
+
+def create(path, config, device):
+    def apply(params, inputs):
+        the_guilty_function()
+    return apply, {}
+"""
+
+
+def test_who_killed_the_worker(start_daemon: Start, tmp_path: Path) -> None:
+    """A request's model does, with a fault: the log names the model, and the process with its stack."""
+    write_model(tmp_path / "models", "crashes", CRASHES)
+    scale_model(tmp_path / "models")
+    daemon = start_daemon(tmp_path / "models")
+    daemon.wait_ready()
+    status, answer = daemon.infer("crashes", [{"name": "x", "datatype": "FP32", "shape": [1], "data": [1]}])
+    assert (status, "worker processes died while they executed it" in answer["error"]) == (500, True)
+    daemon.wait_log(r"http-0\W+the worker on cpu:0 is gone with 1 requests; it was executing 1 of model 'crashes'", 2)
+    daemon.wait_log(r"worker-0 \(process \d+\) died: Fatal Python error: Segmentation fault", 2)
+    daemon.wait_log(
+        r"worker-0 \(process \d+\) died:   File \".*/crashes/1/model.py\", line \d+ in the_guilty_function", 2
+    )
+
+
+def test_where_a_worker_hung(start_daemon: Start, tmp_path: Path) -> None:
+    """One that is killed because a load takes too long says where it was."""
+    write_model(
+        tmp_path / "models",
+        "hangs",
+        """
+        inputs = outputs = {"x": "FP32[1]"}
+
+        def never_returns():
+            while True:
+                pass
+
+        def create(path, config, device):
+            never_returns()
+        """,
+    )
+    daemon = start_daemon(tmp_path / "models", workers={"load_timeout": 0.5})
+    daemon.wait_log(r"worker-0 \(process \d+\) loads one model for more than 0.5 s: killing it")
+    daemon.wait_log(r"worker-0 \(process \d+\) died:   File \".*/hangs/1/model.py\", line \d+ in never_returns")
+    daemon.wait_log(r"worker-0 \(process \d+\) was killed by SIGKILL while loading model 'hangs' version 1")
+
+
+def test_a_front_that_dies_says_where(start_daemon: Start, tmp_path: Path) -> None:
+    scale_model(tmp_path / "models")
+    daemon = start_daemon(tmp_path / "models")
+    daemon.wait_ready()
+    daemon.fronts[0].send_signal(signal.SIGSEGV)
+    daemon.wait_log(r"http-0 \(process \d+\) died: Fatal Python error: Segmentation fault")
+    daemon.wait_log(r"http-0 \(process \d+\) was killed by SIGSEGV; its replacement starts")
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_parts_in_c_that_are_missing(start_daemon: Start, tmp_path: Path, broken: bool) -> None:
+    """Said once, with the reason and what to do, in the log and by tensorctl; everything works all the same."""
+    error = "ImportError('GLIBC_9.99 not found')" if broken else "ModuleNotFoundError(name)"
+    (tmp_path / "sitecustomize.py").write_text(
+        dedent(
+            f"""
+            import sys
+
+            class Without:
+                @staticmethod
+                def find_spec(name, path=None, target=None):
+                    if name in ("shm._guard", "workers._fast_path", "workers._large_copy", "workers._output_memory"):
+                        raise {error}
+
+            sys.meta_path.insert(0, Without)
+            """
+        )
+    )
+    control = tmp_path / "control.sock"
+    scale_model(tmp_path / "models")
+    folder = tmp_path / "daemon"
+    folder.mkdir()
+    options = {"supervisor": {"control_socket": str(control)}, "workers": {"cpu": 2}}
+    daemon = DaemonProcess(folder, [tmp_path / "models"], options, environment={"PYTHONPATH": str(tmp_path)})
+    with daemon:
+        daemon.wait_ready()
+        reason = "GLIBC_9.99 not found" if broken else "it was not built"
+        (said,) = re.findall(r"supervisor\W+parts of tensord that are written in C are off: (.*)\n", daemon.log)
+        for part in ("shm._guard", "workers._fast_path", "workers._large_copy", "workers._output_memory"):
+            assert f"({part}: {reason})" in said
+        assert said.endswith("; install a C compiler and Python's headers, then install tensord again")
+        assert "takes its memory in another way" not in daemon.log
+        command = [sys.executable, "-m", "daemon.ctl", "--socket", str(control), "status"]
+        assert f"off: {said}\n" in subprocess.check_output(command, cwd=ROOT, text=True)
+        given = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [0, 1, 2, 3]}
+        assert daemon.infer("scale", [given])[1]["outputs"][0]["data"] == [1, 4, 7, 10]
