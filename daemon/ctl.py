@@ -18,7 +18,9 @@ import click
 
 from daemon.runtime_directory import searched
 
-_PROCESS_COLUMNS = ("name", "pid", "ready", "connections", "device", "cores", "threads", "state", "uptime_s", "deaths")
+_PROCESS_COLUMNS = (
+    *("name", "pid", "ready", "connections", "device", "cores", "threads", "state", "outputs", "uptime_s", "deaths"),
+)
 _REGION_COLUMNS = (
     *("name", "kind", "key", "offset", "byte_size", "access", "state"),
     *("owner", "pid", "address", "registered", "workers", "leases"),

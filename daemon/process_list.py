@@ -21,7 +21,12 @@ def of_workers(workers: Iterable[Worker], posts: Posts, now_ns: int) -> list[dic
     """One entry a worker, with its device and what its status page says."""
     return [
         _entry(worker, posts, now_ns)
-        | {"device": worker.device, "state": _state(worker), "missing": list(worker.missing)}
+        | {
+            "device": worker.device,
+            "state": _state(worker),
+            "outputs": _outputs(worker),
+            "missing": list(worker.missing),
+        }
         | _cores(worker.pid)
         for worker in workers
     ]
@@ -32,6 +37,10 @@ def _state(worker: Worker) -> str:
     state = worker.page.state[0].name.lower() if worker.page else "starting"
     loading = worker.describe_load()
     return loading if loading and state == "idle" else f"{state}, {loading}" if loading else state
+
+
+def _outputs(worker: Worker) -> str:
+    return worker.page.outputs.name.lower() if worker.page else "unknown"
 
 
 def _cores(pid: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ A worker that executes, compiles or has just been killed cannot answer a questio
 is and which requests it was running. Nameless and sealed like every segment; only the worker writes. Layout, u64 each:
 
     word 0   state (WorkerState)        word 1   since (ns)
-    word 2   last turn of the loop (ns) word 3   unused
+    word 2   last turn of the loop (ns) word 3   outputs (Outputs)
     desk k   at word 512 * (k + 1):     count, then count x (submitter, request id)
 
 A desk belongs to one execution thread. ``begin`` writes the ids before the count and ``end`` clears the count, so a reader of a
@@ -37,6 +37,17 @@ class WorkerState(enum.IntEnum):
     EXECUTING = 2
     #: Told to stop, finishing what is in flight.
     STOPPING = 3
+
+
+class Outputs(enum.IntEnum):
+    """How large outputs get to where clients want them."""
+
+    #: Nothing is decided: the worker starts.
+    UNKNOWN = 0
+    #: XLA writes them there.
+    IN_PLACE = 1
+    #: They are copied there.
+    COPIED = 2
 
 
 class StatusPage:
@@ -78,6 +89,15 @@ class StatusPage:
     def state(self) -> tuple[WorkerState, int]:
         """The state and since when (CLOCK_MONOTONIC ns)."""
         return WorkerState(self._words[0]), self._words[1]
+
+    @property
+    def outputs(self) -> Outputs:
+        """What was found when the worker started."""
+        return Outputs(self._words[3])
+
+    @outputs.setter
+    def outputs(self, found: Outputs) -> None:
+        self._words[3] = found
 
     @property
     def last_beat_ns(self) -> int:

@@ -5,15 +5,21 @@
 
 XLA has no parameter for this; ``workers/_output_memory.c`` says how it is done. Whatever does not come as learned is an ordinary
 allocation, and its output is copied like any other.
+
+That functions were found in XLA's tables does not say that they are those which XLA takes its outputs' memory with, and gives it
+back. So a program of our own is run first, and only if its output lay where it was offered, and was given up there, is anything
+offered to programs of models.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jaxlib
 import numpy as np
 
@@ -34,14 +40,65 @@ _kept: list[memoryview] = []
 _attached = False
 
 
-def attach() -> None:
-    """Leads XLA's allocations here; call when its back end is open. Where nothing can be led here outputs are copied."""
+def attach() -> bool:
+    """Leads XLA's allocations here and tries it; call when its back end is open. False: it does not work, outputs are copied."""
     global _attached
     if not available:
-        return  # said at the start (workers/extensions.py)
-    _attached = _output_memory.attach(f"{Path(jaxlib.__file__).parent}/")
+        return False  # said at the start (workers/extensions.py)
     if not _attached:
-        _log.info("outputs are copied to their places: XLA's library takes its memory in another way")
+        reason = _led() or _tried()
+        _attached = not reason
+        if _attached:
+            _log.info("large outputs are written where they are wanted")
+        else:
+            _log.warning("outputs are copied to their places: %s", reason)
+    return _attached
+
+
+def _led() -> str:
+    """Why XLA's allocations do not come here; "": they do."""
+    if not _output_memory.attach(f"{Path(jaxlib.__file__).parent}/"):
+        return "XLA's library does not take its memory from the C library in the way that is known"
+    return ""
+
+
+def _tried(byte_size: int = WORTH) -> str:
+    """Why an output that was offered a place was not found there, or its memory not given up; "": all is as it should be.
+
+    The place is the C library's own memory: whoever gives it back to the C library directly, as XLA would if only its requests
+    came here, does no harm.
+    """
+    library, place = ctypes.CDLL(None), ctypes.c_void_p()
+    if library.posix_memalign(ctypes.byref(place), ctypes.c_size_t(64), ctypes.c_size_t(byte_size)) or not place.value:
+        return "there is no memory to try it with"
+    address = place.value
+    try:
+        reason = _tried_at(address, byte_size)
+    except Exception as error:  # whatever it is, it must not keep the worker from serving
+        reason = f"a first program failed with {type(error).__name__}: {error}"
+    if _output_memory.held(address):
+        return "XLA does not give back memory in the way that is known"
+    library.free(place)
+    return reason
+
+
+def _tried_at(address: int, byte_size: int) -> str:
+    given = jax.ShapeDtypeStruct((byte_size // 4,), np.float32)
+    program = jax.jit(lambda x: {"y": x + 1}).lower(given).compile()
+    x = jax.device_put(np.arange(byte_size // 4, dtype=np.float32))
+
+    def call() -> dict[str, Any]:
+        return dict(program(x))
+
+    _, memory = watched(call, ["y"])
+    if not memory.offerable:
+        return "XLA does not request the memory of outputs in the way that is known"
+    made = np.asarray(memory.run(call, {"y": address})["y"])
+    if address_of(made) != address:
+        return "XLA does not put outputs into the memory that it requests"
+    if not np.array_equal(made, np.asarray(x) + 1):
+        return "an output was wrong where it was offered a place"
+    return ""
 
 
 def attached() -> bool:

@@ -27,7 +27,7 @@ from shm.cuda_regions import DeviceLost, Driver, NoCuda
 from shm.errors import InvalidArgument
 from shm.lane import WorkerLane
 from shm.messages import Cancel, ChildReady, FormSubmit, RequestForm, Submit
-from shm.status_page import DESKS, StatusPage, WorkerState
+from shm.status_page import DESKS, Outputs, StatusPage, WorkerState
 from workers import dlpack, extensions, fast_path, output_memory
 from workers.control import Control
 from workers.device import DeviceName
@@ -87,8 +87,8 @@ class Worker:
                 self._cuda = CudaDevice(context, dlpack.device_of(device))
                 locking = WorkThread("page-locking", self._inbox)
                 self._pinned = PinnedMemory(context, options.workers.pinned_byte_size, locking)
-        if device_name.platform == "cpu" and options.executables.place_outputs:
-            output_memory.attach()
+        in_place = device_name.platform == "cpu" and options.executables.place_outputs and output_memory.attach()
+        self._page.outputs = Outputs.IN_PLACE if in_place else Outputs.COPIED
         self._regions = RegionTable(RegionPolicy(options.regions), self._driver, device_name.gpu, self._pinned)
         self._compiler = WorkThread("compiler", self._inbox)
         self._dispatcher = Dispatcher(

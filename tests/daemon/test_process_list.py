@@ -11,7 +11,7 @@ from daemon.fronts import Fronts
 from daemon.posts import Posts
 from shm.messages import Load
 from shm.progress import Loading
-from shm.status_page import StatusPage, WorkerState
+from shm.status_page import Outputs, StatusPage, WorkerState
 
 SECOND = 10**9
 
@@ -25,6 +25,7 @@ def test_workers() -> None:
     executing.started_ns, executing.ready = 3 * SECOND, True
     executing.page = StatusPage.create()
     executing.page.set_state(WorkerState.EXECUTING, 4 * SECOND)
+    executing.page.outputs = Outputs.IN_PLACE
     first, second = process_list.of_workers([starting, executing], posts(), 5 * SECOND)
     assert first == {
         "name": "worker-0",
@@ -34,6 +35,7 @@ def test_workers() -> None:
         "deaths": 0,
         "device": "cpu:0",
         "state": "starting",
+        "outputs": "unknown",
         "missing": [],
     }
     assert (second["state"], second["ready"], second["uptime_s"]) == ("executing", True, 2.0)
@@ -48,6 +50,7 @@ def test_workers() -> None:
     executing.load_answered("digits", 1)
     (entry,) = process_list.of_workers([executing], posts(), 5 * SECOND)
     assert entry["state"] == "idle"
+    assert second["outputs"] == "in_place"
     executing.release()
 
 

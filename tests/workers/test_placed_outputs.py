@@ -33,7 +33,7 @@ from shm.messages import (
     Tensor,
     UnregisterRegion,
 )
-from tests.daemon_process import ROOT, DaemonProcess
+from tests.daemon_process import ROOT, DaemonProcess, tensorctl_status
 from tests.repositories import write_model
 from tests.workers.worker_loop import OPTIONS, WorkerLoop
 from workers import output_memory
@@ -605,6 +605,24 @@ def test_a_full_arena(models: Path, monkeypatch: pytest.MonkeyPatch, leaves_noth
 
 
 # ---------------------------------------------------------------------------------------------------- a whole daemon
+
+
+@pytest.mark.parametrize("placed", [True, False])
+def test_the_operator_is_told_whether_outputs_are_written_in_place(
+    start_daemon: Callable[..., DaemonProcess], tmp_path: Path, placed: bool
+) -> None:
+    control = tmp_path / "control.sock"
+    daemon = start_daemon(
+        ROOT / "bench" / "models",
+        executables={"place_outputs": placed},
+        supervisor={"control_socket": str(control)},
+        workers={"cpu": 2},
+    )
+    daemon.wait_ready()
+    assert [worker["outputs"] for worker in tensorctl_status(control)["workers"]] == [
+        "in_place" if placed else "copied"
+    ] * 2
+    assert daemon.log.count("large outputs are written where they are wanted") == (2 if placed else 0)
 
 
 def test_outputs_are_copied_where_an_operator_wants_that(start_daemon: Callable[..., DaemonProcess]) -> None:
