@@ -187,7 +187,7 @@ class Lanes(Section, frozen=True):
 
 
 class Requests(Section, frozen=True):
-    """Bounds on what is in flight."""
+    """Bounds on what is in flight, and its ids."""
 
     #: An answer that takes longer is given up: 503 and the request is cancelled. 0: never.
     timeout: Seconds = 0.0
@@ -196,6 +196,8 @@ class Requests(Section, frozen=True):
     max_in_flight: Count = 8192
     #: Requests queued for one model on one worker (a model's own max_queue_size is applied besides).
     max_queue_size: Count = 4096
+    #: A request without an id gets one.
+    make_ids: bool = False
 
 
 class Executables(Section, frozen=True):

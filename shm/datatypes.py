@@ -28,10 +28,18 @@ ELEMENT_SIZES: dict[str, int | None] = {
     "BF16": 2,
 }
 
+#: KServe's other name for BYTES: its schema of requests has both.
+_BYTES_ALIAS = "STRING"
+
 #: numpy's own limit since 2.0 is 64; no model needs half of it.
 MAX_RANK = 32
 #: The largest element has 8 bytes, so every byte size is an int64 as the protocol wants it, and a size numpy takes.
 MAX_ELEMENTS = (1 << 60) - 1
+
+
+def wire_name(datatype: str) -> str:
+    """The datatype that a client means; what nobody knows stays as it is."""
+    return "BYTES" if datatype == _BYTES_ALIAS else datatype
 
 
 def from_model_config(data_type: str) -> str:

@@ -29,7 +29,7 @@ from workers.models.series import Series
 from workers.models.series_program import SeriesProgram
 from workers.outbox import Outbox
 from workers.region_table import RegionTable
-from workers.request import Request
+from workers.request import Request, named
 from workers.statistics import Failure
 from workers.submitter import Submitter
 from workers.validation import validate, validate_formed
@@ -96,7 +96,7 @@ class Dispatcher:
             submitter.answer(failure(record.request_id, error))
             return
         except Exception as error:  # a defect of ours must not cost the other requests
-            _log.exception("validating a request for model '%s' failed", submit.model)
+            _log.exception("%svalidating a request for model '%s' failed", named(record.client_id), submit.model)
             submitter.answer(failure(record.request_id, Internal(f"the request failed with {type(error).__name__}")))
             return
         submitter.in_flight[record.request_id] = request

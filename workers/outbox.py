@@ -28,7 +28,7 @@ from workers.models.batch_outputs import BatchOutputs
 from workers.models.executables import Executable
 from workers.models.execution import Execution, Result
 from workers.places import Places
-from workers.request import Request
+from workers.request import Request, named
 from workers.statistics import Failure
 from workers.submitter import BlockedAnswer, Submitter
 
@@ -173,7 +173,7 @@ class Outbox:
             # Its frames would be a cycle with the result they become, and keep a client's mapping until the collector comes by.
             return error.with_traceback(None)
         except Exception as error:  # an array no one expected: this request's answer, nobody else's
-            _log.exception("placing the outputs of model '%s' failed", version.name)
+            _log.exception("%splacing the outputs of model '%s' failed", named(request.client_id), version.name)
             return Internal(f"the outputs of model '{version.name}' could not be placed: {type(error).__name__}")
         if completion is None:
             return _Placing.FULL

@@ -135,6 +135,11 @@ def _array(content: bytes | memoryview | LateTensor, datatype: str, shape: tuple
     return cast(Array, content)
 
 
+def named(client_id: str) -> str:
+    """What begins a line of the log about a request; "": it has no id."""
+    return label(client_id) if client_id else ""
+
+
 def label(client_id: str) -> str:
     """``[request id: X] `` with the client's id."""
     return f"[request id: {client_id or '<id_unknown>'}] "

@@ -11,13 +11,15 @@ from collections.abc import Mapping
 from typing import cast
 
 import numpy as np
+from msgspec.structs import replace
 
 from shm.arrays import Array, IncompleteString, array
 from shm.cuda_regions import CudaRegion
-from shm.datatypes import MAX_ELEMENTS
+from shm.datatypes import ELEMENT_SIZES, MAX_ELEMENTS
 from shm.errors import InvalidArgument, ServingError
 from shm.forms import whole_request
 from shm.messages import FormSubmit, Inline, RegionSlice, RequestedOutput, Slice, Submit, Tensor
+from shm.open_shape import closed, elements, is_open
 from shm.regions import Region, check_range
 from shm.snapshot_region import SnapshotRegion
 from workers.cuda_tensor import CudaTensor
@@ -57,6 +59,9 @@ def validate(submit: Submit, submitter: Submitter, version: ModelVersion, region
                 )
         # What a front of Triton looks at comes first, then what its core does.
         contents = _contents(submit, submitter, regions, leased)
+        if any(is_open(shape) for _, _, shape in inputs):
+            submit = _closed(submit, contents)
+            inputs = _described(submit)
         outputs = _outputs(submit, signature, regions, leased) if submit.outputs else {}
         _check_names(submit, signature)
         rows = _batch_size(submit, signature) if signature.batches else 0
@@ -216,6 +221,23 @@ def _contents(submit: Submit, submitter: Submitter, regions: RegionTable, leased
             region.lease()
             leased.append(region)
     return contents
+
+
+def _closed(submit: Submit, contents: list[Content]) -> Submit:
+    """The request with the dimensions that its client left to be found. Raises InvalidArgument: there are none such."""
+    tensors: list[Tensor] = []
+    for tensor, content in zip(submit.inputs, contents, strict=True):
+        if is_open(tensor.shape):
+            what = f"{label(submit.client_id)}input '{tensor.name}' shape"
+            if tensor.datatype == "BYTES":
+                # Read from a copy, as the elements are: nobody else can write to that.
+                content = np.asarray(content).tobytes() if isinstance(content, LateTensor) else bytes(content)
+                count = elements(tensor.datatype, content, what)
+            else:
+                count = len(content) // (ELEMENT_SIZES.get(tensor.datatype) or 1)
+            tensor = replace(tensor, shape=closed(tensor.shape, count, what))
+        tensors.append(tensor)
+    return replace(submit, inputs=tuple(tensors))
 
 
 def _slice(region: SnapshotRegion | CudaRegion, place: RegionSlice) -> LateTensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from time import monotonic_ns
 
+from daemon import request_id
 from daemon.forwarding import Forwarding
 from daemon.grpc.asked import Asking, KnownAsked
 from daemon.grpc.call import Buffer
@@ -36,7 +37,9 @@ class Inferring:
         max_stream_requests: int,
         forwarding: Forwarding | None,
         tracer: Tracer,
+        makes_ids: bool = False,
     ) -> None:
+        self._makes_ids = makes_ids
         self.submitter = submitter
         self.recognised = recognised
         self.max_stream_requests = max_stream_requests
@@ -53,6 +56,8 @@ class Inferring:
             understood = self.recognised.decode_received(message)
         else:
             understood = self.recognised.decode(message)
+        if self._makes_ids and not understood[1].id:
+            understood[1].id = request_id.made()
         if self._forwarding is not None:
             request = understood[1]
             headers = [(name.encode(), value.encode("latin-1")) for name, value in stream.head.metadata]
@@ -85,9 +90,17 @@ class Inferring:
             trace.stamp("GRPC_WAITREAD_START", waited_ns)
             trace.stamp("GRPC_WAITREAD_END", read_ns)
 
+    def _identified(self, client_id: bytes, text: str) -> tuple[bytes, str]:
+        """The id of a known message, as it is written and as text."""
+        if self._makes_ids and not client_id:
+            text = request_id.made()
+            client_id = text.encode()
+        return client_id, text
+
     def ask_known(self, call: Asking, known: Known, deadline_ns: int) -> KnownAsked:
         """Sends a known message. Raises Unavailable: too many requests are in flight."""
         layout, client_id, text, contents = known
+        client_id, text = self._identified(client_id, text)
         submitter, form = self.submitter, layout.form
         assert form is not None
         record = FormSubmit(submitter.next_id(), form.number, contents, text, deadline_ns, monotonic_ns())
@@ -100,10 +113,9 @@ class Inferring:
         submitter, layout = self.submitter, message.layout
         form = layout.form
         assert form is not None
-        record = FormSubmit(
-            submitter.next_id(), form.number, message.contents(), message.text, deadline_ns, monotonic_ns()
-        )
-        asked = KnownAsked(call=call, layout=layout, id=message.client_id, record=record, form=form)
+        client_id, text = self._identified(message.client_id, message.text)
+        record = FormSubmit(submitter.next_id(), form.number, message.contents(), text, deadline_ns, monotonic_ns())
+        asked = KnownAsked(call=call, layout=layout, id=client_id, record=record, form=form)
         asked.leases = (message.take_lease(),)
         submitter.send(asked)
         return asked

@@ -15,6 +15,7 @@ from tritonclient.grpc import service_pb2
 from daemon.grpc.request_tensors import content, requested
 from daemon.inference import Content
 from daemon.model_table import ModelTable, parse_version
+from shm.datatypes import wire_name
 from shm.errors import InvalidArgument, Unsupported
 from shm.messages import Parameter, RequestedOutput
 
@@ -58,6 +59,7 @@ def decode_head(head: bytes, has_raw: bool, table: ModelTable) -> DecodedHead:
         _read_parameter(key, value, decoded)
     for entry in request.inputs:
         shape = tuple(entry.shape)
+        entry.datatype = wire_name(entry.datatype)
         if any(size < 0 for size in shape):
             shown = ",".join(map(str, shape))
             raise InvalidArgument(

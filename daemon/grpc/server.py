@@ -46,6 +46,7 @@ class GrpcFront(Front):
             options.grpc.max_stream_requests,
             Forwarding(pattern) if pattern else None,
             self.tracer,
+            options.requests.make_ids,
         )
         methods: dict[str, Callable[[Stream], Call]] = {
             **dict(Management(endpoints).methods()),

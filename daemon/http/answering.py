@@ -221,7 +221,8 @@ class Answering(Pending):
 
     def _answer_defect(self) -> None:
         """Ours or a worker's, and no reason to leave a client without its answer."""
-        _log.exception("a request for model '%s' met a defect of the server", self._head.model)
+        name = self.decoded.id if self.decoded is not None else ""
+        _log.exception("request '%s' for model '%s' met a defect of the server", name, self._head.model)
         self._answer_error(500, DEFECT)
 
     def written(self) -> None:

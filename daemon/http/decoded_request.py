@@ -42,6 +42,8 @@ class DecodedRequest:
     sequence_id: int | str = 0
     sequence_start: bool = False
     sequence_end: bool = False
+    #: The id is this request's alone, made here.
+    id_is_made: bool = False
 
     def record(
         self, request_id: int, head: InferHead, inputs: tuple[Tensor, ...], received_ns: int, trace: int = 0

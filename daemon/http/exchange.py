@@ -9,11 +9,13 @@ which their requests came, so an answer is written only by the exchange whose tu
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from time import monotonic_ns
 
 import msgspec
 
+from daemon import request_id
 from daemon.http import json_cut, placement, request_codec
 from daemon.http.answering import Answering, Phase
 from daemon.http.body import PlacedBody
@@ -213,6 +215,9 @@ class Exchange(Answering):
         self._submit(self._serving.recognised.decode(text, tail_size, self._head.model, apart))
 
     def _submit(self, decoded: DecodedRequest) -> None:
+        if self._serving.options.requests.make_ids and not decoded.id:
+            # What was decoded may be shared.
+            decoded = dataclasses.replace(decoded, id=request_id.made(), id_is_made=True)
         self.decoded = decoded
         size = placement.room(decoded, self.reception.body, self._serving.submitter.inline_byte_size)
         if size == 0:
@@ -257,8 +262,8 @@ class Exchange(Answering):
             reception.drop_body()
             self._leases = (*reception.take_leases(), *self._leases)
         level = 0 if self._trace is None else self._trace.level
-        request_id = self._serving.submitter.next_id()
-        self._submit_whole(decoded.record(request_id, self._head, inputs, monotonic_ns(), level))
+        number = self._serving.submitter.next_id()
+        self._submit_whole(decoded.record(number, self._head, inputs, monotonic_ns(), level))
         self.phase = Phase.SUBMITTED
 
     def _submit_whole(self, record: Submit) -> None:

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from daemon import inference
+from daemon import inference, request_id
 from daemon.http import generate_codec
 from daemon.http.event_stream import EventStream, while_connected
 from daemon.http.serving import Serving
@@ -74,6 +74,8 @@ class Generation:
             trace.stamp("HTTP_RECV_END")
         asked = generate_codec.decode(body, model, version, state.metadata)
         asked.parameters.update(forwarded)
+        if self._serving.options.requests.make_ids and not asked.id:
+            asked.id = request_id.made()
         asked.trace = trace
         return asked
 

@@ -62,7 +62,7 @@ def recognise_large(
 ) -> KnownLargeRequest | None:
     """What to remember of a request with that head and that body, which said that.
 
-    Returns: None: it has tensors that come in the JSON.
+    Returns: None: it has tensors that come in the JSON, or an id of its own.
     """
     text_size = known.meaning.json_size
     if not known.is_plain or text_size is None or text_size > MAX_TEXT:

@@ -46,7 +46,7 @@ def recognise(
 
     Args:
       start: its bytes before the first part: the head's, and ``text_size`` bytes of JSON.
-    Returns: None: it has tensors that come in the JSON, or are too large to travel in the record.
+    Returns: None: it has tensors that come in the JSON or are too large to travel in the record, or an id of its own.
     """
     sizes = [part.byte_size for part in parts_of(decoded)]
     if text_size > MAX_TEXT or any(size > inline_byte_size for size in sizes):

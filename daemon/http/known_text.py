@@ -41,7 +41,9 @@ class KnownText:
 
 
 def without_bytes(decoded: DecodedRequest) -> tuple[Tensor, ...] | None:
-    """The inputs but for their bytes; None: some come in the JSON."""
+    """The inputs but for their bytes; None: some come in the JSON, or the next request will have another id."""
+    if decoded.id_is_made:
+        return None
     tensors: list[Tensor] = []
     for name, datatype, shape, source in decoded.inputs:
         place: Place

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import msgspec
 
-from daemon.http import json_cut, json_data, request_head
+from daemon.http import json_cut, json_data, open_data, request_head
 from daemon.http.decoded_request import DecodedRequest, Part, Source
 from daemon.http.json_array import PIECE_BYTE_SIZE, JsonArray
 from daemon.http.json_base64 import JsonBase64
@@ -22,8 +22,9 @@ from daemon.http.json_values import refusal, unsigned
 from daemon.http.request_head import ABSENT, ExactInput, ExactRequest, InputHead, Malformed, RequestHead
 from daemon.http.request_parameters import read_parameters
 from daemon.http.requested_outputs import read_outputs, read_region
-from shm.datatypes import ELEMENT_SIZES, element_count
+from shm.datatypes import ELEMENT_SIZES, element_count, wire_name
 from shm.errors import InvalidArgument
+from shm.open_shape import OPEN, check, closed, is_open
 
 #: Shorter texts are read whole, longer ones only once their large data is cut out.
 MAX_UNCUT = 4096
@@ -89,6 +90,7 @@ def _decoded(
     for entry in request.inputs:
         if len(decoded.inputs) == _MAX_INPUTS:
             raise InvalidArgument(f"more than {_MAX_INPUTS} inputs are given, at most {_MAX_INPUTS} are allowed")
+        entry.datatype = wire_name(entry.datatype)
         source = _source(entry, offset, apart)
         if type(source) is Part:
             offset += source.byte_size
@@ -111,9 +113,13 @@ def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | No
     if entry.datatype not in ELEMENT_SIZES:
         raise InvalidArgument(f"invalid datatype for input {name}")
     for dim in shape:
-        if type(dim) is not int or dim < 0:
+        if type(dim) is not int or dim < OPEN:
             raise refusal("shape", "non-unsigned-integer", "unsigned-integer")
-    count = element_count(shape, f"input '{name}' shape")
+    count = 0
+    if is_open(shape):
+        check(shape, f"input '{name}' shape")
+    else:
+        count = element_count(shape, f"input '{name}' shape")
     given = []
     if entry.data is not ABSENT:
         given.append("'data'")
@@ -132,6 +138,10 @@ def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | No
     if given[0] == "'shared_memory_region'":
         return read_region(parameters)
     number = apart.number_of(entry.data) if apart is not None else None
+    if is_open(shape):
+        # What the data make of it; of binary tensors and regions the worker finds out.
+        count = _count(entry, None if apart is None or number is None else apart.document[slice(*apart.spans[number])])
+        entry.shape = shape = list(closed(shape, count, f"input '{name}' shape"))
     if apart is not None and number is not None:
         return _converted(apart, number, entry, count)
     if isinstance(entry, InputHead):
@@ -143,6 +153,14 @@ def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | No
             )
         return json_data.quick(entry.data, entry.datatype, count)
     return json_data.exact(entry.data, entry.datatype, shape, count, name)
+
+
+def _count(entry: InputHead | ExactInput, text: memoryview | None) -> int:
+    """How many values the data of an input have. ``text``: where they were cut out."""
+    what = f"input '{entry.name}' shape"
+    if text is None and not isinstance(entry, InputHead):
+        return open_data.of_value(entry.data, entry.datatype, what)
+    return open_data.of_text(memoryview(entry.data) if text is None else text, entry.datatype, what)
 
 
 def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, count: int) -> Source:

@@ -133,7 +133,7 @@ class Routes:
         except NotFound:
             ready = False
         if ready:
-            return Response()
+            return json_body.answer({"name": request.path_params["model"], "ready": True})
         return json_body.answer({"error": "Model version not ready"}, 400)
 
     async def metadata(self, request: Request) -> Response:

@@ -23,6 +23,8 @@ DEVIATIONS = {
     TRITON_REQUEST: {
         "inputs/*: required: data",
         "inputs/*/data: type",
+        "inputs/*/datatype: enum: STRING",
+        "inputs/*/shape/*: minimum",
         "outputs/*/parameters/classification: minimum",
     },
     KSERVE_REQUEST: {"inputs/*: required: data", "inputs/*/datatype: enum: BF16"},

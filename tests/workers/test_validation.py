@@ -12,6 +12,7 @@ import posix_ipc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from config.model_config import parse_pbtxt
 from config.options import Regions
@@ -225,3 +226,40 @@ def test_texts(submitter: Submitter, regions: RegionTable, inputs: tuple[Tensor,
 def test_region_and_classification_exclude_each_other(submitter: Submitter, regions: RegionTable) -> None:
     with pytest.raises(InvalidArgument, match="Output can't set both 'shared_memory_region' and 'classification'"):
         check(submitter, BATCHED, regions, X, outputs=(RequestedOutput("y", RegionSlice("r", 0, 16), 1),))
+
+
+@pytest.mark.parametrize("tensors", [[X], [X, Tensor("w", "BYTES", (-1, 1), Inline(b"\1\0\0\0a\0\0\0\0"))]])
+def test_a_dimension_is_found_from_the_bytes(submitter: Submitter, regions: RegionTable, tensors: list[Tensor]) -> None:
+    tensors = [replace(X, shape=(-1, 2)), *tensors[1:]]
+    for _ in range(3):
+        request = check(submitter, BATCHED, regions, *tensors)
+        assert (request.rows, request.arrays["x"].shape) == (2, (2, 2))
+        assert all(tensor.shape[0] == 2 for tensor in request.submit.inputs)
+    region = Tensor("x", "FP32", (2, -1), RegionSlice("r", 0, 16))
+    request = check(submitter, BATCHED, regions, region)
+    assert request.arrays["x"].shape == (2, 2)
+    request.release()
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ((-1, -1), "[request id: me] input 'x' shape [-1,-1] has 2 dimensions of -1"),
+        ((-1, 3), "[request id: me] input 'x' shape [-1,3] cannot have the 4 elements that are given"),
+        ((-1, 0), "cannot have the 4 elements"),
+        ((-1, -2), "dimension -2 is negative"),
+        ((-1,), "unexpected shape for input 'x'"),
+    ],
+)
+def test_a_dimension_that_cannot_be_found(
+    submitter: Submitter, regions: RegionTable, shape: tuple[int, ...], words: str
+) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        check(submitter, BATCHED, regions, replace(X, shape=shape), client_id="me")
+    assert words in caught.value.message
+
+
+def test_outputs_are_asked_for_once(submitter: Submitter, regions: RegionTable) -> None:
+    twice = (RequestedOutput("y"), RequestedOutput("y", None, 2))
+    with pytest.raises(InvalidArgument, match=r"\[request id: me\] output 'y' already exists in request"):
+        check(submitter, BATCHED, regions, X, outputs=twice, client_id="me")

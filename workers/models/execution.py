@@ -16,7 +16,7 @@ from shm.arrays import Array
 from shm.errors import Internal, ServingError
 from shm.messages import Parameter
 from workers.models.run_errors import CheckDevice, is_out_of_memory, out_of_memory, works
-from workers.request import Request
+from workers.request import Request, named
 
 if TYPE_CHECKING:
     from workers.models.batch_outputs import BatchOutputs
@@ -139,9 +139,10 @@ def _own(model: Model, error: BaseException, execution: Execution, check: CheckD
         return error.with_traceback(None)
     if is_out_of_memory(error):
         failed = out_of_memory(error, execution.requests, execution.executable)
-        _log.error("%s", failed.message)
+        _log.error("%s%s", named(execution.requests[0].client_id), failed.message)
         return failed
-    _log.error("%s", model.describe(error), exc_info=error)
+    name = named(execution.requests[0].client_id)
+    _log.error("%s%s", name, model.describe(error), exc_info=error)
     try:
         check()
     except ServingError as lost:

@@ -22,7 +22,7 @@ from workers.models.executables import check_output
 from workers.models.execution import Execution, Response, Result, describe_exception
 from workers.models.python_backend_response import parameters_of
 from workers.models.signature import Signature, TensorSpec
-from workers.request import Request
+from workers.request import Request, named
 
 _log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class PythonModel:
             return Response(outputs, parameters) if parameters else outputs
         except Internal as error:
             # One response is wrong, not the batch.
-            _log.error("%s", error.message)
+            _log.error("%s%s", named(request.client_id), error.message)
             return error
 
     def _checked(self, spec: TensorSpec, array: Array, rows: int) -> Array:

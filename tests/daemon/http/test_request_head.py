@@ -64,7 +64,7 @@ def test_what_is_not_a_request(head: bytes, found: str) -> None:
         ('"x"', '"FP32"', "1", "Unable to parse 'shape': attempt to access JSON non-array as array"),
         *(
             ('"x"', '"FP32"', shape, "Unable to parse 'shape': attempt to access JSON non-unsigned-integer as")
-            for shape in ("[1.0]", '["1"]', "[true]", "[-1]", "[[1]]", "[null]")
+            for shape in ("[1.0]", '["1"]', "[true]", "[-2]", "[[1]]", "[null]")
         ),
     ],
 )
@@ -105,10 +105,17 @@ def test_a_memoryview_is_read_like_bytes() -> None:
     assert content(decode(memoryview(input_text("[NaN]")), 0)) == struct.pack("<f", math.nan)
 
 
-@pytest.mark.parametrize("datatype", ["fp32", "TYPE_FP32", "STRING", "", "FP8"])
+@pytest.mark.parametrize("datatype", ["fp32", "TYPE_FP32", "string", "TYPE_STRING", "", "FP8"])
 def test_datatypes_have_exact_names(datatype: str) -> None:
     with pytest.raises(InvalidArgument, match="invalid datatype for input x"):
         decode(input_text("[1]", datatype), 0)
+
+
+@pytest.mark.parametrize("data", ['["a","b"]', '[["a"],["b"]]', '"AQAAAGEBAAAAYg=="'])
+def test_string_is_another_name_of_bytes(data: str) -> None:
+    decoded = decode(input_text(data, "STRING", "[2,1]"), 0)
+    assert decoded.inputs[0][:3] == ("x", "BYTES", (2, 1))
+    assert content(decoded) == b"\1\0\0\0a\1\0\0\0b"
 
 
 @pytest.mark.parametrize("shape", [[2**63 - 1, 2], [2**32, 2**32], [0, 2**70], [1] * 33, [2**63]])

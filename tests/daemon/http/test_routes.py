@@ -41,8 +41,8 @@ def test_health(client: Client) -> None:
     bodies = {
         "/v2/health/live": b'{"live":true}',
         "/v2/health/ready": b'{"ready":true}',
-        "/v2/models/echo/ready": b"",
-        "/v2/models/echo/versions/1/ready": b"",
+        "/v2/models/echo/ready": b'{"name":"echo","ready":true}',
+        "/v2/models/echo/versions/1/ready": b'{"name":"echo","ready":true}',
     }
     for path, body in bodies.items():
         answer = client.ask("GET", path)

@@ -1,0 +1,56 @@
+"""Shapes with one open dimension, -1: a client leaves it to be found from the data. Pure.
+
+Source: KServe's schema of inference requests, "Use -1 for variable-length or batch dimensions".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shm.datatypes import ELEMENT_SIZES, element_count
+from shm.errors import InvalidArgument
+
+OPEN = -1
+
+
+def is_open(shape: Sequence[int]) -> bool:
+    """Whether a dimension is left open."""
+    return OPEN in shape
+
+
+def check(shape: Sequence[int], what: str) -> None:
+    """Raises InvalidArgument: more than one dimension is open, or what is given is no shape."""
+    if shape.count(OPEN) > 1:
+        raise InvalidArgument(
+            f"{what} {_shown(shape)} has {shape.count(OPEN)} dimensions of -1, at most 1 can be found from the data"
+        )
+    element_count([dim for dim in shape if dim != OPEN], what)
+
+
+def closed(shape: Sequence[int], count: int, what: str) -> tuple[int, ...]:
+    """The shape with so many elements. Raises InvalidArgument: as ``check``, or there is none."""
+    check(shape, what)
+    given = element_count([dim for dim in shape if dim != OPEN], what)
+    if not given or count % given:
+        raise InvalidArgument(f"{what} {_shown(shape)} cannot have the {count} elements that are given")
+    return tuple([count // given if dim == OPEN else dim for dim in shape])
+
+
+def elements(datatype: str, content: bytes | memoryview, what: str) -> int:
+    """How many there are in a tensor's wire bytes. Raises InvalidArgument: not a whole number."""
+    size = ELEMENT_SIZES[datatype]
+    if size is not None:
+        if len(content) % size:
+            raise InvalidArgument(f"{what}: {len(content)} bytes are no whole number of {datatype}")
+        return len(content) // size
+    count = at = 0
+    end = len(content)
+    while at + 4 <= end:
+        at += 4 + int.from_bytes(content[at : at + 4], "little")
+        count += 1
+    # Elements that are cut short are refused, in better words, by whoever reads them.
+    return count
+
+
+def _shown(shape: Sequence[int]) -> str:
+    return f"[{','.join(map(str, shape))}]"
