@@ -59,7 +59,7 @@ def main() -> int:
     arguments = parser.parse_args()
 
     os.environ["TENSORD_REGIONS_ACCESS"] = arguments.access
-    tensord = [sys.executable, "-m", "daemon", "serve", "--config", "bench/serve.toml"]
+    tensord = [sys.executable, "-m", "tensord", "serve", "--config", "bench/serve.toml"]
     tensord += [f"--http-processes={arguments.http_processes}", f"--grpc-processes={arguments.grpc_processes}"]
     with contextlib.ExitStack() as stack:
         pid = stack.enter_context(serving(tensord, OURS, arguments.logs / "bench-tensord.log"))

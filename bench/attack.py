@@ -108,7 +108,7 @@ def main() -> int:
     for name in names:
         if name not in ATTACKS:
             parser.error(f"no attack '{name}', there are {', '.join(ATTACKS)}")
-    command = [sys.executable, "-m", "daemon", "serve", "--config", "bench/serve.toml", "--allow-metrics=false"]
+    command = [sys.executable, "-m", "tensord", "serve", "--config", "bench/serve.toml", "--allow-metrics=false"]
     command += [f"--http-port={_HTTP.rpartition(':')[2]}", f"--grpc-port={_GRPC.rpartition(':')[2]}"]
     noticed = 0
     print("| attack | others' answers | failed or wrong | worst wait, ms: http | grpc | attacker |")

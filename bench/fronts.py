@@ -133,7 +133,7 @@ def _served(protocol: str, fronts: int, logs: Path) -> Iterator[Server]:
     """A daemon that runs while the block does."""
     http = f"127.0.0.1:{_FIRST_PORT + fronts}"
     address = f"127.0.0.1:{_FIRST_GRPC_PORT + fronts}" if protocol == "grpc" else http
-    command = [sys.executable, "-m", "daemon", "serve", "--config", "bench/serve.toml", *flags(protocol, fronts)]
+    command = [sys.executable, "-m", "tensord", "serve", "--config", "bench/serve.toml", *flags(protocol, fronts)]
     with serving(command, http, logs / f"bench-fronts-{protocol}-{fronts}.log") as pid:
         yield Server(protocol, fronts, pid, address, http)
 

@@ -56,7 +56,7 @@ def main() -> int:
     subprocess.run([peer / "setup.sh"], check=True, stdout=subprocess.DEVNULL)
     ports = itertools.count(_FIRST_PORT)
     with contextlib.ExitStack() as stack:
-        ours = [sys.executable, "-m", "daemon", "serve", "--config", "bench/serve.toml"]
+        ours = [sys.executable, "-m", "tensord", "serve", "--config", "bench/serve.toml"]
         stack.enter_context(serving(ours, ADDRESS, arguments.logs / "bench-tensord.log"))
         triton = [str(peer / "triton.sh"), str(peer / "models")]
         stack.enter_context(serving(triton, _PEER, arguments.logs / "bench-peer.log"))

@@ -149,7 +149,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=20, help="lines")
     parser.add_argument("--log", type=Path, default=Path("/tmp/bench-soak.log"), help="where the daemon's log goes")
     arguments = parser.parse_args()
-    command = [sys.executable, "-m", "daemon", "serve", "--config", "bench/serve.toml", "--allow-metrics=false"]
+    command = [sys.executable, "-m", "tensord", "serve", "--config", "bench/serve.toml", "--allow-metrics=false"]
     command += [f"--http-port={_HTTP.rpartition(':')[2]}", f"--grpc-port={_GRPC.rpartition(':')[2]}"]
     command += ["--http-processes=2", "--grpc-processes=2"]
     os.environ["TENSORD_WORKERS_CPU"] = "2"

@@ -161,7 +161,7 @@ def main() -> int:
     peer = arguments.peer.resolve()
     subprocess.run([peer / "setup.sh"], check=True, stdout=subprocess.DEVNULL)
     known: dict[str, Any] = compare_module(peer).ROWS
-    tensord = [sys.executable, "-m", "daemon", "serve", "--config", "bench/serve.toml"]
+    tensord = [sys.executable, "-m", "tensord", "serve", "--config", "bench/serve.toml"]
     measured: dict[str, Measured] = {}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "traces.json")

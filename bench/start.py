@@ -40,7 +40,7 @@ def bare() -> float:
 
 def start(cache: str) -> float:
     """Seconds from the start of the daemon until it is ready to serve all example models."""
-    command = [sys.executable, "-m", "daemon", "serve", "--config", "examples/serve.toml", "--http-port", "18101"]
+    command = [sys.executable, "-m", "tensord", "serve", "--config", "examples/serve.toml", "--http-port", "18101"]
     command += ["--allow-metrics=false"]
     environment = {**os.environ, "XDG_CACHE_HOME": cache}
     begin = time.perf_counter()

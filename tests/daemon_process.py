@@ -68,7 +68,7 @@ class DaemonProcess:
         self._reader: threading.Thread | None = None
         self.port = 0
         #: Another installation's, for those who test one.
-        self.program: Sequence[str] = (sys.executable, "-m", "daemon")
+        self.program: Sequence[str] = (sys.executable, "-m", "tensord")
         self.cwd = ROOT
         #: What the log says once it serves.
         self.served_on = r"serving http on http://127\.0\.0\.1:(\d+)"

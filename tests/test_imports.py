@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("config", "daemon", "shm", "workers")
+ROOMS = ("config", "daemon", "shm", "tensord", "workers")
 
 #: What a room of ours may import of ours.
 OURS = {
     "shm": {"shm"},
     "config": {"config", "shm.datatypes", "shm.errors"},
     "daemon": {"daemon", "config", "shm"},
+    # It only hands over, once it has looked whether what it hands over to is ours.
+    "tensord": {"tensord", "daemon.cli", "daemon.ctl"},
     "workers": {"workers", "config", "shm"},
 }
 #: Libraries that only some files may import: they are heavy, or they are a border where foreign errors stop.

@@ -27,7 +27,7 @@ EXTENSIONS = {
     "workers/_large_copy.abi3.so",
     "workers/_output_memory.abi3.so",
 }
-ROOMS = ("config", "daemon", "shm", "workers")
+ROOMS = ("config", "daemon", "shm", "tensord", "workers")
 BACK_END = "import sys, setuptools.build_meta as made; getattr(made, sys.argv[1])(sys.argv[2])"
 
 pytestmark = pytest.mark.skipif(
@@ -122,6 +122,32 @@ def test_it_serves(installation: Installation, tmp_path: Path) -> None:
         mapped = {Path(each.path) for process in daemon.family() for each in process.memory_maps()}
         compiled = {path for path in mapped if path.name.endswith(".abi3.so") and path.parent.name in ROOMS}
         assert compiled == {installation.packages / name for name in EXTENSIONS}
+
+
+def test_what_users_import(installation: Installation, tmp_path: Path) -> None:
+    """A model as well, though it sees nothing of the server."""
+    version = ran(installation.python, "-c", "import tensord; print(tensord.__version__)", cwd=tmp_path).strip()
+    assert version == ran(installation.folder / "bin" / "tensord", "--version", cwd=tmp_path).split()[-1]
+    source = """
+    import numpy as np
+    import tensord
+
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            import triton_python_backend_utils as utils
+
+            said = np.array([tensord.__version__], np.object_)
+            return [utils.InferenceResponse([utils.Tensor("y", said)]) for _ in requests]
+    """
+    config = "backend: 'python' input { name: 'x' data_type: TYPE_FP32 dims: [1] } "
+    config += "output { name: 'y' data_type: TYPE_STRING dims: [1] }"
+    repositories.write_model(tmp_path / "models", "asks", source, config)
+    with installation.daemon(tmp_path / "models") as daemon:
+        daemon.wait_ready()
+        tensor = {"name": "x", "datatype": "FP32", "shape": [1], "data": [1.0]}
+        status, answer = daemon.infer("asks", [tensor])
+        assert (status, answer["outputs"][0]["data"]) == (200, [version])
 
 
 def test_what_the_help_names_is_there(installation: Installation) -> None:

@@ -113,7 +113,7 @@ MODELS: dict[str, tuple[str, str, str]] = {
 def tensord_check(*arguments: str) -> tuple[int, dict[str, str], dict[str, str]]:
     """Exit status, the good models with their versions, the bad ones with the reason."""
     done = subprocess.run(
-        [sys.executable, "-m", "daemon", "check", *arguments],
+        [sys.executable, "-m", "tensord", "check", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -204,7 +204,7 @@ def test_which_version(tmp_path: Path) -> None:
 def test_reading_alone_and_showing_more(tmp_path: Path, arguments: list[str]) -> None:
     write_model(tmp_path, "m", DECLARED + GOOD + "print('I was imported')\nraise OSError('no')\n")
     done = subprocess.run(
-        [sys.executable, "-m", "daemon", "check", f"--model-repository={tmp_path}", "--device=cpu", *arguments],
+        [sys.executable, "-m", "tensord", "check", f"--model-repository={tmp_path}", "--device=cpu", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -17,7 +17,7 @@ FREE_PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0")
 
 def tensord(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "daemon", *arguments],
+        [sys.executable, "-m", "tensord", *arguments],
         cwd=ROOT,
         env={"PATH": "/usr/bin:/bin", **variables},
         capture_output=True,

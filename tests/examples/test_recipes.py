@@ -116,7 +116,7 @@ def test_make_serve_is_what_it_says(tmp_path: Path) -> None:
     """The configuration that ``make serve`` names is a good one, and its models are the examples'."""
     (line,) = [line for line in (ROOT / "Makefile").read_text().splitlines() if "tensord serve" in line]
     config = shlex.split(line.replace("$(ARGS)", ""))[-1]
-    command = [sys.executable, "-m", "daemon", "check", config]
+    command = [sys.executable, "-m", "tensord", "check", config]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert {found.partition(":")[0] for found in done.stdout.splitlines()} - {"configuration"} <= MODELS
     assert "digits: version 1" in done.stdout

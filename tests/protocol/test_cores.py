@@ -35,7 +35,7 @@ def test_workers_run_on_their_cores_and_tensorctl_says_so(tmp_path: Path) -> Non
 
 def test_a_core_that_is_not_there_is_refused_at_the_start(tmp_path: Path) -> None:
     daemon = DaemonProcess(tmp_path, [ROOT / "examples" / "models"], {"workers": {"cores": ["8191"], "pin": True}})
-    command = [sys.executable, "-m", "daemon", "serve", "--config", str(daemon.config)]
+    command = [sys.executable, "-m", "tensord", "serve", "--config", str(daemon.config)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 1
     assert "workers.cores: worker 0 is to run on cores 8191" in done.stderr

@@ -138,7 +138,7 @@ for at, sock in enumerate(sockets):
 for at in range(len(sockets)):
     os.dup2(100 + at, 3 + at)
 os.environ |= {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": str(len(sockets)), "LISTEN_FDNAMES": names}
-os.execv(sys.executable, [sys.executable, "-m", "daemon", *sys.argv[3:]])
+os.execv(sys.executable, [sys.executable, "-m", "tensord", *sys.argv[3:]])
 """
 
 

@@ -1,6 +1,10 @@
-"""``tensord`` and ``tensorctl``, once it is known that what they import is ours; ``python -m daemon`` is the first."""
+"""``tensord`` and ``tensorctl``, once it is known that what they import is ours; ``python -m tensord`` is the first.
 
-from daemon import installation
+They stand here because no other distribution has a package of this name: in one of ours, another's ``__init__.py`` would run
+before anything could be said of it.
+"""
+
+from tensord import installation
 
 
 def tensord() -> None:

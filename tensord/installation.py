@@ -2,7 +2,7 @@
 
 pip lets a distribution write over the files of another one without a word: python-daemon has a ``daemon/__init__.py`` too. And a
 folder of that name that stands earlier on the path hides ours. Either is said in one sentence before anything else is
-imported, so this module imports nothing of ours.
+imported, so this module imports nothing of theirs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from importlib.metadata import Distribution, PackagePath
 from pathlib import Path
 
 _NAME = "tensord"
-_ROOMS = ("config", "daemon", "shm", "workers")
+_ROOMS = ("config", "daemon", "shm", "tensord", "workers")
 #: Where our packages are.
 _ROOT = Path(__file__).parent.parent
 

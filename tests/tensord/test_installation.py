@@ -14,7 +14,7 @@ import pytest
 
 from tests.daemon_process import ROOT
 
-ROOMS = ("config", "daemon", "shm", "workers")
+ROOMS = ("config", "daemon", "shm", "tensord", "workers")
 #: As python-daemon has it.
 FOREIGN = '"""Library to implement a well-behaved Unix daemon process."""\n__all__ = ["DaemonContext"]\n'
 
@@ -50,7 +50,7 @@ class Packages:
         """Status, standard output and standard error of ``PROGRAM --help``."""
         folders = [*map(str, before), str(self.folder)]
         done = subprocess.run(
-            [sys.executable, "-P", "-c", f"from daemon.__main__ import {program}; {program}()", "--help"],
+            [sys.executable, "-P", "-c", f"from tensord.__main__ import {program}; {program}()", "--help"],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(folders)},
             cwd=self.folder,
             capture_output=True,
@@ -83,6 +83,16 @@ def test_overwritten(packages: Packages, program: str, room: str) -> None:
         f"{program}: python-daemon 3.1.2 wrote its own over {room}/__init__.py: install it again "
         "(pip install --force-reinstall --no-deps tensord) in an environment of its own\n",
     )
+
+
+@pytest.mark.parametrize("program", ["tensord", "tensorctl"])
+def test_what_another_distribution_wrote_is_named_before_it_runs(packages: Packages, program: str) -> None:
+    """Theirs does not work here, for want of what it imports."""
+    packages.install("python-daemon", "daemon/__init__.py")
+    (packages.folder / "daemon" / "__init__.py").write_text("import lockfile_that_is_not_there\n")
+    status, out, error = packages.run(program)
+    assert (status, out) == (1, "")
+    assert error.startswith(f"{program}: python-daemon 3.1.2 wrote its own over daemon/__init__.py: install it again ")
 
 
 def test_code_that_is_overwritten_is_never_run(packages: Packages) -> None:
@@ -138,6 +148,6 @@ def test_hidden(packages: Packages, program: str, name: str, tmp_path: Path) -> 
 
 def test_a_checkout_says_nothing() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "daemon", "--version"], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "tensord", "--version"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
