@@ -129,7 +129,8 @@ class Front(ABC):
                 options = msgspec.msgpack.decode(record.options, type=Options)
                 log.configure(options.log, record.name)
                 self.tracer = Tracer(record.incarnation, options.trace.max_byte_size)
-                self._submitter = Submitter(record.incarnation, options, self.table, self.place.row)
+                counted = self.place.tally.seat(self.place.row).refuse
+                self._submitter = Submitter(record.incarnation, options, self.table, self.place.row, counted)
                 self._started.set_result(record)
             case Serve():
                 self._serve.set_result(None)

@@ -24,6 +24,7 @@ from daemon.listening import Listener, ListenError
 from daemon.tally import Tally
 from shm.messages import Call, ChildReady, Seen, Serve
 from shm.record import Record
+from shm.refusals import Refusal
 
 _log = logging.getLogger(__name__)
 
@@ -178,6 +179,11 @@ class Fronts:
     def urls(self, protocol: str) -> list[str]:
         """As clients are told; empty: it is not served."""
         return [listener.url for listener in self._listeners.get(protocol, ()) if listener.url is not None]
+
+    def refused(self, name: str) -> dict[Refusal, int]:
+        """Requests that the fronts of that post have refused, by reason."""
+        protocol, _, row = name.rpartition("-")
+        return self._tallies[protocol].refused(int(row))
 
     def connections(self, front: Front) -> int:
         """Clients that it has now."""

@@ -152,7 +152,7 @@ def begin(submitter: Submitter, request: InferenceRequest, on_completion: OnComp
     if lease is not None:
         inference.send(lease)
     else:
-        submitter.wait_for_room(size, inference.granted)
+        submitter.wait_for_room(size, inference.granted, request.model)
     return inference
 
 

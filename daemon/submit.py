@@ -31,6 +31,7 @@ from daemon.choice import Choice, load
 from daemon.lent import Lent
 from daemon.model_table import ModelTable
 from daemon.pending import DEFECT, Calling, OnCompletion, Pending, Worker
+from daemon.refusals import OnRefusal, Refusals, uncounted
 from daemon.room import OnLease, Room
 from daemon.sending import Sending
 from daemon.workerless import Workerless
@@ -40,6 +41,7 @@ from shm.errors import Internal, InvalidArgument, ServingError, Unavailable
 from shm.forms import Forms
 from shm.lane import SubmitterLane
 from shm.messages import Completion, LaneOpened, ModelGone, ModelState, RegionPlace, Submit, WorkerFenced
+from shm.refusals import Refusal
 from shm.status_page import StatusPage
 
 _log = logging.getLogger(__name__)
@@ -51,8 +53,10 @@ _SWEEP_SECONDS = 0.1
 class Submitter:
     """All requests of one front. Owns the request arena."""
 
-    def __init__(self, incarnation: int, options: Options, table: ModelTable, row: int = 0) -> None:
-        """``row``: this front's place among those of its protocol."""
+    def __init__(
+        self, incarnation: int, options: Options, table: ModelTable, row: int = 0, counted: OnRefusal = uncounted
+    ) -> None:
+        """``row``: this front's place among those of its protocol. ``counted`` hears of every request that is refused."""
         self._incarnation = incarnation
         self._max_in_flight = options.requests.max_in_flight
         self._timeout = options.requests.timeout
@@ -69,6 +73,7 @@ class Submitter:
         self._pending: dict[int, Pending] = {}
         self._lent = Lent()
         self._loop = asyncio.get_running_loop()
+        self.refusals = Refusals(self._loop, counted)
         self._busy_poll = BusyPoll(self._loop, options.lanes.spin_us * 1000, self._pending)
         self._choice = Choice(table, row)
         self._workerless = Workerless(self._pending, self._choice, options.requests.worker_wait)
@@ -90,6 +95,7 @@ class Submitter:
         everything = self._pending
         try:
             if len(everything) >= self._max_in_flight:
+                self.refusals.note(pending.submit.model, Refusal.IN_FLIGHT)
                 raise Unavailable(
                     f"{len(everything)} requests are in flight, at most {self._max_in_flight} are allowed"
                 )
@@ -146,9 +152,9 @@ class Submitter:
         """
         return self._room.loan(byte_size)
 
-    def wait_for_room(self, byte_size: int, on_lease: OnLease) -> None:
-        """Calls back with a lease, or with Unavailable when there is no room for ``arenas.wait`` seconds."""
-        self._room.wait(byte_size, on_lease, self._loop.time())
+    def wait_for_room(self, byte_size: int, on_lease: OnLease, model: str = "") -> None:
+        """Calls back with a lease, or with Unavailable when there is no room for ``arenas.wait`` seconds; ``model``: if known."""
+        self._room.wait(byte_size, self.refusals.of_room(model, on_lease), self._loop.time())
         self._sweep_later()
 
     def give_back(self, lease: Lease) -> None:
@@ -211,6 +217,7 @@ class Submitter:
         """Closes lanes and arena; what is in flight gets no answer."""
         if self._sweeper is not None:
             self._sweeper.cancel()
+        self.refusals.close()
         for worker in self._choice.workers.values():
             if not worker.closed:
                 self._close(worker)
@@ -366,6 +373,7 @@ class Submitter:
         self._sweeper = None
         now = self._loop.time()
         for pending in self._workerless.expired(now):
+            self.refusals.note(pending.submit.model, Refusal.NO_WORKER)
             self._fail(pending, self._workerless.refusal(pending.submit))
         room_wanted = self._room.expire(now)
         if self._timeout:
@@ -382,6 +390,7 @@ class Submitter:
             if not pending.cancelled:
                 late.append(pending)
         for pending in late:
+            self.refusals.note(pending.submit.model, Refusal.NO_ANSWER)
             error = Unavailable(f"no answer within {self._timeout:g} s")
             pending.tell(Completion(pending.record.request_id, error.code, error.message), None)
             self.cancel(pending.record.request_id)

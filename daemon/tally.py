@@ -3,9 +3,10 @@
 A client's connection is taken by whichever front is quickest, so they have to know of each other to share them out evenly and to
 keep one limit together, without asking anybody. Nameless and sealed against resizing. Layout, u64 each:
 
-    row k at word 8 * k:   serves (0 or 1), connections          a row is a cache line; only its front writes it
+    row k at word 8 * k:   serves (0 or 1), connections, refused requests by reason (``daemon.refusals.OF_FRONTS``)
+                           a row is a cache line; only its front writes it
 
-The supervisor clears the row of a front that is dead, before its replacement starts.
+The supervisor clears what a front that is dead had, before its replacement starts; refused requests go on being counted.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ import mmap
 import os
 
 from config.options import MAX_PROCESSES
+from daemon.refusals import OF_FRONTS
+from shm.refusals import Refusal
 
 _WORDS = 8
+#: Where a row's counts of refused requests begin.
+_REFUSED = 2
 _BYTE_SIZE = MAX_PROCESSES * _WORDS * 8
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -50,6 +55,11 @@ class Tally:
         """Of one front."""
         return self._words[row * _WORDS + 1]
 
+    def refused(self, row: int) -> dict[Refusal, int]:
+        """Requests that the fronts of that row have refused, by reason."""
+        at = row * _WORDS + _REFUSED
+        return {refusal: self._words[at + i] for i, refusal in enumerate(OF_FRONTS)}
+
     def clear(self, row: int) -> None:
         """That front is gone."""
         self._words[row * _WORDS] = self._words[row * _WORDS + 1] = 0
@@ -76,6 +86,10 @@ class Seat:
     def count(self, connections: int) -> None:
         """This front has that many now."""
         self._words[self._at + 1] = connections
+
+    def refuse(self, refusal: Refusal) -> None:
+        """This front refuses a request."""
+        self._words[self._at + _REFUSED + OF_FRONTS.index(refusal)] += 1
 
     def own(self) -> int:
         """Connections of this front."""

@@ -31,6 +31,10 @@ class Counts(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
     compute_output_ns: int = 0
     #: Bytes of tensors (docs/data-plane.md).
     copied_byte_size: int = 0
+    #: Refused for want of room, before they ran or with what they came to (``shm.refusals``); in no statistics.
+    queue_full: int = 0
+    compiling: int = 0
+    answer_room: int = 0
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*map(operator.add, msgspec.structs.astuple(self), msgspec.structs.astuple(other)))

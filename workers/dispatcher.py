@@ -17,6 +17,7 @@ from collections.abc import Callable, Hashable
 from config.options import Options
 from shm.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable
 from shm.messages import FormSubmit, Submit
+from shm.refusals import Refusal
 from shm.status_page import StatusPage, WorkerState
 from workers.answers import failure
 from workers.instance import Instance
@@ -115,7 +116,8 @@ class Dispatcher:
             else:
                 raise Unavailable("Exceeds maximum queue size")
         except Unavailable as error:
-            self._outbox.fail(request, Unavailable(request.label + error.message))
+            error = Unavailable(request.label + error.message)
+            self._outbox.refuse(request, Refusal.QUEUE_FULL, error, self._clock())
             return
         self._active[version] = None
 
@@ -192,7 +194,7 @@ class Dispatcher:
             return
         for request in version.queue.expire(now_ns):
             version.statistics.failed(now_ns - request.arrived_ns)
-            self._outbox.fail(request, Unavailable("Request timeout expired"))
+            self._outbox.refuse(request, Refusal.QUEUE_TIMEOUT, Unavailable("Request timeout expired"), now_ns)
 
     def _take(self, version: ModelVersion, now_ns: int) -> list[Request]:
         """The next batch, without requests of submitters that do not take their answers."""
@@ -288,7 +290,7 @@ class Dispatcher:
             count = len(version.compiling)
             for request in batch:
                 message = f"{count} other shapes of model '{version.name}' are being compiled"
-                self._outbox.fail(request, Unavailable(message))
+                self._outbox.refuse(request, Refusal.COMPILING, Unavailable(message), self._clock())
             return
         key = batch[0].key
         model = version.jitted
@@ -361,6 +363,10 @@ class Dispatcher:
         for version, execution, failed, now_ns in uncounted:
             version.statistics.executed(execution, failed, now_ns)
         return [(version, execution) for version, execution, _, _ in uncounted]
+
+    def say_refusals(self, now_ns: int) -> None:
+        """Writes to the log what was refused, where that is due."""
+        self._outbox.refusals.settle(now_ns)
 
     @property
     def idle(self) -> bool:

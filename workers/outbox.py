@@ -22,6 +22,7 @@ from shm.arrays import Array
 from shm.errors import Cancelled, Internal, ServingError, Unavailable
 from shm.forms import answer_template, own_contents
 from shm.messages import Completion, FormCompletion
+from shm.refusals import Refusal, RefusalLog
 from workers.answers import complete, complete_planned, complete_small, failure, plan_answer
 from workers.known_form import KnownForm
 from workers.models.batch_outputs import BatchOutputs
@@ -52,12 +53,22 @@ class Outbox:
         self._wait_ns = int(options.wait * 1e9)
         #: Submitters with blocked answers.
         self._blocked: dict[Submitter, None] = {}
+        self.refusals = RefusalLog()
 
     def fail(self, request: Request, error: ServingError) -> None:
         """Answers with an error and ends the request."""
         answer = failure(request.request_id, error, request.version.version)
         request.submitter.answer(answer if request.timeline is None else request.timeline.attach(answer))
         self.end(request)
+
+    def refuse(self, request: Request, refusal: Refusal, error: Unavailable, now_ns: int) -> None:
+        """The same where there is no room or time for it: counted, and told to the operator."""
+        self._note(request, refusal, now_ns)
+        self.fail(request, error)
+
+    def _note(self, request: Request, refusal: Refusal, now_ns: int) -> None:
+        request.version.statistics.refused[refusal] += 1
+        self.refusals.note(request.version.name, refusal, now_ns)
 
     def end(self, request: Request) -> None:
         """The request is over: its regions are free, its id may be forgotten."""
@@ -150,7 +161,7 @@ class Outbox:
         if not submitter.blocked or submitter.closed or byte_size <= submitter.lane.arena.small_byte_size:
             error = self._place(request, result, places)
         if error is _Placing.FULL:
-            error = self._block(BlockedAnswer(request, result, byte_size, now_ns + self._wait_ns))
+            error = self._block(BlockedAnswer(request, result, byte_size, now_ns + self._wait_ns), now_ns)
         if isinstance(error, ServingError):
             self.fail(request, error)
             return error
@@ -198,13 +209,14 @@ class Outbox:
 
     # ---------------------------------------------------------------------------------------------------------- waiting
 
-    def _block(self, answer: BlockedAnswer) -> ServingError | None:
+    def _block(self, answer: BlockedAnswer, now_ns: int) -> ServingError | None:
         """Keeps it. Returns the error that is its answer instead, where too much is kept."""
         submitter, request = answer.request.submitter, answer.request
         if (
             submitter.blocked
             and submitter.blocked_byte_size + answer.byte_size > _MAX_BLOCKED * self._options.byte_size
         ):
+            self._note(request, Refusal.ANSWER_ROOM, now_ns)
             return Unavailable(_describe_full(submitter, answer.byte_size))
         submitter.blocked.append(answer)
         submitter.blocked_byte_size += answer.byte_size
@@ -259,6 +271,7 @@ class Outbox:
                 if now_ns < answer.give_up_ns:
                     submitter.blocked.append(answer)
                     continue
+                self._note(answer.request, Refusal.ANSWER_ROOM, now_ns)
                 error = Unavailable(_describe_full(submitter, answer.byte_size))
             submitter.blocked_byte_size -= answer.byte_size
             if error is not None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shm.figures import Counts
+from shm.refusals import Refusal
 from workers.models.execution import Execution
 from workers.request import Request
 
@@ -95,6 +96,8 @@ class ModelStatistics:
         self.fail = Duration()
         #: The same requests by reason.
         self.failures: Counter[Failure] = Counter()
+        #: Requests that got 503 for want of room: they are in no statistics, as in Triton, but in metrics.
+        self.refused: Counter[Refusal] = Counter()
         self.inference_count = 0
         self.execution_count = 0
         #: Since 1970; 0: never.
@@ -201,6 +204,9 @@ class ModelStatistics:
             compute_infer_ns=self.compute_infer_ns,
             compute_output_ns=self.compute_output_ns,
             copied_byte_size=self.copied_byte_size,
+            queue_full=self.refused[Refusal.QUEUE_FULL],
+            compiling=self.refused[Refusal.COMPILING],
+            answer_room=self.refused[Refusal.ANSWER_ROOM],
         )
 
     def to_dict(self) -> dict[str, Any]:

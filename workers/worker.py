@@ -154,6 +154,7 @@ class Worker:
         self._regions.settle()
         self._models.settle()
         self._flush()
+        self._dispatcher.say_refusals(now_ns)
         for version, execution in self._dispatcher.count():
             self._poller.learn(version, execution)
         if self._driver.lost:

@@ -234,7 +234,7 @@ class Exchange(Answering):
             elif not self._gone:
                 self._answer_if_refused(self._place_granted, decoded, lease)
 
-        self._serving.submitter.wait_for_room(size, granted)
+        self._serving.submitter.wait_for_room(size, granted, self._head.model)
 
     def _place_granted(self, decoded: DecodedRequest, lease: Lease | ServingError) -> None:
         if isinstance(lease, ServingError):

@@ -18,6 +18,7 @@ from daemon.http.serving import Serving
 from daemon.pending import DEFECT
 from shm.arena import Lease
 from shm.errors import Internal, InvalidArgument, ServingError, Unavailable
+from shm.refusals import Refusal
 
 _log = logging.getLogger(__name__)
 
@@ -130,12 +131,13 @@ class Reception:
             self._pause(False)
             self._progressed()
 
-        submitter.wait_for_room(size, granted)
+        submitter.wait_for_room(size, granted, self._head.model)
 
     def _collect(self, byte_size: int) -> None:
         """Counts so many bytes more. Raises Unavailable: all connections together would collect too many."""
         serving, limit = self._serving, self._serving.options.http.max_collected_byte_size
         if serving.collected_byte_size + byte_size > limit:
+            serving.submitter.refusals.note(self._head.model, Refusal.BODIES)
             raise Unavailable(
                 f"{serving.collected_byte_size} bytes of request bodies are being collected and {byte_size} more came, "
                 f"at most {limit} are allowed"

@@ -110,7 +110,8 @@ class Collection:
             front = filled.get(name)
             connections = self._fronts.connections(front) if front is not None else 0
             up = front is not None and front.ready
-            found.append(FrontPost(name, protocol, up, connections, self._posts.restarts(name)))
+            refused = self._fronts.refused(name)
+            found.append(FrontPost(name, protocol, up, connections, self._posts.restarts(name), refused))
         return found
 
     def _region_kinds(self) -> list[Regions]:

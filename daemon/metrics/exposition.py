@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from daemon.metrics.snapshot import Snapshot
 from shm.figures import Counts
+from shm.refusals import Refusal
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MODEL = ("model", "version")
@@ -47,10 +48,18 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Counts], int]], ...] = (
     ),
 )
 _FAILURES: tuple[tuple[str, Callable[[Counts], int]], ...] = (
-    ("REJECTED", lambda c: c.rejected),
+    ("REJECTED", lambda c: c.rejected + c.queue_full),
     ("CANCELED", lambda c: c.canceled),
     ("BACKEND", lambda c: c.backend),
     ("OTHER", lambda c: c.other),
+)
+
+
+_REFUSALS: tuple[tuple[Refusal, Callable[[Counts], int]], ...] = (
+    (Refusal.QUEUE_FULL, lambda c: c.queue_full),
+    (Refusal.QUEUE_TIMEOUT, lambda c: c.rejected),
+    (Refusal.COMPILING, lambda c: c.compiling),
+    (Refusal.ANSWER_ROOM, lambda c: c.answer_room),
 )
 
 
@@ -100,10 +109,15 @@ def _models(snapshot: Snapshot) -> Iterator[Metric]:
     models = [((total.name, str(total.version)), total) for total in snapshot.models]
     failure = UnknownMetricFamily(
         "nv_inference_request_failure",
-        "Failed inference requests: waited too long, cancelled, refused by the model, or otherwise",
+        "Failed inference requests: no place in the queue or too long there, cancelled, refused by the model, or otherwise",
         labels=[*_MODEL, "reason"],
     )
     yield _filled(failure, [((*labels, why), of(total.counts)) for labels, total in models for why, of in _FAILURES])
+    refused = CounterMetricFamily(
+        "tensord_model_refused_total", "Requests that a worker answered 503, by reason", labels=[*_MODEL, "reason"]
+    )
+    rows = [((*labels, why.value), of(total.counts)) for labels, total in models for why, of in _REFUSALS]
+    yield _filled(refused, rows)
     for name, text, of in _COUNTERS:
         family = UnknownMetricFamily(name, text, labels=_MODEL)
         yield _filled(family, [(labels, of(total.counts)) for labels, total in models])
@@ -155,6 +169,11 @@ def _fronts(snapshot: Snapshot) -> Iterator[Metric]:
     yield _filled(up, [(of, post.up) for of, post in fronts])
     connections = GaugeMetricFamily("tensord_front_connections", "Connections of clients now", labels=labels)
     yield _filled(connections, [(of, post.connections) for of, post in fronts])
+    refused = CounterMetricFamily(
+        "tensord_front_refused_total", "Requests that the front answered 503, by reason", labels=(*labels, "reason")
+    )
+    rows = [((*of, why.value), count) for of, post in fronts for why, count in post.refused.items()]
+    yield _filled(refused, rows)
     restarts = CounterMetricFamily("tensord_front_restarts_total", "How often it died and was replaced", labels=labels)
     yield _filled(restarts, [(of, post.restarts) for of, post in fronts])
 

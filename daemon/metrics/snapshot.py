@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from daemon.metrics.ledger import Total
+from shm.refusals import Refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class FrontPost:
     up: bool
     connections: int
     restarts: int
+    #: Requests that it has refused, by reason.
+    refused: Mapping[Refusal, int]
 
 
 @dataclass(frozen=True, slots=True)

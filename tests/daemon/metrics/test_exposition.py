@@ -13,14 +13,15 @@ from daemon.metrics.exposition import render
 from daemon.metrics.ledger import Total
 from daemon.metrics.snapshot import FrontPost, Regions, Snapshot, WorkerPost
 from shm.figures import Counts
+from shm.refusals import Refusal
 
-COUNTS = Counts(10, 1, 2, 3, 4, 40, 20, 11_999, 22_000, 33_000, 44_000, 55_000, 1 << 40)
+COUNTS = Counts(10, 1, 2, 3, 4, 40, 20, 11_999, 22_000, 33_000, 44_000, 55_000, 1 << 40, 5, 6, 7)
 SNAPSHOT = Snapshot(
     False,
     {"m": True, "broken": False},
     [Total("m", 3, COUNTS, 7), Total('a "b"\n\\', 1, Counts(), 0)],
     [WorkerPost("worker-0", "cpu:0", True, False, 2)],
-    [FrontPost("http-0", "http", True, 5, 1)],
+    [FrontPost("http-0", "http", True, 5, 1, {Refusal.IN_FLIGHT: 9})],
     [Regions("system", 2, 8192, 3), Regions("cuda", 0, 0, 0)],
     4096,
     1 << 44,
@@ -37,7 +38,7 @@ def test_tritons_names() -> None:
     lines = text().splitlines()
     for line in (
         'nv_inference_request_success{model="m",version="3"} 10.0',
-        'nv_inference_request_failure{model="m",reason="REJECTED",version="3"} 1.0',
+        'nv_inference_request_failure{model="m",reason="REJECTED",version="3"} 6.0',
         'nv_inference_request_failure{model="m",reason="CANCELED",version="3"} 2.0',
         'nv_inference_request_failure{model="m",reason="BACKEND",version="3"} 3.0',
         'nv_inference_request_failure{model="m",reason="OTHER",version="3"} 4.0',
@@ -70,6 +71,11 @@ def test_ours() -> None:
         'tensord_regions{kind="cuda"} 0.0',
         "tensord_regions_max 4096.0",
         "tensord_ready 0.0",
+        'tensord_model_refused_total{model="m",reason="queue_full",version="3"} 5.0',
+        'tensord_model_refused_total{model="m",reason="queue_timeout",version="3"} 1.0',
+        'tensord_model_refused_total{model="m",reason="compiling",version="3"} 6.0',
+        'tensord_model_refused_total{model="m",reason="answer_room",version="3"} 7.0',
+        'tensord_front_refused_total{front="http-0",protocol="http",reason="in_flight"} 9.0',
         'tensord_model_served{model="m"} 1.0',
         'tensord_model_served{model="broken"} 0.0',
         'tensord_worker_up{device="cpu:0",worker="worker-0"} 1.0',

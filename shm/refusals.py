@@ -1,0 +1,86 @@
+"""Requests that are answered 503 because there is no room, time or worker for them: by reason, for metrics and the log.
+
+Whoever refuses counts for himself: workers for each model version (``shm.figures``), fronts on their tally (``daemon.tally``).
+The log of each gets one line a minute at most, however many there are.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections import Counter
+
+_log = logging.getLogger(__name__)
+#: What comes with the first refusal is in its line, too.
+_GATHER_NS = 1_000_000_000
+_INTERVAL_NS = 60_000_000_000
+#: Models that one line names; others are only counted.
+_MAX_ENTRIES = 10
+
+
+class Refusal(enum.Enum):
+    """Why; the value is the label in metrics and the word in the log."""
+
+    #: As many requests as may wait for the model on this worker do.
+    QUEUE_FULL = "queue_full"
+    #: It waited in the queue for longer than the model's policy, or its client, lets it.
+    QUEUE_TIMEOUT = "queue_timeout"
+    #: Too many other shapes of the model are being compiled.
+    COMPILING = "compiling"
+    #: No room for its answer in the arena: its front does not take what it is sent.
+    ANSWER_ROOM = "answer_room"
+    #: No room for its tensors in the front's arena.
+    REQUEST_ROOM = "request_room"
+    #: Bodies that have to be collected in ordinary memory come to too much.
+    BODIES = "bodies"
+    #: As many requests as a front may have in flight are.
+    IN_FLIGHT = "in_flight"
+    #: No worker that serves the model was up in time.
+    NO_WORKER = "no_worker"
+    #: No answer within ``requests.timeout``.
+    NO_ANSWER = "no_answer"
+
+
+class RefusalLog:
+    """What one process refused since its last line. Belongs to its loop, which calls ``settle`` when ``due_ns`` has come."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, Refusal]] = Counter()
+        self._others = 0
+        self._began_ns = 0
+        self._last_ns = -_INTERVAL_NS
+
+    def note(self, model: str, refusal: Refusal, now_ns: int) -> None:
+        """One request. ``model``: "" where it was not known yet."""
+        if not self._counts:
+            self._began_ns = now_ns
+        if (model, refusal) in self._counts or len(self._counts) < _MAX_ENTRIES:
+            self._counts[model, refusal] += 1
+        else:
+            self._others += 1
+
+    @property
+    def due_ns(self) -> int | None:
+        """When there will be something to say (CLOCK_MONOTONIC); None: there is nothing."""
+        return max(self._began_ns + _GATHER_NS, self._last_ns + _INTERVAL_NS) if self._counts else None
+
+    def settle(self, now_ns: int) -> None:
+        """Writes the line, if it is due."""
+        due_ns = self.due_ns
+        if due_ns is None or now_ns < due_ns:
+            return
+        listed = [
+            f"{count} for model '{model}' ({why.value})" if model else f"{count} ({why.value})"
+            for (model, why), count in self._counts.most_common()
+        ]
+        if self._others:
+            listed.append(f"{self._others} others")
+        _log.warning(
+            "refused with 503 in the last %.0f s: %s", max(1.0, (now_ns - self._began_ns) / 1e9), ", ".join(listed)
+        )
+        self._counts.clear()
+        self._others = 0
+        self._last_ns = now_ns
+
+    def __repr__(self) -> str:
+        return f"<RefusalLog {self._counts.total() + self._others} refused>"
