@@ -23,7 +23,8 @@ from daemon.grpc import frames
 #: Bytes of answers that the server may send ahead on a connection, and how many may have come before it is granted them again.
 WINDOW = 64 << 20
 _GRANT = WINDOW // 4
-_HELLO = (
+#: What a connection begins with.
+HELLO = (
     frames.PREFACE
     + frames.settings(
         (
@@ -64,12 +65,17 @@ def infer_request(model: str, tensors: list[tuple[str, np.ndarray]], output: str
 
 def call(request: bytes) -> bytes:
     """The two frames of a unary ModelInfer with that message on stream 0."""
-    headers = [(":method", "POST"), (":scheme", "http"), (":path", "/inference.GRPCInferenceService/ModelInfer")]
-    headers += [(":authority", "bench"), ("te", "trailers"), ("content-type", "application/grpc")]
-    block = hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple(*header) for header in headers])
-    return frames.frame(frames.HEADERS, frames.END_HEADERS, 0, block) + frames.frame(
+    return headers("ModelInfer", 0) + frames.frame(
         frames.DATA, frames.END_STREAM, 0, _prefix.pack(0, len(request)) + request
     )
+
+
+def headers(method: str, stream: int) -> bytes:
+    """The frame that begins a call of that method; it indexes nothing."""
+    fields = [(":method", "POST"), (":scheme", "http"), (":path", f"/inference.GRPCInferenceService/{method}")]
+    fields += [(":authority", "bench"), ("te", "trailers"), ("content-type", "application/grpc")]
+    block = hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple(*field) for field in fields])
+    return frames.frame(frames.HEADERS, frames.END_HEADERS, stream, block)
 
 
 class GrpcConnection(Connection):
@@ -77,7 +83,7 @@ class GrpcConnection(Connection):
 
     def __init__(self, address: tuple[str, int]) -> None:
         super().__init__(address)
-        self.socket.sendall(_HELLO)
+        self.socket.sendall(HELLO)
         #: The last call's.
         self._stream = -1
         self._request = b""

@@ -22,8 +22,8 @@ _TICK_US = 1e6 / os.sysconf("SC_CLK_TCK")
 
 
 @contextlib.contextmanager
-def serving(command: Sequence[str], address: str, log: Path) -> Iterator[int]:
-    """Runs a server until the block ends, once it is ready; yields its process id.
+def serving(command: Sequence[str], address: str, log: Path, cwd: Path = ROOT) -> Iterator[int]:
+    """Runs a server in a folder until the block ends, once it is ready; yields its process id.
 
     Raises SystemExit: it ended, or somebody else listens at the address, who would be measured in its place.
     """
@@ -31,7 +31,7 @@ def serving(command: Sequence[str], address: str, log: Path) -> Iterator[int]:
     with contextlib.suppress(ConnectionRefusedError), socket.create_connection((host, int(port)), 5):
         raise SystemExit(f"{command[0]} cannot serve on {address}: somebody else does")
     with log_file(log) as output:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(command, cwd=cwd, stdout=output, stderr=output, start_new_session=True)
     try:
         while not ready(address):
             if process.poll() is not None:
@@ -39,13 +39,13 @@ def serving(command: Sequence[str], address: str, log: Path) -> Iterator[int]:
             time.sleep(0.1)
         yield process.pid
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        try:
+        # The server ends its own processes: only so it removes what it shared with them.
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(30)
-        except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.wait()
 
 
 def log_file(path: Path) -> BinaryIO:
@@ -86,7 +86,8 @@ def copied(address: str, model: str) -> int:
 def children(pid: int) -> dict[int, str]:
     """The direct children of a process, with the module each one runs, or its command's name."""
     found = {}
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+    # Any thread may have started it.
+    for child in "".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")).split():
         words = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
         found[int(child)] = words[words.index("-m") + 1] if "-m" in words else Path(words[0]).name
     return found

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 
-from bench.footprint import Footprint
+from bench.footprint import Footprint, proportional
 from bench.soak import grown
 
 
@@ -25,3 +28,14 @@ def test_growth_is_what_exceeds_the_first_quarter() -> None:
 
     samples = [sample(10, 100), sample(14, 140), sample(12, 120), *[sample(12, 130)] * 4, sample(15, 150)]
     assert grown(samples) == {"workers": (1, 10)}
+
+
+def test_memory_of_a_process_and_its_children() -> None:
+    """Whichever thread started a child."""
+    with ThreadPoolExecutor(1) as threads:
+        command = [sys.executable, "-c", "block = bytearray(b'x' * (32 << 20)); print(flush=True); input()"]
+        child = threads.submit(subprocess.Popen, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE).result()
+        with child:
+            assert child.stdout is not None
+            child.stdout.readline()
+            assert proportional(os.getpid()) > proportional(child.pid) > 32 << 20

@@ -23,6 +23,14 @@ def test_identity() -> None:
         np.testing.assert_array_equal(call({"INPUT0": a})["OUTPUT0"], a)
 
 
+def test_post() -> None:
+    _, call = load("bench/models/post")
+    logits = np.random.default_rng(0).normal(size=(3, 10)).astype(np.float32)
+    powers = np.exp(logits)
+    expected = powers / powers.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(call({"logits": logits})["probabilities"], expected, rtol=1e-5)
+
+
 def test_mlp_has_the_weights_of_its_seed() -> None:
     """Computed here with numpy from the seed, with 64-bit types off, as the compared server does it."""
     _, call = load("bench/models/mlp")

@@ -1,0 +1,70 @@
+"""gRPC requests as several clients write them: a ModelInferRequest each, and the frames it is sent in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from tritonclient.grpc import service_pb2
+
+from bench.grpc_connection import HELLO, call, headers
+from daemon.grpc import frames
+
+#: Makes a message of model, id, inputs and the outputs' names.
+Writer = Callable[[str, str, Mapping[str, np.ndarray], tuple[str, ...]], bytes]
+
+
+def tritonclient(model: str, id: str, inputs: Mapping[str, np.ndarray], outputs: tuple[str, ...]) -> bytes:
+    """As tritonclient.grpc does with the outputs it wants."""
+    return _message(model, id, inputs, outputs)
+
+
+def all_outputs(model: str, id: str, inputs: Mapping[str, np.ndarray], outputs: tuple[str, ...]) -> bytes:
+    """Names no output, as Triton's Java and JavaScript examples do."""
+    return _message(model, id, inputs, ())
+
+
+def versioned(model: str, id: str, inputs: Mapping[str, np.ndarray], outputs: tuple[str, ...]) -> bytes:
+    """With a version, as Triton's Go example does."""
+    return _message(model, id, inputs, outputs, version="1")
+
+
+def reordered(model: str, id: str, inputs: Mapping[str, np.ndarray], outputs: tuple[str, ...]) -> bytes:
+    """Inputs and outputs in the other order, as a client does that keeps them in a table of its own."""
+    return _message(model, id, dict(reversed(inputs.items())), outputs[::-1])
+
+
+def _message(
+    model: str, id: str, inputs: Mapping[str, np.ndarray], outputs: tuple[str, ...], version: str = ""
+) -> bytes:
+    message = service_pb2.ModelInferRequest(
+        model_name=model,
+        model_version=version,
+        id=id,
+        inputs=[
+            service_pb2.ModelInferRequest.InferInputTensor(name=name, datatype="FP32", shape=values.shape)
+            for name, values in inputs.items()
+        ],
+        outputs=[service_pb2.ModelInferRequest.InferRequestedOutputTensor(name=name) for name in outputs],
+        raw_input_contents=[values.tobytes() for values in inputs.values()],
+    ).SerializeToString()
+    assert isinstance(message, bytes)
+    return message
+
+
+def unary(message: bytes) -> bytes:
+    """The frames of a call on stream 0."""
+    return call(message)
+
+
+def on_stream(message: bytes) -> bytes:
+    """The frame of a message on a stream that is open."""
+    return frames.frame(frames.DATA, 0, 0, b"\0" + len(message).to_bytes(4, "big") + message)
+
+
+def opening(streams: bool) -> bytes:
+    """What a connection begins with; with ``streams`` also the ModelStreamInfer that stays open, as stream 1."""
+    if not streams:
+        return HELLO
+    # A stream carries many answers: the client in C grants its window again.
+    return HELLO + headers("ModelStreamInfer", 1)

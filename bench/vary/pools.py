@@ -1,0 +1,186 @@
+"""Pools of requests that differ from each other, each with what a right answer says.
+
+    id      ids count up; values, as in all pools, are random     models  three models in turn
+    trace   a trace header that never repeats                     new     like "trace"; the client connects for each request
+    shape   one to eight rows                                     all     id, trace header and values differ, and four clients'
+                                                                          ways of writing a request come in turn
+
+A pool is made from a seed, so two servers of a comparison are asked the same.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from bench.vary import grpc_requests, http_requests
+
+_HTTP_WRITERS = (http_requests.tritonclient, http_requests.requests, http_requests.go, http_requests.curl)
+_GRPC_WRITERS = (
+    grpc_requests.tritonclient,
+    grpc_requests.all_outputs,
+    grpc_requests.versioned,
+    grpc_requests.reordered,
+)
+_MOST_ROWS = 8
+_SEED = 17
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request asks, and what a right answer says."""
+
+    model: str
+    id: str
+    inputs: Mapping[str, np.ndarray]
+    outputs: Mapping[str, np.ndarray]
+    #: The outputs are computed together with other requests', so their last bits may differ.
+    rounded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A request as the client in C sends it, and what it asks."""
+
+    request: bytes
+    asked: Asked
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """What one measurement sends; ``protocol`` as the client in C names it: http, grpc or stream."""
+
+    protocol: str
+    #: Sent once on each connection.
+    opening: bytes
+    exchanges: list[Exchange]
+
+
+class Numbers:
+    """Random values, ids and traces from a seed."""
+
+    def __init__(self) -> None:
+        self._values = np.random.default_rng(_SEED)
+        self._texts = random.Random(_SEED)
+
+    def addsub(self, id: str = "", rows: int = 1) -> Asked:
+        a, b = self._operand(rows, 16), self._operand(rows, 16)
+        return Asked("addsub", id, {"INPUT0": a, "INPUT1": b}, {"OUTPUT0": a + b, "OUTPUT1": a - b})
+
+    def identity(self, id: str = "") -> Asked:
+        values = self._operand(32)
+        return Asked("identity", id, {"INPUT0": values}, {"OUTPUT0": values})
+
+    def post(self, id: str = "") -> Asked:
+        logits = self._values.standard_normal((1, 10)).astype(np.float32)
+        powers = np.exp(logits.astype(np.float64))
+        probabilities = (powers / powers.sum()).astype(np.float32)
+        return Asked("post", id, {"logits": logits}, {"probabilities": probabilities}, rounded=True)
+
+    def rows(self) -> int:
+        return self._texts.randint(1, _MOST_ROWS)
+
+    def trace(self) -> str:
+        """A `traceparent` as W3C Trace Context has it."""
+        return f"00-{self._texts.getrandbits(128):032x}-{self._texts.getrandbits(64):016x}-01"
+
+    def _operand(self, *shape: int) -> np.ndarray:
+        """Sixteenths, whose sums and differences are exact."""
+        return (self._values.integers(-(1 << 16), 1 << 16, shape) / 16).astype(np.float32)
+
+
+def pool(protocol: str, kind: str, count: int) -> Pool:
+    """So many requests of a kind. Raises KeyError: the protocol has no such kind."""
+    make = KINDS[protocol][kind]
+    opening = b"" if protocol == "http" else grpc_requests.opening(protocol == "stream")
+    return Pool(protocol, opening, list(islice(make(Numbers()), count)))
+
+
+def _http(asked: Asked, trace: str = "", write: http_requests.Writer = http_requests.tritonclient) -> Exchange:
+    return Exchange(write(asked.model, asked.id, trace, asked.inputs, tuple(asked.outputs)), asked)
+
+
+def _http_id(numbers: Numbers) -> Iterator[Exchange]:
+    number = 0
+    while number := number + 1:
+        yield _http(numbers.addsub(str(number)))
+
+
+def _http_trace(numbers: Numbers) -> Iterator[Exchange]:
+    while True:
+        yield _http(numbers.addsub(), numbers.trace())
+
+
+def _http_shape(numbers: Numbers) -> Iterator[Exchange]:
+    while True:
+        yield _http(numbers.addsub(rows=numbers.rows()))
+
+
+def _http_models(numbers: Numbers) -> Iterator[Exchange]:
+    while True:
+        yield _http(numbers.addsub())
+        yield _http(numbers.identity())
+        yield _http(numbers.post())
+
+
+def _http_all(numbers: Numbers) -> Iterator[Exchange]:
+    number = 0
+    while True:
+        for write in _HTTP_WRITERS:
+            number += 1
+            yield _http(numbers.addsub(str(number)), numbers.trace(), write)
+
+
+def _grpc(asked: Asked, write: grpc_requests.Writer = grpc_requests.tritonclient) -> bytes:
+    return write(asked.model, asked.id, asked.inputs, tuple(asked.outputs))
+
+
+def _grpc_id(numbers: Numbers) -> Iterator[Exchange]:
+    number = 0
+    while number := number + 1:
+        asked = numbers.addsub(str(number))
+        yield Exchange(grpc_requests.unary(_grpc(asked)), asked)
+
+
+def _grpc_shape(numbers: Numbers) -> Iterator[Exchange]:
+    while True:
+        asked = numbers.addsub(rows=numbers.rows())
+        yield Exchange(grpc_requests.unary(_grpc(asked)), asked)
+
+
+def _grpc_models(numbers: Numbers) -> Iterator[Exchange]:
+    """All messages are equally long: a length says nothing of the model."""
+    models = (numbers.addsub, numbers.identity, numbers.post)
+    sizes = [len(_grpc(make("-"))) for make in models]
+    ids = ["-" * (1 + max(sizes) - size) for size in sizes]
+    while True:
+        for make, id in zip(models, ids, strict=True):
+            asked = make(id)
+            yield Exchange(grpc_requests.unary(_grpc(asked)), asked)
+
+
+def _stream_all(numbers: Numbers) -> Iterator[Exchange]:
+    number = 0
+    while True:
+        for write in _GRPC_WRITERS:
+            number += 1
+            asked = numbers.addsub(str(number))
+            yield Exchange(grpc_requests.on_stream(_grpc(asked, write)), asked)
+
+
+KINDS: dict[str, dict[str, Callable[[Numbers], Iterator[Exchange]]]] = {
+    "http": {
+        "id": _http_id,
+        "trace": _http_trace,
+        "all": _http_all,
+        "shape": _http_shape,
+        "models": _http_models,
+        "new": _http_trace,
+    },
+    "grpc": {"id": _grpc_id, "models": _grpc_models, "shape": _grpc_shape},
+    "stream": {"all": _stream_all},
+}

@@ -1,0 +1,180 @@
+"""The client in C: what it counts was right, what is wrong it notices, and it goes round with whatever a pool has."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.server import answered
+from bench.vary.answers import WrongAnswer
+from bench.vary.client import Client
+from bench.vary.pools import KINDS, Pool, pool
+from tests.daemon_process import PATIENCE, ROOT, DaemonProcess
+
+_EVERY = [(protocol, kind) for protocol, kinds in KINDS.items() for kind in kinds]
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory, leaves_nothing: None) -> Iterator[DaemonProcess]:
+    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [ROOT / "bench" / "models"]) as daemon:
+        daemon.wait_ready()
+        yield daemon
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Client:
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler: the client cannot be built")
+    return Client(tmp_path_factory.mktemp("client"))
+
+
+def _address(daemon: DaemonProcess, protocol: str) -> str:
+    return daemon.url if protocol == "http" else daemon.grpc_url
+
+
+@pytest.mark.parametrize(("protocol", "kind"), _EVERY, ids=map("-".join, _EVERY))
+def test_every_answer_is_counted_here_and_there(
+    daemon: DaemonProcess, client: Client, protocol: str, kind: str
+) -> None:
+    requests = pool(protocol, kind, 48)
+    before = answered(daemon.url)
+    file = client.record(_address(daemon, protocol), requests)
+    assert answered(daemon.url) - before == len(requests.exchanges)
+    before = answered(daemon.url)
+    figures = client.measure(protocol, _address(daemon, protocol), file, 5, 0.3, kind == "new")
+    assert 0 < figures.answers <= answered(daemon.url) - before
+    assert 0 < figures.p50_us <= figures.p99_us <= figures.worst_us
+    assert figures.rate == figures.answers / figures.seconds
+
+
+def test_more_connections_than_requests(daemon: DaemonProcess, client: Client) -> None:
+    file = client.record(daemon.url, pool("http", "all", 8))
+    assert client.measure("http", daemon.url, file, 100, 0.1).answers > 0
+
+
+def test_each_request_has_its_connection(daemon: DaemonProcess, client: Client) -> None:
+    """A server made by hand gives the daemon's answer, one to each connection, until one says nothing."""
+    requests = pool("http", "new", 1)
+    (exchange,) = requests.exchanges
+    file = client.record(daemon.url, requests)
+    answer = file.read_bytes().partition(exchange.request)[2][4:-4]
+
+    def serve() -> int:
+        ended = 0
+        while True:
+            connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(PATIENCE)
+                request = connection.recv(len(exchange.request), socket.MSG_WAITALL)
+                if not request:
+                    return ended
+                assert request == exchange.request
+                connection.sendall(answer)
+                assert connection.recv(1) == b""
+                ended += 1
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
+        listener.settimeout(PATIENCE)
+        served = threads.submit(serve)
+        address = listener.getsockname()
+        figures = client.measure("http", f"127.0.0.1:{address[1]}", file, 1, 0.2, renews=True)
+        socket.create_connection(address).close()
+        # The first one starts the clock.
+        assert 0 < figures.answers < served.result(PATIENCE)
+
+
+def _with_one_outputs_value_changed(requests: Pool, number: int) -> Pool:
+    exchanges = list(requests.exchanges)
+    asked = exchanges[number].asked
+    name, values = next(iter(asked.outputs.items()))
+    values = values.copy()
+    values.flat[-1] += 0.125
+    exchanges[number] = dataclasses.replace(
+        exchanges[number], asked=dataclasses.replace(asked, outputs={**asked.outputs, name: values})
+    )
+    return dataclasses.replace(requests, exchanges=exchanges)
+
+
+@pytest.mark.parametrize(("protocol", "kind"), _EVERY, ids=map("-".join, _EVERY))
+def test_a_wrong_value_is_noticed(daemon: DaemonProcess, client: Client, protocol: str, kind: str) -> None:
+    """One of the last request's, so all before it were found right."""
+    requests = _with_one_outputs_value_changed(pool(protocol, kind, 12), 11)
+    with pytest.raises(WrongAnswer, match=r"request 11 to .*: output '.*' of '.*' is"):
+        client.record(_address(daemon, protocol), requests)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "kind", "change"),
+    [
+        ("http", "id", lambda answer: answer.replace(b'"id":"4"', b'"id":"5"')),
+        ("http", "all", lambda answer: answer[:-1] + bytes([answer[-1] ^ 1])),
+        ("http", "models", lambda answer: answer.replace(b"200 OK", b"201 OK")),
+        ("grpc", "id", lambda answer: answer[:-1] + bytes([answer[-1] ^ 1])),
+        ("grpc", "models", lambda answer: answer + b"\0"),
+        ("stream", "all", lambda answer: answer[:-1] + bytes([answer[-1] ^ 1])),
+    ],
+)
+def test_an_answer_that_differs_from_the_recorded_one_is_noticed(
+    daemon: DaemonProcess, client: Client, protocol: str, kind: str, change: Callable[[bytes], bytes]
+) -> None:
+    """The recorded one is changed, in one byte of one request."""
+    requests = pool(protocol, kind, 12)
+    file = client.record(_address(daemon, protocol), requests)
+    content = file.read_bytes()
+    # The fourth request's answer stands behind it: a size, and its bytes.
+    at = content.index(requests.exchanges[3].request) + len(requests.exchanges[3].request)
+    size = int.from_bytes(content[at : at + 4], "little")
+    answer = content[at + 4 : at + 4 + size]
+    changed = change(answer)
+    assert changed != answer
+    file.write_bytes(content[:at] + len(changed).to_bytes(4, "little") + changed + content[at + 4 + size :])
+    with pytest.raises((WrongAnswer, RuntimeError), match=r"wrong answer to request 3|ended before its answer"):
+        client.measure(protocol, _address(daemon, protocol), file, 1, 60)
+
+
+def test_small_differences_of_what_is_computed_together_are_right(daemon: DaemonProcess, client: Client) -> None:
+    """Of `post` the recorded probabilities are changed in their last bits."""
+    requests = pool("http", "models", 3)
+    file = client.record(daemon.url, requests)
+    content = bytearray(file.read_bytes())
+    # The file ends with post's tensor and the number that says how large it is.
+    assert content[-4:] == (40).to_bytes(4, "little")
+    values = np.frombuffer(content, np.float32, 10, len(content) - 44)
+    values *= np.float32(1 + 1e-6)
+    file.write_bytes(content)
+    assert client.measure("http", daemon.url, file, 2, 0.2).answers > 0
+    values *= np.float32(1.01)
+    file.write_bytes(content)
+    with pytest.raises(WrongAnswer, match="wrong answer to request 2"):
+        client.measure("http", daemon.url, file, 1, 60)
+
+
+@pytest.mark.parametrize(("protocol", "kind"), [("http", "id"), ("grpc", "id"), ("stream", "all")])
+def test_errors_of_the_server_are_said(daemon: DaemonProcess, client: Client, protocol: str, kind: str) -> None:
+    requests = pool(protocol, kind, 4)
+    exchanges = [
+        dataclasses.replace(one, request=one.request.replace(b"addsub", b"nobody")) for one in requests.exchanges
+    ]
+    with pytest.raises(WrongAnswer, match=r"nobody|call ended"):
+        client.record(_address(daemon, protocol), dataclasses.replace(requests, exchanges=exchanges))
+
+
+def test_a_server_that_is_not_there(client: Client) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        address = f"127.0.0.1:{gone.getsockname()[1]}"
+    with pytest.raises(RuntimeError, match="no connection: Connection refused"):
+        client.record(address, pool("http", "id", 1))
+
+
+def test_a_pool_that_is_cut_off(client: Client, tmp_path: Path) -> None:
+    file = tmp_path / "pool"
+    file.write_bytes(b"\1\0\0\0")
+    with pytest.raises(RuntimeError, match="cut off"):
+        client.measure("http", "127.0.0.1:1", file, 1, 1)

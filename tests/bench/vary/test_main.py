@@ -1,0 +1,43 @@
+"""The table of the varied rows, and what the command line refuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from bench.vary.__main__ import head, line
+from bench.vary.client import Figures
+from tests.daemon_process import ROOT
+
+
+def _figures(answers: int, p50_us: float) -> Figures:
+    return Figures(answers, 2.0, p50_us, 2 * p50_us, 3 * p50_us, 9.5)
+
+
+def test_medians_and_ratios_of_the_rounds() -> None:
+    rounds = [
+        [_figures(200, 10), _figures(100, 20)],
+        [_figures(400, 30), _figures(100, 40)],
+        [_figures(900, 20), _figures(300, 60)],
+    ]
+    assert head(["ours", "peer"]).splitlines()[0] == (
+        "| row | ours/s | p50 us | MB | peer/s | x | p50 us | MB | client us |"
+    )
+    assert line("vary-x", rounds, [250.4, None]) == "| vary-x | 200 | 20 | 250 | 50 | 3.00 | 40 |  | 9.5 |"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--rows", "vary-http-id-c5"], "no row 'vary-http-id-c5'"),
+        (["--pool", "1999"], "--pool 1999: 2000 or more are needed"),
+        (["--rounds", "0"], "must be more than 0"),
+        (["--other", "bench"], "--other bench: no checkout of ours"),
+    ],
+)
+def test_what_the_command_line_refuses(words: list[str], said: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "bench.vary", *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert said in done.stderr
