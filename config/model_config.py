@@ -141,7 +141,7 @@ def _kind(value: Any) -> str:
 
 
 def from_bytes(content: bytes) -> ModelConfig:
-    """Decodes the serialised message that ``shm.messages.Load`` carries. Raises InvalidArgument: it is none."""
+    """Decodes the serialised message that ``shm.control_records.Load`` carries. Raises InvalidArgument: it is none."""
     message = empty()
     try:
         message.ParseFromString(content)

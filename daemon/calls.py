@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from daemon.connection import Connection
+from shm.control_records import Call, Reply
 from shm.errors import Unavailable, from_code
-from shm.messages import ANONYMOUS, Call, Operation, Peer, Reply
+from shm.operations import ANONYMOUS, Operation, Peer
 
 #: Questions waiting for their answers; a client that floods the control endpoints is refused, not queued.
 _LIMIT = 1024

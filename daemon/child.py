@@ -25,10 +25,11 @@ import msgspec
 from daemon.connection import Connection
 from shm import stack_report
 from shm.channel import Channel, pair
+from shm.control_records import Call, ChildReady, FromFront, FromWorker, Load, Reply, Start, Stop, Told
 from shm.errors import Unavailable, from_code
-from shm.messages import Call, ChildReady, FromFront, FromWorker, Load, Operation, Reply, Start, Stop, Told, decoder
+from shm.operations import Operation
 from shm.progress import Loading
-from shm.record import Record
+from shm.record import Record, decoder
 from shm.status_page import StatusPage
 
 _log = logging.getLogger(__name__)

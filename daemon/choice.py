@@ -13,9 +13,10 @@ import msgspec
 from daemon.model_table import ModelTable
 from daemon.pending import Pending, Worker
 from daemon.region_places import RegionPlaces
+from shm.control_records import ModelGone, ModelState, RegionPlace
 from shm.errors import InvalidArgument, NotFound
 from shm.forms import MAX_FORMS, Form
-from shm.messages import ModelGone, ModelState, RegionPlace, Submit
+from shm.messages import Submit
 
 
 class Choice:

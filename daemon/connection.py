@@ -12,8 +12,8 @@ from typing import Any
 
 from shm import descriptors
 from shm.channel import Channel, ChannelClosed, DescriptorsLost
+from shm.control_records import Reply
 from shm.errors import InvalidArgument
-from shm.messages import Reply
 from shm.record import Record
 
 _log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from config.options import Supervisor as SupervisorOptions
 from daemon import runtime_directory, unix_socket
 from daemon.operations import Operations
 from shm.errors import InvalidArgument, ServingError
-from shm.messages import (
+from shm.operations import (
     LoadModel,
     ModelStatistics,
     Operation,

@@ -18,7 +18,7 @@ from daemon.calls import Calls
 from daemon.model_table import ModelTable
 from daemon.readiness import sentence
 from shm.errors import InvalidArgument
-from shm.messages import (
+from shm.operations import (
     ANONYMOUS,
     LoadModel,
     ModelStatistics,

@@ -32,7 +32,7 @@ from daemon.tally import Tally
 from daemon.tracer import Tracer
 from shm import heap, stack_report
 from shm.channel import Channel
-from shm.messages import (
+from shm.control_records import (
     ChildReady,
     LaneOpened,
     LogChanged,
@@ -49,10 +49,10 @@ from shm.messages import (
     TraceChanged,
     TraceCleared,
     WorkerFenced,
-    decoder,
 )
 from shm.parent import die_with_parent
 from shm.progress import Readiness
+from shm.record import decoder
 
 #: A few requests of some MiB as JSON: the text, its values, the text of the answer.
 _KEPT_BYTE_SIZE = 64 << 20

@@ -22,7 +22,7 @@ from daemon import listening, shares, socket_activation
 from daemon.child import Front, front_name
 from daemon.listening import Listener, ListenError
 from daemon.tally import Tally
-from shm.messages import Call, ChildReady, Seen, Serve
+from shm.control_records import Call, ChildReady, Seen, Serve
 from shm.record import Record
 from shm.refusals import Refusal
 

@@ -26,17 +26,7 @@ from shm.arena import Lease
 from shm.errors import Internal, ServingError, from_code
 from shm.forms import Form, request_template
 from shm.lane import SubmitterLane
-from shm.messages import (
-    Completion,
-    Inline,
-    Parameter,
-    Place,
-    RegionSlice,
-    RequestedOutput,
-    Slice,
-    Submit,
-    Tensor,
-)
+from shm.messages import Completion, Inline, Parameter, Place, RegionSlice, RequestedOutput, Slice, Submit, Tensor
 
 _log = logging.getLogger(__name__)
 _ALIGNMENT = 64

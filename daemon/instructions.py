@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shm.messages import Load, ModelGone, ModelState, Unload
+from shm.control_records import Load, ModelGone, ModelState, Unload
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from daemon.instructions import Instruction, Publish, Retry, Send, Settled
 from daemon.load_errors import load_error
 from daemon.model_versions import Model, Operation, Version, VersionState
 from daemon.repository import FoundModel
-from shm.messages import Loaded, ModelGone, ModelState, Unload
+from shm.control_records import Loaded, ModelGone, ModelState, Unload
 
 #: A version under which that many workers died while it alone was loading is given up until its next try.
 MAX_LOAD_DEATHS = 2

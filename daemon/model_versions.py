@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from daemon.repository import FoundModel
-from shm.messages import Load, Loaded, ModelState
+from shm.control_records import Load, Loaded, ModelState
 
 
 class VersionState(enum.Enum):

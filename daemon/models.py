@@ -22,8 +22,9 @@ from daemon.instructions import Instruction, Publish, Retry, Send, Settled
 from daemon.lifecycle import Lifecycle
 from daemon.readiness import Standing
 from daemon.repository import FoundModel
+from shm.control_records import Loaded, ModelGone, ModelState
 from shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
-from shm.messages import Loaded, LoadModel, ModelGone, ModelState
+from shm.operations import LoadModel
 from shm.progress import Readiness
 from shm.record import Record
 

@@ -15,9 +15,9 @@ from daemon.log_settings import LogSettings
 from daemon.models import Models
 from daemon.region_registry import RegionRegistry
 from daemon.trace_settings import TraceSettings
+from shm.control_records import Call, Reply
 from shm.errors import Internal, InvalidArgument, ServingError, Unavailable
-from shm.messages import (
-    Call,
+from shm.operations import (
     LoadModel,
     ModelStatistics,
     Operation,
@@ -26,7 +26,6 @@ from shm.messages import (
     RegionStatus,
     RegisterCudaRegion,
     RegisterSystemRegion,
-    Reply,
     RepositoryIndex,
     Settle,
     UnloadModel,
@@ -40,7 +39,7 @@ _STATISTICS_TIMEOUT = 30.0
 
 
 class Operations:
-    """Answers ``shm.messages.Operation``; ``workers()`` are those ready for calls."""
+    """Answers ``shm.operations.Operation``; ``workers()`` are those ready for calls."""
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterator
 
 from daemon.connection_end import ConnectionEnd
-from shm.messages import ANONYMOUS, Peer
+from shm.operations import ANONYMOUS, Peer
 
 _CREDENTIALS = struct.Struct("iII")
 #: asm-generic/socket.h; the socket module has no names for them. SO_PEERPIDFD is there since Linux 6.5.

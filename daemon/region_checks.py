@@ -10,7 +10,7 @@ from config.options import Regions
 from daemon import region_quota
 from daemon.region_record import Region, Registration
 from shm.errors import InvalidArgument, Unsupported
-from shm.messages import Peer, RegisterCudaRegion, RegisterSystemRegion
+from shm.operations import Peer, RegisterCudaRegion, RegisterSystemRegion
 
 _NAME = re.compile(r"[^\x00-\x1f\x7f]{1,255}")
 _LIMIT = (1 << 63) - 1

@@ -14,7 +14,7 @@ import msgspec
 
 from daemon.region_record import Region, RegionHolder, RegionState, Registration
 from shm.errors import NotFound, ServingError
-from shm.messages import RegionRecords, RegionStatus, RegisterCudaRegion
+from shm.operations import RegionRecords, RegionStatus, RegisterCudaRegion
 
 _KINDS = {"system": "system", "cuda": "CUDA"}
 

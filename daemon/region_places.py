@@ -5,8 +5,9 @@ Empty unless there are several GPU workers and clients have registered CUDA regi
 
 from __future__ import annotations
 
+from shm.control_records import RegionPlace
 from shm.errors import InvalidArgument
-from shm.messages import RegionPlace, RegionSlice, Submit
+from shm.messages import RegionSlice, Submit
 
 
 class RegionPlaces:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from config.options import Regions
 from shm.errors import InvalidArgument, Unavailable
-from shm.messages import Peer
+from shm.operations import Peer
 
 
 def check(options: Regions, name: str, byte_size: int, peer: Peer, registered: Iterable[tuple[Peer, int]]) -> None:

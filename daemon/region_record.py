@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from daemon.end_watch import EndWatch
-from shm.messages import Operation, Peer, RegisterCudaRegion, RegisterSystemRegion
+from shm.operations import Operation, Peer, RegisterCudaRegion, RegisterSystemRegion
 
 Registration = RegisterSystemRegion | RegisterCudaRegion
 

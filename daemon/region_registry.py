@@ -31,15 +31,9 @@ from daemon import region_checks, region_listing
 from daemon.end_watch import EndWatch
 from daemon.region_record import Region, RegionHolder, RegionState, Registration, is_owner
 from shm import descriptors
+from shm.control_records import RegionPlace
 from shm.errors import AlreadyExists, InvalidArgument, ServingError, Unavailable
-from shm.messages import (
-    AwaitRegion,
-    Peer,
-    RegionPlace,
-    RegionStatus,
-    RegisterCudaRegion,
-    UnregisterRegion,
-)
+from shm.operations import AwaitRegion, Peer, RegionStatus, RegisterCudaRegion, UnregisterRegion
 
 _log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from daemon.connection_end import ConnectionEnd
 from daemon.peer import end_of, peer_of
 from daemon.region_registry import RegionRegistry
 from shm.errors import InvalidArgument, ServingError
-from shm.messages import Peer, RegisterSystemRegion, UnregisterRegion
+from shm.operations import Peer, RegisterSystemRegion, UnregisterRegion
 from shm.regions import check_sealed
 
 _log = logging.getLogger(__name__)

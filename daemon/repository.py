@@ -20,8 +20,8 @@ from pathlib import Path
 
 from config import model_checks, model_config, model_fields
 from config.model_config import ModelConfig
+from shm.control_records import Load
 from shm.errors import InvalidArgument, ServingError, Unsupported
-from shm.messages import Load
 
 #: Names go into URLs, logs and cache keys; nothing in them may mean anything to a file system or a shell.
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254}", re.ASCII)

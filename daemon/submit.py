@@ -37,10 +37,11 @@ from daemon.sending import Sending
 from daemon.workerless import Workerless
 from shm.arena import Arena, Lease, LeaseKey
 from shm.channel import ChannelClosed
+from shm.control_records import LaneOpened, ModelGone, ModelState, RegionPlace, WorkerFenced
 from shm.errors import Internal, InvalidArgument, ServingError, Unavailable
 from shm.forms import Forms
 from shm.lane import SubmitterLane
-from shm.messages import Completion, LaneOpened, ModelGone, ModelState, RegionPlace, Submit, WorkerFenced
+from shm.messages import Completion, Submit
 from shm.refusals import Refusal
 from shm.status_page import StatusPage
 

@@ -45,8 +45,8 @@ from daemon.trace_settings import TraceSettings
 from daemon.workforce import Workforce
 from shm import descriptors
 from shm.channel import pair
+from shm.control_records import Call, LaneOpened, Loaded, LogChanged, ModelGone, ModelState, Unloaded, WorkerFenced
 from shm.errors import ServingError
-from shm.messages import Call, LaneOpened, Loaded, LogChanged, ModelGone, ModelState, Unloaded, WorkerFenced
 from shm.progress import Readiness
 
 _log = logging.getLogger(__name__)

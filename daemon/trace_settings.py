@@ -19,8 +19,8 @@ import msgspec
 from config.options import Trace
 from daemon.trace_budget import TraceBudget
 from daemon.trace_turn import TraceTurn
+from shm.control_records import TraceChanged, TraceCleared
 from shm.errors import InvalidArgument, Unsupported
-from shm.messages import TraceChanged, TraceCleared
 from shm.settings import ChangeTrace
 
 LEVELS = {"TIMESTAMPS": 1, "TENSORS": 2}
@@ -116,7 +116,7 @@ class _Scope:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """What travels with the record, as ``shm.messages.TraceChanged`` says."""
+        """What travels with the record, as ``shm.control_records.TraceChanged`` says."""
         if self.turn is None:
             return ()
         return (self.turn.fd,) if self.budget is None else (self.turn.fd, self.budget.fd)

@@ -17,7 +17,8 @@ from daemon.trace_budget import TraceBudget
 from daemon.trace_file import TraceFiles
 from daemon.trace_settings import LEVELS
 from daemon.trace_turn import TraceTurn
-from shm.messages import Completion, TraceChanged, TraceCleared
+from shm.control_records import TraceChanged, TraceCleared
+from shm.messages import Completion
 
 _TIMESTAMPS = LEVELS["TIMESTAMPS"]
 #: Ids are unique among the fronts of a daemon: the upper bits are the front's incarnation.

@@ -15,8 +15,8 @@ import msgspec
 from config.options import Options
 from daemon.child import Worker
 from daemon.devices import Device
+from shm.control_records import ChildReady, Loaded, Reply, Unloaded
 from shm.errors import InvalidArgument
-from shm.messages import ChildReady, Loaded, Reply, Unloaded
 from shm.progress import Loading
 from shm.status_page import StatusPage
 

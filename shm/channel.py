@@ -25,8 +25,7 @@ from typing import Any
 import msgspec
 
 from shm.errors import InvalidArgument
-from shm.messages import encoder
-from shm.record import Record
+from shm.record import Record, encoder
 
 MAX_DATAGRAM = 64 << 10
 #: What of it is left for records.

@@ -1,10 +1,10 @@
-"""What crosses from ``daemon.check`` to a process that only tries to load a model, and back. Pure values, as ``shm.messages``."""
+"""What crosses from ``daemon.check`` to a process that only tries to load a model, and back. Pure values."""
 
 from __future__ import annotations
 
 import msgspec
 
-from shm.messages import Load
+from shm.control_records import Load
 from shm.record import Record
 
 

@@ -1,4 +1,4 @@
-"""What a worker counts, in the form the supervisor asks for it (``shm.messages.WorkerFigures``): for metrics.
+"""What a worker counts, in the form the supervisor asks for it (``shm.operations.WorkerFigures``): for metrics.
 
 Statistics, which clients read, begin anew whenever a version is loaded. These go on where a load replaces another one, and say
 when they began, so that whoever adds them up can tell counters that began anew from those that stand still.

@@ -21,19 +21,8 @@ import msgspec
 
 from shm.channel import Channel
 from shm.errors import InvalidArgument
-from shm.messages import (
-    Completion,
-    Content,
-    FormCompletion,
-    FormSubmit,
-    Inline,
-    RegionSlice,
-    Slice,
-    Submit,
-    Tensor,
-    encoder,
-)
-from shm.record import Record
+from shm.messages import Completion, Content, FormCompletion, FormSubmit, Inline, RegionSlice, Slice, Submit, Tensor
+from shm.record import Record, encoder
 
 #: Forms of one sender that have a number at the same time.
 MAX_FORMS = 1024

@@ -41,8 +41,8 @@ from shm.messages import (
     Submit,
     ToSubmitter,
     ToWorker,
-    decoder,
 )
+from shm.record import decoder
 
 _FROM_WORKER = decoder(ToSubmitter)
 _FROM_SUBMITTER = decoder(ToWorker)

@@ -25,33 +25,34 @@ from config.options import Options
 from daemon.tally import Tally
 from shm import stack_report
 from shm.channel import Channel, pair
+from shm.control_records import (
+    Call,
+    ChildReady,
+    FromFront,
+    LaneOpened,
+    ModelState,
+    Reply,
+    Serve,
+    Start,
+    Stop,
+    WorkerFenced,
+)
 from shm.forms import HeardForms, answer_template, own_contents, whole_answer, whole_request
 from shm.lane import WorkerLane
 from shm.messages import (
-    Call,
     Cancel,
-    ChildReady,
     Completion,
     FormCompletion,
     FormSubmit,
-    FromFront,
     Inline,
-    LaneOpened,
-    ModelState,
     RegionSlice,
-    Reply,
     RequestForm,
-    Serve,
-    Settle,
-    Start,
-    Stop,
     Submit,
     Tensor,
-    WorkerFenced,
-    decoder,
 )
+from shm.operations import Settle
 from shm.progress import Readiness
-from shm.record import Record
+from shm.record import Record, decoder
 from shm.status_page import StatusPage
 
 MIB = 1 << 20

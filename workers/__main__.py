@@ -15,9 +15,10 @@ from config import log
 from config.options import Options
 from shm import exit_status, heap, stack_report
 from shm.channel import Channel, ChannelClosed
+from shm.control_records import Start, ToWorkerControl
 from shm.cuda_regions import DeviceLost
-from shm.messages import Start, ToWorkerControl, decoder
 from shm.parent import die_with_parent
+from shm.record import decoder
 from workers import device_cpu
 from workers.device import DeviceName, NoDevice
 

@@ -20,8 +20,8 @@ import msgspec
 from config import log
 from config.options import Options
 from shm.check import CheckLoads, LoadOutcome
+from shm.control_records import Load
 from shm.errors import ServingError
-from shm.messages import Load
 from shm.parent import die_with_parent
 from shm.status_page import StatusPage
 from workers import device_cpu

@@ -22,23 +22,15 @@ from config import log
 from config.options import Log
 from shm import descriptors
 from shm.channel import Channel, DescriptorsLost
+from shm.control_records import Call, LaneOpened, Load, Loaded, LogChanged, Reply, Stop, Unload, Unloaded
 from shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
 from shm.figures import Figures
-from shm.messages import (
+from shm.operations import (
     AwaitRegion,
-    Call,
-    LaneOpened,
-    Load,
-    Loaded,
-    LogChanged,
     ModelStatistics,
     RegionRecords,
     RegisterCudaRegion,
     RegisterSystemRegion,
-    Reply,
-    Stop,
-    Unload,
-    Unloaded,
     UnregisterRegion,
     WorkerFigures,
 )

@@ -14,7 +14,7 @@ from config import accounts
 from config.options import Regions
 from shm import guard
 from shm.errors import InvalidArgument
-from shm.messages import Peer, RegisterSystemRegion
+from shm.operations import Peer, RegisterSystemRegion
 
 
 class RegionPolicy:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from shm import descriptors, guard
 from shm.cuda_regions import CudaRegion, Driver, NoCuda
 from shm.errors import AlreadyExists, InvalidArgument, NotFound
-from shm.messages import RegisterCudaRegion, RegisterSystemRegion
+from shm.operations import RegisterCudaRegion, RegisterSystemRegion
 from shm.regions import Region, check_sealed, open_object
 from shm.snapshot_region import SnapshotRegion
 from workers.pinned_memory import PinnedMemory

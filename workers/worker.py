@@ -23,10 +23,11 @@ import jax
 
 from config.options import Options
 from shm.channel import Channel, ChannelClosed, DescriptorsLost
+from shm.control_records import ChildReady
 from shm.cuda_regions import DeviceLost, Driver, NoCuda
 from shm.errors import InvalidArgument
 from shm.lane import WorkerLane
-from shm.messages import Cancel, ChildReady, FormSubmit, RequestForm, Submit
+from shm.messages import Cancel, FormSubmit, RequestForm, Submit
 from shm.status_page import DESKS, Outputs, StatusPage, WorkerState
 from workers import dlpack, extensions, fast_path, output_memory
 from workers.control import Control

@@ -19,9 +19,10 @@ from daemon.grpc.stream import Stream
 from daemon.inference import InferenceRequest
 from daemon.submit import Submitter
 from daemon.tracer import Trace, Tracer
+from shm.control_records import ModelState
 from shm.errors import ServingError
 from shm.lane import SubmitterLane
-from shm.messages import Completion, FormSubmit, ModelState
+from shm.messages import Completion, FormSubmit
 
 #: Whole; one that is no buffer has a lease.
 Message = Buffer | Reception | PlacedMessage

@@ -21,8 +21,9 @@ from daemon.grpc.request_fields import Buffer, RefusedRequest, split
 from daemon.inference import Content, InferenceRequest, form_of
 from daemon.model_table import ModelTable
 from daemon.submit import Submitter
+from shm.control_records import ModelState
 from shm.errors import InvalidArgument, NotFound, ServingError
-from shm.messages import ModelState, RegionSlice
+from shm.messages import RegionSlice
 
 #: A message as far as it is its own: the id as it came, and as text; the raw tensors.
 Known = tuple[Layout, bytes, str, tuple[bytes, ...]]

@@ -23,7 +23,7 @@ from daemon.region_registry import RegionRegistry
 from daemon.workforce import Workforce
 from shm.errors import ServingError
 from shm.figures import Figures
-from shm.messages import WorkerFigures
+from shm.operations import WorkerFigures
 
 _log = logging.getLogger(__name__)
 #: Seconds. A scrape of Prometheus gives up after ten.

@@ -16,30 +16,32 @@ from daemon.connection import Connection
 from daemon.tally import Seat, Tally
 from shm import stack_report
 from shm.channel import Channel
-from shm.messages import (
+from shm.control_records import (
     Call,
     ChildReady,
     LaneOpened,
-    LoadModel,
     ModelGone,
     ModelState,
-    ModelStatistics,
-    RegionStatus,
-    RegisterSystemRegion,
     Reply,
-    RepositoryIndex,
     Seen,
     Serve,
     Start,
     Stop,
     ToFront,
     Told,
+    WorkerFenced,
+)
+from shm.operations import (
+    LoadModel,
+    ModelStatistics,
+    RegionStatus,
+    RegisterSystemRegion,
+    RepositoryIndex,
     UnloadModel,
     UnregisterRegion,
-    WorkerFenced,
-    decoder,
 )
 from shm.parent import die_with_parent
+from shm.record import decoder
 
 OPERATIONS = {
     kind.__name__: kind

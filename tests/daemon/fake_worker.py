@@ -19,27 +19,24 @@ import msgspec
 from daemon.connection import Connection
 from shm import stack_report
 from shm.channel import Channel
-from shm.errors import ServingError
-from shm.figures import Counts, Figures, VersionFigures
-from shm.messages import (
+from shm.control_records import (
     Call,
     ChildReady,
     LaneOpened,
     Load,
     Loaded,
-    ModelStatistics,
-    RegionRecords,
-    RegisterSystemRegion,
     Reply,
     Start,
     Stop,
     ToWorkerControl,
     Unload,
     Unloaded,
-    WorkerFigures,
-    decoder,
 )
+from shm.errors import ServingError
+from shm.figures import Counts, Figures, VersionFigures
+from shm.operations import ModelStatistics, RegionRecords, RegisterSystemRegion, WorkerFigures
 from shm.parent import die_with_parent
+from shm.record import decoder
 from shm.regions import open_object
 from shm.status_page import StatusPage, WorkerState
 

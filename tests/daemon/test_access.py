@@ -18,7 +18,8 @@ from daemon.http.routes import Endpoint, Routes
 from daemon.model_table import ModelTable
 from daemon.status import grpc_status, http_status
 from shm.channel import Channel, pair
-from shm.messages import ToFront, decoder
+from shm.control_records import ToFront
+from shm.record import decoder
 
 
 @pytest.fixture

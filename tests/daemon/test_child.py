@@ -12,8 +12,9 @@ import pytest
 
 from config.options import Options
 from daemon.child import Worker
+from shm.control_records import ChildReady, Load, Loaded
 from shm.errors import Internal, Unavailable
-from shm.messages import ChildReady, Load, Loaded, ModelStatistics, RegisterSystemRegion
+from shm.operations import ModelStatistics, RegisterSystemRegion
 
 OPTIONS = msgspec.msgpack.encode(Options())
 

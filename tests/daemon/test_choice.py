@@ -10,9 +10,10 @@ import pytest
 from daemon.choice import Choice
 from daemon.model_table import ModelTable
 from daemon.pending import Calling, Pending, Worker
+from shm.control_records import ModelGone, ModelState, RegionPlace
 from shm.errors import InvalidArgument, NotFound
 from shm.forms import MAX_FORMS, Form
-from shm.messages import FormSubmit, Inline, ModelGone, ModelState, RegionPlace, RegionSlice, Submit, Tensor
+from shm.messages import FormSubmit, Inline, RegionSlice, Submit, Tensor
 
 
 def worker_of(incarnation: int, device: str = "cpu:0") -> Worker:

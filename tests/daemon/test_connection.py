@@ -8,7 +8,9 @@ from typing import Any
 
 from daemon.connection import Connection
 from shm.channel import Channel, pair
-from shm.messages import Call, ChildReady, FromFront, RepositoryIndex, Stop, ToFront, decoder
+from shm.control_records import Call, ChildReady, FromFront, Stop, ToFront
+from shm.operations import RepositoryIndex
+from shm.record import decoder
 
 
 class Ends:

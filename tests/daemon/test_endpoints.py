@@ -12,9 +12,11 @@ from daemon.connection import Connection
 from daemon.endpoints import MAX_FILES, MAX_FILES_BYTE_SIZE, Endpoints
 from daemon.model_table import ModelTable
 from shm.channel import Channel, pair
+from shm.control_records import ModelState, ToFront
 from shm.errors import InvalidArgument, NotFound
-from shm.messages import ANONYMOUS, ModelState, Operation, Peer, Settle, ToFront, decoder
+from shm.operations import ANONYMOUS, Operation, Peer, Settle
 from shm.progress import Readiness
+from shm.record import decoder
 
 
 @pytest.fixture

@@ -30,9 +30,10 @@ from daemon.sending import Sending
 from daemon.submit import Submitter
 from shm import channel as channel_module
 from shm.channel import Channel
+from shm.control_records import WorkerFenced
 from shm.errors import InvalidArgument, ServingError
 from shm.lane import SubmitterLane, WorkerLane
-from shm.messages import Cancel, Completion, FormSubmit, Inline, Submit, Tensor, WorkerFenced
+from shm.messages import Cancel, Completion, FormSubmit, Inline, Submit, Tensor
 from tests.daemon.grpc.frame_client import STREAM
 from tests.daemon.test_submit import MIB, Setting
 from tests.fakes import answer_formed

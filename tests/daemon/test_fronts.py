@@ -15,7 +15,7 @@ from config.options import Grpc, Http, Options
 from daemon.child import Front
 from daemon.fronts import Fronts
 from daemon.listening import ListenError
-from shm.messages import Call, ModelState
+from shm.control_records import Call, ModelState
 
 READY = ModelState("m", 1, "READY")
 

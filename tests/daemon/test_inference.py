@@ -14,8 +14,9 @@ from daemon.inference import InferenceRequest, answers, begin
 from daemon.model_table import ModelTable
 from daemon.submit import Submitter
 from shm.channel import pair
+from shm.control_records import LaneOpened, ModelState
 from shm.errors import Internal, InvalidArgument, Unavailable
-from shm.messages import Completion, Inline, LaneOpened, ModelState, RegionSlice, Slice, Submit
+from shm.messages import Completion, Inline, RegionSlice, Slice, Submit
 from tests.fakes import INCARNATION, EchoWorker
 
 MIB = 1 << 20

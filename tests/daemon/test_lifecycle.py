@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from daemon.instructions import Instruction, Publish, Retry, Send, Settled
 from daemon.lifecycle import FIRST_RETRY, MAX_RETRY, Lifecycle
 from daemon.repository import FoundModel
-from shm.messages import Load, Loaded, ModelGone, ModelState, Unload
+from shm.control_records import Load, Loaded, ModelGone, ModelState, Unload
 
 
 def found(name: str, *chosen: int, fingerprint: str = "f") -> FoundModel:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from daemon.model_table import ModelTable, parse_version
+from shm.control_records import ModelGone, ModelState
 from shm.errors import InvalidArgument, NotFound
-from shm.messages import ModelGone, ModelState
 
 
 @pytest.fixture

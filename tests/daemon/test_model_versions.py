@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from daemon.model_versions import Version, VersionState
-from shm.messages import Load, Loaded, ModelState
+from shm.control_records import Load, Loaded, ModelState
 
 LOAD = Load("m", 3, "/m", "/m/3", b"")
 DESCRIBED = Loaded("m", 3, metadata=b"{}", config=b"[]", stateless=False, decoupled=True)

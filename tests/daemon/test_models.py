@@ -12,8 +12,9 @@ import pytest
 from config import model_config
 from config.options import Repository
 from daemon.models import Models
+from shm.control_records import Load, Loaded, ModelGone, ModelState, Unload
 from shm.errors import Internal, InvalidArgument, Unsupported
-from shm.messages import Load, Loaded, LoadModel, ModelGone, ModelState, Unload
+from shm.operations import LoadModel
 from shm.progress import Readiness
 from shm.record import Record
 from tests.daemon.fake_daemon import write_model

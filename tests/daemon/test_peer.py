@@ -15,7 +15,7 @@ import pytest
 from daemon import peer as peer_module
 from daemon.connection_end import ConnectionEnd
 from daemon.peer import end_of, peer_of, process_of
-from shm.messages import ANONYMOUS
+from shm.operations import ANONYMOUS
 
 CLIENT = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); s.send(b'x'); sys.stdin.read()"
 

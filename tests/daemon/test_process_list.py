@@ -9,7 +9,7 @@ from daemon import process_list
 from daemon.child import Front, Worker
 from daemon.fronts import Fronts
 from daemon.posts import Posts
-from shm.messages import Load
+from shm.control_records import Load
 from shm.progress import Loading
 from shm.status_page import Outputs, StatusPage, WorkerState
 

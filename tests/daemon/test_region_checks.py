@@ -10,7 +10,7 @@ from config.options import Regions
 from daemon import region_checks
 from daemon.region_record import Region, Registration
 from shm.errors import InvalidArgument, Unsupported
-from shm.messages import Peer, RegisterCudaRegion, RegisterSystemRegion
+from shm.operations import Peer, RegisterCudaRegion, RegisterSystemRegion
 
 HERE, THERE = Peer("tcp", "127.0.0.1:1"), Peer("tcp", "10.0.0.1:1")
 ALICE, BOB = Peer("unix", uid=1001), Peer("unix", uid=1002)

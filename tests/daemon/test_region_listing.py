@@ -10,7 +10,7 @@ import pytest
 from daemon import region_listing
 from daemon.region_record import Region, RegionHolder, RegionState
 from shm.errors import NotFound, Unavailable
-from shm.messages import Operation, Peer, RegionStatus, RegisterCudaRegion, RegisterSystemRegion
+from shm.operations import Operation, Peer, RegionStatus, RegisterCudaRegion, RegisterSystemRegion
 
 
 def region(name: str, state: RegionState, byte_size: int = 64) -> Region:

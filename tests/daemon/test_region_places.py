@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from daemon.region_places import RegionPlaces
+from shm.control_records import RegionPlace
 from shm.errors import InvalidArgument
-from shm.messages import Inline, RegionPlace, RegionSlice, RequestedOutput, Submit, Tensor
+from shm.messages import Inline, RegionSlice, RequestedOutput, Submit, Tensor
 
 
 def submit(*inputs: str, outputs: tuple[str, ...] = ()) -> Submit:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from config.options import Regions
 from daemon import region_quota
 from shm.errors import InvalidArgument, ServingError
-from shm.messages import Peer
+from shm.operations import Peer
 
 OWNERS = [
     Peer("tcp", "10.0.0.1:1"),

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from config.options import Regions
 from daemon.region_registry import RegionRegistry
+from shm.control_records import RegionPlace
 from shm.errors import AlreadyExists, Internal, InvalidArgument, NotFound, ServingError, Unavailable, Unsupported
-from shm.messages import (
+from shm.operations import (
     AwaitRegion,
     Operation,
     Peer,
-    RegionPlace,
     RegionRecords,
     RegionStatus,
     RegisterCudaRegion,

@@ -16,7 +16,7 @@ import pytest
 from config.options import Regions
 from daemon.region_registry import RegionRegistry
 from daemon.region_socket import RegionSocket
-from shm.messages import Operation, RegionStatus, RegisterSystemRegion
+from shm.operations import Operation, RegionStatus, RegisterSystemRegion
 from tests.daemon.test_region_registry import FakeHolder
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

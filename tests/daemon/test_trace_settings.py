@@ -11,8 +11,8 @@ import pytest
 
 from config.options import Trace
 from daemon.trace_settings import TraceSettings, parse
+from shm.control_records import TraceChanged, TraceCleared
 from shm.errors import InvalidArgument, Unsupported
-from shm.messages import TraceChanged, TraceCleared
 from shm.settings import ChangeTrace
 
 FIRST = {

@@ -12,7 +12,8 @@ from daemon import trace_file
 from daemon.trace_budget import TraceBudget
 from daemon.trace_turn import TraceTurn
 from daemon.tracer import Tracer
-from shm.messages import Completion, Timeline, TraceChanged, TraceCleared
+from shm.control_records import TraceChanged, TraceCleared
+from shm.messages import Completion, Timeline
 
 
 @pytest.fixture(autouse=True)

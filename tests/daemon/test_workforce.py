@@ -9,7 +9,7 @@ from config.options import Options
 from daemon.child import Worker
 from daemon.devices import Device
 from daemon.workforce import Workforce
-from shm.messages import ChildReady, Load, Loaded, Unload, Unloaded
+from shm.control_records import ChildReady, Load, Loaded, Unload, Unloaded
 
 DEVICES = [Device("cpu:0", {}), Device("cpu:1", {})]
 

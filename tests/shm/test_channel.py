@@ -23,8 +23,8 @@ from shm.messages import (
     Tensor,
     ToSubmitter,
     ToWorker,
-    decoder,
 )
+from shm.record import decoder
 from tests.open_files import no_descriptors_left
 
 

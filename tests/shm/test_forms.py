@@ -35,9 +35,8 @@ from shm.messages import (
     Submit,
     Tensor,
     ToWorker,
-    decoder,
-    encoder,
 )
+from shm.record import decoder, encoder
 
 NUMBERS = st.integers(0, (1 << 63) - 1)
 NAMES = st.text(max_size=4)

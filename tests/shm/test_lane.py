@@ -28,9 +28,8 @@ from shm.messages import (
     Tensor,
     ToSubmitter,
     ToWorker,
-    decoder,
 )
-from shm.record import Record
+from shm.record import Record, decoder
 from tests.open_files import no_descriptors_left
 
 MIB = 1 << 20

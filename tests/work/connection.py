@@ -23,8 +23,9 @@ from daemon.model_table import ModelTable
 from daemon.submit import Submitter
 from daemon.tally import Tally
 from shm.channel import pair
+from shm.control_records import LaneOpened, ModelState
 from shm.lane import WorkerLane
-from shm.messages import Cancel, Completion, FormSubmit, LaneOpened, ModelState, Submit
+from shm.messages import Cancel, Completion, FormSubmit, Submit
 from shm.status_page import StatusPage
 from tests.fakes import WholeRequests, answer_formed
 from tests.work.counter import Work

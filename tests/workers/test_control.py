@@ -14,21 +14,11 @@ import pytest
 from config.model_config import empty
 from config.options import Regions
 from shm.channel import pair
+from shm.control_records import Call, LaneOpened, Load, Stop, Unload
 from shm.cuda_regions import Driver
 from shm.errors import Internal, InvalidArgument
 from shm.figures import Figures
-from shm.messages import (
-    AwaitRegion,
-    Call,
-    LaneOpened,
-    Load,
-    ModelStatistics,
-    RepositoryIndex,
-    Stop,
-    Unload,
-    UnregisterRegion,
-    WorkerFigures,
-)
+from shm.operations import AwaitRegion, ModelStatistics, RepositoryIndex, UnregisterRegion, WorkerFigures
 from tests.workers.test_model_table import version_of
 from workers.control import Control
 from workers.model_table import ModelTable

@@ -14,9 +14,10 @@ import pytest
 from config.model_config import empty
 from config.options import Arenas, Executables, Options, Regions
 from shm.arena import Arena
+from shm.control_records import Load
 from shm.cuda_regions import Driver
 from shm.errors import InvalidArgument
-from shm.messages import Completion, Inline, Load, Submit, Tensor
+from shm.messages import Completion, Inline, Submit, Tensor
 from shm.status_page import StatusPage
 from tests.repositories import scale_model, write_model
 from tests.workers.requests import request_of

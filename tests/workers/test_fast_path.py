@@ -19,28 +19,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shm.channel import Channel, ChannelClosed, pair
+from shm.control_records import Call, Reply
 from shm.errors import InvalidArgument
 from shm.forms import Forms
 from shm.messages import (
-    Call,
     Cancel,
     Completion,
     FormCompletion,
     FormSubmit,
     Inline,
     RegionSlice,
-    RegisterSystemRegion,
     Release,
-    Reply,
     RequestedOutput,
     Slice,
     Tensor,
     ToSubmitter,
     ToWorker,
-    UnregisterRegion,
-    decoder,
-    encoder,
 )
+from shm.operations import RegisterSystemRegion, UnregisterRegion
+from shm.record import decoder, encoder
 from tests.daemon_process import ROOT
 from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop
 from workers import fast_path

@@ -16,17 +16,8 @@ from hypothesis import strategies as st
 
 from shm.errors import InvalidArgument, NotFound, ServingError
 from shm.forms import Forms, own_contents, request_template, whole_request
-from shm.messages import (
-    Content,
-    FormSubmit,
-    Inline,
-    RegionSlice,
-    RegisterSystemRegion,
-    RequestedOutput,
-    Slice,
-    Submit,
-    Tensor,
-)
+from shm.messages import Content, FormSubmit, Inline, RegionSlice, RequestedOutput, Slice, Submit, Tensor
+from shm.operations import RegisterSystemRegion
 from tests.workers.test_validation import BATCHED, FREE, outputs, regions, submitter, tensors, version_of
 from workers.known_form import KnownForm
 from workers.model_version import ModelVersion

@@ -15,17 +15,8 @@ from config.options import Arenas, Executables, Lanes, Options
 from shm.arena import Lease
 from shm.arrays import DTYPES, Array
 from shm.errors import InvalidArgument
-from shm.messages import (
-    Completion,
-    FormCompletion,
-    FormSubmit,
-    Inline,
-    Release,
-    RequestedOutput,
-    Slice,
-    Tensor,
-    encoder,
-)
+from shm.messages import Completion, FormCompletion, FormSubmit, Inline, Release, RequestedOutput, Slice, Tensor
+from shm.record import encoder
 from tests.repositories import write_model
 from tests.workers.test_fast_path import Native, native, request
 from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop

@@ -12,7 +12,8 @@ import pytest
 from config.options import Options
 from shm import stack_report
 from shm.channel import Channel, ChannelClosed, pair
-from shm.messages import FromWorker, Load, Start, Stop, ToWorkerControl, decoder
+from shm.control_records import FromWorker, Load, Start, Stop, ToWorkerControl
+from shm.record import decoder
 from workers.__main__ import _receive_start
 
 

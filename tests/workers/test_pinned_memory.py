@@ -16,7 +16,7 @@ import pytest
 from config.options import Regions
 from shm.arena import Arena, ArenaMap
 from shm.cuda_regions import Context, Driver
-from shm.messages import RegisterSystemRegion
+from shm.operations import RegisterSystemRegion
 from shm.regions import Region
 from tests.cuda_stub.library import CudaStub, HostMemory
 from tests.fakes import until

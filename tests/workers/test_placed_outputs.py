@@ -20,19 +20,9 @@ from bench import regions as measured_regions
 from config.options import Arenas, Executables, Lanes, Options, Regions
 from shm.arena import Lease
 from shm.arrays import Array, array
-from shm.messages import (
-    Call,
-    Completion,
-    Inline,
-    RegionSlice,
-    RegisterSystemRegion,
-    Reply,
-    RequestedOutput,
-    Slice,
-    Submit,
-    Tensor,
-    UnregisterRegion,
-)
+from shm.control_records import Call, Reply
+from shm.messages import Completion, Inline, RegionSlice, RequestedOutput, Slice, Submit, Tensor
+from shm.operations import RegisterSystemRegion, UnregisterRegion
 from tests.daemon_process import ROOT, DaemonProcess, tensorctl_status
 from tests.repositories import write_model
 from tests.workers.worker_loop import OPTIONS, WorkerLoop

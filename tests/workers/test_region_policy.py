@@ -11,7 +11,7 @@ import pytest
 from config.options import Regions
 from shm import guard
 from shm.errors import InvalidArgument
-from shm.messages import ANONYMOUS, Peer, RegisterSystemRegion
+from shm.operations import ANONYMOUS, Peer, RegisterSystemRegion
 from workers.region_policy import RegionPolicy
 
 US, GROUP = os.geteuid(), os.getegid()

@@ -12,7 +12,7 @@ from config.options import Regions
 from shm import guard
 from shm.cuda_regions import Driver
 from shm.errors import AlreadyExists, InvalidArgument, NotFound
-from shm.messages import RegisterSystemRegion
+from shm.operations import RegisterSystemRegion
 from workers.region_policy import RegionPolicy
 from workers.region_table import RegionTable
 

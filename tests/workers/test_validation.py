@@ -19,7 +19,8 @@ from config.options import Regions
 from shm.arena import Arena, ArenaMap
 from shm.cuda_regions import Driver
 from shm.errors import InvalidArgument, ServingError
-from shm.messages import Inline, RegionSlice, RegisterSystemRegion, RequestedOutput, Slice, Submit, Tensor
+from shm.messages import Inline, RegionSlice, RequestedOutput, Slice, Submit, Tensor
+from shm.operations import RegisterSystemRegion
 from workers.familiar import Familiar
 from workers.model_version import ModelVersion
 from workers.models.host_model import shapes_key

@@ -19,23 +19,10 @@ from msgspec.structs import replace
 
 from shm.arena import Arena
 from shm.channel import pair
+from shm.control_records import LaneOpened, Stop, Unload, Unloaded
 from shm.errors import Internal, InvalidArgument, NotFound, ServingError
-from shm.messages import (
-    AwaitRegion,
-    Inline,
-    LaneOpened,
-    ModelStatistics,
-    RegionSlice,
-    RegisterSystemRegion,
-    RequestedOutput,
-    Slice,
-    Stop,
-    Submit,
-    Tensor,
-    Unload,
-    Unloaded,
-    UnregisterRegion,
-)
+from shm.messages import Inline, RegionSlice, RequestedOutput, Slice, Submit, Tensor
+from shm.operations import AwaitRegion, ModelStatistics, RegisterSystemRegion, UnregisterRegion
 from tests import repositories
 from tests.workers.worker_process import PATIENCE_S, PEER, WorkerProcess, small_arenas, wait_until
 

@@ -13,22 +13,11 @@ from config import model_config
 from config.options import Executables, Lanes, Options
 from shm.arena import Arena, Lease
 from shm.channel import Channel, pair
+from shm.control_records import FromWorker, LaneOpened, Load, Loaded, ToWorkerControl
 from shm.forms import Forms, own_contents, request_template
 from shm.lane import SubmitterLane
-from shm.messages import (
-    Completion,
-    FormSubmit,
-    FromWorker,
-    LaneOpened,
-    Load,
-    Loaded,
-    RequestedOutput,
-    Submit,
-    Tensor,
-    ToWorkerControl,
-    decoder,
-)
-from shm.record import Record
+from shm.messages import Completion, FormSubmit, RequestedOutput, Submit, Tensor
+from shm.record import Record, decoder
 from tests.fakes import whole_answers
 from tests.work.counter import Work
 from workers.device import DeviceName

@@ -20,29 +20,23 @@ from shm import stack_report
 from shm.arena import Arena
 from shm.arrays import Array, array, byte_content, datatype_of
 from shm.channel import Channel, ChannelClosed, pair
-from shm.errors import from_code
-from shm.lane import SubmitterLane
-from shm.messages import (
+from shm.control_records import (
     Call,
     ChildReady,
-    Completion,
     FromWorker,
-    Inline,
     LaneOpened,
     Load,
     Loaded,
     Reply,
-    RequestedOutput,
-    Slice,
     Start,
     Stop,
-    Submit,
-    Tensor,
     Unload,
     Unloaded,
-    decoder,
 )
-from shm.record import Record
+from shm.errors import from_code
+from shm.lane import SubmitterLane
+from shm.messages import Completion, Inline, RequestedOutput, Slice, Submit, Tensor
+from shm.record import Record, decoder
 from shm.status_page import StatusPage
 from tests.fakes import whole_answers
 

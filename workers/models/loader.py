@@ -21,8 +21,8 @@ import jax
 from config import model_checks, model_config
 from config.model_config import ModelConfig
 from config.options import Options
+from shm.control_records import Load
 from shm.errors import Internal, InvalidArgument, Unsupported
-from shm.messages import Load
 from shm.status_page import StatusPage
 from workers import single_thread
 from workers.device_cuda import CudaDevice

@@ -13,7 +13,7 @@ import hpack
 from tritonclient.grpc import service_pb2
 
 from daemon.grpc import frames
-from shm.messages import Settle
+from shm.operations import Settle
 from tests.fakes import MIB, PATIENCE_SECONDS, EchoWorker, FrontProcess, front_process
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"

@@ -13,7 +13,8 @@ import pytest
 from daemon.grpc import frames
 from daemon.grpc.codes import INTERNAL, OK
 from daemon.trace_turn import TraceTurn
-from shm.messages import Inline, Tensor, TraceChanged
+from shm.control_records import TraceChanged
+from shm.messages import Inline, Tensor
 from tests.daemon.grpc.frame_client import STREAM, FrameClient, GrpcFrontProcess, prefixed, request, serving
 from tests.fakes import EchoWorker, until
 

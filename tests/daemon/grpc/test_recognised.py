@@ -12,9 +12,10 @@ from daemon.grpc.recognised import Known, Recognised
 from daemon.grpc.request_fields import RefusedRequest
 from daemon.model_table import ModelTable
 from daemon.submit import Submitter
+from shm.control_records import ModelState
 from shm.errors import NotFound
 from shm.forms import Forms, whole_request
-from shm.messages import FormSubmit, Inline, ModelState, Submit
+from shm.messages import FormSubmit, Inline, Submit
 from tests.daemon.grpc.requests import REQUESTS
 from tests.daemon.grpc.test_request_codec import located, message, table, tensor
 

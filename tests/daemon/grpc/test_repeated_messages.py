@@ -13,8 +13,9 @@ from tritonclient.grpc import service_pb2
 from daemon.grpc import frames
 from daemon.grpc.codes import INTERNAL, INVALID_ARGUMENT, OK
 from daemon.trace_turn import TraceTurn
+from shm.control_records import ModelGone, TraceChanged
 from shm.forms import answer_template
-from shm.messages import Completion, FormCompletion, FormSubmit, Inline, ModelGone, RegionSlice, Tensor, TraceChanged
+from shm.messages import Completion, FormCompletion, FormSubmit, Inline, RegionSlice, Tensor
 from tests.daemon.grpc.frame_client import INFER, STREAM, Answer, FrameClient, GrpcFrontProcess, prefixed, serving
 from tests.daemon.grpc.test_inferring import BEGIN, END, traces
 from tests.fakes import EchoWorker, until

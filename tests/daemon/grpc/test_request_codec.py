@@ -16,9 +16,10 @@ from daemon.grpc.request_fields import RefusedRequest
 from daemon.inference import InferenceRequest
 from daemon.model_table import ModelTable
 from shm.arrays import DTYPES
+from shm.control_records import ModelState
 from shm.datatypes import ELEMENT_SIZES
 from shm.errors import InvalidArgument, ServingError
-from shm.messages import ModelState, RegionSlice
+from shm.messages import RegionSlice
 from tests.daemon.grpc.requests import REQUESTS, TYPED, Infer, Parameter
 
 

@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from shm.messages import Inline, ModelGone, Slice, Submit, Tensor
+from shm.control_records import ModelGone
+from shm.messages import Inline, Slice, Submit, Tensor
 from tests.fakes import (
     INCARNATION,
     MIB,

@@ -13,16 +13,10 @@ from daemon.http.known_head import learn
 from daemon.http.known_request import KnownRequest, recognise
 from daemon.http.message_head import InferHead
 from daemon.http.request_codec import decode
+from shm.control_records import ModelGone
 from shm.errors import InvalidArgument
 from shm.forms import MAX_FORMS, Forms, whole_request
-from shm.messages import (
-    FormSubmit,
-    Inline,
-    ModelGone,
-    RegionSlice,
-    Submit,
-    Tensor,
-)
+from shm.messages import FormSubmit, Inline, RegionSlice, Submit, Tensor
 from tests.fakes import Client, FrontProcess, serving
 
 PLAIN: dict[str, Any] = {"name": "x", "datatype": "UINT8", "shape": [4], "parameters": {"binary_data_size": 4}}

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from daemon.trace_turn import TraceTurn
-from shm.messages import FormSubmit, TraceChanged
+from shm.control_records import TraceChanged
+from shm.messages import FormSubmit
 from tests.daemon.http.large_client import head_size, request
 from tests.fakes import MIB, PATIENCE_SECONDS, SMALL_BUFFER, Answer, Client, EchoWorker, FrontProcess, serving, until
 

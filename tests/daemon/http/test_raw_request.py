@@ -8,8 +8,8 @@ import pytest
 
 from daemon.http.decoded_request import DecodedRequest, Part
 from daemon.http.raw_request import decode_raw
+from shm.control_records import ModelState
 from shm.errors import InvalidArgument
-from shm.messages import ModelState
 
 LABEL = r"\[request id: <id_unknown>\] "
 

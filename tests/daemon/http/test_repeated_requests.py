@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from daemon.trace_turn import TraceTurn
+from shm.control_records import TraceChanged
 from shm.forms import answer_template
-from shm.messages import Completion, FormCompletion, FormSubmit, Inline, RegionSlice, Tensor, TraceChanged
+from shm.messages import Completion, FormCompletion, FormSubmit, Inline, RegionSlice, Tensor
 from tests.fakes import PATIENCE_SECONDS, Answer, Client, EchoWorker, front_process, serving, until
 
 TIMES = 5

@@ -18,7 +18,8 @@ from daemon.http.decoded_request import Part
 from daemon.http.request_codec import Recognised
 from shm.arrays import DTYPES
 from shm.errors import InvalidArgument, ServingError
-from shm.messages import RegionSlice, Submit, Tensor, encoder
+from shm.messages import RegionSlice, Submit, Tensor
+from shm.record import encoder
 from tests.daemon.http.heads import decode, request_of, tensor
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from shm.messages import (
+from shm.control_records import ModelGone
+from shm.operations import (
     LoadModel,
-    ModelGone,
     ModelStatistics,
     Operation,
     RegionStatus,

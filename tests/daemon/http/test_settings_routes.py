@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shm.messages import Operation
+from shm.operations import Operation
 from shm.settings import ChangeLog, ChangeTrace
 from tests.fakes import Client, FrontProcess, front_process
 

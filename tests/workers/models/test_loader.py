@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from config.model_config import empty, parse_pbtxt
+from shm.control_records import Load
 from shm.errors import Internal, InvalidArgument, ServingError, Unsupported
-from shm.messages import Load
 from shm.status_page import StatusPage
 from tests.repositories import write_model
 from tests.workers.requests import request_of

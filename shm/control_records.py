@@ -1,0 +1,226 @@
+"""The records of a control channel: what the supervisor and its children, fronts and workers, say to each other.
+
+Pure values, no I/O: ``shm.channel`` carries them; ``shm.record`` says what they all are.
+
+                supervisor --> front                     front --> supervisor
+    control     Start Serve Stop LaneOpened              ChildReady Call Seen
+                WorkerFenced ModelState ModelGone
+                Readiness RegionPlace Reply Told
+                LogChanged TraceChanged TraceCleared
+
+                supervisor --> worker                    worker --> supervisor
+    control     Start Stop LaneOpened Load Unload        ChildReady Loaded Reply
+                Call LogChanged                          Unloaded Loading
+
+A Call, by a front or to a worker, is answered by one Reply with the same ``call_id``; what it asks for is in ``shm.operations``.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from shm.operations import ANONYMOUS, Operation, Peer
+from shm.progress import Loading, Readiness
+from shm.record import Record
+
+
+class Start(Record, frozen=True, tag="start"):
+    """First record to a child: who it is and the whole validated configuration (``config.options.Options`` as msgpack)."""
+
+    #: Unique per process start; the child repeats it in ChildReady, so answers of a predecessor are never mistaken.
+    incarnation: int
+    #: "http-0", "worker-1": for logs and process titles.
+    name: str
+    options: msgspec.Raw
+
+
+class Stop(Record, frozen=True, tag="stop"):
+    """Finish what is in flight within ``grace_ns``, then exit 0. A front stops accepting at once."""
+
+    grace_ns: int
+
+
+class ChildReady(Record, frozen=True, tag="ready"):
+    """The child does its work: a front serves clients, a worker its control channel.
+
+    A worker's carries one descriptor: its status page (``shm.status_page``).
+    """
+
+    incarnation: int
+    #: A worker: what it goes without, for want of a C extension; a sentence each.
+    missing: tuple[str, ...] = ()
+
+
+class Told(Record, frozen=True, tag="told"):
+    """To a front: everything up to that edition of what fronts have to know was sent. Answered with Seen."""
+
+    edition: int
+
+
+class Seen(Record, frozen=True, tag="seen"):
+    """The front acts upon everything up to that edition."""
+
+    edition: int
+
+
+class Serve(Record, frozen=True, tag="serve"):
+    """The front knows all that the others know: from now on it may take clients."""
+
+
+class LaneOpened(Record, frozen=True, tag="lane"):
+    """One end of a lane's SEQPACKET pair travels with this record.
+
+    To a front: ``peer`` is the worker's incarnation, ``device`` its name ("cpu:0", "cuda:1"), and a second descriptor is that
+    worker's status page (see ``shm.status_page``). To a worker: ``peer`` is the submitter's incarnation.
+    """
+
+    peer: int
+    device: str = ""
+
+
+class LogChanged(Record, frozen=True, tag="log"):
+    """Log that way from now on. ``options`` is ``config.options.Log`` as msgpack; ``name`` is the receiver's, as in Start."""
+
+    name: str
+    options: msgspec.Raw
+
+
+class TraceChanged(Record, frozen=True, tag="trace"):
+    """Sample requests for a model, or ("") for all models without settings of their own, that way from now on.
+
+    Where anything is traced descriptors travel along: whose turn it is (``daemon.trace_turn``), and where there is a limit the
+    number of traces left (``daemon.trace_budget``).
+    """
+
+    model: str
+    #: As Submit.trace; 0: none.
+    level: int
+    #: One request in so many.
+    rate: int
+    log_frequency: int
+    file: str
+
+
+class TraceCleared(Record, frozen=True, tag="untrace"):
+    """That model has no trace settings of its own any more."""
+
+    model: str
+
+
+class WorkerFenced(Record, frozen=True, tag="fenced"):
+    """That worker process is certainly gone (pidfd), so its requests may be run elsewhere."""
+
+    worker: int
+
+
+class ModelState(Record, frozen=True, tag="model"):
+    """What a front needs to know of one model version. Sent whole on every change; the last one holds."""
+
+    name: str
+    version: int
+    #: UNKNOWN, READY, UNAVAILABLE, LOADING, UNLOADING: Triton's index states.
+    state: str
+    reason: str = ""
+    #: Incarnations of the workers where it is READY.
+    workers: tuple[int, ...] = ()
+    #: Metadata answer (without "versions") and full ModelConfig, both JSON; empty unless READY.
+    metadata: bytes = b""
+    config: bytes = b""
+    #: False where a request may not be run twice (sequences, decoupled models).
+    stateless: bool = True
+    #: Answers a request with any number of responses.
+    decoupled: bool = False
+
+
+class ModelGone(Record, frozen=True, tag="gone"):
+    """That version is no longer known."""
+
+    name: str
+    version: int
+
+
+class RegionPlace(Record, frozen=True, tag="place"):
+    """Only the worker of that device has the region, so requests that name it go there. "": the region is gone.
+
+    Sent for CUDA regions where there are several GPU workers; every other region is on all of them.
+    """
+
+    region: str
+    device: str
+
+
+class Load(Record, frozen=True, tag="load"):
+    """Load one version and warm it; the answer is Loaded. The model before it keeps serving meanwhile."""
+
+    name: str
+    version: int
+    #: The model's directory and the version's directory, absolute.
+    model_path: str
+    version_path: str
+    #: Serialised ModelConfig protobuf as far as the operator gave it; the worker completes it.
+    config: bytes
+
+
+class Loaded(Record, frozen=True, tag="loaded"):
+    """A version is ready, or failed with ``reason`` (one calm sentence)."""
+
+    name: str
+    version: int
+    reason: str = ""
+    metadata: bytes = b""
+    config: bytes = b""
+    stateless: bool = True
+    decoupled: bool = False
+
+
+class Unload(Record, frozen=True, tag="unload"):
+    """Take no new requests for that version, finish the queued ones, drop it; answered with Unloaded."""
+
+    name: str
+    version: int
+
+
+class Unloaded(Record, frozen=True, tag="unloaded"):
+    """That version is gone from the worker."""
+
+    name: str
+    version: int
+
+
+class Call(Record, frozen=True, tag="call"):
+    """A question with an answer. With a registration of a region travels a pidfd of the client's process, where there is one."""
+
+    call_id: int
+    operation: Operation
+    #: For whom a front asks.
+    peer: Peer = ANONYMOUS
+
+
+class Reply(Record, frozen=True, tag="reply"):
+    """The answer to a Call: ``result`` (JSON, often empty) or a ServingError as code and message."""
+
+    call_id: int
+    code: str = ""
+    message: str = ""
+    result: bytes = b""
+
+
+ToFront = (
+    Start
+    | Serve
+    | Told
+    | Stop
+    | LogChanged
+    | TraceChanged
+    | TraceCleared
+    | LaneOpened
+    | WorkerFenced
+    | ModelState
+    | ModelGone
+    | Readiness
+    | RegionPlace
+    | Reply
+)
+FromFront = ChildReady | Seen | Call
+ToWorkerControl = Start | Stop | LogChanged | LaneOpened | Load | Unload | Call
+FromWorker = ChildReady | Loaded | Loading | Unloaded | Reply

@@ -1,0 +1,148 @@
+"""What is asked by calls: of the supervisor by a front, and of a worker by the supervisor (``shm.control_records.Call``).
+
+Each says what its Reply holds. Who asks is a ``Peer``, which comes with the call.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from shm.record import Record
+from shm.settings import ChangeLog, ChangeTrace
+
+
+class LoadModel(Record, frozen=True, tag="c.load"):
+    """Repository load by name; ``config`` is a JSON override, ``files`` override version files (path -> content)."""
+
+    name: str
+    config: str = ""
+    files: dict[str, bytes] = msgspec.field(default_factory=dict)
+
+
+class UnloadModel(Record, frozen=True, tag="c.unload"):
+    """Repository unload by name."""
+
+    name: str
+    unload_dependents: bool = False
+
+
+class RepositoryIndex(Record, frozen=True, tag="c.index"):
+    """Reply: JSON array of {name, version?, state?, reason?}."""
+
+    ready: bool = False
+
+
+class ModelStatistics(Record, frozen=True, tag="c.stats"):
+    """Reply: JSON {"model_stats": [...]}; "" and 0 mean all. A worker answers for itself, the supervisor merges."""
+
+    name: str = ""
+    version: int = 0
+
+
+class Peer(Record, frozen=True, tag="peer"):
+    """Who asks. Filled in from the socket (``daemon.peer``), never from what the client says."""
+
+    #: "tcp": only the address is known.  "unix": the kernel vouches for the rest.  "operator": the control socket.
+    kind: str = "tcp"
+    #: HOST:PORT of a TCP client.
+    address: str = ""
+    #: Of a unix peer when it connected; 0: in another PID namespace.
+    pid: int = 0
+    uid: int = -1
+    gid: int = -1
+    groups: tuple[int, ...] = ()
+
+    @property
+    def owner(self) -> str:
+        """Whom quotas count: a user, or a TCP host, whose clients cannot be told apart for longer than a connection."""
+        return f"uid {self.uid}" if self.kind == "unix" else f"{self.kind} {self.address.rpartition(':')[0]}".strip()
+
+
+#: A client of TCP of whom nothing is known.
+ANONYMOUS = Peer()
+
+
+class RegisterSystemRegion(Record, frozen=True, tag="c.reg"):
+    """Map part of a POSIX object. The first worker opens it, replies its descriptor and JSON {"access"}; the others get both."""
+
+    name: str
+    key: str
+    offset: int
+    byte_size: int
+    #: How workers use it: "guarded", "snapshot" or "sealed" (``shm.regions``). "": the first worker decides by policy.
+    access: str = ""
+    #: Whoever asks must have access to the object itself: the daemon lends nobody its own.
+    peer: Peer = ANONYMOUS
+    #: To a worker: a region of that name may be there, and this one takes its place in one step.
+    renews: bool = False
+
+
+class RegisterCudaRegion(Record, frozen=True, tag="c.regcuda"):
+    """Open an allocation of a client's GPU memory under a name. Whoever holds the handle can open it: it goes into no log."""
+
+    name: str
+    #: cudaIpcMemHandle_t: 64 bytes.
+    raw_handle: bytes
+    #: The GPU, counted as the daemon sees them.
+    device_id: int
+    byte_size: int
+    #: As of a system region.
+    renews: bool = False
+
+
+class UnregisterRegion(Record, frozen=True, tag="c.unreg"):
+    """No later request finds the region. Name "", to the supervisor alone: every one that the peer may unregister.
+
+    A worker's reply: JSON, how many tensors of requests are in it now.
+    """
+
+    kind: str
+    name: str
+
+
+class AwaitRegion(Record, frozen=True, tag="c.awaitreg"):
+    """Reply, empty, when no request uses a region that had that name any more, and it is closed."""
+
+    name: str
+
+
+class RegionRecords(Record, frozen=True, tag="c.regrec"):
+    """Reply: JSON array with everything known of the region, or of all ("").
+
+    A worker's: JSON object, name -> the tensors of requests that are in the region of that name, and in those that had it.
+    """
+
+    name: str = ""
+
+
+class WorkerFigures(Record, frozen=True, tag="c.figures"):
+    """Asked of a worker. Reply: ``shm.figures.Figures`` as JSON."""
+
+
+class RegionStatus(Record, frozen=True, tag="c.regstat"):
+    """Reply: JSON array of the region or of all ("") of that kind, "system" or "cuda"."""
+
+    kind: str
+    name: str
+
+
+class Settle(Record, frozen=True, tag="c.settle"):
+    """Reply, empty, when every front acts upon all that was sent to this one before."""
+
+
+Operation = (
+    Settle
+    | LoadModel
+    | UnloadModel
+    | RepositoryIndex
+    | ModelStatistics
+    | RegisterSystemRegion
+    | RegisterCudaRegion
+    | UnregisterRegion
+    | AwaitRegion
+    | RegionStatus
+    | ChangeLog
+    | ChangeTrace
+    | RegionRecords
+    | WorkerFigures
+)
