@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from daemon.connection import Connection
-from shm import stack_report
+from shm import descriptors, stack_report
 from shm.channel import Channel, pair
 from shm.control_records import Call, ChildReady, FromFront, FromWorker, Load, Reply, Start, Stop, Told
 from shm.errors import Unavailable, from_code
@@ -141,7 +141,7 @@ class Child:
     def _received(self, record: Any, fds: list[int]) -> None:
         if isinstance(record, ChildReady):
             if record.incarnation != self.incarnation or self.ready:
-                _close(fds)
+                descriptors.close(fds)
                 return self.kill("reported as somebody else")
             self.ready = True
         self._on_record(self, record, fds)
@@ -303,7 +303,7 @@ class Worker(Child):
             # After a cancellation the reply may still come; ``answered`` then finds nobody and closes its descriptors.
             self._calls.pop(call_id, None)
         if reply.code:
-            _close(received)
+            descriptors.close(received)
             raise from_code(reply.code, reply.message)
         return reply.result, received
 
@@ -311,7 +311,7 @@ class Worker(Child):
         """Hands a reply to whoever waits for it."""
         waiting = self._calls.get(reply.call_id)
         if waiting is None or waiting.done():
-            _close(fds)
+            descriptors.close(fds)
         else:
             waiting.set_result((reply, fds))
 
@@ -349,8 +349,3 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     if _ROOT not in site.getsitepackages():
         ours["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, ours.get("PYTHONPATH", ""))))
     return ours | dict(extra)
-
-
-def _close(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)

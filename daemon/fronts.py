@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from daemon import listening, shares, socket_activation
 from daemon.child import Front, front_name
 from daemon.listening import Listener, ListenError
 from daemon.tally import Tally
+from shm import descriptors
 from shm.control_records import Call, ChildReady, Seen, Serve
 from shm.record import Record
 from shm.refusals import Refusal
@@ -130,7 +130,7 @@ class Fronts:
         if isinstance(record, Call):
             self._reply(front, record, fds)
             return
-        _close(fds)
+        descriptors.close(fds)
         match record:
             case Seen(edition):
                 front.saw(edition)
@@ -188,8 +188,3 @@ class Fronts:
     def connections(self, front: Front) -> int:
         """Clients that it has now."""
         return self._tallies[front.protocol].connections(front.row)
-
-
-def _close(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)

@@ -22,14 +22,13 @@ import msgspec
 from daemon.pending import DEFECT, OnCompletion
 from daemon.submit import Submitter
 from daemon.tracer import Trace
-from shm.arena import Lease
+from shm.arena import ALIGNMENT, Lease
 from shm.errors import Internal, ServingError, from_code
 from shm.forms import Form, request_template
 from shm.lane import SubmitterLane
 from shm.messages import Completion, Inline, Parameter, Place, RegionSlice, RequestedOutput, Slice, Submit, Tensor
 
 _log = logging.getLogger(__name__)
-_ALIGNMENT = 64
 
 #: What an input's bytes are: themselves (BYTES length-prefixed), or where they lie: in a client's region, in the request's lease.
 Content = bytes | memoryview | RegionSlice | Slice
@@ -129,7 +128,7 @@ def begin(submitter: Submitter, request: InferenceRequest, on_completion: OnComp
     inline, size = submitter.inline_byte_size, 0
     for _, _, _, content in request.inputs:
         if not isinstance(content, _PLACES) and len(content) > inline:
-            size += -(-len(content) // _ALIGNMENT) * _ALIGNMENT
+            size += -(-len(content) // ALIGNMENT) * ALIGNMENT
     inference = Inference(submitter, request, on_completion)
     if not size:
         inference.send(None)
@@ -209,7 +208,7 @@ def _placed(request: InferenceRequest, lease: Lease | None, inline: int) -> tupl
             size = len(content)
             lease.view[used : used + size] = content
             place = Slice(lease.place.segment, lease.place.offset + used, size)
-            used += -(-size // _ALIGNMENT) * _ALIGNMENT
+            used += -(-size // ALIGNMENT) * ALIGNMENT
         tensors.append(Tensor(name, datatype, shape, place))
     return tuple(tensors)
 

@@ -218,7 +218,7 @@ class RegionRegistry:
                 chosen = msgspec.json.decode(answer, type=Chosen)
                 region.request = msgspec.structs.replace(region.request, access=chosen.access)
         finally:
-            _close(fds)
+            descriptors.close(fds)
 
     @staticmethod
     def _check_reserve(region: Region) -> None:
@@ -352,14 +352,9 @@ async def _tell(worker: RegionHolder, request: UnregisterRegion | AwaitRegion) -
     """What a worker says: how many tensors of requests are in the region. One that is gone has nothing mapped."""
     try:
         answer, fds = await worker.call(request)
-        _close(fds)
+        descriptors.close(fds)
     except ServingError as error:
         if worker.alive:
             _log.warning("region '%s' could not be unregistered on %s: %s", request.name, worker.name, error.message)
         return 0
     return int(answer or 0)
-
-
-def _close(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -24,6 +23,7 @@ from daemon import unix_socket
 from daemon.connection_end import ConnectionEnd
 from daemon.peer import end_of, peer_of
 from daemon.region_registry import RegionRegistry
+from shm import descriptors
 from shm.errors import InvalidArgument, ServingError
 from shm.operations import Peer, RegisterSystemRegion, UnregisterRegion
 from shm.regions import check_sealed
@@ -133,7 +133,7 @@ class RegionSocket:
                 try:
                     answer = await self._answer(content, fds, peer, client.fileno(), connection)
                 finally:
-                    _close(fds)
+                    descriptors.close(fds)
                 await loop.sock_sendall(client, msgspec.json.encode(answer))
 
     async def _answer(
@@ -174,10 +174,10 @@ async def _receive(client: socket.socket) -> tuple[bytes, list[int]] | None:
     await _readable(client)
     content, fds, flags, _ = socket.recv_fds(client, _MAX_MESSAGE, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
     if not content:
-        _close(fds)
+        descriptors.close(fds)
         return None
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-        _close(fds)
+        descriptors.close(fds)
         raise ConnectionError
     return content, fds
 
@@ -195,8 +195,3 @@ async def _readable(client: socket.socket) -> None:
         await ready
     finally:
         loop.remove_reader(client.fileno())
-
-
-def _close(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)

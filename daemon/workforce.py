@@ -6,7 +6,6 @@ start ─▶ ChildReady with the status page ─▶ joined ─▶ Loaded, Unload
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import msgspec
 from config.options import Options
 from daemon.child import Worker
 from daemon.devices import Device
+from shm import descriptors
 from shm.control_records import ChildReady, Loaded, Reply, Unloaded
 from shm.errors import InvalidArgument
 from shm.progress import Loading
@@ -88,11 +88,11 @@ class Workforce:
                 worker.loading = record
             case Unloaded():
                 self._answered(worker, record)
-        return _close(fds)
+        return descriptors.close(fds)
 
     def _reported(self, worker: Worker, record: ChildReady, fds: list[int]) -> None:
         if len(fds) != 1:
-            _close(fds)
+            descriptors.close(fds)
             return worker.kill("reported without its status page")
         try:
             worker.page = StatusPage.attach(fds[0])
@@ -111,8 +111,3 @@ class Workforce:
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self.by_incarnation.values())
-
-
-def _close(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)

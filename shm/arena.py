@@ -22,7 +22,9 @@ from shm.errors import InvalidArgument, Unavailable
 from shm.messages import Slice
 from shm.segment import Segment
 
-#: A page: every lease starts on one, which is more than the 64 bytes XLA needs to use a tensor in place.
+#: What XLA:CPU needs to use a tensor in place, or to write an output there.
+ALIGNMENT = 64
+#: A page: every lease starts on one.
 BLOCK = 4096
 _LARGE_STEP = 1 << 20
 #: What small is: that part of segment 0, at most. And how large the reserve is.

@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 
+from shm import descriptors
 from shm.errors import InvalidArgument
 from shm.record import Record, encoder
 
@@ -160,7 +161,7 @@ class Channel:
                 self._discard()
                 return True
             self._unsent = None
-            _close(fds)
+            descriptors.close(fds)
 
     def adopt(self, datagram: bytes) -> None:
         """A packed datagram that the socket would not take goes first. Only while nothing waits."""
@@ -184,7 +185,7 @@ class Channel:
             raise ChannelClosed from error
         fds = _descriptors(ancillary) if ancillary else []
         if not size:
-            _close(fds)
+            descriptors.close(fds)
             raise ChannelClosed
         # The next datagram overwrites this one, and records may refer to what they were decoded from.
         return self.read(bytes(memoryview(self._received)[:size]), fds, flags)
@@ -209,13 +210,13 @@ class Channel:
                 raise InvalidArgument(f"malformed datagram: kind {content[0]}, {len(self._parts)} bytes into a record")
             records: list[Any] = self._incoming.decode(body)
         except msgspec.MsgspecError as error:
-            _close(fds)
+            descriptors.close(fds)
             raise InvalidArgument(f"malformed record: {error}") from error
         except InvalidArgument:
-            _close(fds)
+            descriptors.close(fds)
             raise
         if lost:
-            _close(fds)
+            descriptors.close(fds)
             raise DescriptorsLost(records)
         return records, fds
 
@@ -259,11 +260,11 @@ class Channel:
     def _discard(self) -> None:
         for record in self._queue:
             if not isinstance(record, bytes):
-                _close(record[1])
+                descriptors.close(record[1])
         self._queue.clear()
         self._alone = 0
         if self._unsent is not None:
-            _close(self._unsent[1])
+            descriptors.close(self._unsent[1])
             self._unsent = None
 
     def __repr__(self) -> str:
@@ -295,11 +296,6 @@ def _duplicated(fds: tuple[int, ...]) -> tuple[int, ...]:
         for fd in fds:
             made.append(os.dup(fd))
     except OSError:
-        _close(made)
+        descriptors.close(made)
         raise
     return tuple(made)
-
-
-def _close(fds: list[int] | tuple[int, ...]) -> None:
-    for fd in fds:
-        os.close(fd)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from shm.errors import Unavailable
 
@@ -20,6 +21,12 @@ _RESERVE = 256
 def limit() -> int:
     """How many descriptors this process may have open."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def close(fds: Iterable[int]) -> None:
+    """Closes them all."""
+    for fd in fds:
+        os.close(fd)
 
 
 def raise_limit() -> int:

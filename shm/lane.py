@@ -16,7 +16,6 @@ a copy; each lane announces a segment before the first record that refers to it.
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterable
 from typing import Any, cast
@@ -390,7 +389,6 @@ def _apply_segment(record: object, fds: list[int], segments: ArenaMap) -> None:
 
 
 def _refuse_descriptors(fds: list[int]) -> None:
-    for fd in fds:
-        os.close(fd)
+    descriptors.close(fds)
     if fds:
         raise InvalidArgument(f"{len(fds)} descriptors came with records that carry none")

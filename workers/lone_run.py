@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shm.arena import Lease
+from shm.arena import ALIGNMENT, Lease
 from shm.arrays import DTYPES, Array, address_of
 from shm.forms import Form
 from shm.lane import WorkerLane
@@ -23,7 +23,6 @@ from workers import output_memory
 from workers.known_form import KnownForm
 from workers.models.executables import Executable
 from workers.models.execution import Execution
-from workers.models.gather_buffer import ALIGNMENT
 
 #: Segment and offset in the submitter's arena, or the bytes themselves.
 Place = tuple[int, int] | bytes

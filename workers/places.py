@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
-from shm.arena import Lease, LeaseKey
+from shm.arena import ALIGNMENT, Lease, LeaseKey
 from shm.arrays import address_of
 from shm.cuda_regions import CudaRegion
 from shm.errors import Internal
@@ -18,7 +18,6 @@ from shm.messages import RegionSlice, Slice
 from shm.regions import Region, check_range
 from shm.snapshot_region import SnapshotRegion
 from workers import output_memory
-from workers.models.gather_buffer import ALIGNMENT
 from workers.region_table import AnyRegion
 from workers.request import Request
 

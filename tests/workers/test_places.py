@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.model_config import parse_pbtxt
-from shm.arena import Arena, Lease
+from shm.arena import ALIGNMENT, Arena, Lease
 from shm.cuda_regions import CudaRegion
 from shm.errors import Internal, InvalidArgument
 from shm.messages import RegionSlice, RequestedOutput, Submit, Tensor
@@ -26,7 +26,6 @@ from tests.workers.requests import request_of
 from tests.workers.worker_loop import DEVICE
 from workers import output_memory
 from workers.models.executables import Executable, Wanted
-from workers.models.gather_buffer import ALIGNMENT
 from workers.models.placement import CompiledProgram, Placement
 from workers.models.signature import Signature, signature
 from workers.output_memory import OutputMemory

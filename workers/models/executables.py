@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from shm.arena import ALIGNMENT
 from shm.arrays import DTYPES, Array, address_of, datatype_of
 from shm.errors import Internal
 from workers import output_memory
@@ -25,7 +26,7 @@ from workers.device_cuda import CudaDevice
 from workers.models.batch_outputs import OutputLayout
 from workers.models.buckets import Buckets, Shapes
 from workers.models.executable_cache import ExecutableCache
-from workers.models.gather_buffer import ALIGNMENT, GatherBuffer
+from workers.models.gather_buffer import GatherBuffer
 from workers.models.load_progress import LoadProgress
 from workers.models.placement import CompiledProgram, Placement
 from workers.models.plain_program import is_plain

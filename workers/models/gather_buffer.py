@@ -10,12 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from shm.arena import ALIGNMENT
 from shm.arrays import Array
 from workers.region_tensor import LateTensor
 from workers.request import Request
-
-#: What XLA:CPU needs to use an argument in place, or to write an output there.
-ALIGNMENT = 64
 
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

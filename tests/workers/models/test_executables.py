@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.model_config import empty
+from shm.arena import ALIGNMENT
 from shm.errors import Internal, InvalidArgument
 from tests.workers.requests import request_of
 from workers.models.buckets import Buckets
 from workers.models.executable_cache import ExecutableCache, cache_directory
 from workers.models.executables import Executables, Wanted
 from workers.models.execution import Execution
-from workers.models.gather_buffer import ALIGNMENT, aligned
+from workers.models.gather_buffer import aligned
 from workers.models.jax_model import JaxModel
 from workers.models.load_progress import LoadProgress
 from workers.models.signature import Signature, declare, parse_declaration, signature

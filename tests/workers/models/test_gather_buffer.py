@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from shm.arena import ALIGNMENT
 from shm.messages import Inline, Submit, Tensor
 from tests.workers.requests import request_of
-from workers.models.gather_buffer import ALIGNMENT, GatherBuffer, aligned
+from workers.models.gather_buffer import GatherBuffer, aligned
 from workers.request import Request
 
 FP32 = np.dtype(np.float32)
