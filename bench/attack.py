@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -25,7 +23,8 @@ import tritonclient.http as httpclient
 
 from bench.attackers.catalogue import ATTACKS
 from bench.footprint import Footprint, footprints
-from bench.server import ROOT, serving
+from bench.helper import helper, report, reports
+from bench.server import serving
 
 _HTTP, _GRPC = "127.0.0.1:18160", "127.0.0.1:18161"
 #: Floats of one tensor that is nearly as large as a body may be.
@@ -49,21 +48,14 @@ class Outcome:
 def bystanders(http: str, grpc: str, kind: str = "small") -> Iterator[dict[str, dict[str, Any]]]:
     """An ordinary client of each protocol while the block runs; afterwards what each saw is in the dictionary."""
     seen: dict[str, dict[str, Any]] = {}
-    running = {
-        protocol: subprocess.Popen(
-            [sys.executable, "-m", "bench.bystander", protocol, address, kind],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for protocol, address in (("http", http), ("grpc", grpc))
-    }
-    try:
+    with contextlib.ExitStack() as stack:
+        addresses = {"http": http, "grpc": grpc}
+        running = [
+            stack.enter_context(helper("bench.bystander", protocol, address, kind))
+            for protocol, address in addresses.items()
+        ]
         yield seen
-    finally:
-        for protocol, process in running.items():
-            seen[protocol] = json.loads(process.communicate()[0])
+        seen.update(zip(addresses, reports(running), strict=True))
 
 
 def attack(name: str | None, http: str, grpc: str, seconds: float) -> Outcome:
@@ -75,11 +67,8 @@ def attack(name: str | None, http: str, grpc: str, seconds: float) -> Outcome:
         if name is None:
             time.sleep(seconds)
         else:
-            command = [sys.executable, "-m", "bench.attackers", name, http, grpc, str(seconds)]
-            done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-            if done.returncode:
-                raise SystemExit(f"the attack {name} ended with {done.returncode}")
-            counts = json.loads(done.stdout)
+            with helper("bench.attackers", name, http, grpc, str(seconds)) as attacker:
+                counts = report(attacker)
     return Outcome(seen, counts)
 
 

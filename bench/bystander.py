@@ -13,7 +13,6 @@ import select
 import statistics
 import sys
 import time
-import uuid
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ import tritonclient.http as httpclient
 
 from bench.closed_loop import Connection
 from bench.grpc_connection import GrpcConnection
+from bench.helper import leaves_blocks, object_name
 from bench.mixture import Exchange, mixed, small
 
 _REQUESTS_A_CONNECTION = 50
@@ -108,7 +108,7 @@ def requests(protocol: str, address: str, kind: str) -> Iterator[Iterator[Exchan
         yield small(protocol)
         return
     library = grpcclient if protocol == "grpc" else httpclient
-    name = f"tensord-bench-{uuid.uuid4().hex}"
+    name = object_name()
     values = np.random.default_rng().random(1 << 12, np.float32)
     path = Path("/dev/shm", name)
     with library.InferenceServerClient(address) as client:
@@ -133,4 +133,5 @@ def main(protocol: str, address: str, kind: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with leaves_blocks():
+        main(*sys.argv[1:])

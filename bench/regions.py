@@ -11,13 +11,13 @@ import statistics
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import tritonclient.http as httpclient
 
+from bench.helper import object_name
 from bench.server import copied
 
 BYTE_SIZE = 16 << 20
@@ -69,7 +69,7 @@ def report(address: str, seconds: float, rounds: int) -> None:
 @contextlib.contextmanager
 def _object() -> Iterator[Path]:
     """An object with random input and room for the output behind it."""
-    path = Path("/dev/shm", f"tensord-bench-{uuid.uuid4().hex}")
+    path = Path("/dev/shm", object_name())
     try:
         path.write_bytes(np.random.default_rng(0).random(BYTE_SIZE // 4, np.float32).tobytes() + bytes(BYTE_SIZE))
         yield path

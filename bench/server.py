@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
 import stat
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
+
+from bench.helper import end, leaves_blocks
 
 ROOT = Path(__file__).parent.parent
 _TICK_US = 1e6 / os.sysconf("SC_CLK_TCK")
@@ -30,22 +32,18 @@ def serving(command: Sequence[str], address: str, log: Path, cwd: Path = ROOT) -
     host, port = address.rsplit(":", 1)
     with contextlib.suppress(ConnectionRefusedError), socket.create_connection((host, int(port)), 5):
         raise SystemExit(f"{command[0]} cannot serve on {address}: somebody else does")
-    with log_file(log) as output:
-        process = subprocess.Popen(command, cwd=cwd, stdout=output, stderr=output, start_new_session=True)
-    try:
+    with contextlib.ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            stack.enter_context(leaves_blocks())
+        with log_file(log) as output:
+            process = subprocess.Popen(command, cwd=cwd, stdout=output, stderr=output, start_new_session=True)
+        # The server ends its own processes: only so it removes what it shared with them.
+        stack.callback(end, process)
         while not ready(address):
             if process.poll() is not None:
                 raise SystemExit(f"{command[0]} exited with {process.returncode}; see {log}")
             time.sleep(0.1)
         yield process.pid
-    finally:
-        # The server ends its own processes: only so it removes what it shared with them.
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def log_file(path: Path) -> BinaryIO:

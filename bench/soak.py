@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import random
 import signal
@@ -21,11 +20,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from bench.attackers.catalogue import ATTACKS
 from bench.footprint import Footprint
-from bench.server import ROOT, children, serving
+from bench.helper import helper, report, reports
+from bench.server import children, serving
 
 _HTTP, _GRPC = "127.0.0.1:18170", "127.0.0.1:18171"
 #: What a client says that lost its connection with a front.
@@ -64,6 +64,7 @@ class Attacks:
 
     def __init__(self, names: list[str]) -> None:
         self._names = names
+        self._stack = contextlib.ExitStack()
         self._running: subprocess.Popen[str] | None = None
         self.done = 0
 
@@ -71,50 +72,33 @@ class Attacks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._running is not None:
-            self._running.communicate()
+        self._stack.close()
 
     def go_on(self) -> None:
         """Starts the next one when the last is over. Raises SystemExit: the attacker itself failed."""
-        if self._running is not None and self._running.poll() is None:
-            return
         if self._running is not None:
-            self._running.communicate()
-            if self._running.returncode:
-                raise SystemExit(f"an attack ended with {self._running.returncode}: {self._running.args}")
+            if self._running.poll() is None:
+                return
+            report(self._running)
+            self._stack.close()
             self.done += 1
         if self._names:
-            name = random.choice(self._names)
-            command = [sys.executable, "-m", "bench.attackers", name, _HTTP, _GRPC, str(_ATTACK_SECONDS)]
-            self._running = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+            words = (random.choice(self._names), _HTTP, _GRPC, str(_ATTACK_SECONDS))
+            self._running = self._stack.enter_context(helper("bench.attackers", *words))
 
 
 @contextlib.contextmanager
 def clients(count: int) -> Iterator[list[dict[str, Any]]]:
     """So many ordinary clients of each protocol; afterwards the list holds what each saw."""
     seen: list[dict[str, Any]] = []
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", "bench.bystander", protocol, address, "mixed"],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for protocol, address in (("http", _HTTP), ("grpc", _GRPC))
-        for _ in range(count)
-    ]
-    try:
+    with contextlib.ExitStack() as stack:
+        running = [
+            stack.enter_context(helper("bench.bystander", protocol, address, "mixed"))
+            for protocol, address in (("http", _HTTP), ("grpc", _GRPC))
+            for _ in range(count)
+        ]
         yield seen
-    finally:
-        inputs: list[IO[str]] = [process.stdin for process in running if process.stdin is not None]
-        for stdin in inputs:
-            stdin.close()
-        for process in running:
-            assert process.stdout is not None
-            seen.append(json.loads(process.stdout.read()))
-            process.stdout.close()
-            process.wait()
+        seen += reports(running)
 
 
 def first_of_each(supervisor: int) -> dict[str, int]:
@@ -142,13 +126,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="bench.soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("minutes", type=float)
+    parser.add_argument("minutes", type=float, help="how long; attacks go on for ten seconds each")
     parser.add_argument("--clients", type=int, default=2, help="ordinary clients of each protocol")
     parser.add_argument("--kill-pause", type=float, default=10.0, help="mean seconds between two kills; 0: none")
     parser.add_argument("--attacks", default=",".join(ATTACKS), help="by name, comma-separated; '' for none")
     parser.add_argument("--samples", type=int, default=20, help="lines")
     parser.add_argument("--log", type=Path, default=Path("/tmp/bench-soak.log"), help="where the daemon's log goes")
     arguments = parser.parse_args()
+    names = [name for name in arguments.attacks.split(",") if name]
+    for name in names:
+        if name not in ATTACKS:
+            parser.error(f"no attack '{name}', there are {', '.join(ATTACKS)}")
+    if arguments.minutes <= 0 or arguments.samples < 1 or arguments.clients < 1 or arguments.kill_pause < 0:
+        parser.error("minutes, --samples and --clients must be more than 0, --kill-pause no less")
     command = [sys.executable, "-m", "tensord", "serve", "--config", "bench/serve.toml", "--allow-metrics=false"]
     command += [f"--http-port={_HTTP.rpartition(':')[2]}", f"--grpc-port={_GRPC.rpartition(':')[2]}"]
     command += ["--http-processes=2", "--grpc-processes=2"]
@@ -156,7 +146,7 @@ def main() -> int:
     samples: list[dict[str, Footprint]] = []
     with serving(command, _HTTP, arguments.log) as pid, clients(arguments.clients) as seen:
         killer = Killer(pid, arguments.kill_pause)
-        with Attacks([name for name in arguments.attacks.split(",") if name]) as attacks:
+        with Attacks(names) as attacks:
             staying = first_of_each(pid)
             begin, length = time.monotonic(), 60 * arguments.minutes
             while (passed := time.monotonic() - begin) < length:

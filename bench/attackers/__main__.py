@@ -7,9 +7,13 @@ import sys
 
 from bench.attackers.catalogue import ATTACKS
 from bench.attackers.target import Target
+from bench.helper import leaves_blocks
 
 if __name__ == "__main__":
+    if len(sys.argv) != 5 or sys.argv[1] not in ATTACKS:
+        sys.exit(f"{__doc__}\nNAME: {', '.join(ATTACKS)}")
     name, http, grpc, seconds = sys.argv[1:]
     target = Target(http, grpc, float(seconds))
-    ATTACKS[name](target)
+    with leaves_blocks():
+        ATTACKS[name](target)
     print(json.dumps(target.counts))

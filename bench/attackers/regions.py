@@ -7,11 +7,11 @@ import http.client
 import json
 import os
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bench.attackers.target import Target
+from bench.helper import object_name
 
 _SIZE = 1 << 20
 
@@ -54,7 +54,7 @@ def many_regions(target: Target) -> None:
 
 @contextlib.contextmanager
 def _object(byte_size: int = _SIZE) -> Iterator[Path]:
-    path = Path("/dev/shm", f"tensord-bench-{uuid.uuid4().hex}")
+    path = Path("/dev/shm", object_name())
     try:
         path.touch(0o600)
         os.truncate(path, byte_size)

@@ -7,13 +7,13 @@ import os
 import resource
 import socket
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import tritonclient.http as httpclient
 
+from bench.helper import object_name
 from daemon.grpc import frames
 
 
@@ -53,7 +53,7 @@ class Target:
     @contextlib.contextmanager
     def region(self, byte_size: int) -> Iterator[str]:
         """The name of a registered system region of zeros: with it a small request can ask for a large answer."""
-        name = f"tensord-bench-{uuid.uuid4().hex}"
+        name = object_name()
         path = Path("/dev/shm", name)
         with httpclient.InferenceServerClient(self.http) as client:
             try:

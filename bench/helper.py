@@ -1,0 +1,97 @@
+"""A program of ours that runs beside a measurement, as one that load comes from: told to end, and gone, when its block ends.
+
+It has a session of its own, so Ctrl-C reaches the measurement alone, which then ends whatever it has started: with SIGTERM, upon
+which a helper leaves its own blocks (``leaves_blocks``) and removes what it has put into shared memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+_ROOT = Path(__file__).parent.parent
+#: Seconds that one which was told to end may take: a machine may be busy.
+_PATIENCE = 60.0
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def helper(module: str, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """Runs ``python -m MODULE WORDS`` with pipes until the block ends, however that happens."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *words],
+        cwd=_ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        end(process)
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+
+def end(process: subprocess.Popen[Any]) -> None:
+    """Ends a process that began a session: by its own means first, then with all that is left of its group."""
+    process.terminate()
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_PATIENCE)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def reports(processes: Iterable[subprocess.Popen[str]]) -> list[dict[str, Any]]:
+    """Closes the inputs of all and returns what each prints then, as JSON. Raises SystemExit: one failed."""
+    running = list(processes)
+    for process in running:
+        assert process.stdin is not None
+        process.stdin.close()
+    return [report(process) for process in running]
+
+
+def report(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """What it prints until it ends, as JSON. Raises SystemExit: it failed."""
+    assert process.stdout is not None
+    text = process.stdout.read()
+    if process.wait():
+        raise SystemExit(f"{process.args} ended with {process.returncode}")
+    said = json.loads(text)
+    assert isinstance(said, dict)
+    return said
+
+
+@contextlib.contextmanager
+def leaves_blocks() -> Iterator[None]:
+    """While the block runs SIGTERM and SIGHUP end this program as Ctrl-C does: with an exception. For the main thread."""
+
+    def leave(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def object_name() -> str:
+    """A name for an object in shared memory, which says whose it is."""
+    return f"tensord-bench-{os.getpid()}-{uuid.uuid4().hex}"
