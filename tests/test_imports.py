@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -82,8 +83,127 @@ def test_the_walk_sees_an_import(tmp_path: Path) -> None:
     assert imports(module) == {"jax.numpy", "workers.worker"}
 
 
+def names() -> dict[str, Path]:
+    """Module -> its file."""
+    found = {}
+    for path in modules():
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def arrows(tree: ast.AST, known: Iterable[str], types: bool) -> set[str]:
+    """The modules of ours that one imports when it is imported; ``types``: also those that it only needs to be checked."""
+    found: set[str] = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not types:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            inside_it = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= inside_it & set(known) or {str(node.module)}
+        else:
+            found |= arrows(node, known, types)
+    return found & set(known)
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[set[str]]:
+    """The largest sets of modules each of which leads to all others of its set."""
+    reached: dict[str, set[str]] = {}
+    for start in graph:
+        seen: set[str] = set()
+        waiting = list(graph[start])
+        while waiting:
+            module = waiting.pop()
+            if module not in seen:
+                seen.add(module)
+                waiting += graph[module]
+        reached[start] = seen
+    return [
+        {module} | {other for other in reached[module] if module in reached[other]}
+        for module in graph
+        if module in reached[module] and module == min({other for other in reached[module] if module in reached[other]})
+    ]
+
+
+#: What is still to be taken apart: in types only, at run time there is no circle. None may grow, and no other one may come.
+KNOWN_CIRCLES: tuple[set[str], ...] = (
+    {
+        "daemon.grpc.call",
+        "daemon.grpc.connection",
+        "daemon.grpc.data_frames",
+        "daemon.grpc.frame_reader",
+        "daemon.grpc.header_frames",
+        "daemon.grpc.known_answer",
+        "daemon.grpc.known_reply",
+        "daemon.grpc.layout",
+        "daemon.grpc.measured_stream",
+        "daemon.grpc.outgoing",
+        "daemon.grpc.placed_message",
+        "daemon.grpc.reply",
+        "daemon.grpc.serving",
+        "daemon.grpc.stream",
+    },
+    {
+        "daemon.http.body",
+        "daemon.http.compression",
+        "daemon.http.decoded_request",
+        "daemon.http.message_head",
+    },
+    {
+        "workers.instance",
+        "workers.model_version",
+        "workers.models.executables",
+        "workers.models.execution",
+        "workers.models.gather_buffer",
+        "workers.models.host_model",
+        "workers.models.jax_model",
+        "workers.models.jitted_instance",
+        "workers.models.loader",
+        "workers.models.python_model",
+        "workers.models.run_errors",
+        "workers.models.series",
+        "workers.models.series_program",
+        "workers.models.warmup",
+        "workers.places",
+        "workers.request",
+        "workers.statistics",
+        "workers.submitter",
+    },
+)
+
+
+def graph(types: bool) -> dict[str, set[str]]:
+    known = names()
+    return {name: arrows(ast.parse(path.read_text()), known, types) for name, path in known.items()}
+
+
+def test_no_module_needs_itself_to_be_imported() -> None:
+    assert circles(graph(types=False)) == []
+
+
+def test_no_module_needs_itself_to_be_understood() -> None:
+    """An import for type checking is an arrow as well: whoever reads a module has to follow it."""
+    for circle in circles(graph(types=True)):
+        assert any(circle <= known for known in KNOWN_CIRCLES), f"modules that import each other: {sorted(circle)}"
+
+
+def test_circles_are_found() -> None:
+    source = (
+        "from typing import TYPE_CHECKING\nimport a.b\nfrom a import c, d\nif TYPE_CHECKING:\n    from e import F\n"
+    )
+    source += "def f():\n    import g\n"
+    known = ("a", "a.b", "a.c", "e", "g")
+    assert arrows(ast.parse(source), known, types=False) == {"a.b", "a.c"}
+    assert arrows(ast.parse(source), known, types=True) == {"a.b", "a.c", "e"}
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"d", "a"}, "e": set()}) == [{"b", "c"}, {"d"}]
+
+
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_module_says_what_it_is(path: Path) -> None:
     text = path.read_text()
     assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
-    assert len(text.splitlines()) <= 600, f"{path} is longer than 600 lines: look for the second noun"
+    assert len(text.splitlines()) <= 400, f"{path} is longer than 400 lines: look for the second noun"

@@ -23,7 +23,7 @@ from workers.classification import classify
 from workers.device_array import DeviceArray
 from workers.known_form import AnswerPlan, Part
 from workers.models.batch_outputs import BatchOutputs, OutputLayout
-from workers.models.execution import Response
+from workers.models.result import Response
 from workers.models.signature import Signature
 from workers.places import Places, leased
 from workers.region_table import check_intact

@@ -27,7 +27,8 @@ from workers.answers import complete, complete_planned, complete_small, failure,
 from workers.known_form import KnownForm
 from workers.models.batch_outputs import BatchOutputs
 from workers.models.executables import Executable
-from workers.models.execution import Execution, Result
+from workers.models.execution import Execution
+from workers.models.result import Result
 from workers.places import Places
 from workers.request import Request, named
 from workers.statistics import Failure
@@ -115,7 +116,7 @@ class Outbox:
         """Answers one request of a batch with its result. Returns why it got an error."""
         request, result = execution.requests[i], execution.results[i]
         if request.timeline is not None:
-            request.timeline.executed(execution, request.arrays, result)
+            request.timeline.executed(execution.moments, request.arrays, result)
         given = self.answer(request, result, now_ns, execution.places)
         return _reason(given, result) if isinstance(given, ServingError) else None
 

@@ -6,16 +6,14 @@ Requests that are not sampled have none. Source: Triton docs/user_guide/trace.md
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import msgspec
 
 from shm.arrays import Array, datatype_of
 from shm.errors import ServingError
 from shm.messages import Completion, Timeline, TracedTensor
-
-if TYPE_CHECKING:
-    from workers.models.execution import Execution, Result
+from workers.models.result import Result
 
 #: Bits of ``Submit.trace``.
 TIMESTAMPS, TENSORS = 1, 2
@@ -34,13 +32,9 @@ class RequestTimeline:
         self._moments = [("QUEUE_START", queued_ns)]
         self._tensors: list[TracedTensor] = []
 
-    def executed(self, execution: Execution, inputs: dict[str, Array], result: Result) -> None:
-        """The model ran; its outputs are not placed yet."""
-        self._moments += [
-            ("COMPUTE_START", execution.began_ns),
-            ("COMPUTE_INPUT_END", execution.gathered_ns),
-            ("COMPUTE_OUTPUT_START", execution.computed_ns),
-        ]
+    def executed(self, moments: Sequence[int], inputs: dict[str, Array], result: Result) -> None:
+        """The model ran; its outputs are not placed yet. ``moments``: it began, had its inputs, had computed; in ns."""
+        self._moments += zip(("COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START"), moments, strict=True)
         if self._level & TENSORS:
             outputs = {} if isinstance(result, ServingError) else result
             for activity, arrays in (("TENSOR_QUEUE_INPUT", inputs), ("TENSOR_BACKEND_OUTPUT", outputs)):

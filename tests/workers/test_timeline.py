@@ -6,7 +6,6 @@ import numpy as np
 
 from shm.errors import Internal
 from shm.messages import Completion
-from workers.models.execution import Execution
 from workers.timeline import TENSORS, TIMESTAMPS, RequestTimeline
 
 
@@ -17,7 +16,7 @@ def test_times_and_tensors_as_text() -> None:
         "s": np.array([b"a", "ä".encode()], np.object_),
         "n": np.zeros((2, 10_000), np.int8),
     }
-    timeline.executed(Execution([], 7), inputs, {"y": np.array([[1.5, -2]], np.float32)})
+    timeline.executed((7, 7, 7), inputs, {"y": np.array([[1.5, -2]], np.float32)})
     trace = timeline.attach(Completion(1)).trace
     assert trace is not None
     assert [name for name, _ in trace.moments] == [
@@ -35,7 +34,7 @@ def test_times_and_tensors_as_text() -> None:
 
 def test_only_what_was_asked_for() -> None:
     timeline = RequestTimeline(TENSORS, 5)
-    timeline.executed(Execution([], 7), {"x": np.zeros(1, np.int8)}, Internal("no"))
+    timeline.executed((7, 7, 7), {"x": np.zeros(1, np.int8)}, Internal("no"))
     trace = timeline.attach(Completion(1)).trace
     assert trace is not None
     assert (trace.moments, [tensor.name for tensor in trace.tensors]) == ((), ["x"])

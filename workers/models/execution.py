@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from shm.arrays import Array
 from shm.errors import Internal, ServingError
-from shm.messages import Parameter
+from workers.models.result import Result
 from workers.models.run_errors import CheckDevice, is_out_of_memory, out_of_memory, works
 from workers.request import Request, named
 
@@ -31,20 +30,6 @@ _LINK_OR_PATH = re.compile(
     r"|(?<=(?P<quote>['\"]))/[^'\"]+(?=(?P=quote))"
     r"|(?<![\w.])/[^\s'\"():,;]+"
 )
-
-
-class Response(dict[str, Array]):
-    """Outputs with parameters, of a model that gives its answers some."""
-
-    __slots__ = ("parameters",)
-
-    def __init__(self, outputs: dict[str, Array], parameters: dict[str, Parameter]) -> None:
-        super().__init__(outputs)
-        self.parameters = parameters
-
-
-#: Output name -> array of the client's shape, in the order the model made them.
-Result = dict[str, Array] | ServingError
 
 
 class Execution:
@@ -85,6 +70,11 @@ class Execution:
         self.computed_ns = began_ns
         #: Input bytes that were copied because of batching, padding or alignment.
         self.copied_byte_size = 0
+
+    @property
+    def moments(self) -> tuple[int, int, int]:
+        """When it began, had its inputs, had computed; in ns."""
+        return self.began_ns, self.gathered_ns, self.computed_ns
 
     @property
     def results(self) -> list[Result]:
@@ -138,7 +128,8 @@ def _own(model: Model, error: BaseException, execution: Execution, check: CheckD
         # Without the frames: they hold the requests, and the result they become holds them.
         return error.with_traceback(None)
     if is_out_of_memory(error):
-        failed = out_of_memory(error, execution.requests, execution.executable)
+        program = execution.executable
+        failed = out_of_memory(error, execution.requests, None if program is None else program.memory_needed)
         _log.error("%s%s", named(execution.requests[0].client_id), failed.message)
         return failed
     name = named(execution.requests[0].client_id)

@@ -15,7 +15,8 @@ from workers import output_memory
 from workers.models.batch_outputs import BatchOutputs, layout_of, uncut
 from workers.models.buckets import Buckets, Shapes, sliced
 from workers.models.executables import Executable, Executables, Wanted, is_numeric
-from workers.models.execution import Execution, Result
+from workers.models.execution import Execution
+from workers.models.result import Result
 from workers.models.series import MOST, Series
 from workers.models.series_program import SeriesProgram
 from workers.models.signature import Signature

@@ -19,8 +19,9 @@ from shm.arrays import Array, datatype_of
 from shm.errors import Internal, InvalidArgument, ServingError, from_code
 from workers.models import python_backend
 from workers.models.executables import check_output
-from workers.models.execution import Execution, Response, Result, describe_exception
+from workers.models.execution import Execution, describe_exception
 from workers.models.python_backend_response import parameters_of
+from workers.models.result import Response, Result
 from workers.models.signature import Signature, TensorSpec
 from workers.request import Request, named
 

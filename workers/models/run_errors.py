@@ -7,16 +7,12 @@ as well as on the loop: so the device is asked after every failure.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from shm.errors import Unavailable
 from workers.request import Request
-
-if TYPE_CHECKING:
-    from workers.models.executables import Executable
-    from workers.models.series_program import SeriesProgram
 
 #: Asks whether the device works. Raises DeviceLost: it does not, and will not again in this process.
 CheckDevice = Callable[[], None]
@@ -43,13 +39,10 @@ def memory_needed(program: Any) -> int | None:
         return None
 
 
-def out_of_memory(
-    error: BaseException, requests: Sequence[Request], executable: Executable | SeriesProgram | None
-) -> Unavailable:
-    """The sentence for those requests: what they needed, and what XLA says. ``executable``: their program, if it is known."""
+def out_of_memory(error: BaseException, requests: Sequence[Request], program: int | None) -> Unavailable:
+    """The sentence for those requests: what they needed, and what XLA says. ``program``: its bytes, if they are known."""
     byte_size = sum([array.nbytes for request in requests for array in request.arrays.values()])
     rows = sum([request.rows for request in requests])
-    program = None if executable is None else executable.memory_needed
     needed = "" if program is None else f", a program that needs {program} bytes besides its parameters"
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:_SHOWN]
     return Unavailable(

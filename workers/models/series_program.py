@@ -22,11 +22,11 @@ from shm.arrays import Array, address_of
 from workers.models.batch_outputs import BatchOutputs, layout_of_rows, uncut
 from workers.models.buckets import Shapes
 from workers.models.executables import Apply
-from workers.models.execution import Result
 from workers.models.gather_buffer import aligned, copy_into
 from workers.models.packing import Packing
 from workers.models.placement import Placement
 from workers.models.precision import precision
+from workers.models.result import Result
 from workers.models.run_errors import memory_needed
 from workers.models.signature import Signature
 from workers.request import Request

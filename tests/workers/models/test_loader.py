@@ -23,8 +23,9 @@ from tests.workers.requests import request_of
 from workers.inbox import Inbox
 from workers.models import import_system
 from workers.models.executable_cache import ExecutableCache
-from workers.models.execution import Execution, Result
+from workers.models.execution import Execution
 from workers.models.loader import LoadedModel, Loader
+from workers.models.result import Result
 from workers.scheduling.dynamic_batcher import BatchRules
 from workers.scheduling.queue import QueuePolicy
 
