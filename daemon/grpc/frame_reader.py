@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from daemon.grpc import frames
 from daemon.grpc.data_frames import DIRECT_BYTE_SIZE
-from daemon.grpc.floods import FRAMES_A_TURN, Floods
+from daemon.grpc.floods import CALL_COST, FRAMES_A_TURN, Floods
 from daemon.grpc.frames import (
     DATA,
     END_HEADERS,
@@ -103,10 +103,9 @@ class FrameReader(HeaderFrames):
                     self._data(number & STREAM_ID, flags, data, start, at)
                     continue
                 if kind == HEADERS and flags | END_STREAM == END_HEADERS | END_STREAM:
-                    if cost := self._head(number & STREAM_ID, flags, data[start:at]):
-                        more += cost
-                        if count + more >= FRAMES_A_TURN:
-                            break
+                    more += CALL_COST + self._head(number & STREAM_ID, flags, data[start:at])
+                    if count + more >= FRAMES_A_TURN:
+                        break
                     continue
             size = high << 16 | low
             at = start + size
