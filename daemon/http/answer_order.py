@@ -47,6 +47,9 @@ class AnswerOrder(HttpToolsProtocol):
         self._order: deque[Exchange | RequestResponseCycle] = deque()
         #: The exchange or cycle whose body is arriving.
         self._receiving: Exchange | RequestResponseCycle | None = None
+        #: Whose turn comes next, while one is being given.
+        self._turning = False
+        self._next: Exchange | None = None
         #: The one whose answer ends the connection because the server stops.
         self._ends_with: Exchange | RequestResponseCycle | None = None
         #: The request that came last, where it was whole and nothing came behind it: mostly the next one repeats it.
@@ -143,7 +146,7 @@ class AnswerOrder(HttpToolsProtocol):
                 if following is self._receiving and self.expect_100_continue:
                     self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
                 self._steer_reading()
-                following.take_turn()
+                self._give_turn(following)
             else:
                 self._start_asgi_task(following, self.app)
             return
@@ -161,6 +164,19 @@ class AnswerOrder(HttpToolsProtocol):
     def cut(self) -> None:
         """Its client cannot be answered any more."""
         self.transport.abort()
+
+    def _give_turn(self, exchange: Exchange) -> None:
+        """And to those behind it, as long as each is answered at once. One inside of the other they would be too deep."""
+        self._next = exchange
+        if self._turning:
+            return
+        self._turning = True
+        try:
+            while (following := self._next) is not None:
+                self._next = None
+                following.take_turn()
+        finally:
+            self._turning = False
 
     def pause_writing(self) -> None:
         self._write_paused = True

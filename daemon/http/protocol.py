@@ -17,7 +17,6 @@ import logging
 import time
 from typing import Any, ClassVar
 
-import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
@@ -29,8 +28,9 @@ from daemon.http.body import PlacedBody, TextBody
 from daemon.http.exchange import Exchange
 from daemon.http.infer_route import InferRoute, InferRoutes
 from daemon.http.known_head import KnownHead, learn, learn_head
-from daemon.http.large_bodies import DIRECT_BYTE_SIZE, LargeBodies
+from daemon.http.large_bodies import DIRECT_BYTE_SIZE
 from daemon.http.message_head import InferHead
+from daemon.http.parser_feed import ParserFeed
 from daemon.http.serving import Serving
 from shm.errors import ServingError
 
@@ -41,7 +41,7 @@ _MAX_PIPELINED = 256
 _SUBMITTED = Phase.SUBMITTED
 
 
-class InferProtocol(LargeBodies):
+class InferProtocol(ParserFeed):
     """One connection. ``serving`` and ``routes`` are set once per process, by ``protocol_for``."""
 
     routes: ClassVar[InferRoutes]
@@ -54,8 +54,7 @@ class InferProtocol(LargeBodies):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        #: How many messages began in the chunk being parsed, and what the head of the last of them meant.
-        self._begun = 0
+        #: What the head of the last message meant that began.
         self._meaning: InferHead | None = None
         #: A request that begins with that head, until its body is whole; that is a small one.
         self._held = b""
@@ -64,8 +63,6 @@ class InferProtocol(LargeBodies):
         self._head_size = 0
         #: The message began when the server took nothing any more.
         self._late = False
-        #: Bytes of a body that brought nothing of it: trailers, extensions of chunks.
-        self._barren_size = 0
 
     # ------------------------------------------------------------------------------------------- connection
 
@@ -80,6 +77,8 @@ class InferProtocol(LargeBodies):
             self._refuse(503, f"{seat.total()} connections are open, at most {limit} are allowed")
 
     def data_received(self, data: bytes) -> None:
+        if self._resting and self._hold_back(data):
+            return
         if self._held:
             data, self._held = self._held + data, b""
             if self._known is not None and self._known.is_head_of(data):
@@ -109,22 +108,24 @@ class InferProtocol(LargeBodies):
                 self._times.idle_since = 0.0
                 self._times.body_since = self._times.body_since or time.monotonic()
                 return
-        self._begun = 0
         self._known = self._repeated = self._large = None
         if self._receiving is None:
             self._head_size += len(data)
             if not self._times.head_since:
                 self._times.head_since = time.monotonic()
                 self._times.idle_since = 0.0
-        else:
-            self._barren_size += len(data)
-        self._feed(data)
+        self._feed(data, between)
         if self._closing:
             return
-        size = self._head_size if self._receiving is None else self._barren_size
-        if size > self.serving.options.http.max_head_byte_size:
-            self._refuse_head()
+        if self._resting:
             return
+        if self._head_size:
+            # It ended with a part of a head.
+            if between:
+                self._head_tail = data[-3:]
+            if self._head_size > self.serving.options.http.max_head_byte_size:
+                self._refuse_head()
+                return
         receiving = self._receiving
         if isinstance(receiving, Exchange):
             body = receiving.reception.body
@@ -160,30 +161,10 @@ class InferProtocol(LargeBodies):
         exchange.complete()
         exchange.take_turn()
 
-    def _feed(self, data: bytes) -> None:
-        while not self._closing:
-            try:
-                self.parser.feed_data(data)
-                return
-            except httptools.HttpParserUpgrade as upgrade:
-                # Offered (Java's client does, with its first request), not taken. The parser takes everything after the head
-                # for another protocol's bytes, so it reads the head again, without the offer.
-                data = self._head_without_upgrade() + data[upgrade.args[0] :]
-                self.parser = httptools.HttpRequestParser(self)
-            except httptools.HttpParserCallbackError:
-                _log.exception("a request met a defect of the server")
-                self._refuse(500, "internal error; the server's log has the details")
-            except httptools.HttpParserError:
-                if not self._closing:
-                    self._refuse(400, "malformed HTTP request")
-
-    def _head_without_upgrade(self) -> bytes:
-        line = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
-        fields = [b"%b: %b\r\n" % (name, value) for name, value in self.headers if name != b"upgrade"]
-        return b"".join((line, *fields, b"\r\n"))
-
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more, and may still read. True: the connection stays open for what it is owed."""
+        while self._resting and not self._closing:
+            self._go_on()
         self._ended = True
         if not self._closing:
             if self._times.head_since or self._held or self._receiving is not None:
@@ -220,7 +201,7 @@ class InferProtocol(LargeBodies):
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
                 self._refuse(400, "malformed HTTP request")
-            return  # see _feed
+            return  # see _feed_piece
         limit = self.serving.options.http.max_head_byte_size
         if sum([len(name) + len(value) + 4 for name, value in self.headers], len(self.url)) > limit:
             self._refuse_head()
@@ -266,6 +247,8 @@ class InferProtocol(LargeBodies):
                 413, f"the request body has {head.content_length} bytes, at most {http.max_body_byte_size} are allowed"
             )
             return
+        if head.content_length is None:
+            self._chunks_begin()
         if not self.expect_100_continue:
             self._meaning = head
         exchange = Exchange(self.serving, head, self, head.keep_alive)
@@ -298,6 +281,8 @@ class InferProtocol(LargeBodies):
         headers, url, expects = self.headers, self.url, self.expect_100_continue
         super().on_message_begin()
         self.headers.extend(headers)
+        if any(name == b"transfer-encoding" for name, _ in headers):
+            self._chunks_begin()
         version = self.parser.get_http_version()
         keep_alive = bool(self.parser.should_keep_alive())
         self.scope["method"] = self.parser.get_method().decode("ascii")
@@ -329,7 +314,8 @@ class InferProtocol(LargeBodies):
 
     def on_body(self, body: bytes) -> None:
         receiving = self._receiving
-        self._barren_size = 0
+        if self._chunks is not None:
+            self._chunk_count += 1
         if isinstance(receiving, Exchange):
             limit = self.serving.options.http.max_body_byte_size
             if receiving.reception.received + len(body) > limit:

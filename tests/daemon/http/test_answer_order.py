@@ -133,3 +133,14 @@ def test_a_slow_reader_with_half_a_request_behind(served: Served) -> None:
         client.send(second[-5:])
         worker.echo(worker.next())
         assert client.answer().values == b"\2"
+
+
+@pytest.mark.parametrize("model", ["echo", "nothing"])
+def test_many_refused_requests_behind_one_that_takes_time(model: str) -> None:
+    """As many as may be sent ahead: none of them is a call inside of the one before."""
+    with serving() as (front, (worker,)), front.client() as client:
+        client.send(json_request(b"\1") + post(b"{}", model=model) * 255)
+        worker.echo(worker.next())
+        assert client.answer().values == b"\1"
+        assert {client.answer().status for _ in range(255)} == {400 if model == "echo" else 404}
+        in_service(front, worker, client)

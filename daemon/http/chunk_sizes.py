@@ -1,0 +1,114 @@
+"""The framing of a chunked body, followed beside the parser, which says nothing of it: what is announced and is too much is
+refused when it is seen, and not when it has come. Sans-I/O.
+
+    size [;extension] CRLF | so many bytes | CRLF     ...     0 [;extension] CRLF | trailers | CRLF
+
+Whatever is no such framing is the parser's to refuse.
+Source: RFC 9112, section 7.1.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+
+_SIZE = re.compile(rb"[0-9A-Fa-f]+")
+
+
+class Refusal(Exception):
+    """What comes is not taken."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+
+class _Phase(enum.Enum):
+    """What comes next."""
+
+    #: A line with a size.
+    SIZE = "size"
+    #: A line of the trailers, or the one that ends them.
+    TRAILERS = "trailers"
+    #: What follows the body.
+    ENDED = "ended"
+    #: Nobody knows: it is no chunked body.
+    LOST = "lost"
+
+
+class ChunkSizes:
+    """Of one body.
+
+    Args:
+      max_body: bytes of it, without its framing.
+      max_lines: bytes of all its extensions together, and of its trailers; the largest line.
+    """
+
+    __slots__ = ("_left", "_line", "_max_body", "_max_lines", "_phase", "_spent", "_total")
+
+    def __init__(self, max_body: int, max_lines: int) -> None:
+        self._max_body = max_body
+        self._max_lines = max_lines
+        self._phase = _Phase.SIZE
+        #: Of the chunk under way, with its CRLF.
+        self._left = 0
+        #: A line that is not whole.
+        self._line = b""
+        self._total = 0
+        #: Bytes of extensions, or of trailers.
+        self._spent = 0
+
+    def take(self, data: bytes, at: int, end: int) -> int:
+        """Follows those bytes; returns where the body ended, or ``end``. Raises: Refusal: there is too much, or will be."""
+        while at < end and self._phase is not _Phase.ENDED and self._phase is not _Phase.LOST:
+            if self._left:
+                taken = min(self._left, end - at)
+                self._left -= taken
+                at += taken
+                continue
+            cut = data.find(b"\n", at, end)
+            self._line += data[at : end if cut < 0 else cut + 1]
+            at = end if cut < 0 else cut + 1
+            self._check_lines(len(self._line))
+            if cut >= 0:
+                line, self._line = self._line, b""
+                self._take_line(line)
+        return at if self._phase is _Phase.ENDED else end
+
+    @property
+    def ended(self) -> bool:
+        """Whether what comes next is no part of the body."""
+        return self._phase is _Phase.ENDED
+
+    def _take_line(self, line: bytes) -> None:
+        if self._phase is _Phase.TRAILERS:
+            self._spent += len(line)
+            if line in (b"\r\n", b"\n"):
+                self._phase = _Phase.ENDED
+            return
+        size = _SIZE.match(line)
+        if size is None:
+            self._phase = _Phase.LOST
+            return
+        self._spent += len(line) - size.end() - len(b"\r\n")
+        byte_size = int(size[0], 16)
+        if not byte_size:
+            self._phase, self._spent = _Phase.TRAILERS, 0
+            return
+        self._total += byte_size
+        if self._total > self._max_body:
+            raise Refusal(
+                413, f"the request body has at least {self._total} bytes, at most {self._max_body} are allowed"
+            )
+        self._left = byte_size + len(b"\r\n")
+
+    def _check_lines(self, byte_size: int) -> None:
+        if self._spent + byte_size > self._max_lines:
+            what = "trailers" if self._phase is _Phase.TRAILERS else "chunk extensions"
+            raise Refusal(
+                431, f"the {what} have at least {self._spent + byte_size} bytes, at most {self._max_lines} are allowed"
+            )
+
+    def __repr__(self) -> str:
+        return f"<ChunkSizes {self._phase.value} total={self._total} left={self._left}>"
