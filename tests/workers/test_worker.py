@@ -120,7 +120,7 @@ GOOD = Tensor("x", "FP32", (1, 4), Inline(bytes(16)))
         ([replace(GOOD, shape=(1,) * 1000)], InvalidArgument, "unexpected shape"),
         ([replace(GOOD, shape=(9, 4))], InvalidArgument, "batch-size must be <= 8 for 'scale'"),
         ([replace(GOOD, shape=(0, 4))], InvalidArgument, "at least 1"),
-        ([replace(GOOD, shape=(-1, 4))], InvalidArgument, "at least 1"),
+        ([replace(GOOD, shape=(-2, 4))], InvalidArgument, "at least 1"),
         ([replace(GOOD, shape=(2, 4))], InvalidArgument, "Expected 32, got 16"),
         ([replace(GOOD, place=Slice(99, 0, 16))], InvalidArgument, "segment 99"),
         ([replace(GOOD, place=Slice(0, 1 << 62, 16))], InvalidArgument, ""),
