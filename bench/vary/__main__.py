@@ -11,9 +11,10 @@ connection for each request; all, ids, trace headers, values and the heads of fo
 request is asked once of each server and what came is checked in full; then every answer is compared with it, byte for byte. The
 client is one thread in C (client.c); what it takes itself for each answer is printed.
 
-Rates and p50 are medians of the rounds; x is the median of the rounds' ratios ours/that server (rate: more is better). MB is the
-memory of all the server's processes after the row. A server that answers wrongly or not at all fails the row, which is said
-instead; the others go on. Exit status 1: one did.
+Rates, p50 and cpu, the processor time of all the server's processes for an answer, are medians of the rounds; x is the median
+of the rounds' ratios ours/that server (rate: more is better). On a busy machine the processor times say more than the rates. MB
+is the memory of all the server's processes after the row. A server that answers wrongly or not at all fails the row, which is
+said instead; the others go on. Exit status 1: one did.
 """
 
 from __future__ import annotations
@@ -112,9 +113,7 @@ def _measure(
         try:
             rounds = [
                 [
-                    client.measure(
-                        protocol, server.address(protocol), file, row.connections, arguments.seconds, row.renews
-                    )
+                    _figures(client, server, row, file, arguments.seconds)
                     for server, file in zip(measured, files, strict=True)
                 ]
                 for _ in range(arguments.rounds)
@@ -134,11 +133,21 @@ def _measure(
     return failed
 
 
+def _figures(client: Client, server: Server, row: Row, file: Path, seconds: float) -> Figures:
+    """One measurement, with what it cost the server."""
+    before = server.used_us()
+    figures = client.measure(row.protocol, server.address(row.protocol), file, row.connections, seconds, row.renews)
+    after = server.used_us()
+    if before is None or after is None:
+        return figures
+    return dataclasses.replace(figures, server_us=(after - before) / figures.total)
+
+
 def head(names: Sequence[str]) -> str:
     """The first lines of the table."""
     columns = ["row"]
     for name in names:
-        columns += [f"{name}/s", *(["x"] if name != names[0] else []), "p50 us", "MB"]
+        columns += [f"{name}/s", *(["x"] if name != names[0] else []), "p50 us", "cpu us", "MB"]
     columns.append("client us")
     return f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}"
 
@@ -156,6 +165,8 @@ def line(name: str, rounds: Sequence[Sequence[Figures]], memory: Sequence[float 
             cells.append(f"{statistics.median(each[0].rate / each[number].rate for each in rounds):.2f}")
         megabytes = memory[number]
         cells.append(f"{statistics.median(one.p50_us for one in column):.0f}")
+        used = [one.server_us for one in column if one.server_us is not None]
+        cells.append(f"{statistics.median(used):.0f}" if used else "")
         cells.append("" if megabytes is None else f"{megabytes:.0f}")
     cells.append(f"{statistics.median(each[0].client_us for each in rounds):.1f}")
     return f"| {' | '.join(cells)} |"

@@ -14,7 +14,8 @@
  *                { u32 size, request | u32 size, answer | u32 rounded }               all numbers little-endian
  *     recorded:  u32 blocks, { u32 size, block } | { u32 size, answer }
  *
- * Prints JSON: answers, seconds, p50_us, p99_us, worst_us, and client_us, the processor time of its own for each answer.
+ * Prints JSON: answers, total with those that were not counted, seconds, p50_us, p99_us, worst_us, and client_us, the processor time
+ * of its own for each answer.
  */
 
 #define _GNU_SOURCE
@@ -51,6 +52,8 @@ typedef struct {
     uint32_t to_warm;
     int64_t length_ns, end_ns;
     double used_us;
+    /* All of them, whether counted or not. */
+    size_t total;
     uint32_t *latencies_us;
     size_t latency_count, latency_room;
 } client_t;
@@ -173,6 +176,7 @@ static void record(client_t *client, connection_t *connection) {
 static void go_on(client_t *client, connection_t *connection) {
     int64_t now = now_ns();
     connection->size = 0;
+    client->total++;
     if (client->to_warm > 0 && --client->to_warm == 0) {
         client->end_ns = now + client->length_ns;
         client->used_us = used_us();
@@ -221,8 +225,8 @@ static void report(client_t *client, double seconds) {
     if (count == 0)
         fail(NULL, 0, "no answer within %g s", seconds);
     qsort(client->latencies_us, count, sizeof *client->latencies_us, by_size);
-    printf("{\"answers\": %zu, \"seconds\": %g, \"p50_us\": %u, \"p99_us\": %u, \"worst_us\": %u, \"client_us\": %.2f}\n", count,
-           seconds, client->latencies_us[count / 2], client->latencies_us[count * 99 / 100], client->latencies_us[count - 1],
+    printf("{\"answers\": %zu, \"total\": %zu, \"seconds\": %g, \"p50_us\": %u, \"p99_us\": %u, \"worst_us\": %u, \"client_us\": %.2f}\n", count,
+           client->total, seconds, client->latencies_us[count / 2], client->latencies_us[count * 99 / 100], client->latencies_us[count - 1],
            used / (double)count);
 }
 

@@ -31,12 +31,16 @@ class Figures:
     """Of one measurement."""
 
     answers: int
+    #: With those before the clock started and after it stopped.
+    total: int
     seconds: float
     p50_us: float
     p99_us: float
     worst_us: float
     #: The client's own processor time for each answer.
     client_us: float
+    #: The server's, of all its processes; None: they are not known.
+    server_us: float | None = None
 
     @property
     def rate(self) -> float:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.footprint import proportional
-from bench.server import ROOT, serving
+from bench.server import ROOT, Usage, children, serving
 
 OURS, OTHER, PEER = "ours", "other", "peer"
 _PORTS = {OURS: 18180, OTHER: 18190}
@@ -32,19 +32,33 @@ class Server:
         """Of the protocol as pools name it."""
         return self.http if protocol == "http" else self.grpc
 
+    def used_us(self) -> float | None:
+        """Processor time of all its processes since they started."""
+        if self.pid is None:
+            return None
+        usages = [Usage.of(pid) for pid in (self.pid, *children(self.pid))]
+        return sum(usage.user_us + usage.kernel_us for usage in usages)
+
     def megabytes(self) -> float | None:
         """Memory of all its processes; what several share counts once."""
         return None if self.pid is None else proportional(self.pid) / 1e6
 
 
+def program(checkout: Path) -> list[str]:
+    """The daemon of a checkout, to be run there, with its own Python if it has one."""
+    python = checkout / ".venv" / "bin" / "python"
+    # Older ones have no package of that name.
+    module = "tensord" if (checkout / "tensord" / "__main__.py").exists() else "daemon"
+    return [str(python) if python.exists() else sys.executable, "-m", module]
+
+
 @contextlib.contextmanager
 def ours(name: str, checkout: Path, logs: Path) -> Iterator[Server]:
-    """A daemon of a checkout, which has its own Python if there is one; the models and the configuration are always ours."""
-    python = checkout / ".venv" / "bin" / "python"
+    """A daemon of a checkout; the models and the configuration are always ours."""
     port = _PORTS[name]
     http, grpc = f"127.0.0.1:{port}", f"127.0.0.1:{port + 1}"
-    command = [str(python) if python.exists() else sys.executable, "-m", "daemon", "serve"]
-    command += ["--config", str(ROOT / "bench" / "serve.toml"), f"--model-repository={ROOT / 'bench' / 'models'}"]
+    command = [*program(checkout), "serve", "--config", str(ROOT / "bench" / "serve.toml")]
+    command += [f"--model-repository={ROOT / 'bench' / 'models'}"]
     command += [f"--http-port={port}", f"--grpc-port={port + 1}", "--allow-metrics=false"]
     with serving(command, http, logs / f"bench-vary-{name}.log", cwd=checkout) as pid:
         yield Server(name, http, grpc, pid)

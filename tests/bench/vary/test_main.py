@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from bench.vary.__main__ import head, line
 from bench.vary.client import Figures
+from bench.vary.servers import program
 from tests.daemon_process import ROOT
 
 
 def _figures(answers: int, p50_us: float) -> Figures:
-    return Figures(answers, 2.0, p50_us, 2 * p50_us, 3 * p50_us, 9.5)
+    return Figures(answers, answers, 2.0, p50_us, 2 * p50_us, 3 * p50_us, 9.5, None if p50_us % 20 == 0 else 2 * p50_us)
 
 
 def test_medians_and_ratios_of_the_rounds() -> None:
@@ -23,9 +25,17 @@ def test_medians_and_ratios_of_the_rounds() -> None:
         [_figures(900, 20), _figures(300, 60)],
     ]
     assert head(["ours", "peer"]).splitlines()[0] == (
-        "| row | ours/s | p50 us | MB | peer/s | x | p50 us | MB | client us |"
+        "| row | ours/s | p50 us | cpu us | MB | peer/s | x | p50 us | cpu us | MB | client us |"
     )
-    assert line("vary-x", rounds, [250.4, None]) == "| vary-x | 200 | 20 | 250 | 50 | 3.00 | 40 |  | 9.5 |"
+    assert line("vary-x", rounds, [250.4, None]) == "| vary-x | 200 | 20 | 40 | 250 | 50 | 3.00 | 40 |  |  | 9.5 |"
+
+
+def test_the_daemon_of_a_checkout(tmp_path: Path) -> None:
+    done = subprocess.run([*program(ROOT), "serve", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--model-repository" in done.stdout
+    # One from before there was a package tensord.
+    assert program(tmp_path) == [sys.executable, "-m", "daemon"]
 
 
 @pytest.mark.parametrize(
