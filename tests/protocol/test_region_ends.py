@@ -351,7 +351,14 @@ def test_the_owner_of_gpu_memory_dies(serve: Callable[..., Served], tmp_path: Pa
         served.tensorctl("regions", "unregister", "")
         assert served.records() == {}
         wait_until(
-            lambda: not [e for e in worker.memory_maps(grouped=False) if e.path.startswith(str(stub.folder))],
+            lambda: (
+                not [
+                    # What it page-locked itself the stand-in notes in a file of its own, which stays.
+                    found
+                    for found in worker.memory_maps(grouped=False)
+                    if found.path.startswith(str(stub.folder)) and not Path(found.path).name.startswith("host-")
+                ]
+            ),
             "no mapping of GPU memory",
             served.daemon,
         )
