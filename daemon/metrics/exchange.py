@@ -1,4 +1,7 @@
-"""One request over HTTP and its answer, which ends the connection. Knows nothing of metrics; h11 reads and writes."""
+"""One request over HTTP and its answer, which ends the connection. Knows nothing of metrics.
+
+The parser is the HTTP front's, so what is a request there is one here, trailers and all.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import asyncio
 from dataclasses import dataclass
 from http import HTTPStatus
 
-import h11
+import httptools
 import msgspec
+
+from daemon.chunk_sizes import ChunkSizes, Refusal
 
 #: Request line and headers together.
 _MAX_HEAD = 16 << 10
@@ -52,43 +57,110 @@ class Exchange:
     """The server's side of one connection."""
 
     def __init__(self) -> None:
-        self._connection = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD)
-        self._asked: h11.Request | None = None
+        self._parser = httptools.HttpRequestParser(self)
+        #: The request line and the headers, as they came.
+        self._head = b""
+        self._target = b""
+        self._fields: list[tuple[bytes, bytes]] = []
+        self._asked: Request | None = None
+        #: The status of a head that is none; 0: it is one.
+        self._refused = 0
+        #: Of its body: what came, and its framing if it comes in chunks.
+        self._received = 0
+        self._chunks: ChunkSizes | None = None
+        self._whole = False
 
     async def request(self, reader: asyncio.StreamReader) -> Request | None:
         """The request, when its body has come and is thrown away. None: the client went away before it asked.
 
         Raises: BadRequest: it is none, or its head is too large.
         """
-        try:
-            await self._receive(reader)
-        except h11.RemoteProtocolError as error:
-            raise BadRequest(error.error_status_hint) from None
-        if self._asked is None:
-            return None
-        accept = b",".join(value for name, value in self._asked.headers if name == b"accept")
-        return Request(self._asked.method, self._asked.target.partition(b"?")[0], accept.decode("latin-1"))
+        while not (
+            self._whole or self._received > _MAX_BODY or (self._asked is not None and self._waits_to_continue())
+        ):
+            data = await reader.read(_MAX_HEAD)
+            if not data and not self._head and self._asked is None:
+                return None
+            try:
+                self._take(data)
+            except Refusal as refusal:
+                raise BadRequest(refusal.status) from None
+            except httptools.HttpParserError:
+                raise BadRequest(400) from None
+        return self._asked
 
-    async def _receive(self, reader: asyncio.StreamReader) -> None:
-        left = _MAX_BODY
-        while left > 0:
-            event = self._connection.next_event()
-            if event is h11.NEED_DATA:
-                if self._connection.they_are_waiting_for_100_continue:
-                    return
-                self._connection.receive_data(await reader.read(_MAX_HEAD))
-            elif isinstance(event, h11.Request):
-                self._asked = event
-            elif isinstance(event, h11.Data):
-                left -= len(event.data)
+    def _take(self, data: bytes) -> None:
+        """What came. Raises: BadRequest, Refusal, HttpParserError."""
+        if not data:
+            raise BadRequest(400)
+        while data and not self._whole:
+            if self._asked is None:
+                end = self._end_of_head(data)
+                self._feed_head(data[:end])
             else:
-                return
+                end = len(data) if self._chunks is None else self._chunks.take(data, 0, len(data))
+                self._received += end
+                self._parser.feed_data(data[:end])
+            data = data[end:]
+
+    def _end_of_head(self, data: bytes) -> int:
+        """The head is parsed by itself: so it is known where the body begins."""
+        known = len(self._head)
+        self._head += data
+        end = self._head.find(b"\r\n\r\n", max(0, known - 3))
+        if (end if end >= 0 else len(self._head)) > _MAX_HEAD:
+            raise BadRequest(431)
+        return len(data) if end < 0 else end + 4 - known
+
+    def _feed_head(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._whole = True  # another protocol is offered, and not taken
+        except httptools.HttpParserError:
+            if not self._refused:
+                raise
+        if self._refused:
+            raise BadRequest(self._refused)
+
+    # ------------------------------------------------------------------------------------------------- the parser's calls
+
+    def on_url(self, url: bytes) -> None:
+        self._target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._asked is None:
+            self._fields.append((name.lower(), value))
+        # Else it is a trailer, which nobody wants.
+
+    def on_headers_complete(self) -> None:
+        version = self._parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            self._refused = 505
+        elif version == "1.1" and len(self._values(b"host")) != 1:
+            self._refused = 400
+        codings = self._values(b"transfer-encoding")
+        if codings and (version == "1.0" or codings[0].lower() != b"chunked"):
+            self._refused = 501
+        if codings:
+            self._chunks = ChunkSizes(_MAX_BODY, _MAX_HEAD)
+        accept = b",".join(self._values(b"accept")).decode("latin-1")
+        self._asked = Request(self._parser.get_method(), self._target.partition(b"?")[0], accept)
+
+    def on_message_complete(self) -> None:
+        self._whole = True
+
+    def _values(self, name: bytes) -> list[bytes]:
+        return [value for found, value in self._fields if found == name]
+
+    def _waits_to_continue(self) -> bool:
+        """Whether the client sends its body only when it is asked to, which nobody does."""
+        expected = self._values(b"expect")
+        return bool(expected) and expected[0].lower() == b"100-continue" and self._parser.get_http_version() == "1.1"
 
     def answered(self, answer: Answer) -> bytes:
         """The answer as bytes; the connection ends with it."""
-        headers = [*answer.headers, ("Content-Length", str(len(answer.body))), ("Connection", "close")]
-        reason = HTTPStatus(answer.status).phrase
-        head = self._connection.send(h11.Response(status_code=answer.status, headers=headers, reason=reason))
+        headers = (*answer.headers, ("Content-Length", str(len(answer.body))), ("Connection", "close"))
+        lines = [f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}", *map(": ".join, headers), "", ""]
         body = b"" if self._asked is not None and self._asked.method == b"HEAD" else answer.body
-        sent = (head, self._connection.send(h11.Data(data=body)), self._connection.send(h11.EndOfMessage()))
-        return b"".join(filter(None, sent))
+        return "\r\n".join(lines).encode("latin-1") + body
