@@ -6,7 +6,7 @@ from setuptools import Extension, setup
 def extension(room: str, name: str, *headers: str) -> Extension:
     """``ROOM/NAME.c`` as ``ROOM.NAME``; where it cannot be compiled the package still installs."""
     return Extension(
-        f"{room}.{name}",
+        f"{room.replace('/', '.')}.{name}",
         [f"{room}/{name}.c"],
         depends=[f"{room}/{header}" for header in headers],
         py_limited_api=True,
@@ -19,6 +19,7 @@ def extension(room: str, name: str, *headers: str) -> Extension:
 setup(
     ext_modules=[
         extension("shm", "_guard"),
+        extension("daemon/grpc", "_walk"),
         extension("workers", "_large_copy"),
         extension("workers", "_output_memory"),
         extension(

@@ -5,7 +5,7 @@
 
 ``begin`` calls back; ``answers`` is the same for those who await. What arrived large may lie in the request arena before
 (``daemon.grpc.reception``). A binary HTTP body does not come this way: it is read straight into the arena before anybody knows
-what it holds (``daemon.http.exchange``); nor does a message whose layout is known (``daemon.grpc.recognised``).
+what it holds (``daemon.http.exchange``); nor does a message whose form is known (``daemon.grpc.message_forms``).
 """
 
 from __future__ import annotations
@@ -145,17 +145,15 @@ def begin(submitter: Submitter, request: InferenceRequest, on_completion: OnComp
     return inference
 
 
-def form_of(submitter: Submitter, request: InferenceRequest) -> Form[Submit] | None:
-    """The form of requests that differ from that one in ids, deadlines and tensors. None: it has large ones without a place."""
-    tensors: list[Tensor] = []
-    for name, datatype, shape, content in request.inputs:
-        place: Place = _EMPTY
-        if isinstance(content, RegionSlice):
-            place = content
-        elif not isinstance(content, Slice) and len(content) > submitter.inline_byte_size:
-            return None
-        tensors.append(Tensor(name, datatype, shape, place))
-    return submitter.forms.form(request_template(_record(request, 0, tuple(tensors), 0)))
+def form_of(submitter: Submitter, request: InferenceRequest) -> Form[Submit]:
+    """The form of requests that differ from that one in ids, deadlines, and tensors that lie in no region."""
+    tensors = tuple(
+        [
+            Tensor(name, datatype, shape, content if isinstance(content, RegionSlice) else _EMPTY)
+            for name, datatype, shape, content in request.inputs
+        ]
+    )
+    return submitter.forms.form(request_template(_record(request, 0, tensors, 0)))
 
 
 def _record(request: InferenceRequest, request_id: int, tensors: tuple[Tensor, ...], received_ns: int) -> Submit:

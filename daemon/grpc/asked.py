@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from daemon.grpc.layout import Layout
+from daemon.grpc.message_forms import MessageForm
 from daemon.grpc.request_codec import DecodedHead
 from daemon.inference import Inference, InferenceRequest
 from daemon.pending import Pending
@@ -17,14 +17,11 @@ from shm.messages import Completion, FormCompletion
 class Asking(Protocol):
     """The call."""
 
-    def completed(self, asked: Asked | KnownAsked, completion: Completion, lane: SubmitterLane | None) -> None:
+    def completed(self, asked: Asked | FormedAsked, completion: Completion, lane: SubmitterLane | None) -> None:
         """An answer to it."""
 
-    def formed(self, asked: KnownAsked, template: Completion, answer: FormCompletion) -> None:
-        """The only answer to it, a good one of a form, without a lease."""
-
-    def lent(self, asked: KnownAsked, template: Completion, answer: FormCompletion) -> bool:
-        """The same of one with a lease. False, or an error: nothing was done, and it is ``completed`` as any other."""
+    def formed(self, asked: FormedAsked, template: Completion, answer: FormCompletion) -> None:
+        """The only answer to it, a good one of a form."""
 
 
 class Asked:
@@ -69,17 +66,17 @@ class Asked:
             self.inference.cancel()
 
 
-class KnownAsked(Pending):
-    """One whose layout is known: it is what the submitter keeps of it, too."""
+class FormedAsked(Pending):
+    """One of a form: it is what the submitter keeps of it, too."""
 
     call: Asking
-    layout: Layout
+    message_form: MessageForm
     #: The client's, as it came.
     id: bytes
 
     @property
     def model(self) -> str:
-        return self.layout.decoded.model
+        return self.message_form.decoded.model
 
     @property
     def client_id(self) -> str:
@@ -92,26 +89,17 @@ class KnownAsked(Pending):
 
     @property
     def decoupled(self) -> bool:
-        return self.layout.decoupled
+        return self.message_form.decoupled
 
     @property
     def empty_final(self) -> bool:
-        return self.layout.decoded.empty_final
+        return self.message_form.decoded.empty_final
 
     def completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
         self.call.completed(self, completion, lane)
 
     def formed(self, template: Completion, own: FormCompletion) -> None:
-        if own.lease is None:
-            self.call.formed(self, template, own)
-            return
-        try:
-            written = self.call.lent(self, template, own)
-        except Exception:
-            # Whoever writes it whole says why it cannot be written.
-            written = False
-        if not written:
-            Pending.formed(self, template, own)
+        self.call.formed(self, template, own)
 
     def cancel(self, submitter: Submitter) -> None:
         """Nobody waits for it any more."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from daemon.grpc.placed_message import PlacedMessage
 from daemon.grpc.reception import Reception
 
 Buffer = bytes | memoryview
@@ -15,18 +14,15 @@ class Call(ABC):
 
     __slots__ = ()
 
-    def reception(self, byte_size: int, began: Buffer) -> Reception | PlacedMessage | None:
-        """Who takes a large message of that size, which begins so. None: it is wanted in one piece.
-
-        A PlacedMessage has looked at its head; it is fed with what comes behind that.
-        """
+    def reception(self, byte_size: int) -> Reception | None:
+        """Who takes a large message of that size. None: it is wanted in one piece."""
         return None
 
     @abstractmethod
     def message(self, content: Buffer, start: int, end: int) -> None:
         """A whole message from the client: those bytes of ``content``. Whoever keeps it takes ``kept``."""
 
-    def received(self, message: Reception | PlacedMessage) -> None:
+    def received(self, message: Reception) -> None:
         """A whole message that lies in its place; the call drops it, or takes its lease."""
         raise NotImplementedError("a call that has receptions takes them")
 

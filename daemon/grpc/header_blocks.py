@@ -7,6 +7,7 @@ Source: RFC 7541; gRPC's PROTOCOL-HTTP2.md for the meaning of the headers.
 
 from __future__ import annotations
 
+import functools
 import urllib.parse
 from dataclasses import dataclass
 
@@ -22,7 +23,21 @@ _UNITS_NS = {"H": 3600 * 10**9, "M": 60 * 10**9, "S": 10**9, "m": 10**6, "u": 10
 #: Longer timeouts are this long, 146 years: with a moment of this host's clock it is still a number of 63 bits.
 _LONGEST_NS = 1 << 62
 #: Metadata names that are the protocol's own, not the caller's.
-_OWN = frozenset({"te", "content-type", "user-agent", "host", "grpc-timeout", "grpc-encoding", "grpc-accept-encoding"})
+_OWN = frozenset(
+    {
+        ":method",
+        ":scheme",
+        ":path",
+        ":authority",
+        "te",
+        "content-type",
+        "user-agent",
+        "host",
+        "grpc-timeout",
+        "grpc-encoding",
+        "grpc-accept-encoding",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +127,20 @@ def _understood(raw: Fields) -> CallHead:
         return CallHead(fields.get(":path", ""), http_status=405)
     if not (kind == "application/grpc" or kind.startswith(("application/grpc+", "application/grpc;"))):
         return CallHead(fields.get(":path", ""), http_status=415)
-    accepts = tuple(name.strip() for name in fields.get("grpc-accept-encoding", "").split(","))
-    metadata = tuple((name, value) for name, value in headers if name[:1] != ":" and name not in _OWN)
+    metadata = tuple([field for field in headers if field[0] not in _OWN])
     return CallHead(
         fields.get(":path", ""),
         _timeout_ns(fields.get("grpc-timeout", "")),
         fields.get("grpc-encoding", "identity"),
-        accepts,
+        _accepts(fields.get("grpc-accept-encoding", "")),
         metadata,
         content_length=length,
     )
+
+
+@functools.lru_cache(64)
+def _accepts(text: str) -> tuple[str, ...]:
+    return tuple([name.strip() for name in text.split(",")])
 
 
 def _timeout_ns(text: str) -> int:

@@ -5,6 +5,7 @@ Source: RFC 9113, sections 8.1 to 8.3; names and values are the bytes that HPACK
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable
 
@@ -12,7 +13,7 @@ Fields = list[tuple[bytes, bytes]]
 
 #: Controls, blanks, upper case, DEL and beyond, and a colon anywhere but in front.
 _BAD_NAME = re.compile(rb"[\x00-\x20A-Z\x7f-\xff]|(?<!^):|^$", re.DOTALL)
-_BAD_VALUE = re.compile(rb"[\x00\r\n]|^[ \t]|[ \t]\Z")
+_bad_value = re.compile(rb"[\x00\r\n]|^[ \t]|[ \t]\Z").search
 _PSEUDO = frozenset({b":method", b":scheme", b":path", b":authority"})
 _REQUIRED = (b":method", b":scheme", b":path")
 #: They are about one connection of HTTP/1.1.
@@ -47,7 +48,8 @@ def check_request(fields: Fields) -> int | None:
                 length = value
             elif name == b"host":
                 authority = value
-        _check_value(name, value)
+        if _bad_value(value):
+            _refuse_value(name)
     _check_pseudo(pseudo, authority)
     return None if length is None else int(length)
 
@@ -58,7 +60,8 @@ def check_trailers(fields: Iterable[tuple[bytes, bytes]]) -> None:
         if name[:1] == b":":
             raise Malformed(f"{_shown(name)} in trailers")
         _check_name(name)
-        _check_value(name, value)
+        if _bad_value(value):
+            _refuse_value(name)
 
 
 def _check_pseudo(pseudo: dict[bytes, bytes], host: bytes | None) -> None:
@@ -73,6 +76,8 @@ def _check_pseudo(pseudo: dict[bytes, bytes], host: bytes | None) -> None:
         raise Malformed("host is another one than :authority")
 
 
+# Clients have few names, and send them with every call that says anything new.
+@functools.lru_cache(256)
 def _check_name(name: bytes) -> None:
     if _BAD_NAME.search(name):
         raise Malformed(f"a field's name is {_shown(name)}")
@@ -80,9 +85,8 @@ def _check_name(name: bytes) -> None:
         raise Malformed(f"{_shown(name)} has no meaning in HTTP/2")
 
 
-def _check_value(name: bytes, value: bytes) -> None:
-    if _BAD_VALUE.search(value):
-        raise Malformed(f"the value of {_shown(name)} has NUL, a line's end, or blanks around it")
+def _refuse_value(name: bytes) -> None:
+    raise Malformed(f"the value of {_shown(name)} has NUL, a line's end, or blanks around it")
 
 
 def _shown(name: bytes) -> str:

@@ -8,24 +8,26 @@ from time import monotonic_ns
 
 from daemon import request_id
 from daemon.forwarding import Forwarding
-from daemon.grpc.asked import Asking, KnownAsked
+from daemon.grpc.asked import Asking, FormedAsked
 from daemon.grpc.call import Buffer
-from daemon.grpc.placed_message import PlacedMessage
+from daemon.grpc.message_forms import MessageForm, MessageForms
 from daemon.grpc.reception import Reception
-from daemon.grpc.recognised import Known, Recognised
-from daemon.grpc.request_codec import DecodedHead
 from daemon.grpc.request_fields import RefusedRequest
+from daemon.grpc.request_reader import RequestReader, Understood
 from daemon.grpc.stream import Stream
+from daemon.grpc.walk import walk
 from daemon.inference import InferenceRequest
+from daemon.model_table import ModelTable
 from daemon.submit import Submitter
 from daemon.tracer import Trace, Tracer
-from shm.control_records import ModelState
+from shm.arena import Lease
 from shm.errors import ServingError
 from shm.lane import SubmitterLane
-from shm.messages import Completion, FormSubmit
+from shm.messages import Completion, Content, FormSubmit, Slice
 
 #: Whole; one that is no buffer has a lease.
-Message = Buffer | Reception | PlacedMessage
+Message = Buffer | Reception
+_ALIGNMENT = 64
 
 
 class Inferring:
@@ -34,7 +36,7 @@ class Inferring:
     def __init__(
         self,
         submitter: Submitter,
-        recognised: Recognised,
+        table: ModelTable,
         max_stream_requests: int,
         forwarding: Forwarding | None,
         tracer: Tracer,
@@ -42,21 +44,23 @@ class Inferring:
     ) -> None:
         self._makes_ids = makes_ids
         self.submitter = submitter
-        self.recognised = recognised
+        self._forms = MessageForms(table, submitter)
+        self._reader = RequestReader(table, self._forms)
         self.max_stream_requests = max_stream_requests
+        self._inline = submitter.inline_byte_size
         self._forwarding = forwarding
+        #: Whether no request is of a form, because something is still added to each.
+        self._all_read = forwarding is not None
         self.tracer = tracer
 
-    def reception(self, byte_size: int, began: Buffer) -> Reception | PlacedMessage:
-        """Who takes a large message of that size, which begins so."""
-        return self.recognised.placed(self.submitter, byte_size, began) or Reception(self.submitter, byte_size)
+    def reception(self, byte_size: int) -> Reception:
+        """Who takes a large message of that size."""
+        return Reception(self.submitter, byte_size)
 
-    def decode(self, stream: Stream, message: Message) -> tuple[DecodedHead, InferenceRequest, ModelState]:
+    def read(self, stream: Stream, message: Message) -> Understood:
         """A message as a request, with the caller's headers that are parameters. Raises RefusedRequest: nothing stays on loan."""
-        if isinstance(message, Reception | PlacedMessage):
-            understood = self.recognised.decode_received(message)
-        else:
-            understood = self.recognised.decode(message)
+        reader = self._reader
+        understood = reader.read_received(message) if isinstance(message, Reception) else reader.read(message)
         if self._makes_ids and not understood[1].id:
             understood[1].id = request_id.made()
         if self._forwarding is not None:
@@ -91,33 +95,73 @@ class Inferring:
             trace.stamp("GRPC_WAITREAD_START", waited_ns)
             trace.stamp("GRPC_WAITREAD_END", read_ns)
 
-    def _identified(self, client_id: bytes, text: str) -> tuple[bytes, str]:
-        """The id of a known message, as it is written and as text."""
-        if self._makes_ids and not client_id:
+    def ask_formed(
+        self, call: Asking, content: Buffer, start: int, end: int, deadline_ns: int, decoupled: bool
+    ) -> FormedAsked | None:
+        """Sends a message, those bytes of ``content``, that is of a form. None: it is to be read.
+
+        Args:
+          decoupled: whether it may be for a decoupled model.
+        Raises: Unavailable: too many requests are in flight.
+        """
+        walked = None if self._all_read else walk(content, start, end, self._inline)
+        if walked is None:
+            return None
+        rest, client_id, raws, lent = walked
+        form = self._forms.find(rest, len(raws))
+        if form is None or (form.decoupled and not decoupled):
+            return None
+        try:
+            text = client_id.decode()
+            lease = self.submitter.loan(lent) if lent else None
+        except (UnicodeDecodeError, ServingError):
+            # Whoever reads it says what is wrong.
+            return None
+        if lease is not None:
+            try:
+                contents = _placed(raws, lease, self._inline)
+            except BaseException:
+                self.submitter.give_back(lease)
+                raise
+            return self._send(call, form, client_id, text, contents, (lease,), deadline_ns)
+        if lent:
+            # Whoever reads it waits for room.
+            return None
+        return self._send(call, form, client_id, text, raws, (), deadline_ns)  # type: ignore[arg-type]
+
+    def ask_received(self, call: Asking, message: Reception, deadline_ns: int, decoupled: bool) -> FormedAsked | None:
+        """The same of a message that was placed while it arrived. Its lease is the request's, or still the message's."""
+        if self._all_read:
+            return None
+        try:
+            rest, client_id, contents = message.fields()
+            text = client_id.decode()
+        except (RefusedRequest, UnicodeDecodeError):
+            return None
+        form = self._forms.find(rest, len(contents))
+        if form is None or (form.decoupled and not decoupled):
+            return None
+        lease = message.take_lease()
+        assert lease is not None
+        return self._send(call, form, client_id, text, tuple(contents), (lease,), deadline_ns)
+
+    def _send(
+        self,
+        call: Asking,
+        form: MessageForm,
+        client_id: bytes,
+        text: str,
+        contents: tuple[Content, ...],
+        leases: tuple[Lease, ...],
+        deadline_ns: int,
+    ) -> FormedAsked:
+        submitter, lane_form = self.submitter, form.form
+        assert lane_form is not None
+        if not client_id and self._makes_ids:
             text = request_id.made()
             client_id = text.encode()
-        return client_id, text
-
-    def ask_known(self, call: Asking, known: Known, deadline_ns: int) -> KnownAsked:
-        """Sends a known message. Raises Unavailable: too many requests are in flight."""
-        layout, client_id, text, contents = known
-        client_id, text = self._identified(client_id, text)
-        submitter, form = self.submitter, layout.form
-        assert form is not None
-        record = FormSubmit(submitter.next_id(), form.number, contents, text, deadline_ns, monotonic_ns())
-        asked = KnownAsked(call=call, layout=layout, id=client_id, record=record, form=form)
-        submitter.send(asked)
-        return asked
-
-    def ask_placed(self, call: Asking, message: PlacedMessage, deadline_ns: int) -> KnownAsked:
-        """The same of one whose layout has a form. Its lease is the request's, or given back. Raises as that."""
-        submitter, layout = self.submitter, message.layout
-        form = layout.form
-        assert form is not None
-        client_id, text = self._identified(message.client_id, message.text)
-        record = FormSubmit(submitter.next_id(), form.number, message.contents(), text, deadline_ns, monotonic_ns())
-        asked = KnownAsked(call=call, layout=layout, id=client_id, record=record, form=form)
-        asked.leases = (message.take_lease(),)
+        record = FormSubmit(submitter.next_id(), lane_form.number, contents, text, deadline_ns, monotonic_ns())
+        asked = FormedAsked(call=call, message_form=form, id=client_id, record=record, form=lane_form, leases=leases)
         submitter.send(asked)
         return asked
 
@@ -129,6 +173,21 @@ class Inferring:
         if completion.lease is not None and lane is not None:
             release = partial(self.submitter.release, lane, completion.lease)
         return release if trace is None or not completion.final else Sent(trace, release)
+
+
+def _placed(raws: tuple[Buffer, ...], lease: Lease, inline: int) -> tuple[Content, ...]:
+    """The raw tensors as records have them: those that do not travel in one are copied into the lease."""
+    contents: list[Content] = []
+    used, place = 0, lease.place
+    for raw in raws:
+        size = len(raw)
+        if size <= inline:
+            contents.append(bytes(raw))
+            continue
+        lease.view[used : used + size] = raw
+        contents.append(Slice(place.segment, place.offset + used, size))
+        used += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return tuple(contents)
 
 
 class Sent:

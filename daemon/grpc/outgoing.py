@@ -64,7 +64,6 @@ class Outgoing(asyncio.Protocol):
         self.blocked: dict[int, Reply] = {}
         self.send_window = frames.DEFAULT_WINDOW
         self.max_frame_size = frames.DEFAULT_FRAME_SIZE
-        self.small = serving.small
         #: Whether what is written may lie in memory that is given back once it has left.
         self.is_plain = True
         self._transport: asyncio.Transport | None = None
@@ -126,11 +125,10 @@ class Outgoing(asyncio.Protocol):
             self._flushing = True
             self.loop.call_soon(self._flush)
 
-    def write_lent(self, pieces: list[Buffer], on_written: Callable[[], None]) -> None:
-        """The same of several, some of them views of what is given back once all of them have left."""
+    def write_pieces(self, pieces: list[Buffer]) -> None:
+        """The same of several, as they lie."""
         self._out += pieces
         self.room -= sum(map(len, pieces))
-        self._on_written.append(on_written)
         if not self._flushing:
             self._flushing = True
             self.loop.call_soon(self._flush)

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from daemon.grpc.request_fields import ArrivingFields, RefusedRequest
+from daemon.grpc.walk import walk_beginning
 from daemon.pending import DEFECT
 from daemon.submit import Submitter
 from shm.arena import Lease
@@ -30,8 +31,6 @@ _ALIGNMENT = 64
 _PADDED_BYTE_SIZE = 64 << 10
 #: Longer heads hold data.
 _MAX_HEAD = 64 << 10
-#: Longer ones are not kept as they came.
-_MAX_KEPT_HEAD = 2 << 10
 
 
 class Phase(enum.Enum):
@@ -58,7 +57,6 @@ class Reception:
 
     __slots__ = (
         "_at",
-        "_began",
         "_dropped",
         "_error",
         "_fields",
@@ -68,21 +66,17 @@ class Reception:
         "_raws",
         "_submitter",
         "_taken",
-        "byte_size",
         "phase",
     )
 
     def __init__(self, submitter: Submitter, byte_size: int) -> None:
         self._submitter = submitter
-        self.byte_size = byte_size
         self._fields = ArrivingFields(byte_size)
         self.phase = Phase.HEAD
         self._on_room: Callable[[], None] | None = None
         self._lease: Lease | None = None
         #: Bytes of the message before the first raw tensor's.
         self._taken = 0
-        #: These, unless they are too many.
-        self._began = b""
         #: Where in the lease the next byte goes, and how much of it may still be pads.
         self._at = self._padding = 0
         #: Begin and size of each raw tensor in the lease.
@@ -90,39 +84,10 @@ class Reception:
         self._error: RefusedRequest | None = None
         self._dropped = False
 
-    @classmethod
-    def resumed(cls, submitter: Submitter, byte_size: int, lease: Lease, starts: Iterable[bytes]) -> Reception:
-        """One that has taken some tensors already, each as long as it said. It owns the lease now.
-
-        Args:
-          starts: what came before each of them.
-        """
-        reception = cls(submitter, byte_size)
-        fields = reception._fields
-        for start in starts:
-            fields.take(memoryview(start), 0)
-            if reception._lease is None:
-                reception._room_size()
-                reception._settle(lease)
-            else:
-                reception._begin_tensor()
-            reception.advance(fields.raw_left)
-        return reception
-
     @property
     def kept_byte_size(self) -> int:
         """What it has in ordinary memory."""
-        return len(self._fields.head) + len(self._fields.client_id) + len(self._began)
-
-    @property
-    def began(self) -> bytes:
-        """All that came before the first raw tensor, as it came. Empty: it was too long to be kept."""
-        return self._began
-
-    @property
-    def places(self) -> list[tuple[int, int]]:
-        """Begin and size of each raw tensor in the lease."""
-        return self._raws
+        return len(self._fields.head) + len(self._fields.client_id)
 
     # -------------------------------------------------------------------------------------------------------- receive
 
@@ -135,14 +100,18 @@ class Reception:
         if self.phase is Phase.PLACED:
             self._place(piece, 0)
         elif self.phase is Phase.HEAD:
+            begun = None if self._taken else walk_beginning(piece, 0, len(piece))
             try:
-                at, begins = self._fields.take(piece, 0)
+                if begun is None:
+                    at, begins = self._fields.take(piece, 0)
+                else:
+                    self._fields.begin(*begun)
+                    at, begins = begun[2], True
             except RefusedRequest:
                 # Nothing is gained from refusing it early, and whoever reads it whole says why.
                 self.phase = Phase.DECLINED
                 return
             self._taken += at
-            self._began = self._began + piece[:at] if self._taken <= _MAX_KEPT_HEAD else b""
             if begins:
                 self._ask_for_room(on_room)
                 if self._lease is not None:
@@ -171,7 +140,7 @@ class Reception:
         try:
             lease = self._submitter.loan(size)
         except ServingError as error:
-            self._refuse(RefusedRequest(error, self._client_id()))
+            self._refuse(RefusedRequest(error, self.client_id))
             return
         if lease is not None:
             self._settle(lease)
@@ -180,7 +149,7 @@ class Reception:
 
         def granted(lease: Lease | ServingError) -> None:
             if isinstance(lease, ServingError):
-                self._refuse(RefusedRequest(lease, self._client_id()))
+                self._refuse(RefusedRequest(lease, self.client_id))
             elif self._dropped:
                 self._submitter.give_back(lease)
             else:
@@ -188,7 +157,7 @@ class Reception:
                     self._settle(lease)
                 except Exception:
                     _log.exception("a message could not be placed")
-                    self._refuse(RefusedRequest(Internal(DEFECT), self._client_id()))
+                    self._refuse(RefusedRequest(Internal(DEFECT), self.client_id))
             if not self._dropped:
                 on_room()
 
@@ -237,7 +206,9 @@ class Reception:
         self._error = refused
         self._give_back()
 
-    def _client_id(self) -> str:
+    @property
+    def client_id(self) -> str:
+        """The id as far as it came, for whoever refuses it."""
         return self._fields.client_id.decode("utf-8", "replace")
 
     # ----------------------------------------------------------------------------------------------------------- leave
@@ -259,13 +230,8 @@ class Reception:
                 raws.append(Slice(lease.place.segment, lease.place.offset + begin, size))
         return bytes(self._fields.head), bytes(self._fields.client_id), raws
 
-    @property
-    def lease(self) -> Lease | None:
-        """Where the tensors lie."""
-        return self._lease
-
     def take_lease(self) -> Lease | None:
-        """That; from now on its taker gives it back."""
+        """Where the tensors lie; from now on its taker gives that back."""
         lease, self._lease = self._lease, None
         return lease
 

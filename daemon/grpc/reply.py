@@ -111,20 +111,28 @@ class Reply(ABC):
         framed = size + PREFIX.size
         connection = self.connection
         if (
-            framed <= SMALL
-            and not self._unsent
+            not self._unsent
             and not compressed
             and framed <= self.send_window
             and framed <= connection.send_window
             and framed <= connection.max_frame_size
             and framed <= connection.room
+            # TLS copies what is large, and says nothing of when that was.
+            and (framed <= SMALL or connection.is_plain)
         ):
             self.send_window -= framed
             connection.send_window -= framed
             connection.answered += 1
-            connection.write(b"".join((frames.head(frames.DATA, 0, self.id, framed), PREFIX.pack(0, size), *parts)))
+            head = frames.head(frames.DATA, 0, self.id, framed) + PREFIX.pack(0, size)
+            if framed <= SMALL:
+                connection.write(b"".join((head, *parts)))
+                if on_sent is not None:
+                    on_sent()
+                return
+            connection.sent += framed
+            connection.write_pieces([head, *parts])
             if on_sent is not None:
-                on_sent()
+                connection.when_written(on_sent)
             return
         flag = 0
         if compressed:

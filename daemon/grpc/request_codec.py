@@ -6,6 +6,7 @@ Source: grpc_service.proto; texts as recorded against a real Triton.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +14,11 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from daemon.grpc.request_tensors import content, requested
-from daemon.inference import Content
+from daemon.inference import Content, InferenceRequest
 from daemon.model_table import ModelTable, parse_version
 from shm.datatypes import wire_name
 from shm.errors import InvalidArgument, Unsupported
-from shm.messages import Parameter, RequestedOutput
+from shm.messages import Parameter, RegionSlice, RequestedOutput
 
 _INT64 = (1 << 63) - 1
 
@@ -41,6 +42,42 @@ class DecodedHead:
     sequence_end: bool = False
     #: The client wants a last, empty response where the model's last one does not say that it is.
     empty_final: bool = False
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether all tensors are raw, or in regions: then it says nothing that belongs to one request alone."""
+        return all(content is None or type(content) is RegionSlice for _, _, _, content in self.inputs)
+
+    def request(self, client_id: str, raws: Sequence[Content]) -> InferenceRequest:
+        """With the raw tensors where they belong. Raises InvalidArgument: too many, or too few."""
+        if len(raws) > self.raw_count:
+            raise InvalidArgument(
+                f"{len(raws)} raw_input_contents are given for model '{self.model}', its inputs take {self.raw_count}"
+            )
+        inputs: list[tuple[str, str, tuple[int, ...], Content]] = []
+        number = 0
+        for name, datatype, shape, source in self.inputs:
+            if source is None:
+                if number == len(raws):
+                    raise InvalidArgument(
+                        f"unable to find data for input tensor '{name}' for model '{self.model}' in request."
+                    )
+                source = raws[number]
+                number += 1
+            inputs.append((name, datatype, shape, source))
+        return InferenceRequest(
+            self.model,
+            self.version,
+            inputs,
+            self.outputs,
+            self.parameters,
+            client_id,
+            self.priority,
+            self.timeout_us,
+            self.sequence_id,
+            self.sequence_start,
+            self.sequence_end,
+        )
 
 
 def decode_head(head: bytes, has_raw: bool, table: ModelTable) -> DecodedHead:

@@ -9,7 +9,6 @@ Source: grpc_service.proto; protobuf's encoding specification.
 
 from __future__ import annotations
 
-from daemon.grpc import response_codec
 from shm.errors import InvalidArgument, ServingError
 
 Buffer = bytes | memoryview
@@ -33,8 +32,8 @@ class RefusedRequest(Exception):
         self.client_id = client_id
 
 
-def split(message: Buffer) -> tuple[bytes, bytes, tuple[int, int], list[tuple[int, int]]]:
-    """The head without the id, the id, where the id lies, and where the raw tensors do: (begin, end) each.
+def split(message: Buffer) -> tuple[bytes, bytes, list[tuple[int, int]]]:
+    """The head without the id, the id, and where the raw tensors lie: (begin, end) each.
 
     Raises RefusedRequest: malformed.
     """
@@ -42,7 +41,7 @@ def split(message: Buffer) -> tuple[bytes, bytes, tuple[int, int], list[tuple[in
     raws: list[tuple[int, int]] = []
     pieces: list[bytes] = []
     kept = 0
-    client_id, id_at = b"", (0, 0)
+    client_id = b""
     try:
         while at < end:
             start = at
@@ -61,7 +60,7 @@ def split(message: Buffer) -> tuple[bytes, bytes, tuple[int, int], list[tuple[in
                     raise _too_many_raws()
                 raws.append((at, at + size))
             elif tag == _ID:
-                client_id, id_at = bytes(message[at : at + size]), (at, at + size)
+                client_id = bytes(message[at : at + size])
             if tag in (_RAW, _ID):
                 if kept < start:
                     pieces.append(bytes(message[kept:start]))
@@ -73,7 +72,12 @@ def split(message: Buffer) -> tuple[bytes, bytes, tuple[int, int], list[tuple[in
         raise _cut_short()
     if kept < end:
         pieces.append(bytes(message[kept:]))
-    return (pieces[0] if len(pieces) == 1 else b"".join(pieces)), client_id, id_at, raws
+    return (pieces[0] if len(pieces) == 1 else b"".join(pieces)), client_id, raws
+
+
+def client_id_of(message: Buffer) -> str:
+    """The id of a message that was refused for another reason."""
+    return split(message)[1].decode("utf-8", "replace")
 
 
 class ArrivingFields:
@@ -97,6 +101,15 @@ class ArrivingFields:
         #: Where the rest of the field under way goes, and how much it is.
         self._field = self.head
         self._left = 0
+
+    def begin(self, head: bytes, client_id: bytes, at: int, size: int) -> None:
+        """All before the first raw tensor has come in one piece: that begins there, and has that size. Raises as ``take``."""
+        if size > self.unread - at:
+            raise _cut_short()
+        self.head += head
+        self.client_id += client_id
+        self.unread -= at
+        self.raw_count, self.raw_left = 1, size
 
     def take(self, piece: memoryview, at: int) -> tuple[int, bool]:
         """Takes what is no raw tensor. Returns how far, and whether a raw tensor of ``raw_left`` bytes begins there.
@@ -146,11 +159,6 @@ class ArrivingFields:
         self.unread -= byte_size
 
 
-def raw_start(byte_size: int) -> bytes:
-    """What stands before a raw tensor of that size, as short as it can be."""
-    return response_codec.field_start(_RAW, byte_size)
-
-
 def _too_many_raws() -> RefusedRequest:
     return RefusedRequest(InvalidArgument(f"more than {MAX_RAWS} raw_input_contents are given"))
 
@@ -169,6 +177,7 @@ def _field_start(start: bytearray) -> tuple[int, int, int]:
         size, at = _varint(start, 1)
         return tag, at, size
     tag, at = _varint(start, 0)
+    _check_tag(tag)
     match tag & 7:
         case 0:
             return 0, _varint(start, at)[1], 0
@@ -180,6 +189,12 @@ def _field_start(start: bytearray) -> tuple[int, int, int]:
         case 5:
             return 0, at, 4
     raise RefusedRequest(InvalidArgument(_CUT_SHORT))
+
+
+def _check_tag(tag: int) -> None:
+    """Raises RefusedRequest: one of ours in more bytes than it takes, which clients do not write and readers read differently."""
+    if tag in _TAGS:
+        raise RefusedRequest(InvalidArgument("failed to parse the request message: a tag is longer than it must be"))
 
 
 def _varint(message: Buffer | bytearray, at: int) -> tuple[int, int]:
@@ -198,6 +213,7 @@ def _varint(message: Buffer | bytearray, at: int) -> tuple[int, int]:
 def _skipped(message: Buffer, at: int) -> int:
     """Where the field after this one begins; protobuf ignores fields it does not know."""
     tag, at = _varint(message, at)
+    _check_tag(tag)
     match tag & 7:
         case 0:
             return _varint(message, at)[1]

@@ -99,6 +99,7 @@ def field(tag: int, content: bytes) -> bytes:
     return field_start(tag, len(content)) + content
 
 
+@functools.lru_cache(4096)
 def field_start(tag: int, byte_size: int) -> bytes:
     """What stands before the content of such a field."""
     return _BYTES[tag] + varint(byte_size)

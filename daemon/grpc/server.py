@@ -21,12 +21,12 @@ from daemon.grpc.call import Call
 from daemon.grpc.connection import Connection
 from daemon.grpc.inferring import Inferring
 from daemon.grpc.management import SERVICE, Management
-from daemon.grpc.recognised import Recognised
 from daemon.grpc.serving import Serving
 from daemon.grpc.standard_services import StandardServices
 from daemon.grpc.stream import Stream
 from daemon.grpc.stream_infer import StreamInfer
 from daemon.grpc.unary_infer import UnaryInfer
+from daemon.grpc.walk import walk, walk_in_python
 
 _log = logging.getLogger(__name__)
 _CHECK_SECONDS = 1.0
@@ -39,10 +39,14 @@ class GrpcFront(Front):
     """A front that speaks gRPC."""
 
     async def open(self, options: Options, endpoints: Endpoints) -> None:
+        if walk is walk_in_python:
+            _log.warning(
+                "messages are read more slowly: daemon.grpc._walk was not built; install a C compiler, then tensord again"
+            )
         pattern = options.grpc.header_forward_pattern
         inferring = Inferring(
             self.submitter,
-            Recognised(self.table, None if pattern else self.submitter),
+            self.table,
             options.grpc.max_stream_requests,
             Forwarding(pattern) if pattern else None,
             self.tracer,

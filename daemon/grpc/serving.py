@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from config.options import COMPRESSION_LEVELS, Grpc
 from daemon.access import Rule
 from daemon.grpc.call import Call
-from daemon.grpc.reply import MIN_COMPRESSED, SMALL
 from daemon.grpc.stream import Stream
 from daemon.longest_idle import LongestIdle
 from daemon.tally import Seat
@@ -38,8 +37,6 @@ class Serving:
     max_collected: int = field(init=False)
     #: zlib level of answers for clients that accept gzip; 0: none.
     compression: int = field(init=False)
-    #: DATA of at most so many bytes leaves in one frame and as it is, whatever a client accepts.
-    small: int = field(init=False)
     stopping: bool = False
 
     def __post_init__(self) -> None:
@@ -47,4 +44,3 @@ class Serving:
         self.max_message = self.options.max_message_byte_size
         self.max_collected = max(self.options.max_receiving_byte_size, 2 * self.max_message)
         self.compression = COMPRESSION_LEVELS[self.options.response_compression]
-        self.small = MIN_COMPRESSED if self.compression else SMALL

@@ -18,10 +18,8 @@ from daemon.grpc.arriving_message import ArrivingMessage
 from daemon.grpc.call import Buffer, Call
 from daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, RESOURCE_EXHAUSTED, UNAVAILABLE
 from daemon.grpc.inflation import Refused, inflated
-from daemon.grpc.known_reply import KnownReply
-from daemon.grpc.placed_message import PlacedMessage
 from daemon.grpc.reception import Reception
-from daemon.grpc.reply import PREFIX, read_prefix
+from daemon.grpc.reply import PREFIX, Reply, read_prefix
 
 _log = logging.getLogger(__name__)
 #: Larger messages that do not come in one piece may go to where a worker reads them while they arrive.
@@ -30,7 +28,7 @@ _RECEIVED_BYTE_SIZE = 64 << 10
 _NEVER_NS = (1 << 63) - 1
 
 
-class Stream(KnownReply):
+class Stream(Reply):
     """Owned by its connection until ``ended``."""
 
     call: Call | None = None
@@ -46,7 +44,7 @@ class Stream(KnownReply):
     partial_since = 0.0
     #: The first bytes of a message whose prefix is not whole, or the message of which a part is here.
     _begun = b""
-    _arriving: ArrivingMessage | PlacedMessage | None = None
+    _arriving: ArrivingMessage | None = None
     #: What of ``Serving.collected`` is this stream's.
     _kept = 0
     _timer: asyncio.TimerHandle | None = None
@@ -118,12 +116,7 @@ class Stream(KnownReply):
         reception: Reception | None = None
         if not flag and byte_size > _RECEIVED_BYTE_SIZE:
             assert self.call is not None
-            taker = self.call.reception(byte_size, piece)
-            if isinstance(taker, PlacedMessage):
-                self._arriving = taker
-                taker.feed(piece[taker.layout.head_size :])
-                return
-            reception = taker
+            reception = self.call.reception(byte_size)
         arriving = self._arriving = ArrivingMessage(flag, byte_size, reception, self._room_came)
         arriving.feed(piece)
 
@@ -183,13 +176,12 @@ class Stream(KnownReply):
         self._kept = 0
         self.partial_since = 0.0
 
-    def _arrived(self, arriving: ArrivingMessage | PlacedMessage) -> None:
+    def _arrived(self, arriving: ArrivingMessage) -> None:
         """The message under way is whole."""
         self._arriving = None
         self.partial_since = 0.0
         received = arriving.received
         if received is None:
-            assert type(arriving) is ArrivingMessage
             content = arriving.content()
             arriving.drop()
             self._deliver(arriving.flag, content, 0, len(content))

@@ -14,20 +14,17 @@ from functools import partial
 
 from daemon.each import call_each
 from daemon.grpc import response_codec
-from daemon.grpc.asked import Asked, KnownAsked
+from daemon.grpc.asked import Asked, FormedAsked
 from daemon.grpc.call import Buffer, Call, kept
 from daemon.grpc.codes import INTERNAL, OK, number
 from daemon.grpc.inferring import Inferring, Message, Sent
-from daemon.grpc.known_answer import KnownAnswer
-from daemon.grpc.placed_message import PlacedMessage
 from daemon.grpc.reception import Reception
-from daemon.grpc.request_fields import RefusedRequest
+from daemon.grpc.request_fields import RefusedRequest, client_id_of
 from daemon.grpc.stream import Stream
 from daemon.inference import InferenceRequest, begin
 from daemon.pending import DEFECT
 from daemon.tracer import Trace
 from shm.errors import ServingError
-from shm.forms import no_view, whole_answer
 from shm.lane import SubmitterLane
 from shm.messages import Completion, FormCompletion, Slice
 
@@ -42,7 +39,7 @@ class StreamInfer(Call):
     def __init__(self, inferring: Inferring, stream: Stream) -> None:
         self._inferring = inferring
         self._stream = stream
-        self._in_flight: set[Asked | KnownAsked] = set()
+        self._in_flight: set[Asked | FormedAsked] = set()
         #: Messages that came before there was room for them; bounded by the stream's window.
         self._waiting: deque[Message] = deque()
         self._half_closed = False
@@ -52,35 +49,43 @@ class StreamInfer(Call):
         self._waits_since = time.monotonic_ns() if inferring.tracer.on else 0
         self._grpc_errors = ("triton_grpc_error", "true") in stream.head.metadata
 
-    def reception(self, byte_size: int, began: Buffer) -> Reception | PlacedMessage:
-        return self._inferring.reception(byte_size, began)
+    def reception(self, byte_size: int) -> Reception:
+        return self._inferring.reception(byte_size)
 
     def message(self, content: Buffer, start: int, end: int) -> None:
         inferring = self._inferring
         if self._stream.held or len(self._in_flight) >= inferring.max_stream_requests:
             self._wait(kept(content, start, end))
             return
-        known = None if inferring.tracer.on else inferring.recognised.known(content, start, end)
-        if known is None:
+        asked = None
+        if not inferring.tracer.on:
+            try:
+                asked = inferring.ask_formed(self, content, start, end, self._stream.deadline_ns, True)
+            except Exception as error:
+                self._not_sent(error, client_id_of(content[start:end]))
+                return
+        if asked is None:
             self._ask(content[start:end])
-            return
-        try:
-            self._in_flight.add(inferring.ask_known(self, known, self._stream.deadline_ns))
-        except Exception as error:
-            self._not_sent(error, known[2])
+        else:
+            self._in_flight.add(asked)
 
-    def received(self, message: Reception | PlacedMessage) -> None:
+    def received(self, message: Reception) -> None:
         inferring = self._inferring
         if self._stream.held or not self._has_room():
             self._wait(message)
-        elif type(message) is PlacedMessage and not inferring.tracer.on and inferring.recognised.admits(message.layout):
+            return
+        asked = None
+        if not inferring.tracer.on:
             try:
-                self._in_flight.add(inferring.ask_placed(self, message, self._stream.deadline_ns))
+                asked = inferring.ask_received(self, message, self._stream.deadline_ns, True)
             except Exception as error:
                 message.drop()
-                self._not_sent(error, message.text)
-        else:
+                self._not_sent(error, message.client_id)
+                return
+        if asked is None:
             self._ask(message)
+        else:
+            self._in_flight.add(asked)
 
     def half_closed(self) -> None:
         self._half_closed = True
@@ -98,7 +103,7 @@ class StreamInfer(Call):
     def abandoned(self) -> None:
         waiting, self._waiting = self._waiting, deque()
         in_flight, self._in_flight = self._in_flight, set()
-        placed = [message for message in waiting if isinstance(message, Reception | PlacedMessage)]
+        placed = [message for message in waiting if isinstance(message, Reception)]
         call_each([message.drop for message in placed], "leaving a message")
         call_each([partial(asked.cancel, self._inferring.submitter) for asked in in_flight], "leaving a request")
 
@@ -109,7 +114,7 @@ class StreamInfer(Call):
 
     def _wait(self, message: Message) -> None:
         if self._stopping:
-            if isinstance(message, Reception | PlacedMessage):
+            if isinstance(message, Reception):
                 message.drop()
             return
         self._stream.held = True
@@ -122,7 +127,7 @@ class StreamInfer(Call):
         request: InferenceRequest | None = None
         client_id = ""
         try:
-            decoded, request, state = self._inferring.decode(self._stream, message)
+            decoded, request, state = self._inferring.read(self._stream, message)
             client_id = request.id
             request.deadline_ns = self._stream.deadline_ns
             asked = Asked(self, decoded, request, state.decoupled)
@@ -164,7 +169,7 @@ class StreamInfer(Call):
 
     # -------------------------------------------------------------------------------------------------- answers
 
-    def completed(self, asked: Asked | KnownAsked, completion: Completion, lane: SubmitterLane | None) -> None:
+    def completed(self, asked: Asked | FormedAsked, completion: Completion, lane: SubmitterLane | None) -> None:
         if completion.final:
             self._in_flight.discard(asked)
         sent = self._inferring.releaser(completion, lane, asked.trace)
@@ -184,35 +189,20 @@ class StreamInfer(Call):
         if self._waiting or self._half_closed or self._stream.held:
             self._go_on()
 
-    def formed(self, asked: KnownAsked, template: Completion, answer: FormCompletion) -> None:
+    def formed(self, asked: FormedAsked, template: Completion, answer: FormCompletion) -> None:
         self._in_flight.discard(asked)
-        layout, contents = asked.layout, answer.contents
-        known = layout.streamed
-        if known is None or not known.fits(template, contents):
-            known = layout.streamed = KnownAnswer(template, answer, asked.model, asked.id, True)
-        if not self._stream.send_known(known, asked.id, contents):  # type: ignore[arg-type]
-            self._send_whole(asked, whole_answer(template, answer), no_view)
+        assert asked.worker is not None
+        lane, release = asked.worker.lane, None
+        if answer.lease is not None:
+            release = partial(self._inferring.submitter.release, lane, answer.lease)
+        form = asked.message_form.answer_form(template, True)
+        self._send(response_codec.streamed(form.pieces(asked.id, answer.contents, lane.view)), release)
         if self._waiting or self._half_closed or self._stream.held:
             self._go_on()
-
-    def lent(self, asked: KnownAsked, template: Completion, answer: FormCompletion) -> bool:
-        layout, contents, lease, worker = asked.layout, answer.contents, answer.lease, asked.worker
-        assert lease is not None
-        assert worker is not None
-        known, lane = layout.streamed, worker.lane
-        if known is None or not known.fits_lent(template, contents):
-            known = layout.streamed = KnownAnswer(template, answer, asked.model, asked.id, True)
-        release = partial(self._inferring.submitter.release, lane, lease)
-        if not self._stream.send_lent(known, asked.id, contents, lane.view, release):
-            return False
-        self._in_flight.discard(asked)
-        if self._waiting or self._half_closed or self._stream.held:
-            self._go_on()
-        return True
 
     def _answered(
         self,
-        asked: Asked | KnownAsked,
+        asked: Asked | FormedAsked,
         completion: Completion,
         view: Callable[[Slice], memoryview],
         sent: Callable[[], None] | None,
@@ -228,7 +218,7 @@ class StreamInfer(Call):
 
     def _send_whole(
         self,
-        asked: Asked | KnownAsked,
+        asked: Asked | FormedAsked,
         completion: Completion,
         view: Callable[[Slice], memoryview],
         sent: Callable[[], None] | None = None,

@@ -7,19 +7,16 @@ import time
 from functools import partial
 
 from daemon.grpc import response_codec
-from daemon.grpc.asked import Asked, KnownAsked
+from daemon.grpc.asked import Asked, FormedAsked
 from daemon.grpc.call import Buffer, Call, kept
 from daemon.grpc.codes import INTERNAL, number
 from daemon.grpc.inferring import Inferring, Message, Sent
-from daemon.grpc.known_answer import KnownAnswer
-from daemon.grpc.placed_message import PlacedMessage
 from daemon.grpc.reception import Reception
 from daemon.grpc.request_fields import RefusedRequest
 from daemon.grpc.stream import Stream
 from daemon.inference import begin
 from daemon.pending import DEFECT
 from shm.errors import ServingError, Unsupported
-from shm.forms import no_view, whole_answer
 from shm.lane import SubmitterLane
 from shm.messages import Completion, FormCompletion
 
@@ -35,12 +32,12 @@ class UnaryInfer(Call):
         self._inferring = inferring
         self._stream = stream
         self._message: Message | None = None
-        self._asked: Asked | KnownAsked | None = None
+        self._asked: Asked | FormedAsked | None = None
         #: CLOCK_MONOTONIC ns, if it may be traced.
         self._waits_since = time.monotonic_ns() if inferring.tracer.on else 0
 
-    def reception(self, byte_size: int, began: Buffer) -> Reception | PlacedMessage:
-        return self._inferring.reception(byte_size, began)
+    def reception(self, byte_size: int) -> Reception:
+        return self._inferring.reception(byte_size)
 
     def message(self, content: Buffer, start: int, end: int) -> None:
         if self._message is not None:
@@ -48,7 +45,7 @@ class UnaryInfer(Call):
         else:
             self._message = kept(content, start, end)
 
-    def received(self, message: Reception | PlacedMessage) -> None:
+    def received(self, message: Reception) -> None:
         if self._message is not None:
             message.drop()
             self._stream.refuse(INTERNAL, "a unary call has one request message")
@@ -60,27 +57,23 @@ class UnaryInfer(Call):
         if message is None:
             self._stream.finish(INTERNAL, "a unary call has one request message")
             return
-        inferring, known = self._inferring, None
-        if type(message) is bytes and not self._waits_since:
-            known = inferring.recognised.known(message, 0, len(message))
+        inferring, stream = self._inferring, self._stream
         try:
-            if known is not None and not known[0].decoupled:
-                self._asked = inferring.ask_known(self, known, self._stream.deadline_ns)
-            elif (
-                type(message) is PlacedMessage
-                and not self._waits_since
-                and inferring.recognised.admits(message.layout)
-                and not message.layout.decoupled
-            ):
-                self._asked = inferring.ask_placed(self, message, self._stream.deadline_ns)
+            if self._waits_since:
+                self._ask(message)
+                return
+            if type(message) is Reception:
+                self._asked = inferring.ask_received(self, message, stream.deadline_ns, False)
             else:
+                self._asked = inferring.ask_formed(self, message, 0, len(message), stream.deadline_ns, False)  # type: ignore[arg-type]
+            if self._asked is None:
                 self._ask(message)
         except RefusedRequest as refused:
             self._refuse(number(refused.error), refused.error.message)
         except ServingError as error:
             self._refuse(number(error), error.message)
         except BaseException:
-            if isinstance(message, Reception | PlacedMessage):
+            if isinstance(message, Reception):
                 message.drop()
             raise
 
@@ -93,7 +86,7 @@ class UnaryInfer(Call):
             self._stream.stopped()
 
     def abandoned(self) -> None:
-        if isinstance(self._message, Reception | PlacedMessage):
+        if isinstance(self._message, Reception):
             self._message.drop()
         if self._asked is not None:
             self._asked.cancel(self._inferring.submitter)
@@ -104,7 +97,7 @@ class UnaryInfer(Call):
         """Raises: RefusedRequest: it is no request.  ServingError: it cannot be begun."""
         inferring, stream = self._inferring, self._stream
         read_ns = time.monotonic_ns() if self._waits_since else 0
-        decoded, request, state = inferring.decode(stream, message)
+        decoded, request, state = inferring.read(stream, message)
         try:
             if state.decoupled:
                 raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
@@ -119,7 +112,7 @@ class UnaryInfer(Call):
 
     # -------------------------------------------------------------------------------------------------- answer
 
-    def completed(self, asked: Asked | KnownAsked, completion: Completion, lane: SubmitterLane | None) -> None:
+    def completed(self, asked: Asked | FormedAsked, completion: Completion, lane: SubmitterLane | None) -> None:
         if completion.code:
             self._refuse(number(completion.code), completion.message)
             return
@@ -136,29 +129,15 @@ class UnaryInfer(Call):
             return
         self._stream.answer(parts, release)
 
-    def formed(self, asked: KnownAsked, template: Completion, answer: FormCompletion) -> None:
+    def formed(self, asked: FormedAsked, template: Completion, answer: FormCompletion) -> None:
         # Each refers to the other, and calls shall leave the garbage collector nothing to do.
         self._asked = None
-        layout, contents = asked.layout, answer.contents
-        known = layout.unary
-        if known is None or not known.fits(template, contents):
-            known = layout.unary = KnownAnswer(template, answer, asked.model, asked.id, False)
-        if not self._stream.answer_known(known, asked.id, contents):  # type: ignore[arg-type]
-            whole = whole_answer(template, answer)
-            self._stream.answer(response_codec.encode(whole, asked.model, asked.client_id, no_view))
-
-    def lent(self, asked: KnownAsked, template: Completion, answer: FormCompletion) -> bool:
-        layout, contents, lease, worker = asked.layout, answer.contents, answer.lease, asked.worker
-        assert lease is not None
-        assert worker is not None
-        known, lane = layout.unary, worker.lane
-        if known is None or not known.fits_lent(template, contents):
-            known = layout.unary = KnownAnswer(template, answer, asked.model, asked.id, False)
-        release = partial(self._inferring.submitter.release, lane, lease)
-        if not self._stream.answer_lent(known, asked.id, contents, lane.view, release):
-            return False
-        self._asked = None
-        return True
+        assert asked.worker is not None
+        lane, release = asked.worker.lane, None
+        if answer.lease is not None:
+            release = partial(self._inferring.submitter.release, lane, answer.lease)
+        form = asked.message_form.answer_form(template, False)
+        self._stream.answer(form.pieces(asked.id, answer.contents, lane.view), release)
 
     def _refuse(self, code: int, message: str) -> None:
         asked, self._asked = self._asked, None

@@ -107,7 +107,7 @@ class LaneBench(ABC):
         self.worker = WorkerLane(theirs, arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
         self._whole = WholeRequests()
         self.submitter.open_lane(LaneOpened(7, "cpu:0"), [ours.detach(), os.dup(self.page.fd)])
-        for name in ("addsub", "identity"):
+        for name in ("addsub", "identity", "subadd"):
             self.submitter.model_changed(ModelState(name, 1, "READY", workers=(7,), metadata=b"{}", config=b"{}"))
         self.tally = Tally.create()
         self.transports: list[KeptTransport] = []

@@ -12,7 +12,6 @@ from daemon.grpc import frames
 from daemon.grpc.call import Call
 from daemon.grpc.connection import Connection
 from daemon.grpc.inferring import Inferring
-from daemon.grpc.recognised import Recognised
 from daemon.grpc.serving import Serving
 from daemon.grpc.stream import Stream
 from daemon.grpc.stream_infer import StreamInfer
@@ -24,23 +23,26 @@ from tests.work.connection import OPTIONS, KeptTransport, LaneBench
 #: A client's window for all it is sent; each answer is granted again with the next request. And the frames it takes.
 _WINDOW = 1 << 24
 _FRAME_SIZE = (1 << 22) - 1
+
+
 #: Literals without indexing: the same bytes for every call, as of a client whose table holds what it repeats.
-_BLOCK = {
-    path: b"".join(
-        b"\x00" + bytes((len(name),)) + name + bytes((len(value),)) + value
-        for name, value in (
-            (b":method", b"POST"),
-            (b":scheme", b"http"),
-            (b":path", path.encode()),
-            (b":authority", b"127.0.0.1:8001"),
-            (b"te", b"trailers"),
-            (b"content-type", b"application/grpc"),
-            (b"user-agent", b"grpc-c++/1.54.3 grpc-c/31.0.0 (linux; chttp2)"),
-            (b"grpc-accept-encoding", b"identity, deflate, gzip"),
-        )
+def head_of(path: str, *metadata: tuple[bytes, bytes]) -> bytes:
+    """The header block of a call."""
+    fields = (
+        (b":method", b"POST"),
+        (b":scheme", b"http"),
+        (b":path", path.encode()),
+        (b":authority", b"127.0.0.1:8001"),
+        (b"te", b"trailers"),
+        (b"content-type", b"application/grpc"),
+        (b"user-agent", b"grpc-c++/1.54.3 grpc-c/31.0.0 (linux; chttp2)"),
+        (b"grpc-accept-encoding", b"identity, deflate, gzip"),
+        *metadata,
     )
-    for path in (INFER, STREAM)
-}
+    return b"".join(b"\x00" + bytes((len(name),)) + name + bytes((len(value),)) + value for name, value in fields)
+
+
+_BLOCK = {path: head_of(path) for path in (INFER, STREAM)}
 
 
 class GrpcBench(LaneBench):
@@ -48,8 +50,7 @@ class GrpcBench(LaneBench):
 
     def __init__(self) -> None:
         super().__init__()
-        recognised = Recognised(self.table, self.submitter)
-        inferring = Inferring(self.submitter, recognised, OPTIONS.grpc.max_stream_requests, None, Tracer(1, 0))
+        inferring = Inferring(self.submitter, self.table, OPTIONS.grpc.max_stream_requests, None, Tracer(1, 0))
         methods: dict[str, Callable[[Stream], Call]] = {
             INFER: functools.partial(UnaryInfer, inferring),
             STREAM: functools.partial(StreamInfer, inferring),
@@ -73,9 +74,9 @@ class GrpcBench(LaneBench):
         return sum(sum(map(len, write)) > frames.UPDATE_SIZE for write in transport.writes)
 
 
-def opened(number: int, path: str) -> bytes:
+def opened(number: int, path: str, block: bytes | None = None) -> bytes:
     """The head of a call."""
-    return frames.frame(frames.HEADERS, frames.END_HEADERS, number, _BLOCK[path])
+    return frames.frame(frames.HEADERS, frames.END_HEADERS, number, block or _BLOCK[path])
 
 
 def message(number: int, content: bytes, granted: int) -> bytes:
@@ -84,10 +85,10 @@ def message(number: int, content: bytes, granted: int) -> bytes:
     return frames.window_update(number, granted) + frames.window_update(0, granted) + data
 
 
-def call(number: int, content: bytes, granted: int) -> bytes:
-    """A unary one."""
+def call(number: int, content: bytes, granted: int, block: bytes | None = None) -> bytes:
+    """A unary one; ``block``: its headers."""
     data = frames.frame(frames.DATA, frames.END_STREAM, number, prefixed(content))
-    return opened(number, INFER) + frames.window_update(number, 5) + data + frames.window_update(0, granted)
+    return opened(number, INFER, block) + frames.window_update(number, 5) + data + frames.window_update(0, granted)
 
 
 def payloads(written: bytes, kind: int) -> list[bytes]:

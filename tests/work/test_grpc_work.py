@@ -17,16 +17,18 @@ from tritonclient.grpc import service_pb2
 from daemon.grpc import frames
 from shm.lane import WorkerLane
 from shm.messages import Completion, Submit
-from tests.daemon.grpc.frame_client import STREAM
+from tests.daemon.grpc.frame_client import INFER, STREAM
 from tests.work.connection import MIB
 from tests.work.counter import Work
-from tests.work.grpc_connection import GrpcBench, call, message, opened, payloads
+from tests.work.grpc_connection import GrpcBench, call, head_of, message, opened, payloads
 from tests.work.test_front_work import one_large, two_in_regions, two_small
 
 Infer = service_pb2.ModelInferRequest
 Parameter = service_pb2.InferParameter
-#: Messages before counting begins: after two a client repeats itself.
+#: Messages before counting begins: after the first a client repeats itself, and its second is the first of a form.
 WARM = 3
+#: What a message may cost that differs from the last one in what is its own, and one of a client that has just come.
+MAX_MORE = 1.5
 COUNT = 20
 _FP32 = {"datatype": "FP32", "shape": [1, 16]}
 _REGION = {
@@ -94,13 +96,13 @@ class Row:
 
 
 ROWS = [
-    Row("stream", small, two_small, 1353, streams=1),
-    Row("stream-shm", shared, two_in_regions, 1353, streams=1),
-    Row("streams-together", small, two_small, 1097, streams=4),
-    Row("unary", small, two_small, 1718),
-    Row("unary-shm", shared, two_in_regions, 1718),
-    Row("stream-large", large, one_large, 3318, streams=1, peak=27_500, lane_calls=3, granted=MIB + 240),
-    Row("unary-large", large, one_large, 3574, peak=27_500, lane_calls=3, granted=MIB + 240),
+    Row("stream", small, two_small, 1729, streams=1),
+    Row("stream-shm", shared, two_in_regions, 1729, streams=1),
+    Row("streams-together", small, two_small, 1363, streams=4),
+    Row("unary", small, two_small, 2065),
+    Row("unary-shm", shared, two_in_regions, 2105),
+    Row("stream-large", large, one_large, 4100, streams=1, peak=27_500, lane_calls=3, granted=MIB + 240),
+    Row("unary-large", large, one_large, 4461, peak=27_500, lane_calls=3, granted=MIB + 240),
 ]
 rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
@@ -215,3 +217,90 @@ def test_nothing_is_left_for_the_garbage_collector(row: Row) -> None:
         assert garbage == 0
 
     on_a_bench(row, test)
+
+
+def other_shape(client_id: str, **fields: Any) -> bytes:
+    """Like ``small`` with as many values in one more dimension."""
+    asked = Infer.FromString(small(client_id, **fields))
+    for each in asked.inputs:
+        each.shape[:] = [1, 1, 16]
+    return bytes(asked.SerializeToString())
+
+
+def other_model(client_id: str, **fields: Any) -> bytes:
+    """Another one whose message is as long."""
+    asked = Infer.FromString(small(client_id, **fields))
+    asked.model_name = "subadd"
+    return bytes(asked.SerializeToString())
+
+
+def instructions(
+    row: Row, contents: list[bytes], heads: list[bytes] | None = None, warm: int = 1, connections: int = 1
+) -> float:
+    """Of each message, where those come in turn; they have come so often, on other connections too.
+
+    Args:
+      heads: of calls, in turn.
+      connections: each of as many messages comes on another one, of which it is the first.
+    """
+    counted: list[float] = []
+
+    async def test(asking: Asking) -> None:
+        transport, numbers = asking.transport, {}
+
+        async def ask(content: bytes, work: Work, turn: int) -> None:
+            number = numbers.get(transport, 1 if not row.streams else asking._streams[0])
+            if row.streams:
+                chunk = message(number, content, row.granted)
+            else:
+                number = next(asking._numbers) if transport is asking.transport else 1
+                head = heads[turn % len(heads)] if heads else None
+                chunk = call(number, content, row.granted, head)
+            await asking._bench.answer(work, [(transport, chunk)], row.complete)
+            transport.writes.clear()
+
+        for turn in range(2 * max(warm, 1)):
+            for content in contents:
+                await ask(content, Work(), turn)
+        work = Work()
+        for turn in range(COUNT):
+            if connections > 1:
+                transport = asking._bench.connect()
+                await asyncio.sleep(0)
+                transport.writes.clear()
+            await ask(contents[turn % len(contents)], work, turn)
+        counted.append(work.instructions / COUNT)
+
+    on_a_bench(row, test)
+    return counted[0]
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions of Python have other instructions")
+@pytest.mark.parametrize("row", [row for row in ROWS if row.name in ("stream", "unary")], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "contents",
+    [
+        [small(client_id) for client_id in ("", "7", "10", "281474976710656", "x" * 60)],
+        [small("a"), other_model("a")],
+        [small("a"), other_model("b"), other_shape("cc")],
+    ],
+    ids=["id", "models", "shapes"],
+)
+def test_messages_that_differ(row: Row, contents: list[bytes]) -> None:
+    """Another id, another model of as long a message, another shape: nothing of it makes a message unknown."""
+    assert instructions(row, contents) <= MAX_MORE * instructions(row, [small("")])
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions of Python have other instructions")
+def test_a_connection_that_is_new() -> None:
+    """Its first request; all connections of a front know the same forms."""
+    row = next(row for row in ROWS if row.name == "unary")
+    assert instructions(row, [small("")], connections=COUNT) <= MAX_MORE * instructions(row, [small("")])
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions of Python have other instructions")
+def test_metadata_that_differs() -> None:
+    """A trace header with another value each time."""
+    row = next(row for row in ROWS if row.name == "unary")
+    heads = [head_of(INFER, (b"traceparent", b"00-%032d-%016d-01" % (number, number))) for number in range(3 * COUNT)]
+    assert instructions(row, [small("")], heads) <= MAX_MORE * instructions(row, [small("")])

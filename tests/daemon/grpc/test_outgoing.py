@@ -84,7 +84,8 @@ def test_what_is_lent_is_given_back_when_it_has_left() -> None:
     async def test(outgoing: Outgoing, transport: Mock) -> None:
         heard: list[str] = []
         large = memoryview(bytes(100_000))
-        outgoing.write_lent([b"head", large, b"end"], lambda: heard.append("written"))
+        outgoing.write_pieces([b"head", large, b"end"])
+        outgoing.when_written(lambda: heard.append("written"))
         assert outgoing.room == WRITE_BUFFER - 100_007
         assert heard == []
         await asyncio.sleep(0)
@@ -92,7 +93,8 @@ def test_what_is_lent_is_given_back_when_it_has_left() -> None:
         assert pieces[1] is large
         assert heard == ["written"]
         transport.writelines.side_effect = lambda _: outgoing.pause_writing()
-        outgoing.write_lent([b"head", large], lambda: heard.append("taken"))
+        outgoing.write_pieces([b"head", large])
+        outgoing.when_written(lambda: heard.append("taken"))
         await asyncio.sleep(0)
         assert heard == ["written"]
         outgoing.resume_writing()

@@ -197,6 +197,8 @@ def test_a_slow_reader_of_a_known_answer(path: str) -> None:
         front.model(worker)
         worker.formed = True
         with front.frames(WIDE) as client:
+            # Else the kernel learns, while the client is slow, to take a whole answer for it.
+            client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
             known(client, worker, path)
             until(lambda: worker.leases == 0)
             stream = sent(client, path, values(FULL, 8))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,15 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.utils import serialize_byte_tensor
 
-from daemon.grpc.recognised import Recognised
+from daemon.grpc.message_forms import MessageForms
 from daemon.grpc.request_fields import RefusedRequest
+from daemon.grpc.request_reader import RequestReader
 from daemon.inference import InferenceRequest
 from daemon.model_table import ModelTable
+from daemon.submit import Submitter
 from shm.arrays import DTYPES
 from shm.control_records import ModelState
 from shm.datatypes import ELEMENT_SIZES
 from shm.errors import InvalidArgument, ServingError
-from shm.messages import RegionSlice
+from shm.forms import Forms
+from shm.messages import RegionSlice, Submit
 from tests.daemon.grpc.requests import REQUESTS, TYPED, Infer, Parameter
 
 
@@ -49,8 +52,25 @@ def message(*inputs: Any, raw: tuple[bytes, ...] = (), **fields: Any) -> bytes:
     return content
 
 
+class Numbering:
+    """What of a submitter forms are made with."""
+
+    def __init__(self) -> None:
+        self.forms: Forms[Submit] = Forms()
+
+
+def reader(models: ModelTable | None = None) -> RequestReader:
+    """One that has read nothing yet."""
+    models = models or table()
+    return RequestReader(models, forms_of(models))
+
+
+def forms_of(models: ModelTable) -> MessageForms:
+    return MessageForms(models, cast(Submitter, Numbering()))
+
+
 def decoded(content: bytes) -> InferenceRequest:
-    return Recognised(table()).decode(content)[1]
+    return reader().read(content)[1]
 
 
 def refusal(content: bytes) -> ServingError:
@@ -158,7 +178,7 @@ def test_any_request_is_a_request_or_refused(request_: Any) -> None:
     """Never another exception; and what is taken is what protobuf says it is."""
     content = request_.SerializeToString()
     try:
-        _, request, _ = Recognised(table()).decode(content)
+        _, request, _ = reader().read(content)
     except RefusedRequest as refused:
         assert isinstance(refused.error, ServingError)
         assert refused.error.message

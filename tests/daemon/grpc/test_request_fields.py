@@ -49,8 +49,7 @@ def arrived(message: bytes, cuts: list[int]) -> tuple[bytes, bytes, list[bytes]]
 
 
 def whole(message: bytes) -> tuple[bytes, bytes, list[bytes]]:
-    head, client_id, (begin, end), raws = split(message)
-    assert message[begin:end] == client_id
+    head, client_id, raws = split(message)
     return head, client_id, [message[begin:end] for begin, end in raws]
 
 

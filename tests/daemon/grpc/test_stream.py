@@ -37,7 +37,6 @@ class Wire:
         self.loop = asyncio.new_event_loop()
         self.max_frame_size = frame_size
         self.send_window = window
-        self.small = self.serving.small
         self.room = room
         self.answered = self.sent = 0
         self.blocked: dict[int, Stream] = {}
@@ -50,9 +49,8 @@ class Wire:
     def write(self, piece: Buffer) -> None:
         self.out += piece
 
-    def write_lent(self, pieces: list[Buffer], on_written: Callable[[], None]) -> None:
+    def write_pieces(self, pieces: list[Buffer]) -> None:
         self.out += b"".join(pieces)
-        on_written()
 
     def when_written(self, on_written: Callable[[], None]) -> None:
         on_written()

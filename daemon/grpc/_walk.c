@@ -1,0 +1,189 @@
+/* One walk over a ModelInferRequest: what is its own, its id and its raw tensors, and the rest, by which its form is found.
+ *
+ *     | model_name | id | inputs | outputs | ... | raw_input_contents | raw_input_contents |
+ *           rest    own    rest     rest                 own                  own
+ *
+ * Python's walk (daemon/grpc/walk.py) says in words what is found; both find the same, and both take only what clients write:
+ * fields of the message whose tag is one byte. Everything else, malformed or merely unusual, is None, and the exact reader's.
+ * Nothing is read outside of the given bytes.
+ */
+
+#define Py_LIMITED_API 0x030B0000
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <stdint.h>
+#include <string.h>
+
+#define ID 0x1A
+#define RAW 0x3A
+/* As in daemon/grpc/walk.py. */
+#define MAX_REST 2048
+#define MAX_RAWS 256
+/* A field is shorter than a message, which is below 2^32. */
+#define MAX_LENGTH_BYTES 5
+#define ALIGNMENT 64
+
+struct own {
+    /* Whether the walk ends where the first raw tensor's bytes begin, which need not be there. */
+    int stops;
+    Py_ssize_t id, id_size;
+    Py_ssize_t rest_size;
+    Py_ssize_t raws;
+    Py_ssize_t at[MAX_RAWS], size[MAX_RAWS];
+    unsigned char rest[MAX_REST];
+};
+
+static int is_known(unsigned char tag) {
+    switch (tag) {
+    case 0x0A: case 0x12: case ID: case 0x22: case 0x2A: case 0x32: case RAW:
+        return 1;
+    default:
+        return 0;
+    }
+}
+
+/* Whether it is such a message; positions are from its start. */
+static int find(const unsigned char *message, Py_ssize_t end, struct own *own) {
+    Py_ssize_t at = 0;
+    while (at < end) {
+        Py_ssize_t start = at;
+        unsigned char tag = message[at++];
+        if (!is_known(tag))
+            return 0;
+        uint64_t size = 0;
+        int shift = 0;
+        for (;;) {
+            if (at == end || shift == 7 * MAX_LENGTH_BYTES)
+                return 0;
+            unsigned char byte = message[at++];
+            size |= (uint64_t)(byte & 127) << shift;
+            if (byte < 128)
+                break;
+            shift += 7;
+        }
+        if (tag == RAW && own->stops) {
+            own->at[0] = at;
+            own->size[0] = (Py_ssize_t)size;
+            own->raws = 1;
+            return 1;
+        }
+        if (size > (uint64_t)(end - at))
+            return 0;
+        Py_ssize_t next = at + (Py_ssize_t)size;
+        if (tag == RAW) {
+            if (own->raws == MAX_RAWS)
+                return 0;
+            own->at[own->raws] = at;
+            own->size[own->raws++] = (Py_ssize_t)size;
+        } else if (tag == ID) {
+            own->id = at;
+            own->id_size = (Py_ssize_t)size;
+        } else {
+            if (next - start > MAX_REST - own->rest_size)
+                return 0;
+            memcpy(own->rest + own->rest_size, message + start, (size_t)(next - start));
+            own->rest_size += next - start;
+        }
+        at = next;
+    }
+    return !own->stops;
+}
+
+/* content[at : at + size], without a copy. */
+static PyObject *view_of(PyObject *content, Py_ssize_t at, Py_ssize_t size) {
+    PyObject *whole = PyMemoryView_FromObject(content);
+    if (whole == NULL)
+        return NULL;
+    PyObject *view = PySequence_GetSlice(whole, at, at + size);
+    Py_DECREF(whole);
+    return view;
+}
+
+static PyObject *tensors(PyObject *content, const char *message, Py_ssize_t start, const struct own *own,
+                         Py_ssize_t inline_size, Py_ssize_t *lent) {
+    PyObject *raws = PyTuple_New(own->raws);
+    if (raws == NULL)
+        return NULL;
+    for (Py_ssize_t number = 0; number < own->raws; number++) {
+        Py_ssize_t at = own->at[number], size = own->size[number];
+        PyObject *raw;
+        if (size <= inline_size) {
+            raw = PyBytes_FromStringAndSize(message + at, size);
+        } else {
+            raw = view_of(content, start + at, size);
+            *lent += (size + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+        }
+        if (raw == NULL || PyTuple_SetItem(raws, number, raw) != 0) {
+            Py_DECREF(raws);
+            return NULL;
+        }
+    }
+    return raws;
+}
+
+static PyObject *found(PyObject *content, const char *message, Py_ssize_t start, const struct own *own,
+                       Py_ssize_t inline_size) {
+    Py_ssize_t lent = 0;
+    PyObject *raws = tensors(content, message, start, own, inline_size, &lent);
+    if (raws == NULL)
+        return NULL;
+    return Py_BuildValue("y#y#Nn", (const char *)own->rest, own->rest_size, message + own->id, own->id_size, raws, lent);
+}
+
+static PyObject *begun(const char *message, const struct own *own) {
+    return Py_BuildValue("y#y#nn", (const char *)own->rest, own->rest_size, message + own->id, own->id_size, own->at[0],
+                         own->size[0]);
+}
+
+/* Both walks: with a fourth argument a whole message, without it one of which the beginning is there. */
+static PyObject *walk_over(PyObject *const *arguments, Py_ssize_t count, Py_ssize_t wanted) {
+    if (count != wanted)
+        return PyErr_Format(PyExc_TypeError, "%zd arguments were given, %zd are taken", count, wanted);
+    Py_ssize_t start = PyLong_AsSsize_t(arguments[1]), end = PyLong_AsSsize_t(arguments[2]);
+    Py_ssize_t inline_size = count == 4 ? PyLong_AsSsize_t(arguments[3]) : 0;
+    if (PyErr_Occurred())
+        return NULL;
+    Py_buffer buffer;
+    if (PyObject_GetBuffer(arguments[0], &buffer, PyBUF_SIMPLE) != 0)
+        return NULL;
+    PyObject *result = NULL;
+    if (start < 0 || end < start || end > buffer.len) {
+        PyErr_Format(PyExc_ValueError, "%zd to %zd is not within %zd bytes", start, end, buffer.len);
+    } else {
+        const char *message = (const char *)buffer.buf + start;
+        struct own own;
+        own.stops = count == 3;
+        own.id = own.id_size = own.rest_size = own.raws = 0;
+        if (find((const unsigned char *)message, end - start, &own)) {
+            result = own.stops ? begun(message, &own) : found(arguments[0], message, start, &own, inline_size);
+        } else {
+            result = Py_None;
+            Py_INCREF(result);
+        }
+    }
+    PyBuffer_Release(&buffer);
+    return result;
+}
+
+static PyObject *walk(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
+    (void)module;
+    return walk_over(arguments, count, 4);
+}
+
+static PyObject *walk_beginning(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
+    (void)module;
+    return walk_over(arguments, count, 3);
+}
+
+static PyMethodDef methods[] = {
+    {"walk_beginning", (PyCFunction)(void (*)(void))walk_beginning, METH_FASTCALL, "See daemon/grpc/walk.py."},
+    {"walk", (PyCFunction)(void (*)(void))walk, METH_FASTCALL, "See daemon/grpc/walk.py."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "daemon.grpc._walk", "Walks over messages.", -1, methods, NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__walk(void) { return PyModule_Create(&definition); }

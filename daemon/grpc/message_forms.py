@@ -1,0 +1,110 @@
+"""The forms of messages that came: what they mean that differ in their id and raw tensors alone. Known by the rest's bytes.
+
+A message's rest (``walk``) is read once, by protobuf. Whoever sends the same rest again, on any connection, with whatever id and
+tensors, asks for the same, and that request is one of the form. What the rest means never changes; whether its model is there is
+asked again whenever any model has changed.
+"""
+
+from __future__ import annotations
+
+from daemon.grpc.answer_form import AnswerForm
+from daemon.grpc.request_codec import DecodedHead
+from daemon.grpc.walk import MAX_REST
+from daemon.inference import form_of
+from daemon.model_table import ModelTable
+from daemon.submit import Submitter
+from shm.errors import NotFound
+from shm.forms import Form
+from shm.messages import Completion, Submit
+
+
+class MessageForm:
+    """Owned by ``MessageForms``."""
+
+    __slots__ = ("decoded", "decoupled", "edition", "form", "streamed", "unary")
+
+    #: Kinds of answers remembered: of each worker another one, and where outputs have no fixed shape more.
+    MAX_ANSWERS = 8
+
+    def __init__(self, decoded: DecodedHead) -> None:
+        self.decoded = decoded
+        #: What its requests have in common on a lane; there once a second one came, so what comes once takes nobody's number.
+        self.form: Form[Submit] | None = None
+        #: Whether its model is decoupled, in that edition of the table.
+        self.decoupled = False
+        self.edition = -1
+        #: How answers are written, by what they have in common: for streams, and for unary calls.
+        self.streamed: dict[int, AnswerForm] = {}
+        self.unary: dict[int, AnswerForm] = {}
+
+    def answer_form(self, template: Completion, streamed: bool) -> AnswerForm:
+        """How answers with that in common are written."""
+        known = self.streamed if streamed else self.unary
+        # Who is kept here keeps its template, so no other one has its address meanwhile.
+        form = known.get(id(template))
+        if form is None:
+            if len(known) >= self.MAX_ANSWERS:
+                known.clear()
+            form = known[id(template)] = AnswerForm(template, self.decoded.model, True if streamed else None)
+        return form
+
+    def __repr__(self) -> str:
+        return f"<MessageForm of model '{self.decoded.model}'>"
+
+
+class MessageForms:
+    """Those of a front. Of all that came, the last ones and those that came again since."""
+
+    #: Of each half: the younger one, which those join that come, and the older one, which goes when the younger is full.
+    MAX_COUNT = 1024
+
+    def __init__(self, table: ModelTable, submitter: Submitter) -> None:
+        self._table = table
+        self._submitter = submitter
+        self._younger: dict[bytes, MessageForm] = {}
+        self._older: dict[bytes, MessageForm] = {}
+
+    def find(self, rest: bytes, raws: int) -> MessageForm | None:
+        """The form of messages with that rest and so many raw tensors, and of a model that serves. None: read it."""
+        form = self._younger.get(rest)
+        if form is None:
+            form = self._older.get(rest)
+            if form is None:
+                return None
+            self._keep(rest, form)
+        if form.edition != self._table.edition and not self._serves(form):
+            return None
+        return form if form.decoded.raw_count == raws else None
+
+    def decoded(self, rest: bytes, raws: int) -> DecodedHead | None:
+        """What the rest of such messages says."""
+        form = self._younger.get(rest) or self._older.get(rest)
+        return None if form is None or form.decoded.raw_count != raws else form.decoded
+
+    def learn(self, rest: bytes, decoded: DecodedHead) -> None:
+        """A message with that rest became a request."""
+        if len(rest) <= MAX_REST and decoded.is_raw and rest not in self._younger:
+            self._keep(rest, MessageForm(decoded))
+
+    def _keep(self, rest: bytes, form: MessageForm) -> None:
+        if len(self._younger) >= self.MAX_COUNT:
+            self._older, self._younger = self._younger, {}
+        self._younger[rest] = form
+
+    def _serves(self, form: MessageForm) -> bool:
+        """The table has changed: whether the model is still there, and as what."""
+        decoded = form.decoded
+        try:
+            form.decoupled = self._table.find(decoded.model, decoded.version).decoupled
+        except NotFound:
+            return False
+        if form.form is None:
+            form.form = form_of(self._submitter, decoded.request("", [b""] * decoded.raw_count))
+        form.edition = self._table.edition
+        return True
+
+    def __len__(self) -> int:
+        return len(self._younger) + len(self._older)
+
+    def __repr__(self) -> str:
+        return f"<MessageForms {len(self)}>"

@@ -1,0 +1,125 @@
+"""One walk over a ModelInferRequest: what is its own, and the rest, by which its form is found. Sans-I/O.
+
+    | model_name | id | inputs | outputs | ... | raw_input_contents | raw_input_contents |
+          rest    own    rest     rest                 own                  own
+
+Messages of one form differ in their id and in their tensors' bytes alone, wherever these lie, however long they are. What clients
+write is walked over: fields of the message whose tag is one byte. Everything else, malformed or merely unusual, is the exact
+reader's (``request_reader``). In C (``daemon/grpc/_walk.c``) where it could be built, because in Python it is the dearest step of
+a small request; both find the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from daemon.grpc.request_fields import Buffer
+
+#: Rest, id, raw tensors, and the room that those need which do not travel in a record.
+Walked = tuple[bytes, bytes, "tuple[Buffer, ...]", int]
+#: Rest and id before the first raw tensor, where that begins, and its size.
+Begun = tuple[bytes, bytes, int, int]
+#: Longer rests hold data, or are rare; more raw tensors than that have few models.
+MAX_REST = 2048
+MAX_RAWS = 256
+_ID, _RAW = 0x1A, 0x3A
+_TAGS = frozenset((0x0A, 0x12, _ID, 0x22, 0x2A, 0x32, _RAW))
+#: A field is shorter than a message, which is below 2^32.
+_MAX_SHIFT = 28
+#: Of tensors in the arena, what an executable needs to use one in place.
+_ALIGNMENT = 64
+
+
+def walk_in_python(content: Buffer, start: int, end: int, inline: int) -> Walked | None:
+    """A message, those bytes of ``content``. None: it is to be read by the exact reader.
+
+    Args:
+      inline: raw tensors of at most so many bytes are bytes, larger ones views of ``content``.
+    """
+    own = _Own()
+    at = start
+    view = memoryview(content)
+    raws: list[Buffer] = []
+    lent = 0
+    while at < end:
+        field = _field(content, at, end)
+        if field is None:
+            return None
+        tag, begin, size = field
+        if size > end - begin:
+            return None
+        if tag != _RAW:
+            if not own.take(tag, view, at, begin, size):
+                return None
+        elif len(raws) == MAX_RAWS:
+            return None
+        elif size <= inline:
+            raws.append(bytes(view[begin : begin + size]))
+        else:
+            raws.append(view[begin : begin + size])
+            lent += -(-size // _ALIGNMENT) * _ALIGNMENT
+        at = begin + size
+    return own.rest, own.client_id, tuple(raws), lent
+
+
+def walk_beginning_in_python(content: Buffer, start: int, end: int) -> Begun | None:
+    """A message of which the beginning is those bytes of ``content``, as far as its first raw tensor, which need not be there.
+
+    None: none begins there, or it is to be read by the exact reader.
+    """
+    own = _Own()
+    at = start
+    view = memoryview(content)
+    while at < end:
+        field = _field(content, at, end)
+        if field is None:
+            return None
+        tag, begin, size = field
+        if tag == _RAW:
+            return own.rest, own.client_id, begin - start, size
+        if size > end - begin or not own.take(tag, view, at, begin, size):
+            return None
+        at = begin + size
+    return None
+
+
+class _Own:
+    """What was found besides raw tensors."""
+
+    def __init__(self) -> None:
+        self.rest = self.client_id = b""
+
+    def take(self, tag: int, view: memoryview, at: int, begin: int, size: int) -> bool:
+        """A field. False: there is too much beside the id."""
+        if tag == _ID:
+            self.client_id = bytes(view[begin : begin + size])
+        else:
+            self.rest += view[at : begin + size]
+        return len(self.rest) <= MAX_REST
+
+
+def _field(content: Buffer, at: int, end: int) -> tuple[int, int, int] | None:
+    """The field that begins there: its tag, where its content begins, and its size, wherever that ends."""
+    tag = content[at]
+    at += 1
+    if tag not in _TAGS:
+        return None
+    size = shift = 0
+    while at < end and shift <= _MAX_SHIFT:
+        byte = content[at]
+        at += 1
+        size |= (byte & 127) << shift
+        if byte < 128:
+            return tag, at, size
+        shift += 7
+    return None
+
+
+walk: Callable[[Buffer, int, int, int], Walked | None]
+walk_beginning: Callable[[Buffer, int, int], Begun | None]
+try:
+    from daemon.grpc import _walk
+except ImportError:  # no compiler at installation
+    walk, walk_beginning = walk_in_python, walk_beginning_in_python
+else:
+    walk, walk_beginning = _walk.walk, _walk.walk_beginning

@@ -1,0 +1,56 @@
+"""Answers of a form: byte for byte those that are written whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daemon.grpc import response_codec
+from daemon.grpc.answer_form import AnswerForm
+from daemon.grpc.message_forms import MessageForm
+from daemon.grpc.request_codec import DecodedHead
+from shm.forms import answer_template, own_contents
+from shm.messages import Completion, Inline, RegionSlice, Slice, Tensor
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+PLACES = st.one_of(
+    st.binary(max_size=300).map(Inline),
+    st.builds(Slice, st.just(0), st.integers(0, 900), st.integers(0, 100)),
+    st.just(RegionSlice("r", 0, 4)),
+)
+OUTPUTS = st.lists(
+    st.builds(Tensor, TEXT, st.sampled_from(["FP32", "BYTES"]), st.tuples(st.integers(0, 300)), PLACES), max_size=4
+)
+PARAMETERS = st.dictionaries(TEXT, st.one_of(st.booleans(), st.integers(-5, 5), TEXT), max_size=2)
+MEMORY = memoryview(bytes(range(256)) * 4)
+
+
+def view(place: Slice) -> memoryview:
+    return MEMORY[place.offset : place.offset + place.byte_size]
+
+
+@given(OUTPUTS, PARAMETERS, TEXT, st.lists(TEXT, min_size=1, max_size=3), st.sampled_from([None, True]))
+def test_as_those_written_whole(outputs: Any, parameters: Any, model: str, ids: list[str], final: bool | None) -> None:
+    """With any id, however long."""
+    completion = Completion(7, version=3, parameters=parameters, outputs=tuple(outputs))
+    form = AnswerForm(answer_template(completion), model, final)
+    for client_id in ids:
+        pieces = form.pieces(client_id.encode(), own_contents(completion.outputs), view)
+        assert b"".join(pieces) == b"".join(response_codec.encode(completion, model, client_id, view, final))
+        # What lies in the arena is not copied.
+        lent = sum(type(tensor.place) is Slice for tensor in outputs)
+        assert sum(isinstance(piece, memoryview) for piece in pieces) == lent
+
+
+def test_those_of_a_message_form_are_bounded() -> None:
+    """Of workers, and of shapes that differ."""
+    form = MessageForm(DecodedHead("m", 0))
+    templates = [Completion(0, version=number) for number in range(3 * MessageForm.MAX_ANSWERS)]
+    for template in templates:
+        for streamed in (False, True):
+            known = form.answer_form(template, streamed)
+            assert form.answer_form(template, streamed) is known
+            assert known is not form.answer_form(template, not streamed)
+        assert len(form.unary) <= MessageForm.MAX_ANSWERS >= len(form.streamed)

@@ -1,0 +1,210 @@
+"""Messages of forms and messages read exactly: whichever way one goes, it is the same request, or refused the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from daemon.grpc.message_forms import MessageForm, MessageForms
+from daemon.grpc.request_fields import Buffer, RefusedRequest
+from daemon.grpc.request_reader import RequestReader
+from daemon.grpc.walk import MAX_REST, walk_in_python
+from daemon.model_table import ModelTable
+from shm.control_records import ModelState
+from shm.errors import NotFound
+from shm.forms import whole_request
+from shm.messages import FormSubmit, Inline
+from tests.daemon.grpc.requests import REQUESTS
+from tests.daemon.grpc.test_request_codec import forms_of, located, message, reader, table, tensor
+
+
+class Front:
+    """What a front does with messages, without sending any."""
+
+    def __init__(self, models: ModelTable | None = None) -> None:
+        models = models or table()
+        self.forms: MessageForms = forms_of(models)
+        self.reader = RequestReader(models, self.forms)
+
+    def formed(self, content: bytes) -> tuple[MessageForm, bytes, tuple[Buffer, ...]] | None:
+        """The form of a message, its id and its tensors. None: it is to be read."""
+        walked = walk_in_python(content, 0, len(content), 4096)
+        if walked is None:
+            return None
+        form = self.forms.find(walked[0], len(walked[2]))
+        return None if form is None else (form, walked[1], walked[2])
+
+
+def meaning(reader: RequestReader, content: bytes | memoryview) -> Any:
+    """What a message is taken for, or why it is refused."""
+    try:
+        _, request, state = reader.read(content)
+    except RefusedRequest as refused:
+        return type(refused.error), refused.error.message, refused.client_id
+    inputs = [
+        (name, datatype, shape, bytes(raw) if isinstance(raw, bytes | memoryview) else raw)
+        for name, datatype, shape, raw in request.inputs
+    ]
+    fields = (request.priority, request.timeout_us, request.sequence_id, request.sequence_start, request.sequence_end)
+    return request.model, request.version, request.id, inputs, request.outputs, repr(request.parameters), fields, state
+
+
+@given(st.lists(REQUESTS, min_size=1, max_size=3), st.data())
+def test_whichever_way_a_message_goes(requests: list[Any], data: st.DataObject) -> None:
+    """Generated and mutated ones, in turn, with other ids and tensors each time: a request is never decided differently."""
+    front, contents = Front(), []
+    for _ in range(3):
+        for request_ in requests:
+            request_.id = data.draw(st.text(st.characters(codec="ascii"), max_size=9))
+            raws = [data.draw(st.binary(max_size=300)) for _ in request_.raw_input_contents]
+            request_.ClearField("raw_input_contents")
+            request_.raw_input_contents.extend(raws)
+            content = request_.SerializeToString()
+            contents.append(content)
+            at = data.draw(st.integers(0, len(content)))
+            contents.append(content[:at] + data.draw(st.binary(max_size=2)) + content[at + 2 :])
+    for content in (*contents, *contents):
+        expected = meaning(reader(), content)
+        found = front.formed(content)
+        assert meaning(front.reader, content) == expected
+        assert meaning(front.reader, memoryview(content)) == expected
+        if found is None:
+            continue
+        form, client_id, raws = found
+        try:
+            text = client_id.decode()
+        except UnicodeDecodeError:
+            assert "UTF-8" in expected[1]
+            continue
+        assert form.form is not None
+        whole = whole_request(form.form.template, FormSubmit(1, 0, raws, text))  # type: ignore[arg-type]
+        places = [place.content if isinstance(place := tensor.place, Inline) else place for tensor in whole.inputs]
+        inputs = [
+            (tensor.name, tensor.datatype, tensor.shape, place)
+            for tensor, place in zip(whole.inputs, places, strict=True)
+        ]
+        fields = (whole.priority, whole.timeout_us, whole.sequence_id, whole.sequence_start, whole.sequence_end)
+        model, state = whole.model, expected[-1]
+        assert form.decoupled == state.decoupled
+        assert expected == (
+            *(model, whole.version, whole.client_id, inputs, whole.outputs, repr(whole.parameters), fields, state),
+        )
+
+
+@pytest.mark.parametrize("client_id", ["", "id-0"])
+def test_the_second_is_of_a_form_whatever_its_id_and_tensors(client_id: str) -> None:
+    front = Front()
+    for number in range(4):
+        given_ = client_id + "0" * number
+        content = message(tensor(), raw=(bytes([number] * (number + 1)),), id=given_)
+        found = front.formed(content)
+        assert (found is not None) == (number > 0)
+        if found is None:
+            front.reader.read(content)
+        else:
+            assert found[1:] == (given_.encode(), (bytes([number] * (number + 1)),))
+    # The same rest without tensors is another request.
+    without = message(tensor(), id="late")
+    assert front.formed(without) is None
+    with pytest.raises(RefusedRequest, match="unable to find data") as caught:
+        front.reader.read(without)
+    assert caught.value.client_id == "late"
+
+
+def test_forms_in_turn() -> None:
+    """Each is known from its second time on, however many others come between."""
+    front = Front()
+    contents = [message(tensor(shape=(size,)), raw=(bytes(size),)) for size in range(1, 9)]
+    for content in contents:
+        front.reader.read(content)
+    found = [front.formed(content) for content in contents * 2]
+    assert all(found)
+    assert len({each[0] for each in found if each}) == len(contents)
+
+
+def test_one_in_regions_alone() -> None:
+    front = Front()
+    for number in range(3):
+        content = message(located(region="r", byte_size=2), id=f"id-{number}")
+        found = front.formed(content)
+        assert (found is not None) == (number > 0)
+        front.reader.read(content)
+    assert found is not None
+    assert found[1:] == (b"id-2", ())
+
+
+def test_a_typed_one_is_of_none() -> None:
+    """Its tensors are in its rest."""
+    front = Front()
+    content = message(tensor(uint_contents=[1, 2]))
+    for _ in range(3):
+        assert front.formed(content) is None
+        front.reader.read(content)
+    assert not len(front.forms)
+
+
+def test_what_is_refused_leaves_nothing() -> None:
+    front = Front()
+    for content in (b"\xff", message(tensor(), raw=(b"ab", b"cd")), message(tensor(), id="late"), message(tensor("X"))):
+        with pytest.raises(RefusedRequest):
+            front.reader.read(content)
+    assert not len(front.forms)
+
+
+def test_what_comes_once_has_no_number() -> None:
+    """Nobody can use up the numbers of forms with requests that never repeat."""
+    front = Front()
+    for number in range(20):
+        front.reader.read(message(tensor(name=f"x{number}"), raw=(b"ab",)))
+    assert repr(front.forms._submitter.forms) == "<Forms 0>"
+    assert front.formed(message(tensor(name="x7"), raw=(b"cd",)))
+    assert repr(front.forms._submitter.forms) == "<Forms 1>"
+
+
+def test_forms_are_bounded() -> None:
+    """Those that come again stay, others go."""
+    front = Front()
+    used = message(tensor(name="used"), raw=(b"ab",))
+    front.reader.read(used)
+    for number in range(3 * MessageForms.MAX_COUNT):
+        front.reader.read(message(tensor(name=f"x{number}"), raw=(b"ab",)))
+        if number % 100 == 0:
+            assert front.formed(used)
+    assert len(front.forms) <= 2 * MessageForms.MAX_COUNT
+    assert front.formed(message(tensor(name="x0"), raw=(b"ab",))) is None
+    front.reader.read(message(tensor(name="y" * MAX_REST), raw=(b"ab",)))
+    assert front.formed(message(tensor(name="y" * MAX_REST), raw=(b"ab",))) is None
+
+
+def test_an_id_that_is_no_text() -> None:
+    front = Front()
+    content = message(tensor(), raw=(b"ab",), id="xx")
+    front.reader.read(content)
+    assert front.formed(content)
+    with pytest.raises(RefusedRequest, match="the request id is not UTF-8 text"):
+        front.reader.read(content.replace(b"xx", b"\xff\xff"))
+
+
+def test_a_model_that_changes() -> None:
+    models = table()
+    front = Front(models)
+    content = message(tensor(), raw=(b"ab",))
+
+    def decoupled() -> bool | None:
+        found = front.formed(content)
+        return None if found is None else found[0].decoupled
+
+    front.reader.read(content)
+    for value in (False, True, False):
+        models.update(ModelState("m", 1, "READY", workers=(1,), decoupled=value))
+        assert decoupled() is value
+        assert front.reader.read(content)[2].decoupled is value
+        models.update(ModelState("m", 1, "UNLOADING"))
+        assert decoupled() is None
+        assert decoupled() is None
+        with pytest.raises(RefusedRequest) as caught:
+            front.reader.read(content)
+        assert isinstance(caught.value.error, NotFound)

@@ -1,0 +1,154 @@
+"""Walks over messages: in C and in Python the same, and what they find is what the exact reader finds."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from daemon.grpc import walk as walks
+from daemon.grpc.request_fields import RefusedRequest, split
+from daemon.grpc.walk import MAX_RAWS, MAX_REST, walk_beginning_in_python, walk_in_python
+from tests.daemon.grpc.requests import REQUESTS, Infer, fields
+
+_walk = pytest.importorskip("daemon.grpc._walk", reason="no compiler was there")
+#: Tags, lengths in more bytes than they take, fields that no request has.
+ODD = st.sampled_from(
+    [
+        b"\x3a",
+        b"\x1a\x80\x00",
+        b"\x3a\x80\x80\x80\x80\x00",
+        b"\x3a\x80\x80\x80\x80\x80\x00",
+        b"\x48\x96\x01",
+        b"\xba\x00\x01x",
+        b"\x3a\xff\xff\xff\xff\x7f",
+        b"\x9a\x00\x01x",
+        b"\x1a\x02id",
+        b"\x3b",
+    ]
+)
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> bytes:
+    """Generated ones, in any order of their fields, and ones that were changed."""
+    pieces = draw(st.permutations(fields(draw(REQUESTS)) + draw(st.lists(ODD, max_size=2))))
+    message = b"".join(pieces)
+    at = draw(st.integers(0, len(message)))
+    return message[:at] + draw(st.binary(max_size=3)) + message[at + draw(st.integers(0, 3)) :]
+
+
+def spelled(found: Any) -> Any:
+    """With views as the bytes they are of."""
+    return None if found is None else (*found[:2], [(type(raw), bytes(raw)) for raw in found[2]], found[3])
+
+
+@given(
+    st.one_of(st.binary(max_size=40), messages()), st.integers(0, 80), st.sampled_from([0, 100, 4096]), st.booleans()
+)
+@example(b"", 0, 4096, False)
+@example(b"\x0a\x01m\x3a\x05ab", 0, 4096, True)
+def test_both_walks_are_one(message: bytes, before: int, inline: int, view: bool) -> None:
+    content: bytes | memoryview = bytes(before) + message + b"\x3a\x00"
+    content = memoryview(content) if view else content
+    start, end = before, before + len(message)
+    assert spelled(_walk.walk(content, start, end, inline)) == spelled(walk_in_python(content, start, end, inline))
+    assert _walk.walk_beginning(content, start, end) == walk_beginning_in_python(content, start, end)
+
+
+@given(messages())
+def test_what_is_found_is_what_the_exact_reader_finds(message: bytes) -> None:
+    """And what that refuses is not walked over."""
+    found = walk_in_python(message, 0, len(message), 100)
+    try:
+        head, client_id, places = split(message)
+    except RefusedRequest:
+        assert found is None
+        return
+    if found is None:
+        return
+    assert found[:2] == (head, client_id)
+    assert [bytes(raw) for raw in found[2]] == [message[begin:end] for begin, end in places]
+    assert found[3] == sum(-(-(end - begin) // 64) * 64 for begin, end in places if end - begin > 100)
+
+
+@given(REQUESTS)
+def test_whatever_protobuf_writes_is_walked_over(request_: Any) -> None:
+    """And read as it was written."""
+    message = request_.SerializeToString()
+    found = walk_in_python(message, 0, len(message), 4096)
+    assert found is not None or len(message) > MAX_REST
+    if found is None:
+        return
+    assert (found[1].decode(), list(found[2])) == (request_.id, list(request_.raw_input_contents))
+    request_.ClearField("id")
+    request_.ClearField("raw_input_contents")
+    assert Infer.FromString(found[0]) == request_ or request_ != request_  # a NaN equals nothing
+
+
+@given(REQUESTS, st.integers(0, 600))
+def test_a_beginning(request_: Any, end: int) -> None:
+    """As far as the first raw tensor, wherever it is cut behind that."""
+    message = request_.SerializeToString()
+    begun = walk_beginning_in_python(message, 0, min(end, len(message)))
+    raws = list(request_.raw_input_contents)
+    before = len(message) - sum(len(each) for each in fields(Infer(raw_input_contents=raws)))
+    if not raws or end < before + (2 if len(raws[0]) < 128 else 3):
+        assert begun is None
+        return
+    assert begun is not None
+    rest, client_id, at, size = begun
+    assert (client_id.decode(), size, message[at : at + size]) == (request_.id, len(raws[0]), raws[0])
+    assert at + size <= len(message)
+    whole = walk_in_python(message, 0, len(message), 4096)
+    assert whole is not None
+    assert rest == whole[0]
+
+
+@pytest.mark.parametrize("walk", [walk_in_python, _walk.walk], ids=["python", "c"])
+def test_limits(walk: Any) -> None:
+    for raws, found in ((MAX_RAWS, True), (MAX_RAWS + 1, False)):
+        message = b"\x3a\x00" * raws
+        assert (walk(message, 0, len(message), 4096) is not None) == found
+    for rest, found in ((MAX_REST, True), (MAX_REST + 1, False)):
+        message = b"\x0a" + bytes(((rest - 3) & 127 | 128, rest - 3 >> 7)) + bytes(rest - 3)
+        assert (walk(message, 0, len(message), 4096) is not None) == found
+
+
+def test_what_is_no_walk_at_all() -> None:
+    for arguments in ((b"abc", -1, 2, 0), (b"abc", 2, 1, 0), (b"abc", 0, 4, 0)):
+        with pytest.raises(ValueError, match="is not within 3 bytes"):
+            _walk.walk(*arguments)
+    for arguments in ((b"abc",), (b"abc", 0, 3), (1, 0, 0, 0), (b"abc", "0", 3, 0)):  # type: ignore[assignment]
+        with pytest.raises(TypeError):
+            _walk.walk(*arguments)
+
+
+def test_nothing_is_left_behind() -> None:
+    """Whatever is refused midway."""
+    import gc
+    import sys
+
+    message = Infer(
+        model_name="m", id="an id of some length", raw_input_contents=[bytes(500), bytes(9)]
+    ).SerializeToString()
+    chance = random.Random(7)
+    before = 0
+    for turn in range(2):
+        for _ in range(5000):
+            changed = bytearray(message)
+            changed[chance.randrange(20)] = chance.randrange(256)
+            _walk.walk(bytes(changed), 0, len(changed), 100)
+            _walk.walk_beginning(changed, 0, 40)
+        gc.collect()
+        if turn:
+            assert sys.getallocatedblocks() < before + 500
+        before = sys.getallocatedblocks()
+
+
+def test_the_fastest_one_is_used() -> None:
+    assert walks.walk is _walk.walk
+    assert walks.walk_beginning is _walk.walk_beginning
