@@ -142,7 +142,8 @@ class Submitter:
     def statistics(self) -> dict[str, int]:
         """Counts for operators."""
         counts = {"in_flight": len(self._pending), "waiting_for_worker": len(self._workerless)}
-        return {**counts, "answers_held": len(self._lent), **self._arena.statistics()}
+        forms = {"forms_minted": self.forms.minted, "forms_evicted": self.forms.evicted}
+        return {**counts, **forms, "answers_held": len(self._lent), **self._arena.statistics()}
 
     # ------------------------------------------------------------------------------------------------ room
 

@@ -51,21 +51,43 @@ class Forms(Generic[T]):
 
     def __init__(self) -> None:
         self._known: dict[bytes, Form[T]] = {}
+        #: Templates that came once so far.
+        self._once: set[bytes] = set()
         self._next = 0
+        #: Forms that were numbered, and those that were forgotten since.
+        self.minted = 0
+        self.evicted = 0
 
     def form(self, template: T) -> Form[T]:
         """Numbers a template; see ``request_template`` and ``answer_template``."""
         key = encoder.encode(template)
+        return self._known.get(key) or self._mint(key, template)
+
+    def form_again(self, template: T) -> Form[T] | None:
+        """The same of one that came before; None: it came for the first time, and many never come again."""
+        key = encoder.encode(template)
         form = self._known.get(key)
-        if form is None:
-            if len(self._known) >= MAX_FORMS:
-                self._known.clear()
-            form = self._known[key] = Form(self._next, template)
-            self._next = (self._next + 1) % MAX_FORMS
+        if form is not None:
+            return form
+        if key not in self._once:
+            if len(self._once) >= MAX_FORMS:
+                self._once.clear()
+            self._once.add(key)
+            return None
+        self._once.discard(key)
+        return self._mint(key, template)
+
+    def _mint(self, key: bytes, template: T) -> Form[T]:
+        if len(self._known) >= MAX_FORMS:
+            self.evicted += len(self._known)
+            self._known.clear()
+        form = self._known[key] = Form(self._next, template)
+        self._next = (self._next + 1) % MAX_FORMS
+        self.minted += 1
         return form
 
     def __repr__(self) -> str:
-        return f"<Forms {len(self._known)}>"
+        return f"<Forms {len(self._known)}, {self.minted} minted, {self.evicted} evicted>"
 
 
 class SaidForms(set[Form[T]]):

@@ -25,8 +25,6 @@ from daemon.each import call_each
 from daemon.http.answering import Answering
 from daemon.http.deadlines import Deadlines, Late
 from daemon.http.exchange import Exchange
-from daemon.http.known_large_request import KnownLargeRequest
-from daemon.http.known_request import KnownRequest
 from daemon.http.response_codec import CLOSE, Buffer, error_response
 from daemon.http.serving import Serving
 
@@ -52,10 +50,6 @@ class AnswerOrder(HttpToolsProtocol):
         self._next: Exchange | None = None
         #: The one whose answer ends the connection because the server stops.
         self._ends_with: Exchange | RequestResponseCycle | None = None
-        #: The request that came last, where it was whole and nothing came behind it: mostly the next one repeats it.
-        self._repeated: KnownRequest | None = None
-        #: The same of a large one, whose body was read by ``_reader``: the next one's mostly has to be as well.
-        self._large: KnownLargeRequest | None = None
         #: Exchanges whose answers are partly in the transport's buffer.
         self._unwritten: list[Exchange] = []
         self._write_paused = False
@@ -110,10 +104,9 @@ class AnswerOrder(HttpToolsProtocol):
         self.transport.write(answer)
         self.server_state.total_requests += 1
         answered = self._order.popleft()
-        if self._repeated is None or self.flow.read_paused:
+        if self._order or self._closing or self._times.head_since or self.flow.read_paused:
             self._take_turns(answered)
         else:
-            # Nothing has come since its request.
             self._times.idle_since = monotonic()
 
     def answer_pieces(self, pieces: list[Buffer]) -> bool:
@@ -124,10 +117,7 @@ class AnswerOrder(HttpToolsProtocol):
         if self._write_paused:
             assert isinstance(answered, Exchange)
             self._unwritten.append(answered)
-        if self._large is None or self.flow.read_paused:
-            self._take_turns(answered)
-        else:
-            self._times.idle_since = monotonic()
+        self._take_turns(answered)
         return not self._write_paused
 
     def answered(self) -> None:
@@ -210,7 +200,6 @@ class AnswerOrder(HttpToolsProtocol):
     def _refuse(self, status: int, message: str) -> None:
         """Answers after everything that came before, then hangs up. What still arrives is thrown away."""
         self._closing = True
-        self._repeated = self._large = None
         self._refusal = error_response(status, message, CLOSE)
         if self._reader is not None:
             # Before the lease that it fills is given back.
@@ -234,7 +223,6 @@ class AnswerOrder(HttpToolsProtocol):
     def _hang_up(self) -> None:
         """Ends our side; the client may still be sending, and must not be reset before it has read the answer."""
         self._closing = True
-        self._repeated = self._large = None
         if self._ended or (self._receiving is None and not self._linger_needed()):
             self.transport.close()
             return

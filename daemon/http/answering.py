@@ -1,8 +1,8 @@
 """The outgoing half of an exchange: from a worker's answer, or what went wrong, to the connection's pieces.
 
-    Completion ─▶ known: the head is remembered                   ─▶ one piece
-               ├▶ encoded (response_codec), in steps where large  ─▶ pieces; slices of the arena as they lie
-               ╰▶ compressed, in steps                            ─▶ one piece
+    Completion ─▶ of a form: but for its id the head is remembered ─▶ one piece
+               ├▶ encoded (response_codec), in steps where large   ─▶ pieces; slices of the arena as they lie
+               ╰▶ compressed, in steps                             ─▶ one piece
 
 ``exchange`` is the incoming half.
 """
@@ -18,8 +18,7 @@ from typing import Protocol
 from daemon.http import response_codec
 from daemon.http.compression import Deflation
 from daemon.http.conversions import Job
-from daemon.http.decoded_request import DecodedRequest
-from daemon.http.known_answer import KnownAnswer
+from daemon.http.http_form import HttpForm
 from daemon.http.message_head import InferHead
 from daemon.http.serving import Serving
 from daemon.pending import DEFECT, Pending
@@ -78,10 +77,10 @@ class Answering(Pending):
     _outlet: Outlet
     keep_alive: bool
     #: What the JSON said, once it is read.
-    decoded: DecodedRequest | None = None
-    #: Where the connection repeats its last request, and nothing is to be noted of this one.
-    _known: KnownAnswer | None = None
+    _asked: HttpForm | None = None
     phase: Phase = Phase.RECEIVING
+    #: The client's, or one that was made here.
+    _client_id: str = ""
     #: The client is.
     _gone: bool = False
     _job: Job | None = None
@@ -105,22 +104,22 @@ class Answering(Pending):
             self._answer_error(http_status(completion.code), completion.message)
             return
         assert lane is not None
-        assert self.decoded is not None
-        decoded = self.decoded
-        if completion.lease is not None and response_codec.is_large(completion, decoded.binary, decoded.all_binary):
+        assert self._asked is not None
+        asked = self._asked.asked
+        if completion.lease is not None and response_codec.is_large(completion, asked.binary, asked.all_binary):
             steps = response_codec.encode_in_steps(
-                completion, self._head.model, decoded.id, decoded.binary, decoded.all_binary, lane.view
+                completion, self._head.model, self._client_id, asked.binary, asked.all_binary, lane.view
             )
             self._job = self._serving.conversions.run(steps, self._answer_converted, self._not_converted)
             return
         self._encode(completion, lane.view)
 
     def _encode(self, completion: Completion, view: Callable[[Slice], memoryview]) -> None:
-        assert self.decoded is not None
-        decoded = self.decoded
+        assert self._asked is not None
+        asked = self._asked.asked
         try:
             head, parts = response_codec.encode(
-                completion, self._head.model, decoded.id, decoded.binary, decoded.all_binary, view
+                completion, self._head.model, self._client_id, asked.binary, asked.all_binary, view
             )
         except ServingError as error:
             self._answer_error(http_status(error), error.message)
@@ -131,18 +130,19 @@ class Answering(Pending):
         self._answer([head], parts)
 
     def formed(self, template: Completion, own: FormCompletion) -> None:
-        known = self._known
-        if known is not None and self.keep_alive:
+        asked = self._asked
+        if self.keep_alive and self._trace is None and self._head.is_plain:
+            assert asked is not None
+            assert self.worker is not None
+            lane = self.worker.lane
             if own.lease is None:
-                answer = known.whole(template, own)
+                answer = asked.answer(template, own, lane.view).whole(self._client_id, own)
                 if answer is not None:
                     self._outlet.answer_whole(answer)
                     return
             else:
-                assert self.worker is not None
-                lane = self.worker.lane
                 try:
-                    pieces = known.pieces(template, own, lane.view)
+                    pieces = asked.answer(template, own, lane.view).pieces(self._client_id, own, lane.view)
                 except Exception:
                     pieces = None  # the ordinary way says what is wrong
                 if pieces is not None:
@@ -179,7 +179,7 @@ class Answering(Pending):
             self._deflation = Deflation(self._head.accepts, self._serving.compression, (*head, *parts))
             self._deflate(self._deflation, json_size, bool(sum(map(len, parts))))
             return
-        line = response_codec.response_head(json_size, parts, self._connection_line())
+        line = response_codec.response_head(json_size, sum(map(len, parts)), self._connection_line())
         self.phase = Phase.ANSWERED
         # Small pieces are cheaper joined; slices of the arena go to the socket as they lie.
         pieces: list[response_codec.Buffer] = [line, *head, *parts]
@@ -221,8 +221,7 @@ class Answering(Pending):
 
     def _answer_defect(self) -> None:
         """Ours or a worker's, and no reason to leave a client without its answer."""
-        name = self.decoded.id if self.decoded is not None else ""
-        _log.exception("request '%s' for model '%s' met a defect of the server", name, self._head.model)
+        _log.exception("request '%s' for model '%s' met a defect of the server", self._client_id, self._head.model)
         self._answer_error(500, DEFECT)
 
     def written(self) -> None:

@@ -12,9 +12,11 @@ import numpy as np
 
 from daemon.http.decoded_request import Part
 from shm.arena import Lease
-from shm.messages import Inline, Place, Slice
+from shm.messages import Content, Slice
 
 ALIGNMENT = 64
+#: Bodies up to this size are collected; larger binary ones of known length go straight into the arena.
+COLLECT_BYTE_SIZE = 4096
 
 
 class CollectedBody:
@@ -27,6 +29,13 @@ class CollectedBody:
         #: All but the first chunk, which is mostly the only one. Not a list: a chunk of two bytes would cost forty.
         self._more: bytearray | None = None
         self.received = 0
+
+    @classmethod
+    def of(cls, content: bytes) -> CollectedBody:
+        """One that is whole."""
+        body = cls()
+        body.write(content)
+        return body
 
     def write(self, chunk: bytes) -> None:
         if not self.received:
@@ -108,11 +117,11 @@ class PlacedBody:
         """The JSON."""
         return self.lease.view[self._start : self._start + head_size]
 
-    def place(self, head_size: int, part: Part, inline_byte_size: int) -> Place:
-        """Where a part lies; a tiny one travels with its record."""
+    def place(self, head_size: int, part: Part, inline_byte_size: int) -> Content:
+        """Where a part lies; of a tiny one its bytes."""
         start = self._start + head_size + part.offset
         if part.byte_size <= inline_byte_size:
-            return Inline(bytes(self.lease.view[start : start + part.byte_size]))
+            return bytes(self.lease.view[start : start + part.byte_size])
         slice_ = self.lease.place
         return Slice(slice_.segment, slice_.offset + start, part.byte_size)
 

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 from daemon.http.json_array import JsonArray
 from daemon.http.json_base64 import JsonBase64
 from daemon.http.json_strings import JsonStrings
-from shm.messages import Parameter, RegionSlice, RequestedOutput, Submit, Tensor
+from shm.messages import Inline, Parameter, RegionSlice, RequestedOutput, Submit, Tensor
 
 if TYPE_CHECKING:
     from daemon.http.message_head import InferHead
+
+#: Stands for the bytes of an input that each request has of its own.
+_OWN = Inline(b"")
 
 
 @dataclass(slots=True)
@@ -22,13 +25,15 @@ class Part:
     byte_size: int
 
 
-#: Where an input's bytes come from: the body, a region, the JSON (as wire bytes), or an array in the JSON still to be converted.
-Source = Part | RegionSlice | bytes | JsonArray | JsonStrings | JsonBase64
+#: Tensors in the JSON: as wire bytes, or still to be converted.
+Values = bytes | JsonArray | JsonStrings | JsonBase64
+#: Where an input's bytes come from: the body, a region, the JSON.
+Source = Part | RegionSlice | Values
 
 
 @dataclass(slots=True)
 class DecodedRequest:
-    """What one request asks for. Shared between requests with the same head, so nobody changes it."""
+    """What one request asks for."""
 
     id: str
     inputs: list[tuple[str, str, tuple[int, ...], Source]]
@@ -42,26 +47,23 @@ class DecodedRequest:
     sequence_id: int | str = 0
     sequence_start: bool = False
     sequence_end: bool = False
-    #: The id is this request's alone, made here.
-    id_is_made: bool = False
 
-    def record(
-        self, request_id: int, head: InferHead, inputs: tuple[Tensor, ...], received_ns: int, trace: int = 0
-    ) -> Submit:
-        """The request with that head, its tensors in place."""
+    def template(self, head: InferHead) -> Submit:
+        """What requests that say so have in common on a lane (``shm.forms``)."""
+        inputs = [
+            Tensor(name, datatype, shape, source if isinstance(source, RegionSlice) else _OWN)
+            for name, datatype, shape, source in self.inputs
+        ]
         return Submit(
-            request_id,
+            0,
             head.model,
             head.version,
-            inputs,
+            tuple(inputs),
             self.outputs,
             {**self.parameters, **head.forwarded} if head.forwarded else self.parameters,
-            self.id,
-            received_ns=received_ns,
             priority=self.priority,
             timeout_us=self.timeout_us,
             sequence_id=self.sequence_id,
             sequence_start=self.sequence_start,
             sequence_end=self.sequence_end,
-            trace=trace,
         )

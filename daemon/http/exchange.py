@@ -1,7 +1,7 @@
 """One inference request, on the short way past ASGI: no task, no queue, no event. This is its incoming half.
 
-    head ─▶ body (reception) ─▶ decode (request_codec) ─▶ submit ─▶ completion ─▶ encode (answering) ─▶ socket
-     ╰────── known, with its JSON (known_text) ────────────▲
+    head ─▶ body (reception) ─▶ form (http_forms) ─▶ submit ─▶ completion ─▶ encode (answering) ─▶ socket
+     ╰────── small and whole ────▲
 
 Each arrow is a call from the connection's or the lane's callback. The connection (protocol.py) keeps exchanges in the order in
 which their requests came, so an answer is written only by the exchange whose turn it is.
@@ -9,7 +9,6 @@ which their requests came, so an answer is written only by the exchange whose tu
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from time import monotonic_ns
 
@@ -18,19 +17,18 @@ import msgspec
 from daemon import request_id
 from daemon.http import json_cut, placement, request_codec
 from daemon.http.answering import Answering, Phase
-from daemon.http.body import PlacedBody
+from daemon.http.body import Body, CollectedBody, PlacedBody
 from daemon.http.compression import BodyTooLarge
-from daemon.http.decoded_request import DecodedRequest
+from daemon.http.http_form import Request
+from daemon.http.http_forms import request_of
 from daemon.http.json_array import PIECE_BYTE_SIZE
-from daemon.http.known_large_request import KnownLargeRequest
-from daemon.http.known_request import KnownRequest
 from daemon.http.raw_request import decode_raw
 from daemon.http.reception import Reception
 from daemon.status import http_status
 from shm.arena import Lease
 from shm.errors import InvalidArgument, ServingError, Unsupported
 from shm.forms import whole_request
-from shm.messages import Submit, Tensor
+from shm.messages import Content, FormSubmit
 
 _log = logging.getLogger(__name__)
 
@@ -41,8 +39,6 @@ class Exchange(Answering):
     #: From ``begin`` until the submitter has the tensors: each refers to the other, and requests shall leave the garbage
     #: collector nothing to do.
     _reception: Reception | None = None
-    #: Instead of it, where the body is read for a request that is probably known.
-    placed: PlacedBody | None = None
     _my_turn: bool = False
     #: Until it is sent: where tensors lie that did not come in the body's own leases.
     _leases: tuple[Lease, ...] = ()
@@ -62,8 +58,11 @@ class Exchange(Answering):
 
     def _admit(self) -> None:
         """Raises NotFound, Unsupported: there is no such model for HTTP."""
-        if self._serving.table.find(self._head.model, self._head.version).decoupled:
-            raise Unsupported("HTTP end point doesn't support models with decoupled transaction policy")
+        head, table = self._head, self._serving.table
+        if head.edition != table.edition:
+            if table.find(head.model, head.version).decoupled:
+                raise Unsupported("HTTP end point doesn't support models with decoupled transaction policy")
+            head.edition = table.edition
         tracer = self._serving.tracer
         if tracer is not None and tracer.on:
             self._trace = tracer.sample(self._head.model)
@@ -94,74 +93,55 @@ class Exchange(Answering):
         self._my_turn = True
         self._go_on()
 
-    def repeat(self, known: KnownRequest, chunk: bytes) -> None:
-        """Instead of all these: the request is that chunk, whole, known but for its tensors, and it is its turn."""
-        serving = self._serving
+    def take(self, body: bytes) -> None:
+        """Instead of all these: the body is whole, small and not compressed, and it is this exchange's turn."""
+        serving, head = self._serving, self._head
         tracer = serving.tracer
         try:
-            if known.edition != serving.table.edition or (tracer is not None and tracer.on):
+            if head.edition != serving.table.edition or (tracer is not None and tracer.on):
                 self._admit()
-                known.admitted(serving.table.edition, serving.submitter.forms)
-            record = known.record(serving.submitter.next_id(), chunk, monotonic_ns())
-            if self._trace is None:
-                self.record, self.form = record, known.form
-                serving.submitter.send(self)
-            else:
-                # What is to be noted of it is said in the record, which is its own then.
-                self._known = None
-                self._trace.stamp("HTTP_RECV_END")
-                assert known.form is not None
-                whole = whole_request(known.form.template, record)
-                self._submit_whole(msgspec.structs.replace(whole, trace=self._trace.level))
+                if self._trace is not None:
+                    self._trace.stamp("HTTP_RECV_END")
+            text_size = head.json_size
+            if text_size is None:
+                text_size = len(body)
+            request = serving.forms.read(head, body[:text_size], len(body) - text_size)
+            form = request.form
+            if form.unpack is None or self._trace is not None:
+                self._submit(request, CollectedBody.of(body))
+                return
+            lane_form = self.form = form.lane_form
+            assert lane_form is not None
+            client_id = request.id
+            if not client_id and serving.makes_ids:
+                client_id = request_id.made()
+            self._asked, self._client_id = form, client_id
+            contents = form.unpack(body, text_size)
+            self.record = FormSubmit(
+                serving.submitter.next_id(), lane_form.number, contents, client_id, 0, monotonic_ns()
+            )
+            serving.submitter.send(self)
         except ServingError as error:
             self._answer_error(http_status(error), error.message)
         except Exception:
             self._answer_defect()
 
-    def expect(self, known: KnownLargeRequest) -> PlacedBody | None:
-        """Instead of ``begin``: it is probably the known one, whose body goes there. None: it cannot be taken so, not now."""
-        serving = self._serving
-        tracer = serving.tracer
+    def begin_now(self) -> bool:
+        """As ``begin``, of a large binary body. False: nothing happened; it has no place now, or is refused."""
+        reception = Reception(self._serving, self._head, self._outlet.pause_body, self._go_on)
         try:
-            lease = serving.submitter.loan(known.lease_size)
-            if lease is None:
-                return None
-            self._leases = (lease,)
-            if known.edition != serving.table.edition or (tracer is not None and tracer.on):
-                self._admit()
-                known.admitted(serving.table.edition, serving.submitter.forms)
-            self.placed = body = known.body(lease)
+            if not reception.begin_now():
+                return False
+            self._admit()
         except ServingError:
-            self._give_back()
-            return None
+            reception.drop()
+            return False
         except Exception:
             _log.exception("a large request for model '%s' goes the ordinary way", self._head.model)
-            self._give_back()
-            return None
-        return body
-
-    def repeat_large(self, known: KnownLargeRequest) -> bool:
-        """Instead of ``complete`` and ``take_turn``. False: it was another one, and goes the ordinary way from here on."""
-        body, self.placed = self.placed, None
-        assert body is not None
-        if self._trace is None:
-            submitter = self._serving.submitter
-            record = known.record(submitter.next_id(), body.lease, monotonic_ns())
-            if record is not None:
-                self.record, self.form, self.leases = record, known.form, self._leases
-                self.phase, self._leases = Phase.SUBMITTED, ()
-                try:
-                    submitter.send(self)
-                except ServingError as error:
-                    self._answer_error(http_status(error), error.message)
-                except Exception:
-                    self._answer_defect()
-                return True
-        self._known, self._leases, self._my_turn = None, (), True
-        self._reception = Reception(self._serving, self._head, self._outlet.pause_body, self._go_on)
-        self._reception.hold(body)
-        self.complete()
-        return False
+            reception.drop()
+            return False
+        self._reception = reception
+        return True
 
     # ------------------------------------------------------------------------------------------------ submit
 
@@ -170,13 +150,14 @@ class Exchange(Answering):
         if (
             self._gone
             or self._job is not None
-            or not (self._my_turn and self.phase is Phase.RECEIVED and self.reception.ready)
+            or not (self._my_turn and self.phase is Phase.RECEIVED)
+            or not (reception := self.reception).ready
         ):
             return
         try:
-            if self.reception.error is not None:
-                raise self.reception.error
-            self._read()
+            if reception.error is not None:
+                raise reception.error
+            self._read(reception.body)
         except BodyTooLarge as error:
             self._answer_error(413, error.message)
         except ServingError as error:
@@ -184,9 +165,9 @@ class Exchange(Answering):
         except Exception:
             self._answer_defect()
 
-    def _read(self) -> None:
+    def _read(self, body: Body) -> None:
         """Decodes the JSON and submits. What is large in it is found first, in steps."""
-        json_size, body = self._head.json_size, self.reception.body
+        json_size = self._head.json_size
         if isinstance(body, PlacedBody):
             assert json_size is not None
             size = body.received
@@ -197,81 +178,92 @@ class Exchange(Answering):
             if json_size is not None and json_size > size:
                 raise InvalidArgument(f"inference header size should be in range (0, {size}), got: {json_size}")
         if json_size == 0:
-            self._submit(decode_raw(self._serving.table.find(self._head.model, self._head.version), content))
+            raw = decode_raw(self._serving.table.find(self._head.model, self._head.version), content)
+            self._submit(request_of(self._head, raw), body)
             return
         text = content if json_size is None else content[:json_size]
         if len(text) <= PIECE_BYTE_SIZE:
             apart = json_cut.cut(text) if len(text) > request_codec.MAX_UNCUT else None
-            self._decode(text, size - len(text), apart)
+            self._decode(text, apart, body, size)
             return
 
         def cut(apart: json_cut.Cut | None) -> None:
             self._job = None
-            self._answer_if_refused(self._decode, text, size - len(text), apart)
+            self._answer_if_refused(self._decode, text, apart, body, size)
 
         self._job = self._serving.conversions.run(json_cut.steps(text), cut, self._not_converted)
 
-    def _decode(self, text: bytes | memoryview, tail_size: int, apart: json_cut.Cut | None) -> None:
-        self._submit(self._serving.recognised.decode(text, tail_size, self._head.model, apart))
+    def _decode(self, text: bytes | memoryview, apart: json_cut.Cut | None, body: Body, size: int) -> None:
+        self._submit(self._serving.forms.read(self._head, text, size - len(text), apart), body)
 
-    def _submit(self, decoded: DecodedRequest) -> None:
-        if self._serving.options.requests.make_ids and not decoded.id:
-            # What was decoded may be shared.
-            decoded = dataclasses.replace(decoded, id=request_id.made(), id_is_made=True)
-        self.decoded = decoded
-        size = placement.room(decoded, self.reception.body, self._serving.submitter.inline_byte_size)
+    def _submit(self, request: Request, body: Body) -> None:
+        if self._serving.makes_ids and not request.id:
+            request = msgspec.structs.replace(request, id=request_id.made())
+        self._asked, self._client_id = request.form, request.id
+        size = placement.room(request.sources, body, self._serving.submitter.inline_byte_size)
         if size == 0:
-            self._place(decoded, None)
+            self._place(request, body, None)
             return
         lease = self._serving.submitter.loan(size)
         if lease is not None:
-            self._place(decoded, lease)
+            self._place(request, body, lease)
             return
 
         def granted(lease: Lease | ServingError) -> None:
             if not isinstance(lease, ServingError) and self._gone:
                 self._serving.submitter.give_back(lease)
             elif not self._gone:
-                self._answer_if_refused(self._place_granted, decoded, lease)
+                self._answer_if_refused(self._place_granted, request, body, lease)
 
         self._serving.submitter.wait_for_room(size, granted, self._head.model)
 
-    def _place_granted(self, decoded: DecodedRequest, lease: Lease | ServingError) -> None:
+    def _place_granted(self, request: Request, body: Body, lease: Lease | ServingError) -> None:
         if isinstance(lease, ServingError):
             raise lease
-        self._place(decoded, lease)
+        self._place(request, body, lease)
 
-    def _place(self, decoded: DecodedRequest, lease: Lease | None) -> None:
+    def _place(self, request: Request, body: Body, lease: Lease | None) -> None:
         if lease is not None:
             self._leases = (lease,)
         inline, json_size = self._serving.submitter.inline_byte_size, self._head.json_size or 0
-        tensors = placement.place(decoded, self.reception.body, json_size, lease, inline)
-        if lease is None or placement.is_filled(decoded):
-            self._send(decoded, tensors)
+        contents = placement.place(request.sources, body, json_size, lease, inline)
+        if lease is None or placement.is_filled(request.sources):
+            self._send(request, contents)
             return
 
-        def filled(tensors: tuple[Tensor, ...]) -> None:
+        def filled(contents: list[Content]) -> None:
             self._job = None
-            self._answer_if_refused(self._send, decoded, tensors)
+            self._answer_if_refused(self._send, request, contents)
 
-        self._job = self._serving.conversions.run(placement.fill(decoded, tensors, lease), filled, self._not_converted)
+        filling = placement.fill(request.sources, contents, lease)
+        self._job = self._serving.conversions.run(filling, filled, self._not_converted)
 
-    def _send(self, decoded: DecodedRequest, inputs: tuple[Tensor, ...]) -> None:
+    def _send(self, request: Request, contents: list[Content]) -> None:
         reception, self._reception = self._reception, None
         if reception is not None:
             reception.drop_body()
             self._leases = (*reception.take_leases(), *self._leases)
-        level = 0 if self._trace is None else self._trace.level
-        number = self._serving.submitter.next_id()
-        self._submit_whole(decoded.record(number, self._head, inputs, monotonic_ns(), level))
+        submitter, form, trace = self._serving.submitter, request.form, self._trace
+        lane_form = form.lane_form
+        if trace is not None:
+            lane_form = None
+        elif lane_form is None:
+            lane_form = form.on_lane(submitter.forms, submitter.inline_byte_size)
+        number = 0 if lane_form is None else lane_form.number
+        record = FormSubmit(submitter.next_id(), number, tuple(contents), request.id, 0, monotonic_ns())
+        if lane_form is not None:
+            self.record, self.form = record, lane_form
+        else:
+            whole = whole_request(form.template, record)
+            if trace is not None:
+                # What is to be noted of it is said in the record, which is its own then.
+                whole = msgspec.structs.replace(whole, trace=trace.level)
+                trace.client_id = request.id
+                trace.stamp("REQUEST_START")
+            self.record = whole
+        self.leases, self._leases = self._leases, ()
+        submitter.send(self)
         self.phase = Phase.SUBMITTED
-
-    def _submit_whole(self, record: Submit) -> None:
-        if self._trace is not None:
-            self._trace.client_id = record.client_id
-            self._trace.stamp("REQUEST_START")
-        self.record, self.leases, self._leases = record, self._leases, ()
-        self._serving.submitter.send(self)
 
     # ------------------------------------------------------------------------------------------------ the end
 

@@ -1,4 +1,4 @@
-"""Which requests take the short way: POST /v2/models/{model}[/versions/{version}]/infer, recognised by their bytes."""
+"""Which requests take the short way: POST /v2/models/{model}[/versions/{version}]/infer."""
 
 from __future__ import annotations
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 import urllib.parse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from daemon.http.body import COLLECT_BYTE_SIZE
 from daemon.http.compression import answer_coding, request_coding
 from daemon.http.infer_route import InferRoute
 from shm.errors import InvalidArgument, ServingError, Unsupported
@@ -42,6 +43,23 @@ class InferHead:
     accepts: str = ""
     #: Headers that are parameters of the request, and beat those of the body.
     forwarded: dict[str, str] | None = None
+    #: Of the table of models when its model was last found there; -1: it was not looked for.
+    edition: int = -1
+    #: Whether the answer is written as it is, and need say nothing of the connection.
+    is_plain: bool = field(init=False)
+    #: Whether its body is small, is not compressed, and says all in its JSON.
+    is_small: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        length, json_size = self.content_length, self.json_size
+        self.is_plain = not self.accepts and not self.keep_alive_line
+        self.is_small = (
+            length is not None
+            and length <= COLLECT_BYTE_SIZE
+            and not self.coding
+            and json_size != 0
+            and (json_size or 0) <= length
+        )
 
 
 def refusal(version: str, fields: Fields) -> tuple[int, str] | None:

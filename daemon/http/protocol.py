@@ -24,10 +24,10 @@ from uvicorn.server import ServerState
 from daemon.access import Restricted
 from daemon.http import message_head
 from daemon.http.answering import Phase
-from daemon.http.body import PlacedBody, TextBody
+from daemon.http.body import COLLECT_BYTE_SIZE, PlacedBody, TextBody
 from daemon.http.exchange import Exchange
+from daemon.http.heads import END, MAX_HEAD
 from daemon.http.infer_route import InferRoute, InferRoutes
-from daemon.http.known_head import KnownHead, learn, learn_head
 from daemon.http.large_bodies import DIRECT_BYTE_SIZE
 from daemon.http.message_head import InferHead
 from daemon.http.parser_feed import ParserFeed
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 #: Requests a client may send ahead on one connection before the first is answered.
 _MAX_PIPELINED = 256
-_SUBMITTED = Phase.SUBMITTED
+_RECEIVING, _SUBMITTED = Phase.RECEIVING, Phase.SUBMITTED
 
 
 class InferProtocol(ParserFeed):
@@ -56,7 +56,7 @@ class InferProtocol(ParserFeed):
         super().__init__(config, server_state, app_state, _loop)
         #: What the head of the last message meant that began.
         self._meaning: InferHead | None = None
-        #: A request that begins with that head, until its body is whole; that is a small one.
+        #: The beginning of a small request whose head was parsed before, until its body is whole.
         self._held = b""
         #: Headers of the message that are forwarded, with their names as they were sent.
         self._forwarded: list[tuple[bytes, bytes]] = []
@@ -79,45 +79,62 @@ class InferProtocol(ParserFeed):
     def data_received(self, data: bytes) -> None:
         if self._resting and self._hold_back(data):
             return
-        if self._held:
-            data, self._held = self._held + data, b""
-            if self._known is not None and self._known.is_head_of(data):
-                self._times.body_since = 0.0
-        known = self._repeated
-        if known is not None and len(data) == known.request_size and data.startswith(known.start) and not self._order:
-            # A whole request of which only the tensors need to be looked at.
-            exchange = Exchange(self.serving, known.head, self, True, known.decoded, known.answer, _SUBMITTED)
+        held = self._held
+        if held:
+            data, self._held = held + data, b""
+        between = not (self._order or self._receiving or self._times.head_since)
+        if between:
+            size = data.find(END, 0, MAX_HEAD) + 4
+            head = self.serving.heads[data[:size]]
+            if head is not None and (held or not self.serving.closed) and self._take(head, data, size):
+                return
+        if not self._closing:
+            self._receive(data, between)
+
+    def _take(self, head: InferHead, data: bytes, head_size: int) -> bool:
+        """A request whose head was parsed before, or the beginning of one, where nothing else is under way. False: parse it."""
+        length, received = head.content_length, len(data) - head_size
+        assert length is not None
+        if received == length and not self._closing:
+            self._times.body_since = 0.0
+            exchange = Exchange(self.serving, head, self, True, None, _SUBMITTED if head.is_small else _RECEIVING)
             self._order.append(exchange)
             if self.serving.stopping:
                 self.announce_end()
-            exchange.repeat(known, data)
-        elif self._large is not None and not self._order and self._expect(self._large, data):
-            pass
-        elif not self._closing:
-            self._receive(data)
+            if self._reader is not None and not self.flow.read_paused:
+                # What came was read as everything is: no large bodies, for now.
+                self._leave_reader()
+            if head.is_small:
+                exchange.take(data[head_size:])
+            else:
+                exchange.begin()
+                exchange.reception.receive(data[head_size:])
+                exchange.complete()
+                exchange.take_turn()
+            return True
+        if received > length or head.coding or self._closing:
+            return False
+        if length <= COLLECT_BYTE_SIZE:
+            # Many clients send a head and its body one after the other.
+            self._held = data
+            self._times.idle_since = 0.0
+            self._times.body_since = self._times.body_since or time.monotonic()
+            return True
+        return (
+            length - received >= DIRECT_BYTE_SIZE
+            and head.json_size is not None
+            and self._begin_large(head, data[head_size:])
+        )
 
-    def _receive(self, data: bytes) -> None:
-        """Anything else."""
-        between = not self._order and self._receiving is None and not self._times.head_since
-        if between and self._known is not None:
-            if self._known.is_head_of(data):
-                self._receive_body(self._known, data)
-                return
-            if self._known.begins(data):
-                self._held = data
-                self._times.idle_since = 0.0
-                self._times.body_since = self._times.body_since or time.monotonic()
-                return
-        self._known = self._repeated = self._large = None
+    def _receive(self, data: bytes, between: bool) -> None:
+        """Anything else. ``between``: nothing was under way when it came."""
         if self._receiving is None:
             self._head_size += len(data)
             if not self._times.head_since:
                 self._times.head_since = time.monotonic()
                 self._times.idle_since = 0.0
         self._feed(data, between)
-        if self._closing:
-            return
-        if self._resting:
+        if self._closing or self._resting:
             return
         if self._head_size:
             # It ended with a part of a head.
@@ -126,40 +143,25 @@ class InferProtocol(ParserFeed):
             if self._head_size > self.serving.options.http.max_head_byte_size:
                 self._refuse_head()
                 return
+        if between and self._begun == 1 and self._meaning is not None:
+            self._learn(data, self._meaning)
         receiving = self._receiving
         if isinstance(receiving, Exchange):
             body = receiving.reception.body
             if isinstance(body, PlacedBody | TextBody) and len(body.rest()) >= DIRECT_BYTE_SIZE:
-                if between and self._begun == 1 and self._meaning is not None:
-                    self._known = learn_head(data[: len(data) - body.received], self._meaning)
                 self._read_rest(body)
-            return
-        if self._reader is not None and receiving is None and not self._times.head_since and not self.flow.read_paused:
-            # What came was small and whole: requests like it may be known.
-            self._leave_reader()
-        if (
-            between
-            and receiving is None
-            and self._begun == 1
-            and self._meaning is not None
-            and not self._times.head_since
+        elif (
+            self._reader is not None and receiving is None and not self._times.head_since and not self.flow.read_paused
         ):
-            # The chunk was exactly one request.
-            last = self._order[-1] if self._order else None
-            decoded = last.decoded if isinstance(last, Exchange) else None
-            self._known = learn(data, self._meaning, decoded, self.serving.submitter.inline_byte_size)
-            self._repeated = None if self._known is None else self._known.request
+            # What came was small and whole.
+            self._leave_reader()
 
-    def _receive_body(self, known: KnownHead, data: bytes) -> None:
-        """A whole request whose head needs no parsing."""
-        exchange = Exchange(self.serving, known.meaning, self, True)
-        self._order.append(exchange)
-        if self.serving.stopping:
-            self.announce_end()
-        exchange.begin()
-        exchange.reception.receive(data[len(known.head) :])
-        exchange.complete()
-        exchange.take_turn()
+    def _learn(self, data: bytes, meaning: InferHead) -> None:
+        """What arrived was one head, and at most its body."""
+        size = data.find(END, 0, MAX_HEAD) + len(END)
+        received = len(data) - size
+        if meaning.content_length is not None and received <= meaning.content_length:
+            self.serving.heads.learn(data[:size], meaning)
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more, and may still read. True: the connection stays open for what it is owed."""

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from daemon.http.body import Body, CollectedBody, PlacedBody, TextBody
+from daemon.http.body import COLLECT_BYTE_SIZE, Body, CollectedBody, PlacedBody, TextBody
 from daemon.http.compression import Inflation
 from daemon.http.message_head import InferHead
 from daemon.http.serving import Serving
@@ -22,8 +22,6 @@ from shm.refusals import Refusal
 
 _log = logging.getLogger(__name__)
 
-#: Bodies up to this size are collected; larger binary ones of known length go straight into the arena.
-COLLECT_BYTE_SIZE = 4096
 #: Larger JSON of known length goes straight into memory of its own.
 COLLECT_JSON_BYTE_SIZE = 64 << 10
 
@@ -100,6 +98,18 @@ class Reception:
             self._collect(length)
             self.body = TextBody(length)
 
+    def begin_now(self) -> bool:
+        """As ``begin``, of a large binary body that is not compressed. False: nothing happened, because there is no room now."""
+        length, json_size = self._head.content_length, self._head.json_size
+        assert length is not None
+        assert json_size is not None
+        lease = self._serving.submitter.loan(PlacedBody.lease_size(length))
+        if lease is None:
+            return False
+        self._leases.append(lease)
+        self.body = PlacedBody(lease, length, json_size)
+        return True
+
     def _borrow(self, length: int, json_size: int) -> None:
         submitter = self._serving.submitter
         size = PlacedBody.lease_size(length)
@@ -166,11 +176,6 @@ class Reception:
             self.body.write(chunk)
         else:
             self.body.received += byte_size
-
-    def hold(self, body: PlacedBody) -> None:
-        """Instead of ``begin`` and ``receive``: it is whole, and lies there."""
-        self.body = body
-        self._leases.append(body.lease)
 
     def complete(self) -> None:
         """The body is whole."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import msgspec
 
 from daemon.http import json_cut, json_data, open_data, request_head
-from daemon.http.decoded_request import DecodedRequest, Part, Source
+from daemon.http.decoded_request import DecodedRequest, Part, Source, Values
 from daemon.http.json_array import PIECE_BYTE_SIZE, JsonArray
 from daemon.http.json_base64 import JsonBase64
 from daemon.http.json_strings import JsonStrings, is_flat
@@ -35,34 +35,6 @@ _MAX_INPUTS = 1024
 _QUOTE = ord('"')
 
 
-class Recognised:
-    """Heads decoded before. A client that asks again and again sends the same head with other tensors behind it."""
-
-    #: Longer heads hold data, or are rare.
-    MAX_HEAD = 2048
-    MAX_COUNT = 512
-
-    def __init__(self) -> None:
-        self._decoded: dict[tuple[bytes, int], DecodedRequest] = {}
-
-    def decode(
-        self, head: bytes | memoryview, tail_size: int, model: str, apart: json_cut.Cut | None = None
-    ) -> DecodedRequest:
-        """As ``decode``; the result may be shared with other requests and must not be changed."""
-        if len(head) > self.MAX_HEAD:
-            return decode(head, tail_size, model, apart)
-        key = (bytes(head), tail_size)
-        found = self._decoded.get(key)
-        if found is None:
-            found = decode(head, tail_size, model)
-            if any(type(source) is bytes for _, _, _, source in found.inputs):
-                return found  # with its data inside it will hardly come again
-            if len(self._decoded) >= self.MAX_COUNT:
-                self._decoded.clear()
-            self._decoded[key] = found
-        return found
-
-
 def decode(head: bytes | memoryview, tail_size: int, model: str, apart: json_cut.Cut | None = None) -> DecodedRequest:
     """Decodes the head of a request to ``model`` whose binary parts have ``tail_size`` bytes together.
 
@@ -71,18 +43,25 @@ def decode(head: bytes | memoryview, tail_size: int, model: str, apart: json_cut
     """
     text = head if apart is None else apart.text
     try:
-        return _decoded(request_head.quick(text), apart, tail_size, model)
+        return decode_head(request_head.quick(text), apart, tail_size, model)
     except Malformed as error:
-        if len(text) > _MAX_EXACT:
-            raise InvalidArgument(f"failed to parse the request JSON: {error}") from error
-        exact = request_head.exact(text, apart.place if apart is not None else request_head.itself)
-        return _decoded(exact, apart, tail_size, model)
+        return decode_exactly(text, apart, tail_size, model, error)
 
 
-def _decoded(
+def decode_exactly(
+    text: bytes | memoryview, apart: json_cut.Cut | None, tail_size: int, model: str, reason: Malformed
+) -> DecodedRequest:
+    """The same of a text that the quick way does not understand, and why. Raises as ``decode``."""
+    if len(text) > _MAX_EXACT:
+        raise InvalidArgument(f"failed to parse the request JSON: {reason}") from reason
+    exact = request_head.exact(text, apart.place if apart is not None else request_head.itself)
+    return decode_head(exact, apart, tail_size, model)
+
+
+def decode_head(
     request: RequestHead | ExactRequest, apart: json_cut.Cut | None, tail_size: int, model: str
 ) -> DecodedRequest:
-    """Raises also Malformed: data that the quick way does not understand."""
+    """The same of a text that was read. Raises also Malformed: data that the quick way does not understand."""
     decoded = DecodedRequest(request.id, [], (), {}, False, {})
     if request.parameters:
         read_parameters(request.parameters, decoded)
@@ -109,7 +88,7 @@ def _decoded(
 
 def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | None) -> Source:
     """The one data source of an input."""
-    name, parameters, shape = entry.name, entry.parameters, entry.shape
+    name, parameters, shape = entry.name, request_head.given(entry.parameters), entry.shape
     if entry.datatype not in ELEMENT_SIZES:
         raise InvalidArgument(f"invalid datatype for input {name}")
     for dim in shape:
@@ -137,22 +116,27 @@ def _source(entry: InputHead | ExactInput, offset: int, apart: json_cut.Cut | No
         return Part(offset, unsigned("binary_data_size", parameters["binary_data_size"]))
     if given[0] == "'shared_memory_region'":
         return read_region(parameters)
+    return read_values(entry, count, apart)
+
+
+def read_values(entry: InputHead | ExactInput, count: int, apart: json_cut.Cut | None) -> Values:
+    """The ``data`` of an input with so many elements. Raises InvalidArgument, Malformed."""
     number = apart.number_of(entry.data) if apart is not None else None
-    if is_open(shape):
+    if is_open(entry.shape):
         # What the data make of it; of binary tensors and regions the worker finds out.
         count = _count(entry, None if apart is None or number is None else apart.document[slice(*apart.spans[number])])
-        entry.shape = shape = list(closed(shape, count, f"input '{name}' shape"))
+        entry.shape = closed(entry.shape, count, f"input '{entry.name}' shape")
     if apart is not None and number is not None:
         return _converted(apart, number, entry, count)
     if isinstance(entry, InputHead):
         text = memoryview(entry.data)
         if text.nbytes > _MAX_EXACT:
             raise InvalidArgument(
-                f"Unable to parse 'data': input '{name}' has {text.nbytes} bytes of text that is no flat array, "
+                f"Unable to parse 'data': input '{entry.name}' has {text.nbytes} bytes of text that is no flat array, "
                 f"at most {_MAX_EXACT} are allowed"
             )
         return json_data.quick(entry.data, entry.datatype, count)
-    return json_data.exact(entry.data, entry.datatype, shape, count, name)
+    return json_data.exact(entry.data, entry.datatype, list(entry.shape), count, entry.name)
 
 
 def _count(entry: InputHead | ExactInput, text: memoryview | None) -> int:
@@ -163,10 +147,10 @@ def _count(entry: InputHead | ExactInput, text: memoryview | None) -> int:
     return open_data.of_text(memoryview(entry.data) if text is None else text, entry.datatype, what)
 
 
-def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, count: int) -> Source:
+def _converted(apart: json_cut.Cut, number: int, entry: InputHead | ExactInput, count: int) -> Values:
     """The data that was cut out: now, or what converts it later, in steps."""
     start, end = apart.spans[number]
-    text, name, datatype, shape = apart.document[start:end], entry.name, entry.datatype, entry.shape
+    text, name, datatype, shape = apart.document[start:end], entry.name, entry.datatype, list(entry.shape)
     if text[0] == _QUOTE:
         if len(text) > PIECE_BYTE_SIZE:
             return JsonBase64(text, datatype, count)

@@ -4,19 +4,20 @@
               └─ Malformed ─▶ exact: RapidJSON, then key by key in Triton's order
 
 The exact way is the slow one: it says what is wrong in the sentences a real Triton says it in, and knows the literals NaN and
-Infinity, which are no JSON, but Triton and its clients write them. Both ways give objects with the same attributes; only ``data``
-differs: text that is still to be read, or values.
+Infinity, which are no JSON, but Triton and its clients write them. Both ways give objects with the same attributes. ``data`` is
+text that is still to be read, or values; ``parameters`` are what the protocol knows of them, or all that were given.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import rapidjson
+from msgspec import UNSET, UnsetType
 
 from daemon.http.json_values import refusal, text
 from shm.errors import InvalidArgument
@@ -32,21 +33,35 @@ class Malformed(Exception):
     """The quick way does not understand the text; the exact one may, and knows what to say if not."""
 
 
+class TensorParameters(msgspec.Struct, frozen=True):
+    """What the protocol knows of the ``parameters`` of an input or output. Others are ignored, as Triton does."""
+
+    binary_data_size: int | UnsetType = UNSET
+    binary_data: bool | UnsetType = UNSET
+    classification: int | UnsetType = UNSET
+    shared_memory_region: str | UnsetType = UNSET
+    shared_memory_offset: int | UnsetType = UNSET
+    shared_memory_byte_size: int | UnsetType = UNSET
+
+
+_NONE_GIVEN = TensorParameters()
+
+
 class InputHead(msgspec.Struct):
     """One entry of ``inputs``."""
 
     name: str
-    shape: list[int]
+    shape: tuple[int, ...]
     datatype: str
     data: msgspec.Raw = ABSENT
-    parameters: dict[str, Any] = _NO_PARAMETERS
+    parameters: TensorParameters = _NONE_GIVEN
 
 
-class OutputHead(msgspec.Struct):
+class OutputHead(msgspec.Struct, frozen=True):
     """One entry of ``outputs``."""
 
     name: str
-    parameters: dict[str, Any] = _NO_PARAMETERS
+    parameters: TensorParameters = _NONE_GIVEN
 
 
 class RequestHead(msgspec.Struct):
@@ -54,7 +69,7 @@ class RequestHead(msgspec.Struct):
 
     inputs: list[InputHead]
     id: str = ""
-    outputs: list[OutputHead] = []
+    outputs: tuple[OutputHead, ...] = ()
     parameters: dict[str, Any] = _NO_PARAMETERS
 
 
@@ -63,9 +78,17 @@ class ExactInput:
     """As ``InputHead``, with ``data`` as a value, or ABSENT."""
 
     name: str
-    shape: list[int]
+    shape: Sequence[int]
     datatype: str
     data: Any
+    parameters: dict[str, Any]
+
+
+@dataclass(slots=True)
+class ExactOutput:
+    """As ``OutputHead``."""
+
+    name: str
     parameters: dict[str, Any]
 
 
@@ -76,7 +99,7 @@ class ExactRequest:
     id: str
     parameters: dict[str, Any]
     inputs: Iterable[ExactInput]
-    outputs: Iterable[OutputHead]
+    outputs: Iterable[ExactOutput]
 
 
 _decoder = msgspec.json.Decoder(RequestHead)
@@ -90,6 +113,11 @@ def quick(head: bytes | memoryview) -> RequestHead:
         raise Malformed(str(error)) from error
 
 
+def given(parameters: TensorParameters | dict[str, Any]) -> dict[str, Any]:
+    """Those that were given, by name."""
+    return parameters if isinstance(parameters, dict) else msgspec.to_builtins(parameters)
+
+
 def itself(offset: int) -> int:
     """The place of a byte in a text that is whole."""
     return offset
@@ -100,8 +128,8 @@ def exact(head: bytes | memoryview, place: Callable[[int], int] = itself) -> Exa
 
     ``place``: where a byte of ``head`` lies in what the client sent.
     """
-    given = parse(bytes(head), place)
-    request: dict[str, Any] = given if isinstance(given, dict) else {}
+    value = parse(bytes(head), place)
+    request: dict[str, Any] = value if isinstance(value, dict) else {}
     identifier = text("id", request["id"]) if "id" in request else ""
     parameters = request.get("parameters", {})
     if not isinstance(parameters, dict):
@@ -149,11 +177,11 @@ def _inputs(request: dict[str, Any]) -> Iterator[ExactInput]:
         raise InvalidArgument(f"{_PARSE_ERROR}The document root must not be followed by other values. at {request.end}")
 
 
-def _outputs(request: dict[str, Any]) -> Iterator[OutputHead]:
+def _outputs(request: dict[str, Any]) -> Iterator[ExactOutput]:
     if "outputs" not in request:
         return
     for entry in _array("outputs", request["outputs"]):
-        yield OutputHead(text("name", _member("name", entry)), _parameters(entry))
+        yield ExactOutput(text("name", _member("name", entry)), _parameters(entry))
 
 
 def _member(key: str, holder: Any) -> Any:

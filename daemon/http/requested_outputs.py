@@ -10,20 +10,20 @@ from typing import Any
 
 from daemon.http.decoded_request import DecodedRequest
 from daemon.http.json_values import boolean, is_unsigned, text, unsigned
-from daemon.http.request_head import OutputHead
+from daemon.http.request_head import ExactOutput, OutputHead, given
 from shm.errors import InvalidArgument
 from shm.messages import RegionSlice, RequestedOutput
 
 _INT64_MAX, _UINT64_MAX = (1 << 63) - 1, (1 << 64) - 1
 
 
-def read_outputs(entries: Iterable[OutputHead], decoded: DecodedRequest) -> None:
+def read_outputs(entries: Iterable[OutputHead | ExactOutput], decoded: DecodedRequest) -> None:
     """Fills in what the entries ask for. Raises InvalidArgument."""
     decoded.outputs = tuple([_requested(entry, decoded) for entry in entries])
 
 
-def _requested(entry: OutputHead, decoded: DecodedRequest) -> RequestedOutput:
-    parameters = entry.parameters
+def _requested(entry: OutputHead | ExactOutput, decoded: DecodedRequest) -> RequestedOutput:
+    parameters = given(entry.parameters)
     if not parameters:
         return RequestedOutput(entry.name)
     classification = parameters.get("classification", 0)

@@ -102,10 +102,13 @@ def encode_in_steps(
     return pieces, parts
 
 
-def response_head(json_size: int, parts: list[Buffer], connection: bytes = b"") -> bytes:
-    """Response line and headers of a good answer; ``connection``: the line about the connection, empty or whole."""
-    total = json_size + sum(len(part) for part in parts)
-    if total == json_size:
+def response_head(json_size: int, tail_size: int, connection: bytes = b"") -> bytes:
+    """Response line and headers of a good answer with so many bytes of JSON and of tensors behind it.
+
+    ``connection``: the line about the connection, empty or whole.
+    """
+    total = json_size + tail_size
+    if not tail_size:
         return b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n%bContent-Length: %d\r\n\r\n" % (
             connection,
             total,

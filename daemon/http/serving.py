@@ -8,7 +8,8 @@ from config.options import COMPRESSION_LEVELS, Options
 from daemon.access import Rule
 from daemon.forwarding import Forwarding
 from daemon.http.conversions import Conversions
-from daemon.http.request_codec import Recognised
+from daemon.http.heads import Heads
+from daemon.http.http_forms import HttpForms
 from daemon.longest_idle import LongestIdle
 from daemon.model_table import ModelTable
 from daemon.submit import Submitter
@@ -25,7 +26,10 @@ class Serving:
     submitter: Submitter
     #: Where this front's connections are counted, and the others' stand.
     seat: Seat
-    recognised: Recognised = field(default_factory=Recognised)
+    forms: HttpForms = field(default_factory=HttpForms)
+    heads: Heads = field(init=False)
+    #: Requests without an id get one.
+    makes_ids: bool = field(init=False)
     #: What an inference request needs to be let in; None: nothing.
     infer_rule: Rule | None = None
     #: Headers that become parameters; None: none.
@@ -44,4 +48,8 @@ class Serving:
     compression: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.compression = COMPRESSION_LEVELS[self.options.http.response_compression]
+        http = self.options.http
+        self.makes_ids = self.options.requests.make_ids
+        self.compression = COMPRESSION_LEVELS[http.response_compression]
+        cuts = self.infer_rule is None and self.forwarding is None
+        self.heads = Heads(http.max_head_byte_size, http.max_head_fields, cuts)

@@ -28,7 +28,7 @@ from daemon.grpc.stream import Stream
 from daemon.http import placement
 from daemon.http import response_codec as http_codec
 from daemon.http.answer_order import AnswerOrder
-from daemon.http.request_codec import Recognised
+from daemon.http.http_forms import HttpForms
 from daemon.sending import Sending
 from daemon.submit import Submitter
 from shm import channel as channel_module
@@ -330,7 +330,7 @@ def on_a_bench(make: type[LaneBench], test: Callable[[Any], Coroutine[Any, Any, 
 
 
 HTTP_FAULTS = [
-    (Recognised, "decode"),
+    (HttpForms, "read"),
     (placement, "place"),
     (Submitter, "_dispatch"),
     (Submitter, "loan"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from daemon.http.body import ALIGNMENT, CollectedBody, PlacedBody
 from daemon.http.decoded_request import Part
 from shm.arena import Arena
-from shm.messages import Inline, Slice
+from shm.messages import Slice
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_a_placed_body(arena: Arena, head: bytes, parts: list[bytes], draw: st.D
     for part in parts:
         place = body.place(len(head), Part(offset, len(part)), limit)
         if len(part) <= limit:
-            assert place == Inline(part)
+            assert place == part
         else:
             assert isinstance(place, Slice)
             assert (place.segment, place.byte_size) == (lease.place.segment, len(part))

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from daemon.http.body import CollectedBody
-from daemon.http.decoded_request import DecodedRequest, Part, Source
+from daemon.http.decoded_request import Part, Source
 from daemon.http.placement import place, room
 from shm.arena import Arena
-from shm.messages import Inline, RegionSlice, Slice
+from shm.messages import RegionSlice, Slice
 
 MIB = 1 << 20
 REGION = RegionSlice("r", 0, 100)
@@ -23,28 +23,23 @@ def arena() -> Iterator[Arena]:
     made.close()
 
 
-def request_of(*sources: Source) -> DecodedRequest:
-    return DecodedRequest("", [(f"x{n}", "UINT8", (1,), s) for n, s in enumerate(sources)], (), {}, False, {})
-
-
 def test_small_tensors_and_regions_need_no_room() -> None:
     body = CollectedBody()
     body.write(b"JSONabcdef")
-    decoded = request_of(Part(0, 2), REGION, b"xyz", Part(2, 4))
-    assert room(decoded, body, 16) == 0
-    places = [tensor.place for tensor in place(decoded, body, 4, None, 16)]
-    assert places == [Inline(b"ab"), REGION, Inline(b"xyz"), Inline(b"cdef")]
+    sources: list[Source] = [Part(0, 2), REGION, b"xyz", Part(2, 4)]
+    assert room(sources, body, 16) == 0
+    assert place(sources, body, 4, None, 16) == [b"ab", b"xyz", b"cdef"]
 
 
 def test_larger_ones_lie_aligned_behind_each_other(arena: Arena) -> None:
     body = CollectedBody()
     body.write(b"JSON" + b"a" * 100 + b"b" * 30)
-    decoded = request_of(Part(0, 100), b"c" * 70, Part(100, 30), REGION)
-    size = room(decoded, body, 16)
+    sources: list[Source] = [Part(0, 100), b"c" * 70, Part(100, 30), REGION]
+    size = room(sources, body, 16)
     assert size == 128 + 128 + 64
     lease = arena.loan(size)
     assert lease is not None
-    first, second, third, _ = (tensor.place for tensor in place(decoded, body, 4, lease, 16))
+    first, second, third = place(sources, body, 4, lease, 16)
     for found, content in ((first, b"a" * 100), (second, b"c" * 70), (third, b"b" * 30)):
         assert isinstance(found, Slice)
         at = found.offset - lease.place.offset

@@ -15,7 +15,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from daemon.http.decoded_request import Part
-from daemon.http.request_codec import Recognised
 from shm.arrays import DTYPES
 from shm.errors import InvalidArgument, ServingError
 from shm.messages import RegionSlice, Submit, Tensor
@@ -167,13 +166,3 @@ def test_bf16_parts_are_two_bytes_an_element() -> None:
     values = np.array([1.5, -2], ml_dtypes.bfloat16)
     decoded = decode(request_of(tensor(datatype="BF16", shape=(2,), parameters={"binary_data_size": values.nbytes})), 4)
     assert decoded.inputs == [("x", "BF16", (2,), Part(0, 4))]
-
-
-def test_recognised_heads_are_decoded_as_the_first_time() -> None:
-    recognised = Recognised()
-    heads = [request_of(tensor(f"x{number}", parameters={"binary_data_size": 4})) for number in range(2000)]
-    for head in (heads[0], heads[0], *heads, heads[0]):
-        assert recognised.decode(memoryview(head), 4, "m") == decode(head, 4)
-        with pytest.raises(InvalidArgument, match="expecting 1 additional bytes"):
-            recognised.decode(head, 3, "m")
-    assert len(recognised._decoded) <= Recognised.MAX_COUNT

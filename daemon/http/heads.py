@@ -1,0 +1,68 @@
+"""Heads of inference requests that were parsed before, whichever connection brought them. Sans-I/O.
+
+    head       | request line | Host: a | User-Agent: b | Content-Length: 9 | traceparent: 00-c | |   the same bytes,
+    without    | request line | Host: a |               | Content-Length: 9 |                   | |   or those that matter
+
+The parser alone says what a head means; here its word is kept. A header line that is well formed and that neither the parser nor
+this front looks at changes nothing, so a head is known as well by what is left without such lines: many clients and proxies put a
+number of their own into each request.
+"""
+
+from __future__ import annotations
+
+import re
+
+from daemon.http.message_head import InferHead
+from daemon.memo import Memo
+
+#: Longer heads are parsed each time.
+MAX_HEAD = 2048
+_COUNT = 512
+END = b"\r\n\r\n"
+#: Fields that the parser, the connection or the request has an eye on.
+_SIGNIFICANT = (
+    rb"host|connection|proxy-connection|keep-alive|upgrade|expect|te|trailer|transfer-encoding|content-length"
+    rb"|inference-header-content-length|content-encoding|accept-encoding"
+)
+#: A line with another one: its name is a token, its value is printed.
+_OTHER_LINE = re.compile(
+    rb"\r\n(?!(?:" + _SIGNIFICANT + rb"):)[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e]*(?=\r\n)", re.IGNORECASE
+)
+
+
+class Heads(Memo[bytes, InferHead]):
+    """One per front. ``heads[bytes]``: what bytes up to the empty line mean; None: they have to be parsed."""
+
+    __slots__ = ("_cut", "_cuts", "_max_byte_size", "_max_fields")
+
+    def __init__(self, max_byte_size: int, max_fields: int, cuts: bool) -> None:
+        """
+        Args:
+          max_byte_size, max_fields: of heads that are taken at all.
+          cuts: whether lines may be left out: no operator's rule looks at them.
+        """
+        super().__init__(_COUNT)
+        self._cut: Memo[bytes, InferHead] = Memo(_COUNT)
+        self._max_byte_size = min(MAX_HEAD, max_byte_size)
+        self._max_fields = max_fields
+        self._cuts = cuts
+
+    def __missing__(self, head: bytes) -> InferHead | None:
+        meaning = super().__missing__(head)
+        if meaning is None and self._cuts and len(head) <= self._max_byte_size:
+            meaning = self._cut[_OTHER_LINE.sub(b"", head)]
+            if meaning is not None:
+                if head.count(b"\r\n") - 2 > self._max_fields:
+                    return None
+                self.put(head, meaning)
+        return meaning
+
+    def learn(self, head: bytes, meaning: InferHead) -> None:
+        """From bytes that the parser took for one head, whose connection stays."""
+        if len(head) > MAX_HEAD or not head.startswith(b"POST ") or head.find(END) != len(head) - len(END):
+            return
+        if meaning.content_length is None or meaning.error is not None or not meaning.keep_alive:
+            return
+        self.put(head, meaning)
+        if self._cuts:
+            self._cut.put(_OTHER_LINE.sub(b"", head), meaning)

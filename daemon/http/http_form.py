@@ -1,0 +1,95 @@
+"""What inference requests of one kind say over HTTP, and where the bytes lie that each has of its own. Sans-I/O.
+
+    HttpForm ─▶ template ─▶ Form (shm.forms)     what workers are told once
+             ├▶ sources                          where its tensors are: in the body, a region, the JSON
+             ╰▶ AnswerText, a few                what the answers say but for their ids and tensors
+
+Two texts that mean the same are one form: its id, the values of its tensors, the order of its keys and the head that it came with
+are no part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from struct import Struct
+from typing import Any, Final
+
+import msgspec
+
+from daemon.http.answer_text import AnswerText
+from daemon.http.decoded_request import DecodedRequest, Part, Source
+from daemon.http.message_head import InferHead
+from shm.forms import Form, Forms
+from shm.messages import Completion, FormCompletion, RegionSlice, Slice, Submit
+
+#: Answers of one form differ by worker and load; more than these are found out again.
+_MAX_ANSWERS = 16
+#: Stands for tensors that come in the JSON: each request has its own.
+VALUES: Final = b""
+
+
+class HttpForm:
+    """One kind of requests, of all connections of a front."""
+
+    __slots__ = (
+        "_answers",
+        "asked",
+        "has_values",
+        "lane_form",
+        "last_id",
+        "model",
+        "sources",
+        "tail_size",
+        "template",
+        "unpack",
+    )
+
+    def __init__(self, head: InferHead, asked: DecodedRequest) -> None:
+        #: As requests name it.
+        self.model = head.model
+        self.template: Submit = asked.template(head)
+        #: What the JSON said; not its id, nor the values in it.
+        self.asked = asked
+        self.sources: list[Source] = [
+            source if isinstance(source, Part | RegionSlice) else VALUES for _, _, _, source in asked.inputs
+        ]
+        self.has_values = any(source is VALUES for source in self.sources)
+        #: Of all its binary parts together.
+        self.tail_size = sum([source.byte_size for source in self.sources if type(source) is Part])
+        #: Its number on the lanes, once such requests have come twice.
+        self.lane_form: Form[Submit] | None = None
+        #: Takes the tensors out of a small body; None: not all of them travel in the record.
+        self.unpack: Callable[[bytes, int], tuple[Any, ...]] | None = None
+        #: Of the last request whose text was not known.
+        self.last_id = ""
+        self._answers: dict[int, AnswerText] = {}
+
+    def on_lane(self, forms: Forms[Submit], inline_byte_size: int) -> Form[Submit] | None:
+        """None: it is the first of its kind, and travels whole."""
+        if self.lane_form is None:
+            self.lane_form = forms.form_again(self.template)
+            sizes = [source.byte_size for source in self.sources if type(source) is Part]
+            if self.lane_form is not None and not self.has_values and max(sizes, default=0) <= inline_byte_size:
+                self.unpack = Struct("".join([f"{size}s" for size in sizes])).unpack_from
+        return self.lane_form
+
+    def answer(self, template: Completion, own: FormCompletion, view: Callable[[Slice], memoryview]) -> AnswerText:
+        """What answers of that form say. Raises InvalidArgument: its tensors are outside of the arena."""
+        known = self._answers.get(id(template))
+        if known is None or known.template is not template:
+            if len(self._answers) >= _MAX_ANSWERS:
+                self._answers.clear()
+            known = self._answers[id(template)] = AnswerText(self.model, self.asked, template, own, view)
+        return known
+
+    def __repr__(self) -> str:
+        return f"<HttpForm for {self.model!r}>"
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A request as its text says it."""
+
+    form: HttpForm
+    id: str
+    #: Of each input: where the form says that it is, or its values.
+    sources: list[Source]

@@ -1,0 +1,101 @@
+"""The way of every inference request over HTTP from its JSON to its form. Sans-I/O.
+
+    text ─▶ the same text before ────────────────────────────────────────────▶ Request: form, id, sources
+         ├▶ quick (request_head) ─▶ what it says ─▶ said before ─────────────▶
+         │                                       ╰▶ checked (request_codec) ─▶
+         ╰▶ exact: what the quick way does not understand ───────────────────▶
+
+Forms are found by what requests mean, on whichever connection: model, version, names, datatypes, shapes, sizes, regions, outputs
+and parameters. A known one is not checked again but for the sizes and values that are the request's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from daemon.http import request_codec, request_head
+from daemon.http.decoded_request import DecodedRequest, Source
+from daemon.http.http_form import VALUES, HttpForm, Request
+from daemon.http.json_cut import Cut
+from daemon.http.message_head import InferHead
+from daemon.http.request_head import ABSENT, Malformed, RequestHead
+from daemon.memo import Memo
+from shm.datatypes import element_count
+from shm.open_shape import is_open
+
+#: Longer texts are read each time.
+MAX_TEXT = 2048
+#: What longer ones say, but for large data, is not remembered.
+_MAX_SAID = 4096
+_COUNT = 1024
+
+
+class HttpForms:
+    """One per front."""
+
+    def __init__(self) -> None:
+        #: By what is said.
+        self._forms: Memo[Any, HttpForm] = Memo(_COUNT)
+        #: By model, version and text: of those that come again with the same id.
+        self._texts: Memo[tuple[str, int, bytes], Request] = Memo(_COUNT)
+
+    def read(self, head: InferHead, text: bytes | memoryview, tail_size: int, apart: Cut | None = None) -> Request:
+        """What a request says with that head, and binary parts of ``tail_size`` bytes together.
+
+        ``apart``: what ``json_cut`` found, of a text longer than ``request_codec.MAX_UNCUT``.
+        Raises: as ``request_codec.decode``.
+        """
+        if len(text) > MAX_TEXT or head.forwarded is not None:
+            return self._read(head, text if apart is None else apart.text, tail_size, apart)
+        key = (head.model, head.version, bytes(text))
+        request = self._texts[key]
+        if request is None or request.form.tail_size != tail_size:
+            request = self._read(head, text, tail_size, apart)
+            form = request.form
+            if form.last_id != request.id:
+                form.last_id = request.id
+            elif not form.has_values:
+                self._texts.put(key, request)
+        return request
+
+    def _read(self, head: InferHead, text: bytes | memoryview, tail_size: int, apart: Cut | None) -> Request:
+        try:
+            said = request_head.quick(text)
+            key = (
+                head.model,
+                head.version,
+                tuple([(of.name, of.datatype, of.shape, of.parameters, of.data is ABSENT) for of in said.inputs]),
+                said.outputs,
+                # As text: 1, 1.0 and true are equal, and not the same.
+                repr((said.parameters, head.forwarded)) if said.parameters or head.forwarded else None,
+            )
+            form = self._forms[key]
+            if form is not None and form.tail_size == tail_size:
+                return Request(form, said.id, _values(form, said, apart) if form.has_values else form.sources)
+            decoded = request_codec.decode_head(said, apart, tail_size, head.model)
+        except Malformed as reason:
+            return request_of(head, request_codec.decode_exactly(text, apart, tail_size, head.model, reason))
+        request = request_of(head, decoded)
+        if len(text) <= _MAX_SAID and not any(not absent and is_open(shape) for _, _, shape, _, absent in key[2]):
+            self._forms.put(key, request.form)
+        return request
+
+    def __repr__(self) -> str:
+        return f"<HttpForms {len(self._forms)}, texts {len(self._texts)}>"
+
+
+def request_of(head: InferHead, decoded: DecodedRequest) -> Request:
+    """One whose form is not looked for by what its text says."""
+    sources = [source for _, _, _, source in decoded.inputs]
+    return Request(HttpForm(head, decoded), decoded.id, sources)
+
+
+def _values(form: HttpForm, said: RequestHead, apart: Cut | None) -> list[Source]:
+    """Raises InvalidArgument, Malformed: as they would for the first of its kind, because all else is right."""
+    sources: list[Source] = []
+    for source, (_, datatype, _, _), entry in zip(form.sources, form.asked.inputs, said.inputs, strict=True):
+        if source is VALUES:
+            entry.datatype = datatype  # by the name that it has here
+            source = request_codec.read_values(entry, element_count(entry.shape), apart)
+        sources.append(source)
+    return sources

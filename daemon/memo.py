@@ -1,0 +1,48 @@
+"""What was found before, within a bound.
+
+    put ─▶ young ─full─▶ old ─full─▶ forgotten
+             ▲────found────╯
+
+What is asked for again and again stays, however much comes that never comes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Memo(dict[K, V | None]):
+    """Values by key; at least the last ``count`` that were put or found, at most twice as many.
+
+    ``memo[key]`` finds one, or None: nothing is known of it, or not any more. What is young is found without any Python.
+    """
+
+    __slots__ = ("_count", "_old", "forgotten")
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self._count = count
+        self._old: dict[K, V | None] = {}
+        #: How many values had to go.
+        self.forgotten = 0
+
+    def __missing__(self, key: K) -> V | None:
+        value = self._old.pop(key, None)
+        if value is not None:
+            self.put(key, value)
+        return value
+
+    def put(self, key: K, value: V) -> None:
+        """Remembers it."""
+        if len(self) >= self._count:
+            self.forgotten += len(self._old)
+            self._old = dict(self)
+            self.clear()
+        self[key] = value
+
+    def __repr__(self) -> str:
+        return f"<Memo of {len(self)} and {len(self._old)}, {self.forgotten} forgotten>"

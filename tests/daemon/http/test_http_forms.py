@@ -1,0 +1,270 @@
+"""What is found by what a request says is what reading it by itself gives; and both readers of the JSON decide alike."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from daemon.http import request_codec, request_head
+from daemon.http.decoded_request import DecodedRequest, Part
+from daemon.http.http_form import HttpForm, Request
+from daemon.http.http_forms import HttpForms, request_of
+from daemon.http.message_head import InferHead
+from daemon.http.request_head import Malformed
+from shm.errors import ServingError
+from shm.forms import Forms
+from shm.messages import RegionSlice, Submit
+
+PLAIN: dict[str, Any] = {"name": "x", "datatype": "UINT8", "shape": [4], "parameters": {"binary_data_size": 4}}
+REGION: dict[str, Any] = {
+    "name": "r",
+    "datatype": "UINT8",
+    "shape": [4],
+    "parameters": {"shared_memory_region": "region", "shared_memory_byte_size": 4},
+}
+VALUED: dict[str, Any] = {"name": "v", "datatype": "INT8", "shape": [2], "data": [1, 2]}
+OUTPUTS = [{"name": name, "parameters": {"binary_data": True}} for name in ("y", "z")]
+
+
+def head(**fields: Any) -> InferHead:
+    return InferHead(
+        **{"model": "echo", "version": 0, "content_length": 14, "json_size": 10, "keep_alive": True, **fields}
+    )
+
+
+def text(*inputs: dict[str, Any], **fields: Any) -> bytes:
+    return json.dumps({"inputs": inputs, **fields}).encode()
+
+
+# --------------------------------------------------------------------------------------------------------- any texts
+
+SCALARS = st.sampled_from(
+    [*(None, True, False, 0, 1, 4, -1, 2**63, 2**64, 10**30, 1.0, 4.0, 1.5, "", "x", "4", "ä", "\ud800"), [], {}, [1], {"a": 1}]
+)  # fmt: skip
+KEYS = st.sampled_from(
+    [
+        *("binary_data_size", "binary_data", "classification", "shared_memory_region", "shared_memory_offset"),
+        *("shared_memory_byte_size", "binary_data_output", "sequence_id", "priority", "x", "triton_x", "", "ä"),
+    ]
+)
+LIKELY = st.fixed_dictionaries(
+    {},
+    optional={
+        "binary_data_size": st.sampled_from([4, 4, 2, 0]),
+        "binary_data": st.booleans(),
+        "shared_memory_region": st.just("r"),
+        "shared_memory_byte_size": st.sampled_from([0, 4]),
+        "sequence_id": st.sampled_from([1, "1", True, 1.0]),
+        "x": st.sampled_from([1, True, 1.0, 0, -0.0, 0.0, "1"]),
+    },
+)
+PARAMETERS = LIKELY | LIKELY | st.dictionaries(KEYS, SCALARS, max_size=3) | SCALARS
+DATA = (
+    st.sampled_from([[1, 2], [2, 1], [[1, 2]], [1], ["a", "b"], [1.0, 2.0], [1, 300], "AQI=", "", [True, False]])
+    | SCALARS
+)
+SHAPES = st.sampled_from([[2], [2], [1, 2], [4], [], [0], [2.0], [True], [-1], ["2"], [10**30], [0, 2**63]]) | SCALARS
+
+
+def entries(extra: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[Any]:
+    return st.fixed_dictionaries(
+        {"name": st.sampled_from(["x", "x", "y", "", "ä", 1])}, optional={"parameters": PARAMETERS, **extra}
+    )
+
+
+INPUT = st.fixed_dictionaries(
+    {
+        "name": st.sampled_from(["x", "y"]),
+        "shape": st.sampled_from([[2], [2], [1, 2], [4]]),
+        "datatype": st.sampled_from(["UINT8", "INT8", "FP32", "BYTES"]),
+    },
+    optional={"parameters": LIKELY, "data": DATA},
+) | entries({"shape": SHAPES, "datatype": st.sampled_from(["UINT8", "INT8", "FP16", "none", 1]), "data": DATA})
+REQUESTS = st.fixed_dictionaries(
+    {"inputs": st.lists(INPUT, max_size=3) | SCALARS},
+    optional={
+        "id": st.sampled_from(["", "a", "b", "ä", 1, None, "\ud800"]),
+        "outputs": st.lists(entries({}), max_size=2) | SCALARS,
+        "parameters": PARAMETERS,
+        "unknown": SCALARS,
+    },
+)
+
+
+def written(value: Any, ascii_only: bool, reverse: bool) -> bytes:
+    """One of the texts that say so."""
+    if reverse and isinstance(value, dict):
+        value = dict(reversed(value.items()))
+    return json.dumps(value, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
+
+
+TEXTS = (
+    st.builds(written, REQUESTS, st.booleans(), st.booleans())
+    | st.builds(
+        lambda said, at, size, put: said[: at % len(said)] + put + said[at % len(said) + size :],
+        st.builds(written, REQUESTS, st.just(True), st.just(False)),
+        st.integers(0, 1000),
+        st.integers(0, 2),
+        st.sampled_from([b"", b",", b'"', b"{", b"]", b"0", b"1e2", b"NaN", b"\0", b"\\", b"\xff", b'"id":"b",']),
+    )
+)  # fmt: skip
+
+
+def outcome(read: Any) -> Any:
+    """What it says, or is refused with; "" where the quick way does not understand it."""
+    try:
+        found = read()
+    except ServingError as error:
+        return type(error), error.message
+    except Malformed:
+        return ""
+    if isinstance(found, Request):
+        asked, model = found.form.asked, found.form.template
+        return (found.id, found.sources, model, asked.binary, asked.all_binary)
+    return found
+
+
+@settings(max_examples=600, deadline=None)
+@given(TEXTS, st.sampled_from([0, 4, 4, 8]))
+def test_both_readers_decide_alike(said: bytes, tail_size: int) -> None:
+    quick = outcome(lambda: request_codec.decode_head(request_head.quick(said), None, tail_size, "m"))
+    exact = outcome(lambda: request_codec.decode_head(request_head.exact(said), None, tail_size, "m"))
+    if quick == "":
+        return  # it is the exact one that decides
+    if isinstance(quick, DecodedRequest):
+        assert isinstance(exact, DecodedRequest)
+        assert msgspec.to_builtins(quick, enc_hook=repr) == msgspec.to_builtins(exact, enc_hook=repr)
+        assert repr(quick) == repr(exact)
+    else:
+        assert quick == exact
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(TEXTS, st.sampled_from([0, 4, 4, 8]), st.sampled_from([0, 0, 0, 1])), max_size=6))
+def test_whatever_came_before_a_request_says_what_it_says(asked: list[tuple[bytes, int, int]]) -> None:
+    """Each twice and more, among others, to two models."""
+    forms = HttpForms()
+    for said, tail_size, model in [*asked, *asked, *asked]:
+        meaning = head(model=f"m{model}")
+
+        def alone(said: bytes = said, tail_size: int = tail_size, meaning: InferHead = meaning) -> Request:
+            return request_of(meaning, request_codec.decode(said, tail_size, meaning.model))
+
+        def found(said: bytes = said, tail_size: int = tail_size, meaning: InferHead = meaning) -> Request:
+            return forms.read(meaning, said, tail_size)
+
+        expected, got = outcome(alone), outcome(found)
+        # Numbers that are equal and not the same are not taken for each other.
+        assert repr(got) == repr(expected)
+
+
+# ------------------------------------------------------------------------------------------------- what a form is
+
+
+def test_requests_that_mean_the_same_are_one_form() -> None:
+    """Ids, values, the order of keys, spaces, unknown keys and other headers make no difference."""
+    forms = HttpForms()
+    first = forms.read(head(), text(PLAIN, VALUED, outputs=OUTPUTS), 4).form
+    others = [
+        (text(PLAIN, VALUED, outputs=OUTPUTS, id="me"), head()),
+        (text(PLAIN, {**VALUED, "data": [3, 4]}, outputs=OUTPUTS), head()),
+        (text(dict(reversed(PLAIN.items())), VALUED, outputs=OUTPUTS), head()),
+        (text(PLAIN, VALUED, outputs=OUTPUTS).replace(b" ", b""), head(json_size=9)),
+        (text({**PLAIN, "unknown": 1}, VALUED, outputs=OUTPUTS), head(content_length=99)),
+    ]
+    for said, meaning in others:
+        assert forms.read(meaning, said, 4).form is first
+
+
+@pytest.mark.parametrize(
+    ("inputs", "fields", "meaning", "tail_size"),
+    [
+        ([PLAIN], {}, {"version": 2}, 4),
+        ([PLAIN], {}, {"model": "other"}, 4),
+        ([PLAIN], {}, {"forwarded": {"a": "b"}}, 4),
+        ([{**PLAIN, "shape": [2, 2]}], {}, {}, 4),
+        ([{**PLAIN, "datatype": "INT8"}], {}, {}, 4),
+        ([{**PLAIN, "name": "y"}], {}, {}, 4),
+        ([{**PLAIN, "parameters": {"binary_data_size": 5}}], {}, {}, 5),
+        ([PLAIN, REGION], {}, {}, 4),
+        ([PLAIN], {"outputs": OUTPUTS}, {}, 4),
+        ([PLAIN], {"parameters": {"priority": 1}}, {}, 4),
+        ([PLAIN], {"parameters": {"x": 1}}, {}, 4),
+        ([PLAIN], {"parameters": {"x": True}}, {}, 4),
+        ([PLAIN], {"parameters": {"x": 1.0}}, {}, 4),
+    ],
+)
+def test_what_says_anything_else_is_another_form(
+    inputs: list[Any], fields: Any, meaning: dict[str, Any], tail_size: int
+) -> None:
+    forms = HttpForms()
+    known = [
+        forms.read(head(), text(PLAIN), 4).form,
+        *(forms.read(head(), text(PLAIN, parameters={"x": x}), 4).form for x in (2, "1", 0)),
+    ]
+    form = forms.read(head(**meaning), text(*inputs, **fields), tail_size).form
+    assert form not in known
+    assert form.template != known[0].template or form.tail_size != known[0].tail_size or fields
+
+
+def test_a_form_says_all_that_the_request_does() -> None:
+    fields: dict[str, Any] = {
+        "id": "me",
+        "parameters": {"a": 1, "b": "of the body", "sequence_id": 7, "sequence_end": True, "priority": 3, "timeout": 9},
+    }
+    request = HttpForms().read(head(version=5, forwarded={"b": "of the head"}), text(PLAIN, REGION, **fields), 4)
+    whole = request.form.template
+    assert (request.id, whole.client_id) == ("me", "")
+    assert (whole.version, whole.priority, whole.timeout_us) == (5, 3, 9)
+    assert (whole.sequence_id, whole.sequence_end) == (7, True)
+    assert whole.parameters == {"a": 1, "b": "of the head"}
+    assert request.sources == [Part(0, 4), RegionSlice("region", 0, 4)]
+
+
+def test_a_form_has_a_number_once_it_came_twice() -> None:
+    """Shapes and parameters that never repeat are told with their requests, and take no number from those that do."""
+    forms, lane = HttpForms(), Forms[Submit]()
+    repeated = forms.read(head(), text(PLAIN), 4).form
+    assert repeated.on_lane(lane, 8) is None
+    number = forms.read(head(), text(PLAIN, id="again"), 4).form.on_lane(lane, 8)
+    assert number is not None
+    for count in range(5000):
+        once = forms.read(head(), text(PLAIN, parameters={"request": count}), 4).form
+        assert once.on_lane(lane, 8) is None
+        assert forms.read(head(), text(PLAIN), 4).form.on_lane(lane, 8) is number
+    assert (lane.minted, lane.evicted) == (1, 0)
+    assert len(lane._once) <= 1024
+
+
+def test_sizes_of_strings_are_no_part_of_what_workers_are_told() -> None:
+    forms, lane = HttpForms(), Forms[Submit]()
+    told = set()
+    for size in range(4, 60):
+        entry = {"name": "s", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": size}}
+        told.add(forms.read(head(), text(entry), size).form.on_lane(lane, 100))
+    assert len(told) == 2  # nothing for the first
+    assert lane.minted == 1
+
+
+def test_tensors_of_a_small_body_are_taken_out_of_it() -> None:
+    lane = Forms[Submit]()
+
+    def form(*inputs: dict[str, Any], tail_size: int, inline: int = 8) -> HttpForm:
+        made = HttpForms().read(head(), text(*inputs), tail_size).form
+        made.on_lane(lane, inline)
+        made.on_lane(lane, inline)
+        return made
+
+    both = form(PLAIN, REGION, {**PLAIN, "name": "x2"}, tail_size=8)
+    assert both.unpack is not None
+    assert both.unpack(b"JSON12345678", 4) == (b"1234", b"5678")
+    nothing = form(REGION, tail_size=0)
+    assert nothing.unpack is not None
+    assert nothing.unpack(b"JSON", 4) == ()
+    assert form(PLAIN, VALUED, tail_size=4).unpack is None
+    assert form(PLAIN, tail_size=4, inline=3).unpack is None
