@@ -5,7 +5,8 @@
 
 The exact way is the slow one: it says what is wrong in the sentences a real Triton says it in, and knows the literals NaN and
 Infinity, which are no JSON, but Triton and its clients write them. Both ways give objects with the same attributes. ``data`` is
-text that is still to be read, or values; ``parameters`` are what the protocol knows of them, or all that were given.
+text that is still to be read, or values; ``parameters`` are what the protocol knows of them, or all that were given. Unknown keys
+are ignored, as Triton does, by the exact way: msgspec would not look at what they hold, which may be no JSON.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Malformed(Exception):
     """The quick way does not understand the text; the exact one may, and knows what to say if not."""
 
 
-class TensorParameters(msgspec.Struct, frozen=True):
-    """What the protocol knows of the ``parameters`` of an input or output. Others are ignored, as Triton does."""
+class TensorParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the protocol knows of the ``parameters`` of an input or output, and what clients of other servers add."""
 
     binary_data_size: int | UnsetType = UNSET
     binary_data: bool | UnsetType = UNSET
@@ -42,12 +43,13 @@ class TensorParameters(msgspec.Struct, frozen=True):
     shared_memory_region: str | UnsetType = UNSET
     shared_memory_offset: int | UnsetType = UNSET
     shared_memory_byte_size: int | UnsetType = UNSET
+    content_type: str | UnsetType = UNSET
 
 
 _NONE_GIVEN = TensorParameters()
 
 
-class InputHead(msgspec.Struct):
+class InputHead(msgspec.Struct, forbid_unknown_fields=True):
     """One entry of ``inputs``."""
 
     name: str
@@ -57,20 +59,22 @@ class InputHead(msgspec.Struct):
     parameters: TensorParameters = _NONE_GIVEN
 
 
-class OutputHead(msgspec.Struct, frozen=True):
+class OutputHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One entry of ``outputs``."""
 
     name: str
     parameters: TensorParameters = _NONE_GIVEN
 
 
-class RequestHead(msgspec.Struct):
-    """The JSON object. Unknown keys are ignored, as Triton does."""
+class RequestHead(msgspec.Struct, forbid_unknown_fields=True):
+    """The JSON object."""
 
     inputs: list[InputHead]
     id: str = ""
     outputs: tuple[OutputHead, ...] = ()
     parameters: dict[str, Any] = _NO_PARAMETERS
+    #: The path says it.
+    model_name: str = ""
 
 
 @dataclass(slots=True)
