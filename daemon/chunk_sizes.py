@@ -99,7 +99,8 @@ class ChunkSizes:
         self._total += byte_size
         if self._total > self._max_body:
             raise Refusal(
-                413, f"the request body has at least {self._total} bytes, at most {self._max_body} are allowed"
+                413,
+                f"the request body has at least {min(self._total, 1 << 63)} bytes, at most {self._max_body} are allowed",
             )
         self._left = byte_size + len(b"\r\n")
 

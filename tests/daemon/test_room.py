@@ -27,18 +27,18 @@ def test_nobody_overtakes_who_waits(arena: Arena) -> None:
     room = Room(arena, 5.0)
     held = room.loan(MIB)
     assert held is not None
-    assert room.loan(4096) is None
+    assert room.loan(MIB) is None
     granted: list[Lease | ServingError] = []
     room.wait(MIB, granted.append, 10.0)
-    room.wait(4096, granted.append, 10.0)
+    room.wait(MIB // 2, granted.append, 10.0)
     room.give_back(held)
     (first,) = granted
     assert isinstance(first, Lease)
     assert first.place.byte_size == MIB
-    assert room.loan(4096) is None, "somebody waits"
+    assert room.loan(MIB // 2) is None, "somebody waits"
     room.give_back(first)
     assert len(granted) == 2
-    small = room.loan(4096)
+    small = room.loan(MIB // 2)
     assert small is not None
     small.release()
     assert isinstance(granted[1], Lease)
@@ -50,8 +50,8 @@ def test_who_waits_too_long_is_told_so(arena: Arena) -> None:
     held = room.loan(MIB)
     assert held is not None
     told: list[Lease | ServingError] = []
-    room.wait(4096, told.append, 10.0)
-    room.wait(4096, told.append, 12.0)
+    room.wait(MIB // 2, told.append, 10.0)
+    room.wait(MIB // 2, told.append, 12.0)
     assert room.expire(14.9)
     assert not told
     assert room.expire(15.0)

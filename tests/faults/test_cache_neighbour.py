@@ -95,7 +95,7 @@ def attack(place: Path, mark: Path) -> None:
 def test_a_neighbours_code(place: Path, tmp_path: Path, closed_again: bool) -> None:
     mark = place / "mark"
     first = served(place, tmp_path / "first")
-    assert "cache" not in first
+    assert "cache directory" not in first
     names = set(entries(place))
     assert any(name.endswith(".executable") for name in names)
 
@@ -115,7 +115,7 @@ def test_a_neighbours_code(place: Path, tmp_path: Path, closed_again: bool) -> N
     made = entries(place)
     assert set(made) == names
     assert {owner for owner, _ in made.values()} == {0}
-    assert "cache" not in served(place, tmp_path / "third")
+    assert "cache directory" not in served(place, tmp_path / "third")
     assert entries(place) == made
     assert not mark.exists()
 

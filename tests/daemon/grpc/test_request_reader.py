@@ -159,9 +159,9 @@ def test_what_comes_once_has_no_number() -> None:
     front = Front()
     for number in range(20):
         front.reader.read(message(tensor(name=f"x{number}"), raw=(b"ab",)))
-    assert repr(front.forms._submitter.forms) == "<Forms 0>"
+    assert repr(front.forms._submitter.forms) == "<Forms 0, 0 minted, 0 evicted>"
     assert front.formed(message(tensor(name="x7"), raw=(b"cd",)))
-    assert repr(front.forms._submitter.forms) == "<Forms 1>"
+    assert repr(front.forms._submitter.forms) == "<Forms 1, 1 minted, 0 evicted>"
 
 
 def test_forms_are_bounded() -> None:
