@@ -146,8 +146,9 @@ def frame_floods(target: Target) -> None:
 
 def new_header_names(target: Target) -> None:
     """Calls of unknown methods, each with fifty header names that were never seen."""
-    encoder, count = hpack.Encoder(), 0
+    count = 0
     while target.going_on():
+        encoder = hpack.Encoder()  # its table is the connection's
         with target.refusals(), target.grpc_socket() as connection:
             for number in range(1, 2000, 2):
                 fields = [(":method", "POST"), (":scheme", "http"), (":path", f"/x/{count}"), ("te", "trailers")]

@@ -56,7 +56,7 @@ def test_calls_taken_back() -> None:
     for answers in range(100_000):
         floods.reset(answers)
     floods = Floods()
-    for _ in range(2_000):
+    for _ in range(1_000):
         floods.reset(0)
     with pytest.raises(Violation) as caught:
         floods.reset(0)
