@@ -31,6 +31,8 @@ _log = logging.getLogger(__name__)
 #: What a control frame that is answered, and a call that is taken back, cost; one that is passed over costs 1.
 _CONTROL_COST = 4
 _RESET_COST = 8
+#: So long a client that broke the protocol has to read why.
+_LEAVE_SECONDS = 1.0
 _PING = b"tensord\0"
 _LAST_CALL = b"tensord!"
 
@@ -49,6 +51,8 @@ class Connection(FrameReader):
         #: When it was last of use to its client, and when it last had streams; loop time, as it was noticed.
         self._used_at = self._occupied_at = self._heard_at
         self._ending_at = 0.0
+        #: When our side of the connection was closed over what the client did; 0: it was not.
+        self._left_at = 0.0
         #: The last stream that GOAWAY said is looked at.
         self._last_told: int | None = None
 
@@ -202,12 +206,24 @@ class Connection(FrameReader):
             self.phase = Phase.ENDING
 
     def _fail(self, violation: Violation) -> None:
+        self._take_leave(violation)
+        transport = self._transport
+        assert transport is not None
+        if not self.is_plain or transport.is_closing():
+            self._close()
+            return
+        # Who is still sending would be reset, and what it has not read yet would be lost: the GOAWAY that says why.
+        self.phase = Phase.CLOSED
+        self._left_at = self.loop.time()
+        transport.pause_reading()
+        transport.write_eof()
+
+    def _take_leave(self, violation: Violation) -> None:
         _log.debug("closing a connection: %s", violation.reason)
         last = self.numbers.last if self._last_told is None else self._last_told
         self.write(frames.goaway(last, violation.code, violation.reason))
         self._flush()
         self._abandon_streams()
-        self._close()
 
     def _abandon_streams(self) -> None:
         call_each([stream.abandon for stream in self.streams.values()], "leaving a call")
@@ -240,7 +256,7 @@ class Connection(FrameReader):
     def asks_nothing(self) -> bool:
         """Whether it waits for no answer, nor for all of one to leave."""
         if self.phase is CLOSED or self._paused_since:
-            return False
+            return self._left_at > 0
         return all(stream.idle for stream in self.streams.values())
 
     @property
@@ -253,15 +269,21 @@ class Connection(FrameReader):
 
     def make_room(self) -> None:
         """Others need its place."""
-        self._fail(Violation(frames.NO_ERROR, "idle longest of too many connections"))
+        if self.phase is CLOSED:
+            self.abort()
+            return
+        self._take_leave(Violation(frames.NO_ERROR, "idle longest of too many connections"))
+        self._close()
 
     def check(self, now: float) -> None:
         """Looks at every deadline of the connection; called about once a second."""
         options = self.serving.options
-        if self.phase is Phase.OPENING and now - self._opened_at > options.head_timeout:
-            return self._close()
         if self._paused_since and now - self._paused_since > options.write_timeout:
             return self.abort()
+        if self.phase is CLOSED:
+            return self.abort() if self._left_at and now - self._left_at > _LEAVE_SECONDS else None
+        if self.phase is Phase.OPENING and now - self._opened_at > options.head_timeout:
+            return self._close()
         for stream in list(self.streams.values()):
             if stream.waits_for_room:
                 continue  # it is we who hold it up, for ``arenas.wait`` at most

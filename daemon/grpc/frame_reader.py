@@ -161,6 +161,8 @@ class FrameReader(HeaderFrames):
             self._transport.resume_reading()
 
     def _read_again(self) -> None:
+        if self.phase is CLOSED:
+            return
         if self._resting:
             self.loop.call_soon(self._go_on)
         else:

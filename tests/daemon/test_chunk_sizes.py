@@ -63,6 +63,7 @@ def test_the_end_is_where_the_parser_sees_it(
     [
         (b"401\r\n", 413, "the request body has at least 1025 bytes, at most 1024 are allowed"),
         (b"FFFFFFFFFFFFFFF\r\n", 413, "has at least 1152921504606846975 bytes"),
+        (b"f" * 200 + b"\r\n", 413, "has at least 18446744073709551616 bytes"),
         (b"400\r\n" + bytes(1024) + b"\r\n1\r\n", 413, "has at least 1025 bytes"),
         (b"1;" + b"a" * 255, 431, "the chunk extensions have at least 257 bytes, at most 256 are allowed"),
         (b"0" * 257, 431, "the chunk extensions have at least 257 bytes"),
@@ -83,6 +84,12 @@ def test_too_much(content: bytes, status: int, text: str, piece: int) -> None:
         feed()
     assert refused.value.status == status
     assert text in refused.value.message
+
+
+def test_a_size_of_more_digits_than_are_ever_told() -> None:
+    with pytest.raises(Refusal) as refused:
+        ChunkSizes(1024, 1 << 16).take(b"f" * 50_000 + b"\r\n", 0, 50_002)
+    assert refused.value.status == 413
 
 
 @given(st.binary(max_size=60))
