@@ -12,7 +12,6 @@ from __future__ import annotations
 import enum
 import re
 
-_MAX_DIGITS = 16
 _SIZE = re.compile(rb"[0-9A-Fa-f]+")
 
 
@@ -93,9 +92,7 @@ class ChunkSizes:
             self._phase = _Phase.LOST
             return
         self._spent += len(line) - size.end() - len(b"\r\n")
-        digits = size[0].lstrip(b"0")
-        # More are no number that could be told, nor one that matters.
-        byte_size = int(digits or b"0", 16) if len(digits) <= _MAX_DIGITS else 1 << 4 * _MAX_DIGITS
+        byte_size = int(size[0], 16)
         if not byte_size:
             self._phase, self._spent = _Phase.TRAILERS, 0
             return
