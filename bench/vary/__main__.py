@@ -13,8 +13,8 @@ client is one thread in C (client.c); what it takes itself for each answer is pr
 
 Rates, p50 and cpu, the processor time of all the server's processes for an answer, are medians of the rounds; x is the median
 of the rounds' ratios ours/that server (rate: more is better). On a busy machine the processor times say more than the rates. MB
-is the memory of all the server's processes after the row. A server that answers wrongly or not at all fails the row, which is
-said instead; the others go on. Exit status 1: one did.
+is the memory of all the server's processes after the row. Answers that never came are said beside the rate. A server that answers
+wrongly or not at all fails the row, which is said instead; the others go on. Exit status 1: an answer was wrong or never came.
 """
 
 from __future__ import annotations
@@ -128,6 +128,7 @@ def _measure(
             for server, column, megabytes in zip(measured, zip(*rounds, strict=True), memory, strict=True)
         }
         print(line(row.name, rounds, memory), flush=True)
+        failed += any(one.lost for each in rounds for one in each)
     for file in files:
         file.unlink()
     return failed
@@ -160,7 +161,8 @@ def line(name: str, rounds: Sequence[Sequence[Figures]], memory: Sequence[float 
     """
     cells = [name]
     for number, column in enumerate(zip(*rounds, strict=True)):
-        cells.append(f"{statistics.median(one.rate for one in column):.0f}")
+        lost = sum(one.lost for one in column)
+        cells.append(f"{statistics.median(one.rate for one in column):.0f}{f' ({lost} lost)' if lost else ''}")
         if number:
             cells.append(f"{statistics.median(each[0].rate / each[number].rate for each in rounds):.2f}")
         megabytes = memory[number]

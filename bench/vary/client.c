@@ -8,13 +8,14 @@
  * The clock starts when so many answers have come as there are connections. With --record each request is asked once and what was
  * answered is written down; who calls (client.py) decides whether that is right. With --new each request has a connection of its
  * own, which counts to its time. After S seconds nothing more is sent, and what is on its way is waited for, checked and not
- * counted. The first wrong answer, or a minute without any, ends it with status 1.
+ * counted; it is lost when a minute passes without any answer. A minute without any before S seconds are over, or the first wrong
+ * answer, ends it with status 1.
  *
  *     pool:      u32 entries | u32 size, opening | u32 blocks, { u32 size, block } |
  *                { u32 size, request | u32 size, answer | u32 rounded }               all numbers little-endian
  *     recorded:  u32 blocks, { u32 size, block } | { u32 size, answer }
  *
- * Prints JSON: answers, total with those that were not counted, seconds, p50_us, p99_us, worst_us, and client_us, the processor time
+ * Prints JSON: answers, total with those that were not counted, lost, seconds, p50_us, p99_us, worst_us, and client_us, the processor time
  * of its own for each answer.
  */
 
@@ -202,6 +203,8 @@ static void run(client_t *client) {
         int found = epoll_wait(client->poll, events, EVENTS, PATIENCE_S * 1000);
         if (found < 0 && errno != EINTR)
             fail(NULL, 0, "epoll: %s", strerror(errno));
+        if (found == 0 && client->latency_count > 0 && now_ns() >= client->end_ns)
+            return; /* what is still missing is lost, and reported */
         if (found == 0)
             fail(NULL, 0, "no answer within %d s, %u requests wait", PATIENCE_S, client->in_flight);
         for (int i = 0; i < found; i++) {
@@ -225,8 +228,8 @@ static void report(client_t *client, double seconds) {
     if (count == 0)
         fail(NULL, 0, "no answer within %g s", seconds);
     qsort(client->latencies_us, count, sizeof *client->latencies_us, by_size);
-    printf("{\"answers\": %zu, \"total\": %zu, \"seconds\": %g, \"p50_us\": %u, \"p99_us\": %u, \"worst_us\": %u, \"client_us\": %.2f}\n", count,
-           client->total, seconds, client->latencies_us[count / 2], client->latencies_us[count * 99 / 100], client->latencies_us[count - 1],
+    printf("{\"answers\": %zu, \"total\": %zu, \"lost\": %u, \"seconds\": %g, \"p50_us\": %u, \"p99_us\": %u, \"worst_us\": %u, \"client_us\": %.2f}\n", count,
+           client->total, client->in_flight, seconds, client->latencies_us[count / 2], client->latencies_us[count * 99 / 100], client->latencies_us[count - 1],
            used / (double)count);
 }
 

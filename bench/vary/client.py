@@ -33,6 +33,8 @@ class Figures:
     answers: int
     #: With those before the clock started and after it stopped.
     total: int
+    #: That never came.
+    lost: int
     seconds: float
     p50_us: float
     p99_us: float

@@ -51,6 +51,7 @@ def test_every_answer_is_counted_here_and_there(
     wait_until(lambda: answered(daemon.url) - before == asked, "the count of what was recorded")
     figures = client.measure(protocol, _address(daemon, protocol), file, 5, 0.3, kind == "new")
     assert 0 < figures.answers < figures.total
+    assert not figures.lost
     asked += figures.total
     wait_until(lambda: answered(daemon.url) - before == asked, "the count of what was measured")
     assert 0 < figures.p50_us <= figures.p99_us <= figures.worst_us

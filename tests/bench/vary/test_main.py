@@ -14,20 +14,25 @@ from bench.vary.servers import program
 from tests.daemon_process import ROOT
 
 
-def _figures(answers: int, p50_us: float) -> Figures:
-    return Figures(answers, answers, 2.0, p50_us, 2 * p50_us, 3 * p50_us, 9.5, None if p50_us % 20 == 0 else 2 * p50_us)
+def _figures(answers: int, p50_us: float, lost: int = 0) -> Figures:
+    return Figures(
+        answers, answers, lost, 2.0, p50_us, 2 * p50_us, 3 * p50_us, 9.5, None if p50_us % 20 == 0 else 2 * p50_us
+    )
 
 
 def test_medians_and_ratios_of_the_rounds() -> None:
     rounds = [
         [_figures(200, 10), _figures(100, 20)],
-        [_figures(400, 30), _figures(100, 40)],
+        [_figures(400, 30), _figures(100, 40, lost=7)],
         [_figures(900, 20), _figures(300, 60)],
     ]
     assert head(["ours", "peer"]).splitlines()[0] == (
         "| row | ours/s | p50 us | cpu us | MB | peer/s | x | p50 us | cpu us | MB | client us |"
     )
-    assert line("vary-x", rounds, [250.4, None]) == "| vary-x | 200 | 20 | 40 | 250 | 50 | 3.00 | 40 |  |  | 9.5 |"
+    assert (
+        line("vary-x", rounds, [250.4, None])
+        == "| vary-x | 200 | 20 | 40 | 250 | 50 (7 lost) | 3.00 | 40 |  |  | 9.5 |"
+    )
 
 
 def test_the_daemon_of_a_checkout(tmp_path: Path) -> None:
