@@ -1,0 +1,341 @@
+"""The planner of sequences against the naive model, and what each event leads to."""
+
+from __future__ import annotations
+
+import pytest
+
+from shm.errors import Cancelled, InvalidArgument, ServingError, Unavailable
+from tests.workers.scheduling.naive_sequences import Step
+from tests.workers.scheduling.sequence_simulator import Churn, Heard, batcher_of, simulate
+from workers.scheduling.direct_batcher import DirectBatcher, DirectRules
+from workers.scheduling.sequence import Controls, SequenceState
+from workers.scheduling.sequence_batcher import SequenceBatcher
+from workers.scheduling.sequence_table import SequenceRules
+
+SEEDS = 20_000
+PARTS = 20
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_it_decides_what_the_naive_model_decides(part: int) -> None:
+    for seed in range(part * SEEDS // PARTS, (part + 1) * SEEDS // PARTS):
+        try:
+            # Mostly short ones, and some in which much comes together.
+            simulate(seed, 300 if seed % 200 == 0 else 12)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def test_many_ids_leave_nothing_behind() -> None:
+    churn = Churn(ids=2000, seed=1)
+    for _ in range(20_000):
+        churn.step()
+    table = churn._batcher.table
+    churn._batcher.check_invariants()
+    assert table.live == len(churn._heard.live) <= 4000
+    assert len(table._freed) + len(table._expiries) + len(table._idle) <= 2 * 4000
+    assert churn.answered > 1000
+
+
+class Scene:
+    """A batcher, and what is done to it; numbers are ids, texts are what a request says: S START, E END."""
+
+    def __init__(self, slots: int = 1, instances: int = 1, direct: bool = True, max_waiting: int = 100) -> None:
+        self.heard = Heard()
+        self.batcher = batcher_of(slots, instances, direct, 4, 1000, max_waiting, self.heard)
+        self._number = 0
+
+    def send(self, correlation_id: int | str, flags: str = "", key: str = "k", timeout_ns: int = 0) -> Step:
+        self._number += 1
+        controls = Controls(correlation_id, "S" in flags, "E" in flags)
+        step = Step(self._number, key, self._number, controls, timeout_ns)
+        self.batcher.arrived(step)
+        self.batcher.check_invariants()
+        return step
+
+    def run(self, now_ns: int = 100, instance: int = 0) -> list[Step]:
+        """One batch."""
+        batch = self.batcher.take(now_ns, instance)
+        self.batcher.check_invariants()
+        self.batcher.done(batch, now_ns)
+        self.batcher.check_invariants()
+        return batch
+
+    def slots(self) -> dict[int | str, int]:
+        """Who has which slot of the first instance."""
+        return {
+            live.correlation_id: live.slot.number
+            for live in self.batcher.table.sequences()
+            if live.slot is not None and live.slot.instance == 0
+        }
+
+
+@pytest.mark.parametrize(
+    ("why", "correlation_id", "flags", "kind", "text"),
+    [
+        ("no id", 0, "S", InvalidArgument, "must specify a non-zero or non-empty correlation ID"),
+        ("nor a text", "", "S", InvalidArgument, "must specify a non-zero or non-empty correlation ID"),
+        ("no START", 1001, "", InvalidArgument, "for sequence 1001 to model 'm' must specify the START flag on the first"),
+        ("END alone", "c-1", "E", InvalidArgument, "for sequence c-1 to model 'm' must specify the START flag on the first"),
+    ],
+)  # fmt: skip
+def test_refusals(why: str, correlation_id: int | str, flags: str, kind: type[ServingError], text: str) -> None:
+    scene = Scene()
+    with pytest.raises(kind, match=text):
+        scene.send(correlation_id, flags)
+    assert scene.batcher.table.live == len(scene.heard.live) == 0, why
+
+
+def test_one_row_for_a_request() -> None:
+    scene = Scene()
+    step = Step(1, "k", 1, Controls(5, True, False))
+    step.rows = 2
+    with pytest.raises(InvalidArgument, match="must specify batch-size 1 due to requirements of sequence batcher"):
+        scene.batcher.arrived(step)
+
+
+def test_numbers_and_texts_are_different_ids() -> None:
+    scene = Scene(slots=4)
+    scene.send(5, "S")
+    with pytest.raises(InvalidArgument):
+        scene.send("5")
+    scene.send("5", "S")
+    assert scene.slots() == {5: 0, "5": 1}
+
+
+def test_the_lowest_free_slot_over_all_instances() -> None:
+    scene = Scene(slots=2, instances=2)
+    steps = [scene.send(number, "S") for number in (1, 2, 3, 4)]
+    assert [step.live.slot for step in steps] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    scene.run(instance=1)
+    scene.send(2, "E")
+    scene.run(instance=1)
+    assert scene.send(9, "S").live.slot == (0, 1)
+
+
+def test_a_sequence_without_a_slot_waits_as_a_whole() -> None:
+    scene = Scene()
+    scene.send(1, "S")
+    waiting = [scene.send(2, "S"), scene.send(2)]
+    assert waiting[0].live.state is SequenceState.WAITING
+    last = scene.send(1, "E")
+    assert [step.number for step in scene.run()] == [1]
+    assert last.live.state is SequenceState.ENDING
+    assert scene.run() == [last]
+    assert waiting[0].live.state is SequenceState.ACTIVE
+    assert [scene.run(), scene.run()] == [[waiting[0]], [waiting[1]]]
+
+
+def test_after_end_is_accepted_the_id_begins_anew() -> None:
+    scene = Scene(slots=2)
+    scene.send(1, "SE")
+    again = scene.send(1, "S")
+    assert again.live.slot == (1, 0)
+    assert [len(scene.run()), len(scene.run())] == [2, 0]
+    assert scene.slots() == {1: 1}
+
+
+def test_start_of_a_live_sequence_joins_it() -> None:
+    scene = Scene(slots=2)
+    first, second = scene.send(1, "S"), scene.send(1, "S")
+    assert first.live is second.live
+    assert [scene.run(), scene.run()] == [[first], [second]]
+
+
+def test_silence_ends_a_sequence_only_when_nothing_of_it_waits_or_runs() -> None:
+    scene = Scene()
+    scene.send(1, "S")
+    assert scene.batcher.tick(10**9) == []
+    batch = scene.batcher.take(10**9)
+    assert scene.batcher.tick(2 * 10**9) == []
+    scene.batcher.done(batch, 2 * 10**9)
+    assert scene.batcher.next_tick_ns == 2 * 10**9 + 1000
+    scene.batcher.tick(2 * 10**9 + 999)
+    assert scene.batcher.table.live == 1
+    scene.batcher.tick(2 * 10**9 + 1000)
+    assert scene.batcher.table.live == len(scene.heard.live) == 0
+    with pytest.raises(InvalidArgument, match="START"):
+        scene.send(1)
+
+
+def test_a_sequence_waits_for_a_slot_only_as_long_as_it_wants() -> None:
+    scene = Scene()
+    scene.send(1, "S")
+    late = [scene.send(2, "S"), scene.send(2, timeout_ns=50), scene.send(2, "E")]
+    assert scene.batcher.next_tick_ns == late[1].arrived_ns + 50
+    answers = scene.batcher.tick(late[1].arrived_ns + 50)
+    assert [step for step, _ in answers] == late
+    assert {(type(error), error.message) for _, error in answers} == {
+        (Unavailable, "timeout of the corresponding sequence has been expired")
+    }
+    assert scene.batcher.table.live == 1
+
+
+def test_once_it_has_a_slot_it_waits_without_a_bound() -> None:
+    scene = Scene()
+    scene.send(1, "SE")
+    waiting = scene.send(2, "S", timeout_ns=50)
+    scene.run()
+    assert scene.batcher.tick(10**6) == []
+    assert scene.run() == [waiting]
+
+
+def test_who_leaves_takes_all_of_the_sequence_along_that_has_not_run() -> None:
+    scene = Scene()
+    running = scene.send(1, "S")
+    batch = scene.batcher.take(100)
+    behind = [scene.send(1), scene.send(1)]
+    next_one = scene.send(2, "S")
+    answers = scene.batcher.cancelled(behind[1])
+    assert [step for step, _ in answers] == behind
+    assert all(isinstance(error, Cancelled) for _, error in answers)
+    assert "sequence 1 was cancelled" in answers[0][1].message
+    assert answers[1][1].message == "the request was cancelled"
+    with pytest.raises(InvalidArgument, match="START"):
+        scene.send(1)
+    assert batch == [running]
+    assert scene.batcher.take(101) == []
+    scene.batcher.done(batch, 102)
+    assert scene.run() == [next_one]
+
+
+def test_what_runs_is_not_interrupted() -> None:
+    scene = Scene()
+    running = scene.send(1, "S")
+    batch = scene.batcher.take(100)
+    assert scene.batcher.cancelled(running) == []
+    scene.batcher.done(batch, 101)
+    assert scene.send(1).live is running.live
+
+
+def test_a_deadline_is_a_cancel_that_says_so() -> None:
+    scene = Scene()
+    scene.send(1, "S")
+    batch = scene.batcher.take(100)
+    late = Step(9, "k", 5, Controls(1, False, False))
+    late.deadline_ns = 200
+    scene.batcher.arrived(late)
+    behind = scene.send(1)
+    answers = scene.batcher.tick(200)
+    assert [(step, type(error)) for step, error in answers] == [(late, Unavailable), (behind, Cancelled)]
+    assert answers[0][1].message == "Request timeout expired"
+    scene.batcher.done(batch, 201)
+    assert scene.batcher.table.live == 0
+
+
+def test_a_full_queue_refuses_and_changes_nothing() -> None:
+    scene = Scene(max_waiting=2)
+    scene.send(1, "S")
+    scene.send(1)
+    for correlation_id, flags in ((1, ""), (2, "S")):
+        with pytest.raises(Unavailable, match="Exceeds maximum queue size"):
+            scene.send(correlation_id, flags)
+    assert scene.batcher.table.live == 1
+    assert [len(scene.run()), len(scene.run()), len(scene.run())] == [1, 1, 0]
+
+
+def test_a_worker_that_stops_lets_sequences_end_and_begins_none() -> None:
+    scene = Scene(slots=2)
+    scene.send(1, "S")
+    scene.batcher.stop()
+    with pytest.raises(Unavailable, match="has stopped accepting new inference requests"):
+        scene.send(2, "S")
+    scene.send(1, "E")
+    assert [len(scene.run()), len(scene.run()), len(scene.run())] == [1, 1, 0]
+    assert scene.batcher.table.live == 0
+
+
+def test_what_could_not_run_is_first_again() -> None:
+    scene = Scene()
+    first, second = scene.send(1, "S"), scene.send(1)
+    assert scene.batcher.restore(scene.batcher.take(100), 101) == []
+    assert [scene.run(), scene.run()] == [[first], [second]]
+
+
+def test_what_was_taken_and_vanished_leaves_no_hole() -> None:
+    scene = Scene()
+    vanished, behind = scene.send(1, "S"), scene.send(1)
+    scene.batcher.take(100)
+    answers = scene.batcher.dropped(vanished, 101)
+    assert [step for step, _ in answers] == [behind]
+    scene.batcher.check_invariants()
+    assert scene.batcher.table.live == len(scene.heard.live) == 0
+
+
+def test_state_that_is_lost_ends_the_sequences_of_its_instance() -> None:
+    scene = Scene(instances=2)
+    lost, kept, waits = scene.send(1, "S"), scene.send(2, "S"), scene.send(3, "S")
+    batch = scene.batcher.take(100)
+    behind = scene.send(1)
+    error = Unavailable("gone")
+    assert scene.batcher.lose(0, error) == [(behind, error)]
+    scene.batcher.done(batch, 101)
+    assert batch == [lost]
+    assert scene.run() == [waits]
+    assert scene.run(instance=1) == [kept]
+    with pytest.raises(InvalidArgument, match="START"):
+        scene.send(1)
+
+
+def test_a_sequence_goes_on_elsewhere() -> None:
+    """The model was loaded again, and a START of its id came there."""
+    scene = Scene(slots=2)
+    waits = scene.send(1, "S")
+    scene.send(2, "S")
+    scene.batcher.close(1)
+    scene.batcher.close(7)
+    assert [len(scene.run()), waits.live.closed] == [2, True]
+    assert scene.slots() == {2: 1}
+    scene.batcher.close_all()
+    assert scene.batcher.table.live == len(scene.heard.live) == 0
+
+
+def test_begun_is_told_when_the_first_request_is_taken() -> None:
+    scene = Scene()
+    scene.send(1, "S")
+    assert list(scene.heard.live.values()) == ["waiting"]
+    scene.run()
+    assert list(scene.heard.live.values()) == ["begun"]
+
+
+def test_who_has_no_room_for_another_sequence_refuses_it() -> None:
+    class Full(Heard):
+        def waiting(self, correlation_id: int | str, generation: int) -> None:
+            raise Unavailable("no room")
+
+    batcher: SequenceBatcher[Step] = SequenceBatcher(
+        "m", SequenceRules(), lambda: DirectBatcher(DirectRules()), 1, Full()
+    )
+    with pytest.raises(Unavailable, match="no room"):
+        batcher.arrived(Step(1, "k", 1, Controls(1, True, False)))
+    batcher.check_invariants()
+    assert batcher.table.live == 0
+
+
+def test_more_slots_than_any_memory() -> None:
+    scene = Scene(slots=1 << 31, direct=False)
+    for number in range(1, 100):
+        scene.send(number, "S")
+    assert scene.batcher.table.free_slots == (1 << 31) - 99
+    assert len(scene.run()) == 4
+
+
+def test_a_request_that_comes_round_again() -> None:
+    heard = Heard()
+    rules = SequenceRules(slots=2, iterative=True)
+    batcher: SequenceBatcher[Step] = SequenceBatcher("m", rules, lambda: DirectBatcher(DirectRules(2)), 1, heard)
+    own, made = Step(1, "k", 1, Controls(7, True, True)), Step(2, "k", 1, Controls(0, False, False))
+    batcher.arrived(own)
+    batcher.arrived(made)
+    with pytest.raises(InvalidArgument, match="START"):
+        batcher.arrived(Step(3, "k", 1, Controls(7, False, False)))
+    batch = batcher.take(5)
+    assert [step.controls for step in batch] == [(7, True, False), (1, True, False)]
+    batcher.again([own], 6)
+    batcher.done([made], 6)
+    batcher.check_invariants()
+    assert batcher.take(7) == [own]
+    assert own.controls == (7, False, False)
+    batcher.done([own], 8)
+    batcher.check_invariants()
+    assert batcher.table.live == len(heard.live) == 0

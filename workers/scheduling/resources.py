@@ -1,0 +1,119 @@
+"""Triton's rate limiter: instances that need resources run only while these are free.
+
+Pure. An instance asks before each run and gives back after it. Where several wait, the one goes first that had the fewest turns,
+each turn counted as often as its ``priority`` says. One that does not fit lets others pass, but not for ever: after
+``MAX_PASSED`` of them, nobody behind it gets what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from shm.errors import InvalidArgument
+
+#: How many may go before one that has waited longer.
+MAX_PASSED = 16
+
+A = TypeVar("A", bound=Hashable)
+
+
+@dataclass(slots=True)
+class _Asker:
+    needs: Mapping[str, int]
+    priority: int
+    #: Turns it had, each counted ``priority`` times.
+    turns: int = 0
+    #: Since it waits: how many went before it.
+    passed: int = 0
+
+
+@dataclass(slots=True)
+class Resources(Generic[A]):
+    """One per device; ``A`` names an instance."""
+
+    #: Name -> how many there are.
+    limits: Mapping[str, int]
+    _askers: dict[A, _Asker] = field(default_factory=dict)
+    #: In the order in which they asked.
+    _waiting: dict[A, None] = field(default_factory=dict)
+    _running: dict[A, None] = field(default_factory=dict)
+    _used: dict[str, int] = field(default_factory=dict)
+
+    def add(self, asker: A, needs: Mapping[str, int], priority: int = 0) -> None:
+        """An instance comes. Raises InvalidArgument: it needs more than there is."""
+        for name, count in needs.items():
+            if count > self.limits.get(name, 0):
+                raise InvalidArgument(
+                    f'Resource count for "{name}" is limited to {self.limits.get(name, 0)} which will prevent scheduling of one '
+                    f"or more model instances, the minimum required count is {count}"
+                )
+        # One that comes later has not missed the turns of the others.
+        least = min((known.turns for known in self._askers.values()), default=0)
+        self._askers[asker] = _Asker(needs, max(1, priority), least)
+
+    def remove(self, asker: A) -> list[A]:
+        """It is gone. Returns those that may run now."""
+        self._waiting.pop(asker, None)
+        granted = self.give_back(asker)
+        del self._askers[asker]
+        return granted
+
+    def ask(self, asker: A) -> bool:
+        """Whether it may run now. If not, ``give_back`` names it when it may."""
+        self._waiting[asker] = None
+        return asker in self._grant()
+
+    def withdraw(self, asker: A) -> list[A]:
+        """It has nothing to run any more. Returns those that may run now."""
+        self._waiting.pop(asker, None)
+        self._askers[asker].passed = 0
+        return self._grant()
+
+    def give_back(self, asker: A) -> list[A]:
+        """It has run. Returns those that may run now."""
+        if asker not in self._running:
+            return self._grant()
+        del self._running[asker]
+        for name, count in self._askers[asker].needs.items():
+            self._used[name] -= count
+        return self._grant()
+
+    def _grant(self) -> list[A]:
+        granted: list[A] = []
+        kept: set[str] = set()
+        for asker in sorted(self._waiting, key=lambda waiting: self._askers[waiting].turns):
+            known = self._askers[asker]
+            if not kept.isdisjoint(known.needs) or not self._fits(known.needs):
+                if known.passed >= MAX_PASSED:
+                    kept.update(known.needs)
+                continue
+            granted.append(asker)
+            self._run(asker, known)
+        return granted
+
+    def _fits(self, needs: Mapping[str, int]) -> bool:
+        return all(self._used.get(name, 0) + count <= self.limits[name] for name, count in needs.items())
+
+    def _run(self, asker: A, known: _Asker) -> None:
+        for earlier in self._waiting:
+            if earlier == asker:
+                break
+            self._askers[earlier].passed += 1
+        del self._waiting[asker]
+        self._running[asker] = None
+        known.turns += known.priority
+        known.passed = 0
+        for name, count in known.needs.items():
+            self._used[name] = self._used.get(name, 0) + count
+
+    def check_invariants(self) -> None:
+        """For tests: what is used is what runs needs, and no more than there is."""
+        used = dict.fromkeys(self._used, 0)
+        for asker in self._running:
+            for name, count in self._askers[asker].needs.items():
+                used[name] += count
+        assert used == self._used
+        assert all(count <= self.limits[name] for name, count in used.items())
+        assert not self._waiting.keys() & self._running.keys()

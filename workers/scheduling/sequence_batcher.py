@@ -1,0 +1,199 @@
+"""Which requests of sequences run together, on which instance, and when: what ``DynamicBatcher`` is to other models.
+
+    request ─▶ table: its sequence, a slot ─▶ the batcher of that slot's instance, once it may run ─▶ taken ─▶ done
+
+Pure. ``workers.dispatcher`` asks, runs what is taken, and answers what is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Generic, Protocol
+
+from shm.errors import Cancelled, ServingError
+from workers.scheduling.iterative import IterativeIds
+from workers.scheduling.sequence import LiveSequence, S
+from workers.scheduling.sequence_events import SequenceEvents
+from workers.scheduling.sequence_table import TIMED_OUT, SequenceRules, SequenceTable
+
+
+class Strategy(Protocol[S]):
+    """What makes batches of the ready sequences of one instance: ``DirectBatcher`` or ``OldestBatcher``."""
+
+    def ready(self, live: LiveSequence[S]) -> None:
+        """The first waiting request of that sequence may run."""
+
+    def withdraw(self, live: LiveSequence[S]) -> None:
+        """It may not any more."""
+
+    def limit(self, key: Hashable, rows: int) -> None:
+        """At most so many rows of that key run at once from now on; 0: as many as of any other."""
+
+    def end_delays(self) -> None:
+        """Nothing waits for company any more."""
+
+    def due_ns(self) -> int | None:
+        """When the next batch should run. None: nothing is ready."""
+
+    def take(self, now_ns: int) -> list[LiveSequence[S]]:
+        """The sequences of the next batch; empty when none is due."""
+
+    def check_invariants(self) -> None:
+        """For tests."""
+
+
+class SequenceBatcher(Generic[S]):
+    """One per model version with sequences."""
+
+    def __init__(
+        self,
+        model: str,
+        rules: SequenceRules,
+        strategy: Callable[[], Strategy[S]],
+        instances: int,
+        events: SequenceEvents,
+    ) -> None:
+        """``strategy``: makes one for an instance."""
+        self.table: SequenceTable[S] = SequenceTable(model, rules, instances, events)
+        self._strategies = [strategy() for _ in range(instances)]
+        self._iterative = IterativeIds() if rules.iterative else None
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return len(self.table)
+
+    # ---------------------------------------------------------------------------------------------------------- events
+
+    def arrived(self, request: S) -> None:
+        """Raises InvalidArgument, Unavailable: why it is not admitted; then nothing has changed."""
+        if self._iterative is not None:
+            request.controls = self._iterative.first_round(request.controls)
+        live = self.table.admit(request)
+        if len(live.waiting) == 1:
+            self._look(live)
+
+    def cancelled(self, request: S) -> list[tuple[S, ServingError]]:
+        """Nobody waits for it any more. Returns the answers of all that do not run now: none where it did not wait."""
+        return self._lose(request, Cancelled("the request was cancelled")) if request.line >= 0 else []
+
+    def done(self, requests: Iterable[S], now_ns: int) -> None:
+        """What was taken has run, well or not."""
+        for request in requests:
+            self._look(self.table.done(request, now_ns))
+
+    def again(self, requests: Iterable[S], now_ns: int) -> None:
+        """What was taken is to run once more: its model has rescheduled it."""
+        for request in requests:
+            request.controls = IterativeIds.next_round(request.controls)
+            self._put_back(request, now_ns)
+
+    def restore(self, requests: Iterable[S], now_ns: int) -> list[tuple[S, ServingError]]:
+        """What was taken could not run, and waits again. Returns the answers of those whose sequences are gone."""
+        lost = [request for request in requests if not self._put_back(request, now_ns)]
+        return [(request, _cancelled(request)) for request in lost]
+
+    def dropped(self, request: S, now_ns: int) -> list[tuple[S, ServingError]]:
+        """What was taken will never run. Returns the answers of all that wait behind it."""
+        answers = [] if request.live.cancelled else self._lose(request, _cancelled(request))
+        self.done([request], now_ns)
+        return answers
+
+    def tick(self, now_ns: int) -> list[tuple[S, ServingError]]:
+        """Time has passed. Returns the answers of requests that waited too long, and of all that wait behind them."""
+        for live in self.table.close_idle(now_ns):
+            self._look(live)
+        answers: list[tuple[S, ServingError]] = []
+        while (found := self.table.expired(now_ns)) is not None:
+            answers += self._lose(*found)
+        return answers
+
+    def _lose(self, request: S, error: ServingError) -> list[tuple[S, ServingError]]:
+        """Ends the sequence of a request. Returns the answers of all of it that wait."""
+        live: LiveSequence[S] = request.live
+        if live.ready and live.slot is not None:
+            self._strategies[live.slot.instance].withdraw(live)
+        refused, moved = self.table.cancel(live)
+        self._look(moved)
+        whole = error.message == TIMED_OUT
+        return [(each, error if whole or each is request else _cancelled(each)) for each in refused]
+
+    def _put_back(self, request: S, now_ns: int) -> bool:
+        live = self.table.restore(request)
+        if live is None:
+            self.done([request], now_ns)
+            return False
+        self._look(live)
+        return True
+
+    def _look(self, live: LiveSequence[S] | None) -> None:
+        """Something has changed that may have made it ready."""
+        if live is not None and live.ready and live.slot is not None:
+            self._strategies[live.slot.instance].ready(live)
+
+    # ---------------------------------------------------------------------------------------------------------- batches
+
+    @property
+    def next_tick_ns(self) -> int:
+        """When ``tick`` is worth a call; 0: never. May be early."""
+        return self.table.next_tick_ns
+
+    def due_ns(self, instance: int = 0) -> int | None:
+        """When the next batch of an instance should run. None: nothing of it is ready."""
+        return self._strategies[instance].due_ns()
+
+    def take(self, now_ns: int, instance: int = 0) -> list[S]:
+        """Removes the next batch of a free instance; empty when none is due. Each request has its slot, and sequences of "direct"
+        are in the order of those."""
+        return [self.table.take(live) for live in self._strategies[instance].take(now_ns)]
+
+    def limit(self, key: Hashable, rows: int) -> None:
+        """At most so many rows of that key run at once from now on; 0: as many as of any other."""
+        for strategy in self._strategies:
+            strategy.limit(key, rows)
+
+    # -------------------------------------------------------------------------------------------------------------- end
+
+    def end_delays(self) -> None:
+        """No more requests come: what waits for company waits in vain."""
+        for strategy in self._strategies:
+            strategy.end_delays()
+
+    def stop(self) -> None:
+        """No new sequences; those that live may go on."""
+        self.table.stopping = True
+
+    def close(self, correlation_id: int | str) -> None:
+        """That sequence goes on elsewhere: here its id is forgotten, and what waits runs."""
+        self._look(self.table.close(correlation_id))
+
+    def close_all(self) -> None:
+        """Nobody will send more requests: every sequence ends when what waits of it has run."""
+        self.table.forget_all()
+        for live in self.table.close_idle():
+            self._look(live)
+
+    def lose(self, instance: int, error: ServingError) -> list[tuple[S, ServingError]]:
+        """The state of an instance's sequences is gone: they end. Returns the answers of all of them that wait."""
+        lost = [live for live in self.table.sequences() if live.slot is not None and live.slot.instance == instance]
+        answers: list[tuple[S, ServingError]] = []
+        for live in lost:
+            if live.ready:
+                self._strategies[instance].withdraw(live)
+            refused, moved = self.table.cancel(live)
+            self._look(moved)
+            answers += [(request, error) for request in refused]
+        return answers
+
+    def check_invariants(self) -> None:
+        """For tests: what is ready is with its instance, and nowhere else."""
+        self.table.check_invariants()
+        for strategy in self._strategies:
+            strategy.check_invariants()
+
+    def __repr__(self) -> str:
+        return f"<SequenceBatcher {len(self.table)} requests wait, {self.table!r}>"
+
+
+def _cancelled(request: S) -> Cancelled:
+    correlation_id = request.controls.correlation_id
+    return Cancelled(f"sequence {correlation_id} was cancelled, because one of its requests was")

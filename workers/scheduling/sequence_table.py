@@ -1,0 +1,321 @@
+"""The live sequences of one model version: who is admitted, who has a slot, who waits for one, and who was silent too long.
+
+    admit ─▶ a free slot ────────────────▶ taken ─▶ done ─▶ taken ... ─▶ END done, or idle: the slot goes to the backlog's head
+          └▶ backlog: whole sequences ──▶ (first come, first served)
+
+Pure. It says which sequences have become ready; ``workers.scheduling.sequence_batcher`` makes batches of them. Its rule: requests
+of a sequence run in their order and without a hole, so where one is lost before it ran, all that wait of it are refused.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Generic
+
+from shm.errors import InvalidArgument, ServingError, Unavailable
+from workers.scheduling.sequence import LiveSequence, S, Slot
+from workers.scheduling.sequence_events import SequenceEvents
+
+_FULL = "Exceeds maximum queue size"
+#: Every request of a sequence gets it that waited in the backlog as long as one of them wants to wait.
+TIMED_OUT = "timeout of the corresponding sequence has been expired"
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRules:
+    """How one model version treats sequences."""
+
+    #: Of each instance.
+    slots: int = 1
+    #: A sequence with a slot is forgotten after that time without a request.
+    idle_ns: int = 1_000_000_000
+    #: Requests that may wait, of all sequences.
+    max_waiting: int = 1000
+    #: Each request is a sequence of its own, which the model may have run again and again.
+    iterative: bool = False
+
+
+class SequenceTable(Generic[S]):
+    """One per model version; one thread uses it."""
+
+    def __init__(self, model: str, rules: SequenceRules, instances: int, events: SequenceEvents) -> None:
+        self._model = model
+        self._rules = rules
+        self._instances = instances
+        self._events = events
+        #: By correlation id: those that further requests may join.
+        self._live: dict[int | str, LiveSequence[S]] = {}
+        self._generation = 0
+        #: Slots that were used and are free; those from ``_fresh`` on never were. There may be more than memory could list.
+        self._freed: list[Slot] = []
+        self._fresh = 0
+        #: Those that have one, and those that wait for one, in their order.
+        self._holders: dict[Slot, LiveSequence[S]] = {}
+        self._backlog: dict[LiveSequence[S], None] = {}
+        #: Those with a slot and nothing to do -> since when; the first has been idle longest.
+        self._idle: dict[LiveSequence[S], int] = {}
+        #: (when, number, request) of those whose time can be up; entries of requests that left are skipped.
+        self._expiries: list[tuple[int, int, S]] = []
+        self._expiry = 0
+        self._waiting = 0
+        #: No new sequences: the worker is to stop.
+        self.stopping = False
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return self._waiting
+
+    @property
+    def live(self) -> int:
+        """Sequences with a slot or in the backlog."""
+        return len(self._holders) + len(self._backlog)
+
+    @property
+    def backlog(self) -> int:
+        """Sequences that wait for a slot."""
+        return len(self._backlog)
+
+    @property
+    def free_slots(self) -> int:
+        """Slots that nobody has."""
+        return self._rules.slots * self._instances - len(self._holders)
+
+    def find(self, correlation_id: int | str) -> LiveSequence[S] | None:
+        """The sequence that a request of that id without START would join."""
+        return self._live.get(correlation_id)
+
+    # -------------------------------------------------------------------------------------------------------- admission
+
+    def admit(self, request: S) -> LiveSequence[S]:
+        """Queues a request. Returns its sequence, which may be ready now.
+
+        Raises: InvalidArgument, Unavailable: why not; then nothing has changed.
+        """
+        correlation_id, start, end = request.controls
+        if request.rows > 1:
+            raise InvalidArgument(
+                f"inference request to model '{self._model}' must specify batch-size 1 due to requirements of sequence batcher"
+            )
+        if not correlation_id:
+            raise InvalidArgument(
+                f"inference request to model '{self._model}' must specify a non-zero or non-empty correlation ID"
+            )
+        if start and self.stopping:
+            raise Unavailable("Server is stopping, scheduler for model has stopped accepting new inference requests")
+        live = self._live.get(correlation_id)
+        if live is None and not start:
+            raise InvalidArgument(
+                f"inference request for sequence {correlation_id} to model '{self._model}' must specify the START flag "
+                "on the first request of the sequence"
+            )
+        if self._waiting >= self._rules.max_waiting:
+            raise Unavailable(_FULL)
+        if live is None:
+            live = self._begin(correlation_id)
+        self._idle.pop(live, None)
+        live.waiting.append(request)
+        request.live = live
+        request.line = 0
+        self._waiting += 1
+        self._watch(request)
+        if end or self._rules.iterative:
+            self._forget(live)
+        return live
+
+    def _begin(self, correlation_id: int | str) -> LiveSequence[S]:
+        self._events.waiting(correlation_id, self._generation + 1)
+        self._generation += 1
+        live: LiveSequence[S] = LiveSequence(correlation_id, self._generation)
+        self._live[correlation_id] = live
+        if self.free_slots and not self._backlog:
+            self._seat(live, self._lowest_slot())
+        else:
+            self._backlog[live] = None
+        return live
+
+    def _lowest_slot(self) -> Slot:
+        # Whatever was used before is lower than what never was.
+        if self._freed:
+            return heapq.heappop(self._freed)
+        number, instance = divmod(self._fresh, self._instances)
+        self._fresh += 1
+        return Slot(number, instance)
+
+    def _seat(self, live: LiveSequence[S], slot: Slot) -> None:
+        live.slot = slot
+        self._holders[slot] = live
+
+    def _watch(self, request: S) -> None:
+        """Notes when nobody waits for it any more and, in the backlog, until when it wants to wait."""
+        moments = [request.deadline_ns] if request.deadline_ns else []
+        if request.timeout_ns and request.live.slot is None:
+            moments.append(request.arrived_ns + request.timeout_ns)
+        for moment in moments:
+            self._expiry += 1
+            heapq.heappush(self._expiries, (moment, self._expiry, request))
+        if len(self._expiries) > 4 * self._waiting + 64:
+            self._expiries = [entry for entry in self._expiries if entry[2].line >= 0]
+            heapq.heapify(self._expiries)
+
+    # ---------------------------------------------------------------------------------------------------------- running
+
+    def take(self, live: LiveSequence[S]) -> S:
+        """Removes the first waiting request of a ready sequence, to be run."""
+        assert live.slot is not None
+        request = live.waiting.popleft()
+        request.line = -1
+        request.slot = live.slot
+        live.running = True
+        self._waiting -= 1
+        if not live.begun:
+            live.begun = True
+            self._events.begun(live.correlation_id, live.generation)
+        return request
+
+    def done(self, request: S, now_ns: int) -> LiveSequence[S] | None:
+        """What was taken has run. Returns who has become ready: the same sequence, or one out of the backlog."""
+        live = request.live
+        live.running = False
+        if live.waiting:
+            return live
+        if live.closed:
+            return self._free(live)
+        self._idle[live] = now_ns
+        return None
+
+    def restore(self, request: S) -> LiveSequence[S] | None:
+        """What was taken could not run, and is the first of its sequence again. None: that was cancelled; call ``done``."""
+        live = request.live
+        if live.cancelled:
+            return None
+        live.running = False
+        live.waiting.appendleft(request)
+        request.line = 0
+        self._waiting += 1
+        self._watch(request)
+        return live
+
+    def _free(self, live: LiveSequence[S]) -> LiveSequence[S] | None:
+        """The slot of a sequence goes to the first of the backlog, which is returned."""
+        slot = live.slot
+        assert slot is not None
+        del self._holders[slot]
+        self._gone(live)
+        if not self._backlog:
+            heapq.heappush(self._freed, slot)
+            return None
+        first = next(iter(self._backlog))
+        del self._backlog[first]
+        self._seat(first, slot)
+        return first
+
+    def _gone(self, live: LiveSequence[S]) -> None:
+        self._forget(live)
+        self._events.gone(live.correlation_id, live.generation)
+
+    def _forget(self, live: LiveSequence[S]) -> None:
+        live.closed = True
+        if self._live.get(live.correlation_id) is live:
+            del self._live[live.correlation_id]
+
+    # ----------------------------------------------------------------------------------------------------------- ending
+
+    def cancel(self, live: LiveSequence[S]) -> tuple[list[S], LiveSequence[S] | None]:
+        """Ends a sequence, because one of its requests is lost. Returns those that waited, and who has become ready."""
+        refused = list(live.waiting)
+        live.waiting.clear()
+        live.cancelled = True
+        self._waiting -= len(refused)
+        for request in refused:
+            request.line = -1
+        self._idle.pop(live, None)
+        if live.slot is None:
+            del self._backlog[live]
+            self._gone(live)
+        elif not live.running:
+            return refused, self._free(live)
+        self._forget(live)
+        return refused, None
+
+    def close(self, correlation_id: int | str) -> LiveSequence[S] | None:
+        """Forgets an id, if it is live; what is queued runs. Returns who has become ready."""
+        live = self._live.get(correlation_id)
+        return None if live is None else self._close(live)
+
+    def _close(self, live: LiveSequence[S]) -> LiveSequence[S] | None:
+        self._forget(live)
+        return self._free(live) if self._idle.pop(live, None) is not None else None
+
+    def close_idle(self, now_ns: int | None = None) -> list[LiveSequence[S]]:
+        """Ends those that were silent too long; without a time, all that have nothing to do. Returns who has become ready."""
+        ready: list[LiveSequence[S]] = []
+        while self._idle:
+            live, since_ns = next(iter(self._idle.items()))
+            if now_ns is not None and since_ns + self._rules.idle_ns > now_ns:
+                break
+            if (moved := self._close(live)) is not None:
+                ready.append(moved)
+        return ready
+
+    def forget_all(self) -> None:
+        """No id is live any more; what is queued runs."""
+        for live in list(self._live.values()):
+            self._forget(live)
+
+    def expired(self, now_ns: int) -> tuple[S, ServingError] | None:
+        """A request whose time is up, and what to answer; its sequence is to be cancelled. None: there is none, or no more."""
+        while self._expiries and self._expiries[0][0] <= now_ns:
+            _, _, request = heapq.heappop(self._expiries)
+            if request.line < 0:
+                continue
+            if 0 < request.deadline_ns <= now_ns:
+                return request, Unavailable("Request timeout expired")
+            if request.live.slot is None:
+                return request, Unavailable(TIMED_OUT)
+        return None
+
+    @property
+    def next_tick_ns(self) -> int:
+        """When ``close_idle`` or ``expired`` is worth a call; 0: never. May be early."""
+        moments = [self._expiries[0][0]] if self._expiries else []
+        if self._idle:
+            moments.append(next(iter(self._idle.values())) + self._rules.idle_ns)
+        return min(moments, default=0)
+
+    # ----------------------------------------------------------------------------------------------------------- looking
+
+    def sequences(self) -> Iterable[LiveSequence[S]]:
+        """Those with a slot, then the backlog in its order."""
+        yield from self._holders.values()
+        yield from self._backlog
+
+    def check_invariants(self) -> None:
+        """For tests: one slot for a sequence, one sequence for a slot, and the counters say what there is."""
+        everyone = list(self.sequences())
+        assert len(set(everyone)) == len(everyone) == self.live
+        assert sum(len(live.waiting) for live in everyone) == self._waiting <= self._rules.max_waiting + self.live
+        assert all(live.slot == slot for slot, live in self._holders.items())
+        assert all(slot.number < self._rules.slots and slot.instance < self._instances for slot in self._holders)
+        assert not self._holders.keys() & set(self._freed)
+        assert len(self._holders) + len(self._freed) == self._fresh <= self._rules.slots * self._instances
+        assert not self._backlog or not self.free_slots
+        assert all(live.waiting and not live.begun and not live.running for live in self._backlog)
+        for correlation_id, live in self._live.items():
+            assert live.correlation_id == correlation_id
+            assert not live.closed
+            assert live in everyone
+        assert all(live.closed or self._live.get(live.correlation_id) is live for live in everyone)
+        for live in self._holders.values():
+            idle = not live.waiting and not live.running
+            assert idle == (live in self._idle)
+            assert not (live.closed and idle)
+            assert not (live.cancelled and live.waiting)
+        assert len(self._idle) <= len(self._holders)
+        assert list(self._idle.values()) == sorted(self._idle.values())
+        for live in everyone:
+            assert all(request.live is live and request.line >= 0 for request in live.waiting)
+
+    def __repr__(self) -> str:
+        return f"<SequenceTable {len(self._holders)} with slots, {len(self._backlog)} in the backlog>"
