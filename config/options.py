@@ -22,7 +22,7 @@ Count = Annotated[int, Meta(ge=1, le=_LARGEST)]
 CountOrNone = Annotated[int, Meta(ge=0, le=_LARGEST)]
 ByteSize = Annotated[int, Meta(ge=0, le=_LARGEST)]
 ArenaSize = Annotated[int, Meta(ge=1 << 20, le=1 << 40)]
-#: Of one protocol: each has a row of the page they share (``daemon.tally``).
+#: Of one protocol: each has a row of the page they share (``daemon.control.tally``).
 MAX_PROCESSES = 64
 Processes = Annotated[int, Meta(ge=1, le=MAX_PROCESSES)]
 #: Bounded, so that every time is also a number of nanoseconds.
@@ -251,7 +251,7 @@ class Supervisor(Section, frozen=True):
     restart_delay: Seconds = 0.1
     max_restart_delay: Seconds = 10.0
     start_timeout: Seconds = 120.0
-    #: Unix socket for tensorctl; "": where tensorctl looks by itself (daemon.runtime_directory).
+    #: Unix socket for tensorctl; "": where tensorctl looks by itself (daemon.control.runtime_directory).
     control_socket: str = ""
 
 

@@ -1,1 +1,1 @@
-"""The supervisor and its command line; the HTTP front lives in daemon.http."""
+"""The daemon: commands and the supervisor here, everything else in its room."""

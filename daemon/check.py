@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import msgspec
 
 from config.options import Options
-from daemon.child import child_environment, describe_exit
-from daemon.devices import Device
-from daemon.repository import FoundModel
+from daemon.models.repository import FoundModel
+from daemon.processes.child import child_environment, describe_exit
+from daemon.processes.devices import Device
 from shm.check import CheckLoads, LoadOutcome
 
 #: At a time: each needs a core and the memory of its model.

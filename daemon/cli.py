@@ -21,9 +21,11 @@ from config import layers, log, service_links
 from config.layers import ConfigurationError
 from config.options import Options
 from daemon import check as model_check
-from daemon import flags, repository, trace_file
+from daemon import flags
 from daemon.check import Verdict
-from daemon.devices import Device, NoDevice, find_devices
+from daemon.models import repository
+from daemon.processes.devices import Device, NoDevice, find_devices
+from daemon.tracing import trace_file
 from shm.errors import InvalidArgument
 
 _log = logging.getLogger(__name__)
@@ -82,7 +84,7 @@ def serve(config: Path | None, arguments: tuple[str, ...]) -> None:
     if foreign := layers.service_variables(os.environ):
         _log.info("%s", service_links.sentence(foreign))
     # Imported here: `tensord check` and --help need none of it.
-    from daemon.listening import ListenError
+    from daemon.processes.listening import ListenError
     from daemon.supervisor import Supervisor
 
     supervisor = Supervisor(options, lambda: layers.load(config, os.environ, flags.parse(arguments)), os.environ)

@@ -25,24 +25,25 @@ import msgspec
 from config import layers, log
 from config.layers import ConfigurationError
 from config.options import Log, Options
-from daemon import model_list, process_list, watch
-from daemon.child import Child, Front, Worker
-from daemon.control_socket import ControlSocket
-from daemon.devices import Device, find_devices
-from daemon.fronts import Fronts
-from daemon.log_settings import LogSettings
+from daemon.control.log_settings import LogSettings
 from daemon.metrics.collection import Collection
 from daemon.metrics.endpoint import Endpoint
-from daemon.models import Models
-from daemon.notify import Notifier
-from daemon.operations import Operations
-from daemon.phase import Phase
-from daemon.posts import Posts
-from daemon.region_registry import RegionRegistry
-from daemon.region_socket import RegionSocket
-from daemon.shutdown import Shutdown
-from daemon.trace_settings import TraceSettings
-from daemon.workforce import Workforce
+from daemon.models.changes import Models
+from daemon.operator import model_list, process_list
+from daemon.operator.control_socket import ControlSocket
+from daemon.operator.operations import Operations
+from daemon.processes import watch
+from daemon.processes.child import Child, Front, Worker
+from daemon.processes.devices import Device, find_devices
+from daemon.processes.fronts import Fronts
+from daemon.processes.notify import Notifier
+from daemon.processes.phase import Phase
+from daemon.processes.posts import Posts
+from daemon.processes.shutdown import Shutdown
+from daemon.processes.worker_pool import WorkerPool
+from daemon.regions.region_registry import RegionRegistry
+from daemon.regions.region_socket import RegionSocket
+from daemon.tracing.trace_settings import TraceSettings
 from shm import descriptors
 from shm.channel import pair
 from shm.control_records import Call, LaneOpened, Loaded, LogChanged, ModelGone, ModelState, Unloaded, WorkerFenced
@@ -93,7 +94,7 @@ class Supervisor:
             lambda front, call, fds: self._spawn_task(self._answer(front, call, fds)),
             self._front_died,
         )
-        self._workers = Workforce(
+        self._workers = WorkerPool(
             programs.worker,
             lambda: self.options,
             self._incarnation,

@@ -88,8 +88,8 @@ class LogChanged(Record, frozen=True, tag="log"):
 class TraceChanged(Record, frozen=True, tag="trace"):
     """Sample requests for a model, or ("") for all models without settings of their own, that way from now on.
 
-    Where anything is traced descriptors travel along: whose turn it is (``daemon.trace_turn``), and where there is a limit the
-    number of traces left (``daemon.trace_budget``).
+    Where anything is traced descriptors come along: whose turn it is (``daemon.tracing.trace_turn``), and under a limit the
+    number of traces left (``daemon.tracing.trace_budget``).
     """
 
     model: str

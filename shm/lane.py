@@ -272,7 +272,7 @@ class WorkerLane:
         return None if received is None else self._apply(*received)
 
     def read(self, content: bytes, fds: list[int], flags: int) -> list[Submit | RequestForm | FormSubmit | Cancel]:
-        """What a datagram holds that ``workers.fast_path`` received, as ``receive`` returns it; ``flags``: ``recvmsg``'s.
+        """What a datagram holds that ``workers.dispatch.fast_path`` received, as from ``receive``; ``flags``: ``recvmsg``'s.
 
         Raises: InvalidArgument: malformed, or a lease given back that is not on loan.
         """

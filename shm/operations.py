@@ -40,7 +40,7 @@ class ModelStatistics(Record, frozen=True, tag="c.stats"):
 
 
 class Peer(Record, frozen=True, tag="peer"):
-    """Who asks. Filled in from the socket (``daemon.peer``), never from what the client says."""
+    """Who asks. Filled in from the socket (``daemon.front.peer``), never from what the client says."""
 
     #: "tcp": only the address is known.  "unix": the kernel vouches for the rest.  "operator": the control socket.
     kind: str = "tcp"

@@ -1,7 +1,7 @@
 """A client's POSIX shared memory: opened carefully, mapped in workers only, held as long as a request uses it.
 
 The object belongs to somebody else. ``open_object`` accepts regular files of the shared-memory file system and nothing else: no
-path, no symbolic link, no FIFO, device or directory, no semaphore; whose objects are welcome is ``workers.region_policy``'s
+path, no symbolic link, no FIFO, device or directory, no semaphore; whose are welcome is ``workers.regions.region_policy``'s
 business. The descriptor is kept for the region's life; the name is never opened again: the client may unlink or reuse it.
 
     shared-memory object   | ...... | offset ......... offset + byte_size | ...... |

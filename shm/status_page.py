@@ -72,7 +72,7 @@ class StatusPage:
 
     @property
     def memory(self) -> memoryview:
-        """The page itself, for who writes it outside of Python (``workers.fast_path``)."""
+        """The page itself, for who writes it outside of Python (``workers.dispatch.fast_path``)."""
         return self._segment.view
 
     def set_state(self, state: WorkerState, now_ns: int) -> None:

@@ -21,7 +21,7 @@ settings.register_profile("search", deadline=None, suppress_health_check=[Health
 settings.register_profile("tensord", settings.get_profile("search"), derandomize=True, database=None)
 settings.load_profile("tensord")
 
-# As in a CPU worker (workers/device.py); the back end takes it when the first test module that needs one opens it.
+# As in a CPU worker (workers/devices/device.py); the back end takes it when the first test module that needs one opens it.
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from config.options import Options
-from daemon.tally import Tally
+from daemon.control.tally import Tally
 from shm import stack_report
 from shm.channel import Channel, pair
 from shm.control_records import (

@@ -24,9 +24,9 @@ from tests.daemon_process import ROOT, DaemonProcess
 EXTENSIONS = {
     "daemon/grpc/_walk.abi3.so",
     "shm/_guard.abi3.so",
-    "workers/_fast_path.abi3.so",
-    "workers/_large_copy.abi3.so",
-    "workers/_output_memory.abi3.so",
+    "workers/native/_fast_path.abi3.so",
+    "workers/native/_large_copy.abi3.so",
+    "workers/native/_output_memory.abi3.so",
 }
 ROOMS = ("config", "daemon", "shm", "tensord", "workers")
 BACK_END = "import sys, setuptools.build_meta as made; getattr(made, sys.argv[1])(sys.argv[2])"

@@ -19,8 +19,8 @@ from shm.control_records import Start, ToWorkerControl
 from shm.cuda_regions import DeviceLost
 from shm.parent import die_with_parent
 from shm.record import decoder
-from workers import device_cpu
-from workers.device import DeviceName, NoDevice
+from workers.devices import device_cpu
+from workers.devices.device import DeviceName, NoDevice
 
 _log = logging.getLogger("workers")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -40,8 +40,8 @@ def main() -> None:
     channel = Channel(socket.socket(fileno=arguments.control_fd), decoder(ToWorkerControl))
 
     # Imported after the environment is set, and before waiting: the supervisor scans its repositories meanwhile.
-    from workers import device_cuda
-    from workers.models import import_system
+    from workers.devices import device_cuda
+    from workers.imports import import_system
     from workers.worker import Worker
 
     try:

@@ -24,8 +24,8 @@ from shm.control_records import Load
 from shm.errors import ServingError
 from shm.parent import die_with_parent
 from shm.status_page import StatusPage
-from workers import device_cpu
-from workers.device import DeviceName, NoDevice
+from workers.devices import device_cpu
+from workers.devices.device import DeviceName, NoDevice
 
 if TYPE_CHECKING:
     from workers.models.loader import Loader
@@ -48,10 +48,10 @@ def main() -> None:
     log.configure(msgspec.structs.replace(options.log, file=""), "check")
 
     # Imported after the environment is set.
-    from workers import device_cuda
-    from workers.inbox import Inbox
-    from workers.models import import_system
+    from workers.devices import device_cuda
+    from workers.imports import import_system
     from workers.models.loader import Loader
+    from workers.threads.inbox import Inbox
 
     if device_name.platform == "cpu":
         device_cpu.limit_threads(options.workers.threads)

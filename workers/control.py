@@ -35,11 +35,11 @@ from shm.operations import (
     WorkerFigures,
 )
 from shm.progress import Loading
-from workers.model_table import ModelTable
-from workers.model_version import ModelVersion
 from workers.models.loader import LoadedModel, Loader
-from workers.region_table import RegionTable
-from workers.work_thread import WorkThread
+from workers.models.model_table import ModelTable
+from workers.models.model_version import ModelVersion
+from workers.regions.region_table import RegionTable
+from workers.threads.work_thread import WorkThread
 
 _log = logging.getLogger(__name__)
 

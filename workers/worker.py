@@ -29,24 +29,26 @@ from shm.errors import InvalidArgument
 from shm.lane import WorkerLane
 from shm.messages import Cancel, FormSubmit, RequestForm, Submit
 from shm.status_page import DESKS, Outputs, StatusPage, WorkerState
-from workers import dlpack, extensions, fast_path, output_memory
 from workers.control import Control
-from workers.device import DeviceName
-from workers.device_cuda import CudaDevice
-from workers.dispatcher import FIRST_INSTANCE_DESK, LOOP_DESK, Dispatcher
-from workers.fast_path import FastPath
-from workers.inbox import Inbox
-from workers.known_form import KnownForm
-from workers.model_table import ModelTable
-from workers.model_version import ModelVersion
+from workers.devices import dlpack
+from workers.devices.device import DeviceName
+from workers.devices.device_cuda import CudaDevice
+from workers.devices.pinned_memory import PinnedMemory
+from workers.dispatch import fast_path
+from workers.dispatch.dispatcher import FIRST_INSTANCE_DESK, LOOP_DESK, Dispatcher
+from workers.dispatch.fast_path import FastPath
+from workers.dispatch.poller import Datagram, Poller
 from workers.models.loader import LoadedModel, Loader
-from workers.models.run_errors import works
-from workers.pinned_memory import PinnedMemory
-from workers.poller import Datagram, Poller
-from workers.region_policy import RegionPolicy
-from workers.region_table import RegionTable
-from workers.submitter import Submitter
-from workers.work_thread import WorkThread
+from workers.models.model_table import ModelTable
+from workers.models.model_version import ModelVersion
+from workers.native import extensions, output_memory
+from workers.programs.run_errors import works
+from workers.regions.region_policy import RegionPolicy
+from workers.regions.region_table import RegionTable
+from workers.requests.known_form import KnownForm
+from workers.requests.submitter import Submitter
+from workers.threads.inbox import Inbox
+from workers.threads.work_thread import WorkThread
 
 _log = logging.getLogger(__name__)
 

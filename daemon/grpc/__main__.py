@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from daemon import front
+from daemon.front import process
 from daemon.grpc.server import GrpcFront
 
 if __name__ == "__main__":
-    front.main("daemon.grpc", "The gRPC front. Started by the supervisor only.", GrpcFront)
+    process.main("daemon.grpc", "The gRPC front. Started by the supervisor only.", GrpcFront)

@@ -6,10 +6,10 @@ from typing import Protocol
 
 from daemon.grpc.message_forms import MessageForm
 from daemon.grpc.request_codec import DecodedHead
-from daemon.inference import Inference, InferenceRequest
-from daemon.pending import Pending
-from daemon.submit import Submitter
-from daemon.tracer import Trace
+from daemon.submit.inference import Inference, InferenceRequest
+from daemon.submit.pending import Pending
+from daemon.submit.submitter import Submitter
+from daemon.tracing.tracer import Trace
 from shm.lane import SubmitterLane
 from shm.messages import Completion, FormCompletion
 

@@ -1,11 +1,11 @@
-"""gRPC status numbers by their names. Which error becomes which is ``daemon.status``' one table.
+"""gRPC status numbers by their names. Which error becomes which is ``daemon.front.status``' one table.
 
 Source: gRPC's statuscodes.md.
 """
 
 from __future__ import annotations
 
-from daemon.status import grpc_status
+from daemon.front.status import grpc_status
 from shm.errors import ServingError
 
 (

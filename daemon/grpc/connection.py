@@ -14,8 +14,8 @@ import asyncio
 import logging
 from typing import cast
 
-from daemon.connection_end import ConnectionEnd
-from daemon.each import call_each
+from daemon.front.connection_end import ConnectionEnd
+from daemon.front.each import call_each
 from daemon.grpc import frames
 from daemon.grpc.codes import UNAVAILABLE
 from daemon.grpc.data_frames import CONNECTION_WINDOW, STREAM_WINDOW

@@ -1,7 +1,7 @@
 """A connection's incoming DATA: the windows it has to keep to, and the way of its payload to where it belongs.
 
 A payload may arrive in any number of reads. What of it belongs to a tensor that has its place already is read there straight
-from the socket (``daemon.body_reader``); everything else goes through ``Stream.receive``.
+from the socket (``daemon.front.body_reader``); everything else goes through ``Stream.receive``.
 Source: RFC 9113, sections 5.2, 6.1 and 6.9.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from daemon.body_reader import BodyReader
+from daemon.front.body_reader import BodyReader
 from daemon.grpc import frames
 from daemon.grpc.frame_payload import FramePayload
 from daemon.grpc.frames import END_STREAM, Violation

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from daemon.access import Restricted
+from daemon.front.access import Restricted
 from daemon.grpc import frames
 from daemon.grpc.codes import UNAVAILABLE, UNIMPLEMENTED
 from daemon.grpc.data_frames import DataFrames

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from time import monotonic_ns
 
-from daemon import request_id
-from daemon.forwarding import Forwarding
+from daemon.front import request_id
+from daemon.front.forwarding import Forwarding
 from daemon.grpc.asked import Asking, FormedAsked
 from daemon.grpc.call import Buffer
 from daemon.grpc.message_forms import MessageForm, MessageForms
@@ -16,10 +16,10 @@ from daemon.grpc.request_fields import RefusedRequest
 from daemon.grpc.request_reader import RequestReader, Understood
 from daemon.grpc.stream import Stream
 from daemon.grpc.walk import walk
-from daemon.inference import InferenceRequest
-from daemon.model_table import ModelTable
-from daemon.submit import Submitter
-from daemon.tracer import Trace, Tracer
+from daemon.submit.inference import InferenceRequest
+from daemon.submit.model_table import ModelTable
+from daemon.submit.submitter import Submitter
+from daemon.tracing.tracer import Trace, Tracer
 from shm.arena import Lease
 from shm.errors import ServingError
 from shm.lane import SubmitterLane

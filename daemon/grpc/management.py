@@ -1,6 +1,6 @@
 """The rest of inference.GRPCInferenceService: health, metadata, configuration, statistics, repository, regions.
 
-What they answer is the business of ``daemon.endpoints``; here stand messages. Source: grpc_service.proto.
+What they answer is the business of ``daemon.front.endpoints``; here stand messages. Source: grpc_service.proto.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 from tritonclient.grpc import service_pb2
 
-from daemon import log_settings, trace_settings
-from daemon.endpoints import Endpoints
+from daemon.control import log_settings
+from daemon.front.endpoints import Endpoints
+from daemon.front.peer import end_of, peer_of
 from daemon.grpc.call import Call
 from daemon.grpc.connection import Connection
 from daemon.grpc.request_codec import read_version
 from daemon.grpc.stream import Stream
 from daemon.grpc.unary import Unary
-from daemon.peer import end_of, peer_of
+from daemon.tracing import trace_settings
 from shm.errors import InvalidArgument, NotFound, Unsupported
 from shm.settings import ChangeLog
 

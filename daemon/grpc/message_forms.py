@@ -10,9 +10,9 @@ from __future__ import annotations
 from daemon.grpc.answer_form import AnswerForm
 from daemon.grpc.request_codec import DecodedHead
 from daemon.grpc.walk import MAX_REST
-from daemon.inference import form_of
-from daemon.model_table import ModelTable
-from daemon.submit import Submitter
+from daemon.submit.inference import form_of
+from daemon.submit.model_table import ModelTable
+from daemon.submit.submitter import Submitter
 from shm.errors import NotFound
 from shm.forms import Form
 from shm.messages import Completion, Submit

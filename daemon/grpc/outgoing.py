@@ -11,7 +11,7 @@ import enum
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from daemon.each import call_each
+from daemon.front.each import call_each
 from daemon.grpc import frames
 from daemon.grpc.call import Buffer
 from daemon.grpc.frames import MAX_WINDOW, STREAM_ID, Violation

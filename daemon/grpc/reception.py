@@ -19,8 +19,8 @@ from collections.abc import Callable
 
 from daemon.grpc.request_fields import ArrivingFields, RefusedRequest
 from daemon.grpc.walk import walk_beginning
-from daemon.pending import DEFECT
-from daemon.submit import Submitter
+from daemon.submit.pending import DEFECT
+from daemon.submit.submitter import Submitter
 from shm.arena import Lease
 from shm.errors import Internal, ServingError
 from shm.messages import Slice

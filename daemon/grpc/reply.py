@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from daemon.each import call_each
+from daemon.front.each import call_each
 from daemon.grpc import frames, header_blocks
 from daemon.grpc.call import Buffer
 from daemon.grpc.codes import OK

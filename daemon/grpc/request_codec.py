@@ -14,8 +14,8 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from daemon.grpc.request_tensors import content, requested
-from daemon.inference import Content, InferenceRequest
-from daemon.model_table import ModelTable, parse_version
+from daemon.submit.inference import Content, InferenceRequest
+from daemon.submit.model_table import ModelTable, parse_version
 from shm.datatypes import wire_name
 from shm.errors import InvalidArgument, Unsupported
 from shm.messages import Parameter, RegionSlice, RequestedOutput

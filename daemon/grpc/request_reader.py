@@ -14,8 +14,8 @@ from daemon.grpc.message_forms import MessageForms
 from daemon.grpc.reception import Reception
 from daemon.grpc.request_codec import DecodedHead, decode_head
 from daemon.grpc.request_fields import Buffer, RefusedRequest, split
-from daemon.inference import Content, InferenceRequest
-from daemon.model_table import ModelTable
+from daemon.submit.inference import Content, InferenceRequest
+from daemon.submit.model_table import ModelTable
 from shm.control_records import ModelState
 from shm.errors import InvalidArgument, ServingError
 

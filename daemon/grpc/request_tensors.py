@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from daemon.inference import Content
+from daemon.submit.inference import Content
 from shm.arrays import DTYPES, byte_content
 from shm.datatypes import ELEMENT_SIZES, element_count
 from shm.errors import InvalidArgument

@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 from config import restrictions
 from config.options import Options
-from daemon.acceptor import Acceptor
-from daemon.access import grpc_access
-from daemon.endpoints import Endpoints
-from daemon.forwarding import Forwarding
-from daemon.front import Front
+from daemon.front.acceptor import Acceptor
+from daemon.front.access import grpc_access
+from daemon.front.endpoints import Endpoints
+from daemon.front.forwarding import Forwarding
+from daemon.front.process import Front
 from daemon.grpc import tls
 from daemon.grpc.call import Call
 from daemon.grpc.connection import Connection

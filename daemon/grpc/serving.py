@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from config.options import COMPRESSION_LEVELS, Grpc
-from daemon.access import Rule
+from daemon.control.tally import Seat
+from daemon.front.access import Rule
+from daemon.front.longest_idle import LongestIdle
 from daemon.grpc.call import Call
 from daemon.grpc.stream import Stream
-from daemon.longest_idle import LongestIdle
-from daemon.tally import Seat
 
 if TYPE_CHECKING:
     from daemon.grpc.connection import Connection

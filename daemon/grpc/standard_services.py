@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from daemon.endpoints import Endpoints
+from daemon.front.endpoints import Endpoints
 from daemon.grpc.call import Buffer, Call
 from daemon.grpc.codes import INVALID_ARGUMENT, OK
 from daemon.grpc.management import SERVICE

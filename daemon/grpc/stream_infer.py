@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from daemon.each import call_each
+from daemon.front.each import call_each
 from daemon.grpc import response_codec
 from daemon.grpc.asked import Asked, FormedAsked
 from daemon.grpc.call import Buffer, Call, kept
@@ -21,9 +21,9 @@ from daemon.grpc.inferring import Inferring, Message, Sent
 from daemon.grpc.reception import Reception
 from daemon.grpc.request_fields import RefusedRequest, client_id_of
 from daemon.grpc.stream import Stream
-from daemon.inference import InferenceRequest, begin
-from daemon.pending import DEFECT
-from daemon.tracer import Trace
+from daemon.submit.inference import InferenceRequest, begin
+from daemon.submit.pending import DEFECT
+from daemon.tracing.tracer import Trace
 from shm.errors import ServingError
 from shm.lane import SubmitterLane
 from shm.messages import Completion, FormCompletion, Slice

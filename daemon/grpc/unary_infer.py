@@ -14,8 +14,8 @@ from daemon.grpc.inferring import Inferring, Message, Sent
 from daemon.grpc.reception import Reception
 from daemon.grpc.request_fields import RefusedRequest
 from daemon.grpc.stream import Stream
-from daemon.inference import begin
-from daemon.pending import DEFECT
+from daemon.submit.inference import begin
+from daemon.submit.pending import DEFECT
 from shm.errors import ServingError, Unsupported
 from shm.lane import SubmitterLane
 from shm.messages import Completion, FormCompletion

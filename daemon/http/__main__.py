@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from daemon import front
+from daemon.front import process
 from daemon.http.server import HttpFront
 
 if __name__ == "__main__":
-    front.main("daemon.http", "The HTTP front. Started by the supervisor only.", HttpFront)
+    process.main("daemon.http", "The HTTP front. Started by the supervisor only.", HttpFront)

@@ -19,9 +19,9 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from daemon.body_reader import BodyReader
-from daemon.connection_end import ConnectionEnd
-from daemon.each import call_each
+from daemon.front.body_reader import BodyReader
+from daemon.front.connection_end import ConnectionEnd
+from daemon.front.each import call_each
 from daemon.http.answering import Answering
 from daemon.http.deadlines import Deadlines, Late
 from daemon.http.exchange import Exchange

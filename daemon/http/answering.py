@@ -15,15 +15,15 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
+from daemon.front.status import http_status
 from daemon.http import response_codec
 from daemon.http.compression import Deflation
 from daemon.http.conversions import Job
 from daemon.http.http_form import HttpForm
 from daemon.http.message_head import InferHead
 from daemon.http.serving import Serving
-from daemon.pending import DEFECT, Pending
-from daemon.status import http_status
-from daemon.tracer import Trace
+from daemon.submit.pending import DEFECT, Pending
+from daemon.tracing.tracer import Trace
 from shm.errors import ServingError
 from shm.lane import SubmitterLane
 from shm.messages import Completion, FormCompletion, Slice

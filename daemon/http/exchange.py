@@ -14,7 +14,8 @@ from time import monotonic_ns
 
 import msgspec
 
-from daemon import request_id
+from daemon.front import request_id
+from daemon.front.status import http_status
 from daemon.http import json_cut, placement, request_codec
 from daemon.http.answering import Answering, Phase
 from daemon.http.body import Body, CollectedBody, PlacedBody
@@ -24,7 +25,6 @@ from daemon.http.http_forms import request_of
 from daemon.http.json_array import PIECE_BYTE_SIZE
 from daemon.http.raw_request import decode_raw
 from daemon.http.reception import Reception
-from daemon.status import http_status
 from shm.arena import Lease
 from shm.errors import InvalidArgument, ServingError, Unsupported
 from shm.forms import whole_request

@@ -1,6 +1,6 @@
 """generate and generate_stream: a model's answer to one plain JSON object, as one object or as events.
 
-    body ─▶ generate_codec ─▶ daemon.inference ─▶ answers, any number ─▶ generate: exactly one as JSON
+    body ─▶ generate_codec ─▶ daemon.submit.inference ─▶ answers, any number ─▶ generate: exactly one as JSON
                                                                       ╰▶ generate_stream: each as an event, when it comes
 
 A client that leaves cancels its request. Source: Triton docs/protocol/extension_generate.md.
@@ -17,13 +17,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from daemon import inference, request_id
+from daemon.front import request_id
 from daemon.http import generate_codec
 from daemon.http.event_stream import EventStream, while_connected
 from daemon.http.serving import Serving
 from daemon.http.whole_body import read_body
-from daemon.inference import Answer, InferenceRequest
-from daemon.tracer import Trace
+from daemon.submit import inference
+from daemon.submit.inference import Answer, InferenceRequest
+from daemon.tracing.tracer import Trace
 from shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
 
 _NOT_ONE = (

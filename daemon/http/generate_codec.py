@@ -18,7 +18,7 @@ from daemon.http import json_data, json_text, request_head
 from daemon.http.decoded_request import DecodedRequest
 from daemon.http.json_values import text
 from daemon.http.request_parameters import read_parameters
-from daemon.inference import Answer, Content, InferenceRequest
+from daemon.submit.inference import Answer, Content, InferenceRequest
 from shm.datatypes import element_count
 from shm.errors import InvalidArgument
 from shm.messages import RegionSlice

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import re
 
+from daemon.http.memo import Memo
 from daemon.http.message_head import InferHead
-from daemon.memo import Memo
 
 #: Longer heads are parsed each time.
 MAX_HEAD = 2048

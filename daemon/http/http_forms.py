@@ -17,9 +17,9 @@ from daemon.http import request_codec, request_head
 from daemon.http.decoded_request import DecodedRequest, Source
 from daemon.http.http_form import VALUES, HttpForm, Request
 from daemon.http.json_cut import Cut
+from daemon.http.memo import Memo
 from daemon.http.message_head import InferHead
 from daemon.http.request_head import ABSENT, Malformed, RequestHead
-from daemon.memo import Memo
 from shm.datatypes import element_count
 from shm.open_shape import is_open
 

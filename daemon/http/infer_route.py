@@ -6,7 +6,7 @@ import re
 import urllib.parse
 from dataclasses import dataclass
 
-from daemon.model_table import parse_version
+from daemon.submit.model_table import parse_version
 from shm.errors import ServingError
 
 _PATH = re.compile(rb"/v2/models/([^/]+)(?:/versions/([0-9]+))?/infer")

@@ -12,7 +12,7 @@ from time import monotonic
 
 import httptools
 
-from daemon.body_reader import Body, BodyReader
+from daemon.front.body_reader import Body, BodyReader
 from daemon.http.answer_order import AnswerOrder
 from daemon.http.body import PlacedBody
 from daemon.http.exchange import Exchange

@@ -20,7 +20,7 @@ import httptools
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from daemon.chunk_sizes import ChunkSizes, Refusal
+from daemon.front.chunk_sizes import ChunkSizes, Refusal
 from daemon.http.large_bodies import LargeBodies
 
 _log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
-from daemon.access import Restricted
+from daemon.front.access import Restricted
 from daemon.http import message_head
 from daemon.http.answering import Phase
 from daemon.http.body import COLLECT_BYTE_SIZE, PlacedBody, TextBody
@@ -289,7 +289,7 @@ class InferProtocol(ParserFeed):
         keep_alive = bool(self.parser.should_keep_alive())
         self.scope["method"] = self.parser.get_method().decode("ascii")
         self.scope["http_version"] = version
-        # Who asks: read from it only where that matters (daemon.peer).
+        # Who asks: read from it only where that matters (daemon.front.peer).
         self.scope["tensord.socket"] = self.transport.get_extra_info("socket")  # type: ignore[typeddict-unknown-key]
         self.scope["tensord.end"] = self._end  # type: ignore[typeddict-unknown-key]
         self.scope["tensord.forwarded"] = self._forwarded  # type: ignore[typeddict-unknown-key]

@@ -15,7 +15,7 @@ from daemon.http.body import COLLECT_BYTE_SIZE, Body, CollectedBody, PlacedBody,
 from daemon.http.compression import Inflation
 from daemon.http.message_head import InferHead
 from daemon.http.serving import Serving
-from daemon.pending import DEFECT
+from daemon.submit.pending import DEFECT
 from shm.arena import Lease
 from shm.errors import Internal, InvalidArgument, ServingError, Unavailable
 from shm.refusals import Refusal

@@ -11,16 +11,16 @@ import uvicorn
 
 from config import restrictions
 from config.options import Options
-from daemon.acceptor import Acceptor
-from daemon.access import http_access
-from daemon.endpoints import Endpoints
-from daemon.forwarding import Forwarding
-from daemon.front import Front
+from daemon.front.acceptor import Acceptor
+from daemon.front.access import http_access
+from daemon.front.endpoints import Endpoints
+from daemon.front.forwarding import Forwarding
+from daemon.front.longest_idle import LongestIdle
+from daemon.front.process import Front
 from daemon.http.generate import Generation
 from daemon.http.protocol import InferProtocol, protocol_for
 from daemon.http.routes import Routes
 from daemon.http.serving import Serving
-from daemon.longest_idle import LongestIdle
 
 _log = logging.getLogger(__name__)
 _CHECK_SECONDS = 1.0

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from config.options import COMPRESSION_LEVELS, Options
-from daemon.access import Rule
-from daemon.forwarding import Forwarding
+from daemon.control.tally import Seat
+from daemon.front.access import Rule
+from daemon.front.forwarding import Forwarding
+from daemon.front.longest_idle import LongestIdle
 from daemon.http.conversions import Conversions
 from daemon.http.heads import Heads
 from daemon.http.http_forms import HttpForms
-from daemon.longest_idle import LongestIdle
-from daemon.model_table import ModelTable
-from daemon.submit import Submitter
-from daemon.tally import Seat
-from daemon.tracer import Tracer
+from daemon.submit.model_table import ModelTable
+from daemon.submit.submitter import Submitter
+from daemon.tracing.tracer import Tracer
 
 
 @dataclass(slots=True)

@@ -11,11 +11,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from daemon import trace_settings
-from daemon.endpoints import Endpoints
+from daemon.control.log_settings import FILE_REFUSED, FORMATS, MAX_VERBOSE
+from daemon.front.endpoints import Endpoints
 from daemon.http import json_body, request_head
 from daemon.http.whole_body import read_body
-from daemon.log_settings import FILE_REFUSED, FORMATS, MAX_VERBOSE
+from daemon.tracing import trace_settings
 from shm.errors import InvalidArgument, Unavailable, Unsupported
 from shm.settings import ChangeLog, ChangeTrace
 

@@ -13,14 +13,14 @@ import os
 import msgspec
 
 from config.options import Regions as RegionOptions
-from daemon.child import Worker
-from daemon.fronts import Fronts
 from daemon.metrics.ledger import Ledger
 from daemon.metrics.snapshot import FrontPost, Regions, Snapshot, WorkerPost
-from daemon.models import Models
-from daemon.posts import Posts
-from daemon.region_registry import RegionRegistry
-from daemon.workforce import Workforce
+from daemon.models.changes import Models
+from daemon.processes.child import Worker
+from daemon.processes.fronts import Fronts
+from daemon.processes.posts import Posts
+from daemon.processes.worker_pool import WorkerPool
+from daemon.regions.region_registry import RegionRegistry
 from shm.errors import ServingError
 from shm.figures import Figures
 from shm.operations import WorkerFigures
@@ -35,7 +35,7 @@ class Collection:
 
     def __init__(
         self,
-        workers: Workforce,
+        workers: WorkerPool,
         fronts: Fronts,
         posts: Posts,
         regions: RegionRegistry,

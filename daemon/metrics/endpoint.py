@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from config.options import Metrics
-from daemon import listening
-from daemon.listening import Listener
 from daemon.metrics.snapshot import Snapshot
+from daemon.processes import listening
+from daemon.processes.listening import Listener
 
 _log = logging.getLogger(__name__)
 PATH = "/metrics"

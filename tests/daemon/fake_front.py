@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from daemon.acceptor import Acceptor
-from daemon.connection import Connection
-from daemon.tally import Seat, Tally
+from daemon.control.channel import ControlChannel
+from daemon.control.tally import Seat, Tally
+from daemon.front.acceptor import Acceptor
 from shm import stack_report
 from shm.channel import Channel
 from shm.control_records import (
@@ -75,7 +75,7 @@ class FakeFront:
         self.early: list[str] = []
         self.waiting: dict[int, asyncio.Future[Reply]] = {}
         channel = Channel(socket.socket(fileno=control_fd), decoder(ToFront))
-        self.connection = Connection(channel, self.received, self.done.set)
+        self.connection = ControlChannel(channel, self.received, self.done.set)
 
     async def run(self) -> None:
         self.connection.start()

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from daemon.connection import Connection
+from daemon.control.channel import ControlChannel
 from shm import stack_report
 from shm.channel import Channel
 from shm.control_records import (
@@ -52,7 +52,7 @@ class FakeWorker:
         self.lanes: list[int] = []
         self.began_ns = time.monotonic_ns()
         channel = Channel(socket.socket(fileno=control_fd), decoder(ToWorkerControl))
-        self.connection = Connection(channel, self.received, self.done.set)
+        self.connection = ControlChannel(channel, self.received, self.done.set)
 
     async def run(self) -> None:
         self.connection.start()

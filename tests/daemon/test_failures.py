@@ -17,7 +17,6 @@ import pytest
 from tritonclient.grpc import service_pb2
 
 from config.options import Arenas, Requests
-from daemon.choice import Choice
 from daemon.grpc import frames
 from daemon.grpc import response_codec as grpc_codec
 from daemon.grpc.answer_form import AnswerForm
@@ -29,8 +28,9 @@ from daemon.http import placement
 from daemon.http import response_codec as http_codec
 from daemon.http.answer_order import AnswerOrder
 from daemon.http.http_forms import HttpForms
-from daemon.sending import Sending
-from daemon.submit import Submitter
+from daemon.submit.choice import Choice
+from daemon.submit.sending import Sending
+from daemon.submit.submitter import Submitter
 from shm import channel as channel_module
 from shm.channel import Channel
 from shm.control_records import WorkerFenced
@@ -38,7 +38,7 @@ from shm.errors import InvalidArgument, ServingError
 from shm.lane import SubmitterLane, WorkerLane
 from shm.messages import Cancel, Completion, FormSubmit, Inline, Submit, Tensor
 from tests.daemon.grpc.frame_client import STREAM
-from tests.daemon.test_submit import MIB, Setting
+from tests.daemon.submit.test_submitter import MIB, Setting
 from tests.fakes import answer_formed
 from tests.work.connection import Bench, KeptTransport, LaneBench
 from tests.work.grpc_connection import GrpcBench, call, message, opened

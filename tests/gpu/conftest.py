@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from daemon.devices import usable_gpus
+from daemon.processes.devices import usable_gpus
 from tests import repositories
 from tests.cuda_owner import CudaOwner
 from tests.daemon_process import DaemonProcess

@@ -15,7 +15,7 @@ import tritonclient.http as httpclient
 import tritonclient.utils.shared_memory as shm
 from tritonclient.utils import InferenceServerException
 
-from daemon.devices import usable_gpus
+from daemon.processes.devices import usable_gpus
 from tests.cuda_owner import CudaOwner
 from tests.daemon_process import DaemonProcess, wait_until
 from tests.protocol.tensors import TENSORS, same

@@ -14,7 +14,7 @@ import yaml
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi import checks
 
-from daemon.access import http_access
+from daemon.front.access import http_access
 from daemon.http.routes import Routes
 from tests import repositories
 from tests.daemon_process import DaemonProcess

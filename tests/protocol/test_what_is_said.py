@@ -130,7 +130,7 @@ def test_parts_in_c_that_are_missing(start_daemon: Start, tmp_path: Path, broken
             class Without:
                 @staticmethod
                 def find_spec(name, path=None, target=None):
-                    if name in ("shm._guard", "workers._fast_path", "workers._large_copy", "workers._output_memory"):
+                    if name == "shm._guard" or name.startswith("workers.native._"):
                         raise {error}
 
             sys.meta_path.insert(0, Without)
@@ -147,7 +147,12 @@ def test_parts_in_c_that_are_missing(start_daemon: Start, tmp_path: Path, broken
         daemon.wait_ready()
         reason = "GLIBC_9.99 not found" if broken else "it was not built"
         (said,) = re.findall(r"supervisor\W+parts of tensord that are written in C are off: (.*)\n", daemon.log)
-        for part in ("shm._guard", "workers._fast_path", "workers._large_copy", "workers._output_memory"):
+        for part in (
+            "shm._guard",
+            "workers.native._fast_path",
+            "workers.native._large_copy",
+            "workers.native._output_memory",
+        ):
             assert f"({part}: {reason})" in said
         assert said.endswith("; install a C compiler and Python's headers, then install tensord again")
         assert "takes its memory in another way" not in daemon.log

@@ -17,11 +17,11 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from config.options import Lanes, Options
+from daemon.control.tally import Tally
 from daemon.http.protocol import InferProtocol, protocol_for
 from daemon.http.serving import Serving
-from daemon.model_table import ModelTable
-from daemon.submit import Submitter
-from daemon.tally import Tally
+from daemon.submit.model_table import ModelTable
+from daemon.submit.submitter import Submitter
 from shm.channel import pair
 from shm.control_records import LaneOpened, ModelState
 from shm.lane import WorkerLane

@@ -16,7 +16,7 @@ from daemon.grpc.serving import Serving
 from daemon.grpc.stream import Stream
 from daemon.grpc.stream_infer import StreamInfer
 from daemon.grpc.unary_infer import UnaryInfer
-from daemon.tracer import Tracer
+from daemon.tracing.tracer import Tracer
 from tests.daemon.grpc.frame_client import INFER, STREAM, prefixed
 from tests.work.connection import OPTIONS, KeptTransport, LaneBench
 

@@ -19,12 +19,12 @@ from shm.cuda_regions import Driver
 from shm.errors import Internal, InvalidArgument
 from shm.figures import Figures
 from shm.operations import AwaitRegion, ModelStatistics, RepositoryIndex, UnregisterRegion, WorkerFigures
-from tests.workers.test_model_table import version_of
+from tests.workers.models.test_model_table import version_of
 from workers.control import Control
-from workers.model_table import ModelTable
-from workers.model_version import ModelVersion
-from workers.region_policy import RegionPolicy
-from workers.region_table import RegionTable
+from workers.models.model_table import ModelTable
+from workers.models.model_version import ModelVersion
+from workers.regions.region_policy import RegionPolicy
+from workers.regions.region_table import RegionTable
 
 
 class Bench:

@@ -26,9 +26,9 @@ from shm.operations import RegisterSystemRegion, UnregisterRegion
 from tests.daemon_process import ROOT, DaemonProcess, tensorctl_status
 from tests.repositories import write_model
 from tests.workers.worker_loop import OPTIONS, WorkerLoop
-from workers import output_memory
-from workers.model_version import ModelVersion
-from workers.timeline import TENSORS, TIMESTAMPS
+from workers.models.model_version import ModelVersion
+from workers.native import output_memory
+from workers.requests.timeline import TENSORS, TIMESTAMPS
 
 pytestmark = pytest.mark.skipif(not output_memory.available, reason="the C extension was not built")
 

@@ -20,7 +20,7 @@ from shm.messages import Completion, FormSubmit, RequestedOutput, Submit, Tensor
 from shm.record import Record, decoder
 from tests.fakes import whole_answers
 from tests.work.counter import Work
-from workers.device import DeviceName
+from workers.devices.device import DeviceName
 from workers.worker import Worker
 
 #: It never looks, and in ``WorkerLoop`` it never sleeps: a turn takes what is there.

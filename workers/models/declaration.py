@@ -12,10 +12,10 @@ from typing import Any
 from config import model_checks
 from config.model_config import ModelConfig
 from shm.errors import InvalidArgument
-from workers.models.buckets import MAX_EXECUTABLES, Buckets, check_sizes, powers_of_two
-from workers.models.signature import Declared, Signature, TensorSpec, declare, parse_declaration
 from workers.scheduling.dynamic_batcher import BatchRules
 from workers.scheduling.queue import QueuePolicy, QueueRules
+from workers.tensors.buckets import MAX_EXECUTABLES, Buckets, check_sizes, powers_of_two
+from workers.tensors.signature import Declared, Signature, TensorSpec, declare, parse_declaration
 
 _MAX_LABEL_BYTE_SIZE = 16 << 20
 

@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from shm.errors import Internal, ServingError
-from workers.models.result import Result
-from workers.models.run_errors import CheckDevice, is_out_of_memory, out_of_memory, works
-from workers.request import Request, named
+from workers.programs.run_errors import CheckDevice, is_out_of_memory, out_of_memory, works
+from workers.requests.request import Request, named
+from workers.requests.result import Result
 
 if TYPE_CHECKING:
-    from workers.models.batch_outputs import BatchOutputs
-    from workers.models.executables import Executable
-    from workers.models.series_program import SeriesProgram
-    from workers.places import Places
+    from workers.dispatch.places import Places
+    from workers.programs.executables import Executable
+    from workers.programs.series_program import SeriesProgram
+    from workers.tensors.batch_outputs import BatchOutputs
 
 _log = logging.getLogger(__name__)
 #: A link, which stays, or a path of this host: in quotes with whatever is in it, or to the end of a word.

@@ -13,10 +13,10 @@ import numpy as np
 
 from shm.arrays import Array, datatype_of
 from shm.errors import Internal
-from workers.models.executables import check_output
 from workers.models.execution import Execution
-from workers.models.result import Result
-from workers.models.signature import Signature, TensorSpec
+from workers.programs.executables import check_output
+from workers.requests.result import Result
+from workers.tensors.signature import Signature, TensorSpec
 
 
 class HostModel:

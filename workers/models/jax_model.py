@@ -11,16 +11,16 @@ import numpy as np
 
 from shm.arrays import Array
 from shm.errors import InvalidArgument, Unsupported
-from workers import output_memory
-from workers.models.batch_outputs import BatchOutputs, layout_of, uncut
-from workers.models.buckets import Buckets, Shapes, sliced
-from workers.models.executables import Executable, Executables, Wanted, is_numeric
 from workers.models.execution import Execution
-from workers.models.result import Result
-from workers.models.series import MOST, Series
-from workers.models.series_program import SeriesProgram
-from workers.models.signature import Signature
-from workers.request import Request
+from workers.native import output_memory
+from workers.programs.executables import Executable, Executables, Wanted, is_numeric
+from workers.programs.series import MOST, Series
+from workers.programs.series_program import SeriesProgram
+from workers.requests.request import Request
+from workers.requests.result import Result
+from workers.tensors.batch_outputs import BatchOutputs, layout_of, uncut
+from workers.tensors.buckets import Buckets, Shapes, sliced
+from workers.tensors.signature import Signature
 
 
 class JaxModel:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import weakref
 
-from workers.device_cuda import CudaDevice
-from workers.models.executables import Executable
+from workers.devices.device_cuda import CudaDevice
 from workers.models.execution import Execution
 from workers.models.jax_model import JaxModel
+from workers.programs.executables import Executable
 
 
 class JittedInstance:

@@ -24,10 +24,11 @@ from config.options import Options
 from shm.control_records import Load
 from shm.errors import Internal, InvalidArgument, Unsupported
 from shm.status_page import StatusPage
-from workers import single_thread
-from workers.device_cuda import CudaDevice
-from workers.inbox import Inbox
-from workers.instance import Instance, Instantiated
+from workers.devices import single_thread
+from workers.devices.device_cuda import CudaDevice
+from workers.devices.single_thread import SingleThreadDevice
+from workers.imports.model_code import python_source
+from workers.imports.model_imports import ModelImports
 from workers.models.declaration import (
     batch_rules,
     check_size,
@@ -36,25 +37,24 @@ from workers.models.declaration import (
     queue_rules,
     read_labels,
 )
-from workers.models.executable_cache import ExecutableCache, cache_directory
-from workers.models.executables import Apply, Executables
 from workers.models.execution import describe_exception
 from workers.models.host_model import HostModel
-from workers.models.jax_cache import use_persistent_cache
+from workers.models.instance import Instance, Instantiated
 from workers.models.jax_model import JaxModel
 from workers.models.jitted_instance import JittedInstance
-from workers.models.load_progress import LoadProgress, Tell, nobody
-from workers.models.model_code import python_source
-from workers.models.model_imports import ModelImports
 from workers.models.parameters import parted
-from workers.models.precision import precision
 from workers.models.python_model import PythonModel, auto_complete
-from workers.models.run_errors import CheckDevice, works
-from workers.models.signature import Signature, signature
 from workers.models.warmup import Sample, samples
+from workers.programs.executable_cache import ExecutableCache, cache_directory
+from workers.programs.executables import Apply, Executables
+from workers.programs.jax_cache import use_persistent_cache
+from workers.programs.load_progress import LoadProgress, Tell, nobody
+from workers.programs.precision import precision
+from workers.programs.run_errors import CheckDevice, works
 from workers.scheduling.dynamic_batcher import BatchRules
 from workers.scheduling.queue import QueueRules
-from workers.single_thread import SingleThreadDevice
+from workers.tensors.signature import Signature, signature
+from workers.threads.inbox import Inbox
 
 _log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """A Triton Python-backend model: one ``TritonPythonModel`` object per instance, each in its own thread.
 
-What the model sees is ``workers.models.python_backend``; here is the other side: requests in, responses out. Outputs that nobody
+What the model sees is ``workers.python_backend.interface``; here is the other side: requests, responses. Outputs that nobody
 declared are dropped, as in Triton; one of another datatype or shape than declared is the model's error, which Triton lets pass.
 """
 
@@ -17,13 +17,13 @@ from google.protobuf import json_format
 from config.model_config import ModelConfig, empty, to_json
 from shm.arrays import Array, datatype_of
 from shm.errors import Internal, InvalidArgument, ServingError, from_code
-from workers.models import python_backend
-from workers.models.executables import check_output
 from workers.models.execution import Execution, describe_exception
-from workers.models.python_backend_response import parameters_of
-from workers.models.result import Response, Result
-from workers.models.signature import Signature, TensorSpec
-from workers.request import Request, named
+from workers.programs.executables import check_output
+from workers.python_backend import interface
+from workers.python_backend.response import parameters_of
+from workers.requests.request import Request, named
+from workers.requests.result import Response, Result
+from workers.tensors.signature import Signature, TensorSpec
 
 _log = logging.getLogger(__name__)
 
@@ -36,9 +36,9 @@ def auto_complete(module: ModuleType, message: ModelConfig) -> ModelConfig:
     complete = getattr(module.TritonPythonModel, "auto_complete_config", None)
     if complete is None:
         return message
-    asked = python_backend.ModelConfig(to_json(message).decode())
+    asked = interface.ModelConfig(to_json(message).decode())
     answered = complete(asked)
-    if not isinstance(answered, python_backend.ModelConfig):
+    if not isinstance(answered, interface.ModelConfig):
         raise InvalidArgument(
             f"model '{message.name}': auto_complete_config must return the configuration it was given"
         )
@@ -92,13 +92,13 @@ class PythonModel:
             raise TypeError(f"execute() returned {count}, a list of {len(requests)} InferenceResponse is expected")
         execution.results = [self._result(*each) for each in zip(requests, responses, strict=True)]
 
-    def _request(self, request: Request) -> python_backend.InferenceRequest:
+    def _request(self, request: Request) -> interface.InferenceRequest:
         submit = request.submit
-        return python_backend.InferenceRequest(
+        return interface.InferenceRequest(
             request_id=request.client_id,
             correlation_id=submit.sequence_id,
             # What is fetched when it is its turn is fetched here, in the model's own thread.
-            inputs=[python_backend.Tensor.borrowed(name, np.asarray(array)) for name, array in request.arrays.items()],
+            inputs=[interface.Tensor.borrowed(name, np.asarray(array)) for name, array in request.arrays.items()],
             requested_output_names=request.outputs or self._signature.outputs,
             model_name=submit.model,
             flags=submit.sequence_start | submit.sequence_end << 1,
@@ -108,7 +108,7 @@ class PythonModel:
         )
 
     def _result(self, request: Request, response: Any) -> Result:
-        if not isinstance(response, python_backend.InferenceResponse):
+        if not isinstance(response, interface.InferenceResponse):
             raise TypeError(f"execute() returned a list with {type(response).__name__}, InferenceResponse is expected")
         if response.has_error():
             return _client_error(response.error())
@@ -151,6 +151,6 @@ class PythonModel:
 
 
 def _client_error(error: Any) -> ServingError:
-    if isinstance(error, python_backend.TritonError):
+    if isinstance(error, interface.TritonError):
         return from_code(error.code(), error.message())
     return Internal(str(error))

@@ -25,9 +25,9 @@ from shm.errors import InvalidArgument, ServingError
 from shm.messages import Submit
 from workers.models.execution import Execution, Model, run
 from workers.models.jax_model import JaxModel
-from workers.models.run_errors import CheckDevice, works
-from workers.models.signature import Signature, TensorSpec
-from workers.request import Request
+from workers.programs.run_errors import CheckDevice, works
+from workers.requests.request import Request
+from workers.tensors.signature import Signature, TensorSpec
 
 #: All tensors of all samples together, which are there at a time.
 MAX_BYTE_SIZE = 1 << 29

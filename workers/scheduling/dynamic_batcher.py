@@ -1,6 +1,7 @@
 """Decides which waiting requests of one model version run together, and when.
 
-Pure: ``due_ns`` and ``take`` read the queue and the time they are told. ``workers.dispatcher`` asks, and runs what is taken.
+Pure: ``due_ns`` and ``take`` read the queue and the time they are told. ``workers.dispatch.dispatcher`` asks, and runs what is
+taken.
 
     no delay    whatever waits is due at once, as much of it as fits
     a delay     requests of one key (they can share a batch) wait for company, each key for itself:

@@ -22,7 +22,7 @@ from shm.errors import Unavailable
 
 
 class Waiting:
-    """What the scheduler knows of a request; ``workers.request.Request`` adds the rest."""
+    """What the scheduler knows of a request; ``workers.requests.request.Request`` adds the rest."""
 
     __slots__ = ("arrived_ns", "deadline_ns", "key", "line", "priority", "rows", "sequence", "timeout_ns")
 

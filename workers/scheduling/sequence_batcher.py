@@ -2,7 +2,7 @@
 
     request ─▶ table: its sequence, a slot ─▶ the batcher of that slot's instance, once it may run ─▶ taken ─▶ done
 
-Pure. ``workers.dispatcher`` asks, runs what is taken, and answers what is refused.
+Pure. ``workers.dispatch.dispatcher`` asks, runs what is taken, and answers what is refused.
 """
 
 from __future__ import annotations

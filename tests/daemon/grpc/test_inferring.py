@@ -12,7 +12,7 @@ import pytest
 
 from daemon.grpc import frames
 from daemon.grpc.codes import INTERNAL, OK
-from daemon.trace_turn import TraceTurn
+from daemon.tracing.trace_turn import TraceTurn
 from shm.control_records import TraceChanged
 from shm.messages import Inline, Tensor
 from tests.daemon.grpc.frame_client import STREAM, FrameClient, GrpcFrontProcess, prefixed, request, serving

@@ -16,8 +16,8 @@ from config.options import Arenas, Options
 from daemon.grpc.arriving_message import ArrivingMessage
 from daemon.grpc.reception import Phase, Reception
 from daemon.grpc.request_fields import RefusedRequest, split
-from daemon.model_table import ModelTable
-from daemon.submit import Submitter
+from daemon.submit.model_table import ModelTable
+from daemon.submit.submitter import Submitter
 from shm.errors import InvalidArgument, Unavailable
 from shm.messages import Slice
 from tests.daemon.grpc.requests import REQUESTS, Infer, fields

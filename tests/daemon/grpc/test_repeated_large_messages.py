@@ -12,7 +12,7 @@ import pytest
 
 from daemon.grpc import frames
 from daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, INVALID_ARGUMENT, OK
-from daemon.trace_turn import TraceTurn
+from daemon.tracing.trace_turn import TraceTurn
 from shm.control_records import ModelGone, TraceChanged
 from shm.messages import FormSubmit, Slice, Submit, Tensor
 from tests.daemon.grpc.frame_client import (

@@ -12,7 +12,7 @@ from tritonclient.grpc import service_pb2
 
 from daemon.grpc import frames
 from daemon.grpc.codes import INTERNAL, INVALID_ARGUMENT, OK
-from daemon.trace_turn import TraceTurn
+from daemon.tracing.trace_turn import TraceTurn
 from shm.control_records import ModelGone, TraceChanged
 from shm.forms import answer_template
 from shm.messages import Completion, FormCompletion, FormSubmit, Inline, RegionSlice, Tensor

@@ -14,9 +14,9 @@ from tritonclient.utils import serialize_byte_tensor
 from daemon.grpc.message_forms import MessageForms
 from daemon.grpc.request_fields import RefusedRequest
 from daemon.grpc.request_reader import RequestReader
-from daemon.inference import InferenceRequest
-from daemon.model_table import ModelTable
-from daemon.submit import Submitter
+from daemon.submit.inference import InferenceRequest
+from daemon.submit.model_table import ModelTable
+from daemon.submit.submitter import Submitter
 from shm.arrays import DTYPES
 from shm.control_records import ModelState
 from shm.datatypes import ELEMENT_SIZES

@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from config.options import Grpc
+from daemon.control.tally import Seat
 from daemon.grpc import frames
 from daemon.grpc.call import Buffer, Call
 from daemon.grpc.codes import INTERNAL, RESOURCE_EXHAUSTED, UNIMPLEMENTED
 from daemon.grpc.header_blocks import CallHead
 from daemon.grpc.serving import Serving
 from daemon.grpc.stream import Stream
-from daemon.tally import Seat
 
 LIMIT = 1024
 

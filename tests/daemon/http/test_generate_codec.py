@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from daemon.http.generate_codec import decode, encode
-from daemon.inference import Answer
+from daemon.submit.inference import Answer
 from shm.errors import InvalidArgument
 from shm.messages import Completion, Inline, RegionSlice, Tensor
 

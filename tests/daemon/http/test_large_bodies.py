@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from daemon.trace_turn import TraceTurn
+from daemon.tracing.trace_turn import TraceTurn
 from shm.control_records import TraceChanged
 from shm.messages import FormSubmit
 from tests.daemon.http.large_client import head_size, request

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from daemon.http.heads import Heads
+from daemon.http.memo import Memo
 from daemon.http.message_head import InferHead
-from daemon.memo import Memo
 from shm.control_records import ModelGone, ModelState
 from shm.messages import Submit
 from tests.daemon.http.large_client import SIZE, EchoingWorker, LargeBench, connection_of, exchange, head_size, turns

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from daemon.trace_turn import TraceTurn
+from daemon.tracing.trace_turn import TraceTurn
 from shm.control_records import TraceChanged
 from shm.forms import answer_template
 from shm.messages import Completion, FormCompletion, FormSubmit, Inline, RegionSlice, Tensor

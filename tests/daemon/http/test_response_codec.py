@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from daemon.front.status import http_status
 from daemon.http.request_codec import decode
 from daemon.http.response_codec import CLOSE, encode, error_response, response_head
-from daemon.status import http_status
 from shm.arrays import DTYPES, array, byte_content
 from shm.errors import InvalidArgument
 from shm.messages import Completion, Inline, RegionSlice, Slice, Tensor

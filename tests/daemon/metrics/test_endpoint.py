@@ -9,10 +9,10 @@ import threading
 import pytest
 
 from config.options import Metrics
-from daemon.listening import ListenError
 from daemon.metrics import endpoint, exposition
 from daemon.metrics.endpoint import MAX_CONNECTIONS, Endpoint
 from daemon.metrics.snapshot import Snapshot
+from daemon.processes.listening import ListenError
 from tests.daemon.metrics.served import GET, Served, status
 
 

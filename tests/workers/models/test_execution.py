@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shm.errors import Internal, InvalidArgument
-from tests.workers.requests import request_of
+from tests.workers.made_requests import request_of
 from workers.models.execution import Execution, describe_exception, run
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from config.model_config import parse_pbtxt
 from shm.errors import Internal
-from tests.workers.requests import request_of
+from tests.workers.made_requests import request_of
 from workers.models.execution import Execution
 from workers.models.host_model import HostModel, shapes_key
-from workers.models.signature import signature
+from workers.tensors.signature import signature
 
 
 def model_of(apply: Any, max_batch_size: int = 0, reshape: str = "") -> HostModel:

@@ -19,15 +19,15 @@ from shm.control_records import Load
 from shm.errors import Internal, InvalidArgument, ServingError, Unsupported
 from shm.status_page import StatusPage
 from tests.repositories import write_model
-from tests.workers.requests import request_of
-from workers.inbox import Inbox
-from workers.models import import_system
-from workers.models.executable_cache import ExecutableCache
+from tests.workers.made_requests import request_of
+from workers.imports import import_system
 from workers.models.execution import Execution
 from workers.models.loader import LoadedModel, Loader
-from workers.models.result import Result
+from workers.programs.executable_cache import ExecutableCache
+from workers.requests.result import Result
 from workers.scheduling.dynamic_batcher import BatchRules
 from workers.scheduling.queue import QueuePolicy
+from workers.threads.inbox import Inbox
 
 Loading = Callable[..., LoadedModel]
 

@@ -12,11 +12,11 @@ import pytest
 from config.model_config import ModelConfig, complete, parse_pbtxt
 from shm.errors import Internal, InvalidArgument, NotFound
 from shm.messages import RequestedOutput
-from tests.workers.requests import request_of
-from workers.models import python_backend as pb_utils
+from tests.workers.made_requests import request_of
 from workers.models.execution import Execution
 from workers.models.python_model import PythonModel, auto_complete
-from workers.models.signature import signature
+from workers.python_backend import interface as pb_utils
+from workers.tensors.signature import signature
 
 CONFIG = """
     name: "m" backend: "python" max_batch_size: 4

@@ -12,7 +12,7 @@ from config.model_config import parse_pbtxt
 from shm.errors import Internal, InvalidArgument, Unavailable
 from workers.models import warmup
 from workers.models.execution import Execution
-from workers.models.signature import signature
+from workers.tensors.signature import signature
 
 TENSORS = """
 input { name: "x" data_type: TYPE_FP32 dims: [ 2 ] }

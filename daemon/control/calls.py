@@ -1,0 +1,51 @@
+"""Questions to the supervisor: what concerns the whole daemon and not one request."""
+
+from __future__ import annotations
+
+import asyncio
+
+from daemon.control.channel import ControlChannel
+from shm.control_records import Call, Reply
+from shm.errors import Unavailable, from_code
+from shm.operations import ANONYMOUS, Operation, Peer
+
+#: Questions waiting for their answers; a client that floods the control endpoints is refused, not queued.
+_LIMIT = 1024
+
+
+class Calls:
+    """Asks over the control connection; each answer finds its asker by number."""
+
+    def __init__(self, connection: ControlChannel) -> None:
+        self._connection = connection
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._last = 0
+
+    async def ask(self, operation: Operation, peer: Peer = ANONYMOUS, end: int = -1) -> bytes:
+        """The result, JSON or empty.
+
+        Args:
+          peer: for whom, where that matters.
+          end: a descriptor that goes along, becomes readable when a region is to go, and stays the caller's; -1: none.
+        Raises: the ServingError the supervisor answered with, or Unavailable: too many questions.
+        """
+        if len(self._waiting) >= _LIMIT:
+            raise Unavailable(f"{len(self._waiting)} control requests are waiting, at most {_LIMIT} are allowed")
+        self._last += 1
+        number = self._last
+        waiter: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = waiter
+        self._connection.send(Call(number, operation, peer), *([end] if end >= 0 else []))
+        try:
+            reply = await waiter
+        finally:
+            del self._waiting[number]
+        if reply.code:
+            raise from_code(reply.code, reply.message)
+        return reply.result
+
+    def answered(self, reply: Reply) -> None:
+        """A reply came; of a question nobody waits for any more it is dropped."""
+        waiter = self._waiting.get(reply.call_id)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(reply)

@@ -1,0 +1,115 @@
+"""A channel on an asyncio loop: records in by callback, records out with one flush per turn of the loop.
+
+Used by the supervisor for each child and by each front for its supervisor. Its one rule: nothing here waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from shm import descriptors
+from shm.channel import Channel, ChannelClosed, DescriptorsLost
+from shm.control_records import Reply
+from shm.errors import InvalidArgument
+from shm.record import Record
+
+_log = logging.getLogger(__name__)
+#: Datagrams taken per wake-up, so that one busy peer cannot starve the loop.
+_BATCH = 64
+
+
+class ControlChannel:
+    """Owns the channel. ``on_close`` is called once, when the peer is gone or sent garbage; not after ``close``."""
+
+    def __init__(
+        self, channel: Channel, on_record: Callable[[Any, list[int]], None], on_close: Callable[[], None]
+    ) -> None:
+        """``on_record(record, fds)`` owns the descriptors; only a record that travels alone has any."""
+        self._channel = channel
+        self._on_record = on_record
+        self._on_close = on_close
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._flushing = False
+        self._writing = False
+        self._closed = False
+
+    def start(self) -> None:
+        """Reads from now on, on the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._channel.fileno(), self._readable)
+
+    def send(self, record: Record, *fds: int) -> None:
+        """Queues; everything sent in one turn of the loop leaves together. Descriptors are duplicated. Ignored once closed."""
+        if self._closed:
+            return
+        self._channel.put(record, *fds)
+        if not self._flushing and not self._writing and self._loop is not None:
+            self._flushing = True
+            self._loop.call_soon(self._flush)
+
+    def close(self) -> None:
+        """Idempotent; unsent records are dropped."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._loop is not None:
+            self._loop.remove_reader(self._channel.fileno())
+            if self._writing:
+                self._loop.remove_writer(self._channel.fileno())
+        self._channel.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def _flush(self) -> None:
+        self._flushing = False
+        if self._closed or self._loop is None:
+            return
+        done = self._channel.flush()
+        if done and self._writing:
+            self._writing = False
+            self._loop.remove_writer(self._channel.fileno())
+        elif not done and not self._writing:
+            self._writing = True
+            self._loop.add_writer(self._channel.fileno(), self._flush)
+
+    def _readable(self) -> None:
+        try:
+            for _ in range(_BATCH):
+                received = self._received()
+                if received is None:
+                    return
+                records, fds = received
+                for record in records:
+                    self._on_record(record, fds)
+                    fds = []
+                    if self._closed:
+                        return
+        except ChannelClosed:
+            self._lost()
+        except InvalidArgument as error:
+            _log.error("closing a control channel: %s", error.message)
+            self._lost()
+
+    def _received(self) -> tuple[list[Any], list[int]] | None:
+        """As ``Channel.receive``; a reply that came without its descriptors is its caller's affair.
+
+        Raises: InvalidArgument: something else came without them. A peer that is not understood is of no use.
+        """
+        try:
+            return self._channel.receive()
+        except DescriptorsLost as lost:
+            if not all(isinstance(record, Reply) for record in lost.records):
+                raise InvalidArgument(f"{lost}: {descriptors.limit()} files may be open") from None
+            return lost.records, []
+
+    def _lost(self) -> None:
+        self.close()
+        self._on_close()
+
+    def __repr__(self) -> str:
+        return f"<Connection {self._channel!r}{' closed' if self._closed else ''}>"

@@ -1,0 +1,106 @@
+"""How many connections each front of a protocol has: one page that all of them and the supervisor map.
+
+A client's connection is taken by whichever front is quickest, so they have to know of each other to share them out evenly and to
+keep one limit together, without asking anybody. Nameless and sealed against resizing. Layout, u64 each:
+
+    row k at word 8 * k:   serves (0 or 1), connections, refused requests by reason (``daemon.control.refusals.OF_FRONTS``)
+                           a row is a cache line; only its front writes it
+
+The supervisor clears what a front that is dead had, before its replacement starts; refused requests go on being counted.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+
+from config.options import MAX_PROCESSES
+from daemon.control.refusals import OF_FRONTS
+from shm.refusals import Refusal
+
+_WORDS = 8
+#: Where a row's counts of refused requests begin.
+_REFUSED = 2
+_BYTE_SIZE = MAX_PROCESSES * _WORDS * 8
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Tally:
+    """The page. Owns its descriptor."""
+
+    def __init__(self, fd: int) -> None:
+        """Takes the descriptor over, as ``create`` made it in the supervisor. Raises OSError, ValueError: it is another thing."""
+        self.fd = fd
+        self._mapping = mmap.mmap(fd, _BYTE_SIZE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        self._words = memoryview(self._mapping).cast("Q")
+
+    @classmethod
+    def create(cls) -> Tally:
+        """Raises OSError: there is no memory or no descriptor for it."""
+        fd = os.memfd_create("tensord-tally", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(fd, 0, _BYTE_SIZE)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            return cls(fd)
+        except OSError:
+            os.close(fd)
+            raise
+
+    def seat(self, row: int) -> Seat:
+        """The row of one front."""
+        return Seat(self._words, row)
+
+    def connections(self, row: int) -> int:
+        """Of one front."""
+        return self._words[row * _WORDS + 1]
+
+    def refused(self, row: int) -> dict[Refusal, int]:
+        """Requests that the fronts of that row have refused, by reason."""
+        at = row * _WORDS + _REFUSED
+        return {refusal: self._words[at + i] for i, refusal in enumerate(OF_FRONTS)}
+
+    def clear(self, row: int) -> None:
+        """That front is gone."""
+        self._words[row * _WORDS] = self._words[row * _WORDS + 1] = 0
+
+    def close(self) -> None:
+        """Once; seats must not be used any more."""
+        self._words.release()
+        self._mapping.close()
+        os.close(self.fd)
+
+
+class Seat:
+    """What one front writes into its row, and reads of the others'."""
+
+    def __init__(self, words: memoryview, row: int) -> None:
+        self._words = words
+        self._at = row * _WORDS
+        self._others = [at for at in range(0, MAX_PROCESSES * _WORDS, _WORDS) if at != self._at]
+
+    def serve(self, serving: bool) -> None:
+        """Whether this front takes connections: others leave some to it only then."""
+        self._words[self._at] = serving
+
+    def count(self, connections: int) -> None:
+        """This front has that many now."""
+        self._words[self._at + 1] = connections
+
+    def refuse(self, refusal: Refusal) -> None:
+        """This front refuses a request."""
+        self._words[self._at + _REFUSED + OF_FRONTS.index(refusal)] += 1
+
+    def own(self) -> int:
+        """Connections of this front."""
+        return self._words[self._at + 1]
+
+    def total(self) -> int:
+        """Connections of all fronts."""
+        words = self._words
+        return self.own() + sum(words[at + 1] for at in self._others)
+
+    def least(self) -> int | None:
+        """The fewest connections that another front has which takes some; None: there is no other."""
+        words = self._words
+        return min((words[at + 1] for at in self._others if words[at]), default=None)

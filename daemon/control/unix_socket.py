@@ -1,0 +1,49 @@
+"""The supervisor's own unix sockets in the file system: where they are, and how their names come to be."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from daemon.control import runtime_directory
+
+
+def path(configured: str, name: str, environment: Mapping[str, str]) -> Path | None:
+    """As configured, else that name in systemd's runtime directory, else nowhere."""
+    if configured:
+        return Path(configured)
+    folder = runtime_directory.of_service(environment)
+    return None if folder is None else folder / name
+
+
+def bind(path: Path, kind: int, mode: int) -> socket.socket:
+    """A bound socket (not listening yet) whose name has that mode from its first moment on. Raises OSError."""
+    sock = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC)
+    try:
+        _remove_stale(path, kind)
+        before = os.umask(0o777 & ~mode)
+        try:
+            sock.bind(str(path))
+        finally:
+            os.umask(before)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _remove_stale(path: Path, kind: int) -> None:
+    """A socket that nobody listens on is a killed predecessor's; anything else is left, and bind says so."""
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            return
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, kind) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()

@@ -1,0 +1,1 @@
+"""What every front has, whatever protocol it speaks."""

@@ -1,0 +1,217 @@
+"""What both protocols answer besides infer: from the front's own table of models, or by asking the supervisor.
+
+A protocol reads a request into the arguments of one of these and writes the result in its own form. Errors are ServingErrors.
+What a front says of a model holds for every front: its client may send the next request to another one.
+Source: KServe V2 and Triton's extensions; texts as recorded against a real Triton.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from config.options import Options
+from daemon.control.calls import Calls
+from daemon.models.readiness import sentence
+from daemon.submit.model_table import ModelTable
+from shm.errors import InvalidArgument
+from shm.operations import (
+    ANONYMOUS,
+    LoadModel,
+    ModelStatistics,
+    Peer,
+    RegionStatus,
+    RegisterCudaRegion,
+    RegisterSystemRegion,
+    RepositoryIndex,
+    Settle,
+    UnloadModel,
+    UnregisterRegion,
+)
+from shm.settings import ChangeLog, ChangeTrace
+
+#: What works, in Triton's order and spelling.
+EXTENSIONS = (
+    "classification",
+    "model_repository",
+    # Nothing depends on another model here, so it asks for nothing.
+    "model_repository(unload_dependents)",
+    "schedule_policy",
+    "model_configuration",
+    "system_shared_memory",
+    "cuda_shared_memory",
+    "binary_tensor_data",
+    "parameters",
+    "statistics",
+    "trace",
+    "logging",
+)
+_INT64 = (1 << 63) - 1
+#: Files of one load request, and their bytes together: they travel in one record to the supervisor.
+MAX_FILES = 256
+MAX_FILES_BYTE_SIZE = 128 << 20
+
+
+class Endpoints:
+    """The answers, over what a front knows and whom it can ask. JSON results are the supervisor's bytes, unread."""
+
+    def __init__(self, table: ModelTable, calls: Calls, options: Options) -> None:
+        self._table = table
+        self._calls = calls
+        self._name = options.server_name
+        self._version = importlib.metadata.version("tensord")
+        #: When regions go by themselves (``regions.reclaim``).
+        self.reclaim = options.regions.reclaim
+        #: The table's edition that every front is known to act upon.
+        self._settled = -1
+        #: Of a request that carries files.
+        self.max_body_byte_size = options.http.max_body_byte_size
+        #: Told to stop: not ready any more.
+        self.stopping = False
+
+    # ------------------------------------------------------------------------------------------------ health
+
+    async def unreadiness(self) -> str:
+        """Why the daemon is not ready, naming the models; "": it is. See ``daemon.models.readiness``."""
+        if self.stopping:
+            return "the server is stopping"
+        readiness = self._table.readiness
+        if not readiness.ready:
+            return sentence(readiness) or "the server is starting"
+        await self._everywhere()
+        return ""
+
+    async def _everywhere(self) -> None:
+        """Returns when every front acts upon what this one knows of the models now."""
+        edition = self._table.edition
+        if self._settled < edition:
+            await self._calls.ask(Settle())
+            self._settled = edition
+
+    # ------------------------------------------------------------------------------------------------ models
+
+    def server_metadata(self) -> dict[str, Any]:
+        """``name``, ``version``, ``extensions``."""
+        return {"name": self._name, "version": self._version, "extensions": EXTENSIONS}
+
+    async def model_is_ready(self, model: str, version: int) -> bool:
+        """Whether requests for it are answered now; 0 is the newest version, an unknown model is not ready."""
+        if not self._table.is_ready(model, version):
+            return False
+        await self._everywhere()
+        return True
+
+    async def model_metadata(self, model: str, version: int) -> dict[str, Any]:
+        """``name``, ``versions`` (as text, ascending), ``platform``, ``inputs``, ``outputs``. Raises NotFound.
+
+        ``versions`` are all that are served, or the one that is asked for.
+        """
+        metadata = msgspec.json.decode(self._table.find(model, version).metadata)
+        await self._everywhere()
+        versions = [str(number) for number in ((version,) if version else self._table.ready_versions(model))]
+        return {"name": metadata.pop("name"), "versions": versions, **metadata}
+
+    async def model_config(self, model: str, version: int) -> bytes:
+        """The full ModelConfig as JSON. Raises NotFound."""
+        config = self._table.find(model, version).config
+        await self._everywhere()
+        return config
+
+    async def statistics(self, model: str, version: int) -> bytes:
+        """JSON {"model_stats": [...]}; "" is all models, 0 all versions."""
+        return await self._calls.ask(ModelStatistics(model, version))
+
+    # -------------------------------------------------------------------------------------------- repository
+
+    async def index(self, ready: bool) -> bytes:
+        """JSON array of {name, version?, state?, reason?}; ``ready``: only what is."""
+        return await self._calls.ask(RepositoryIndex(ready))
+
+    async def load(self, model: str, parameters: Mapping[str, Any]) -> None:
+        """Loads a model; ``parameters``: ``config`` (JSON text) and ``file:<version>/<name>`` (bytes). Raises ServingError.
+
+        With files the model consists of nothing else, so they need a ``config``.
+        """
+        config, files = "", {}
+        for key, value in sorted(parameters.items()):
+            if key == "config":
+                if not isinstance(value, str):
+                    raise InvalidArgument("load parameter 'config' should be a string with a JSON object")
+                config = value
+            elif not key.startswith("file:"):
+                raise InvalidArgument(f"unrecognized load parameter '{key}'.")
+            elif not isinstance(value, bytes):
+                raise InvalidArgument(f"load parameter '{key}' should be the bytes of a file")
+            else:
+                files[key.removeprefix("file:")] = value
+        total = sum(map(len, files.values()))
+        if len(files) > MAX_FILES or total > MAX_FILES_BYTE_SIZE:
+            raise InvalidArgument(
+                f"failed to load '{model}': {len(files)} files of {total} bytes together are given, "
+                f"at most {MAX_FILES} of {MAX_FILES_BYTE_SIZE} are allowed"
+            )
+        await self._calls.ask(LoadModel(model, config, files))
+
+    async def unload(self, model: str, parameters: Mapping[str, Any]) -> None:
+        """Unloads a model; ``parameters``: ``unload_dependents``, others are ignored. Raises ServingError."""
+        dependents = parameters.get("unload_dependents", False)
+        if not isinstance(dependents, bool):
+            raise InvalidArgument("unload parameter 'unload_dependents' should be a boolean")
+        await self._calls.ask(UnloadModel(model, dependents))
+
+    # ----------------------------------------------------------------------------------------------- regions
+
+    async def register_system(
+        self, name: str, key: str, offset: int, byte_size: int, peer: Peer = ANONYMOUS, end: int = -1
+    ) -> None:
+        """Registers part of a POSIX object; the numbers are unsigned.
+
+        Args:
+          peer: the client.
+          end: becomes readable when the region is to go, and stays the caller's; -1: never.
+        Raises: ServingError.
+        """
+        if offset > _INT64 or byte_size > _INT64:
+            raise InvalidArgument(
+                f"failed to register shared memory region '{name}': offset {offset} and byte_size {byte_size} "
+                f"are beyond {_INT64}"
+            )
+        await self._calls.ask(RegisterSystemRegion(name, key, offset, byte_size), peer, end)
+
+    async def register_cuda(
+        self,
+        name: str,
+        raw_handle: bytes,
+        device_id: int,
+        byte_size: int,
+        peer: Peer = ANONYMOUS,
+        end: int = -1,
+    ) -> None:
+        """Registers an allocation of a client's GPU memory by its 64-byte handle. The rest is as for system regions."""
+        await self._calls.ask(RegisterCudaRegion(name, raw_handle, device_id, byte_size), peer, end)
+
+    async def unregister(self, kind: str, name: str, peer: Peer = ANONYMOUS) -> None:
+        """Forgets a region, or all of that kind ("") that are the client's. Raises ServingError."""
+        await self._calls.ask(UnregisterRegion(kind, name), peer)
+
+    async def region_status(self, kind: str, name: str) -> bytes:
+        """JSON array of the region, or of all of that kind (""). Raises NotFound."""
+        return await self._calls.ask(RegionStatus(kind, name))
+
+    # ---------------------------------------------------------------------------------------------- settings
+
+    async def log_settings(self, wanted: ChangeLog) -> bytes:
+        """Changes what is given, and answers all settings then in force: a JSON object."""
+        return await self._calls.ask(wanted)
+
+    async def check_traced(self, model: str) -> None:
+        """Looks for a model ("": all) before anybody looks at the settings it is to have. Raises InvalidArgument: unknown."""
+        if model:
+            await self._calls.ask(ChangeTrace(model))
+
+    async def trace_settings(self, wanted: ChangeTrace) -> bytes:
+        """Changes what is given (``daemon.tracing.trace_settings.parse``), and answers the settings then in force as JSON."""
+        return await self._calls.ask(wanted)

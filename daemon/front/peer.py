@@ -1,0 +1,115 @@
+"""Who is at the other end of a connection, as the kernel tells it: nothing here is the client's own word.
+
+unix socket   pid, uid, gid and groups at the time of its connect, and a descriptor of the very process (pidfd)
+TCP           the address, which says nothing about who it is
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+from collections.abc import Iterator
+
+from daemon.front.connection_end import ConnectionEnd
+from shm.operations import ANONYMOUS, Peer
+
+_CREDENTIALS = struct.Struct("iII")
+#: asm-generic/socket.h; the socket module has no names for them. SO_PEERPIDFD is there since Linux 6.5.
+_SO_PEERGROUPS = 59
+_SO_PEERPIDFD = 77
+_MAX_GROUPS = 1024
+
+
+@contextlib.contextmanager
+def _opened(fd: int) -> Iterator[socket.socket]:
+    """Whatever wraps the connection (asyncio's sockets answer less than the kernel does), this is a plain socket."""
+    with socket.socket(fileno=os.dup(fd)) as sock:
+        yield sock
+
+
+def peer_of(fd: int) -> Peer:
+    """The identity of the client of a connection. One that is gone already is one of TCP without an address."""
+    try:
+        with _opened(fd) as sock:
+            if sock.family != socket.AF_UNIX:
+                name = sock.getpeername()
+                return Peer("tcp", f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "")
+            found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            pid, uid, gid = _CREDENTIALS.unpack(found)
+            return Peer("unix", "", pid, uid, gid, _groups(sock))
+    except OSError:
+        return ANONYMOUS
+
+
+def _groups(sock: socket.socket) -> tuple[int, ...]:
+    try:
+        found = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MAX_GROUPS * 4)
+    except OSError:  # more than that: then only the first counts
+        return ()
+    return struct.unpack(f"{len(found) // 4}I", found)
+
+
+@contextlib.contextmanager
+def end_of(fd: int, connection: ConnectionEnd, reclaim: str) -> Iterator[int]:
+    """What tells when a client's regions are to go (``regions.reclaim``), open inside the block; -1: they stay.
+
+    Where the kernel does not tell the process, its connection stands for it. Raises Unavailable: no descriptors are left.
+    """
+    if reclaim == "never" or not _is_unix(fd):
+        yield -1
+        return
+    with contextlib.ExitStack() as stack:
+        end = stack.enter_context(process_of(fd)) if reclaim == "owner" else -1
+        yield end if end >= 0 else stack.enter_context(connection.descriptor())
+
+
+def _is_unix(fd: int) -> bool:
+    try:
+        with _opened(fd) as sock:
+            return sock.family == socket.AF_UNIX
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def process_of(fd: int) -> Iterator[int]:
+    """A pidfd of the process that connected, open inside the block; -1: not a unix socket, or the kernel does not say."""
+    process = _pidfd(fd)
+    try:
+        yield process
+    finally:
+        if process >= 0:
+            os.close(process)
+
+
+def _pidfd(fd: int) -> int:
+    try:
+        with _opened(fd) as sock:
+            if sock.family != socket.AF_UNIX:
+                return -1
+            try:
+                (process,) = struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4))
+            except OSError:
+                return _pidfd_by_number(sock)
+    except OSError:
+        return -1
+    os.set_inheritable(process, False)
+    return int(process)
+
+
+def _pidfd_by_number(sock: socket.socket) -> int:
+    """For older kernels: the process of that number is the client if its connection is still open afterwards.
+
+    Raises: OSError: there is no such process, or the client has hung up, so that its number may be another one's by now.
+    """
+    (number, _, _) = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    process = os.pidfd_open(number)
+    poll = select.poll()
+    poll.register(sock, select.POLLHUP)
+    if poll.poll(0):
+        os.close(process)
+        raise ConnectionResetError
+    return process

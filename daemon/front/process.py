@@ -1,0 +1,185 @@
+"""The life of a front process, whatever protocol it speaks: its control connection, its table of models and its submitter.
+
+Start ─▶ what the other fronts know ─▶ Serve ─▶ open ─▶ ChildReady ─▶ lanes and models come and go ─▶ Stop: drain, close, exit 0
+
+A protocol's server is a child class: it opens on the listening sockets it was given, which other fronts have as well, and drains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import signal
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import uvloop
+
+from config import log
+from config.options import Log, Options
+from daemon.control.calls import Calls
+from daemon.control.channel import ControlChannel
+from daemon.control.tally import Tally
+from daemon.front.endpoints import Endpoints
+from daemon.submit.model_table import ModelTable
+from daemon.submit.submitter import Submitter
+from daemon.tracing.tracer import Tracer
+from shm import heap, stack_report
+from shm.channel import Channel
+from shm.control_records import (
+    ChildReady,
+    LaneOpened,
+    LogChanged,
+    ModelGone,
+    ModelState,
+    RegionPlace,
+    Reply,
+    Seen,
+    Serve,
+    Start,
+    Stop,
+    ToFront,
+    Told,
+    TraceChanged,
+    TraceCleared,
+    WorkerFenced,
+)
+from shm.parent import die_with_parent
+from shm.progress import Readiness
+from shm.record import decoder
+
+#: A few requests of some MiB as JSON: the text, its values, the text of the answer.
+_KEPT_BYTE_SIZE = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a front was given to take connections from, and its place among those that share it."""
+
+    listeners: tuple[socket.socket, ...]
+    tally: Tally
+    row: int
+
+
+class Front(ABC):
+    """One front. ``run`` is its whole life."""
+
+    #: There from Start on.
+    tracer: Tracer
+
+    def __init__(self, control: socket.socket, place: Place) -> None:
+        self.place = place
+        self._connection = ControlChannel(Channel(control, decoder(ToFront)), self._record, self._orphaned)
+        self._started: asyncio.Future[Start] = asyncio.get_running_loop().create_future()
+        self._serve: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._stop: asyncio.Future[Stop] = asyncio.get_running_loop().create_future()
+        self._submitter: Submitter | None = None
+        self.calls = Calls(self._connection)
+        self.table = ModelTable()
+
+    async def run(self) -> None:
+        """Returns when it was told to stop and has finished."""
+        self._connection.start()
+        start = await self._started
+        # Before it knows what the others know, it would refuse what another front has just answered for.
+        await asyncio.wait((self._serve, self._stop), return_when=asyncio.FIRST_COMPLETED)
+        if self._serve.done():
+            await self._serve_until_stopped(start)
+        self.tracer.close()
+        self.submitter.close()
+        self._connection.close()
+
+    async def _serve_until_stopped(self, start: Start) -> None:
+        options = msgspec.msgpack.decode(start.options, type=Options)
+        endpoints = Endpoints(self.table, self.calls, options)
+        await self.open(options, endpoints)
+        # What was imported and built lives as long as the process: the collector need not look at it again and again.
+        gc.collect()
+        gc.freeze()
+        self._connection.send(ChildReady(start.incarnation))
+        stop = await self._stop
+        endpoints.stopping = True
+        await self.drain(stop.grace_ns)
+
+    @abstractmethod
+    async def open(self, options: Options, endpoints: Endpoints) -> None:
+        """Returns when clients are served."""
+
+    @abstractmethod
+    async def drain(self, grace_ns: int) -> None:
+        """Nothing new; returns when what was accepted is answered, after ``grace_ns`` at the latest."""
+
+    @property
+    def submitter(self) -> Submitter:
+        """There from Start on."""
+        assert self._submitter is not None, "Start is the first record"
+        return self._submitter
+
+    def _record(self, record: Any, fds: list[int]) -> None:
+        """Everything the supervisor says."""
+        match record:
+            case Start():
+                stack_report.enable(*fds)
+                options = msgspec.msgpack.decode(record.options, type=Options)
+                log.configure(options.log, record.name)
+                self.tracer = Tracer(record.incarnation, options.trace.max_byte_size)
+                counted = self.place.tally.seat(self.place.row).refuse
+                self._submitter = Submitter(record.incarnation, options, self.table, self.place.row, counted)
+                self._started.set_result(record)
+            case Serve():
+                self._serve.set_result(None)
+            case Told(edition):
+                self._connection.send(Seen(edition))
+            case Stop():
+                if not self._stop.done():
+                    self._stop.set_result(record)
+            case Reply():
+                self.calls.answered(record)
+            case ModelState() | ModelGone():
+                self.submitter.model_changed(record)
+            case Readiness():
+                self.table.judge(record)
+            case RegionPlace():
+                self.submitter.region_placed(record)
+            case LaneOpened():
+                self.submitter.open_lane(record, fds)
+            case WorkerFenced():
+                self.submitter.fence(record)
+            case TraceChanged():
+                self.tracer.changed(record, fds)
+            case TraceCleared():
+                self.tracer.cleared(record)
+            case LogChanged(name, changed):
+                log.configure(msgspec.msgpack.decode(changed, type=Log), name)
+
+    def _orphaned(self) -> None:
+        """The supervisor is gone: nobody would ever stop us."""
+        os._exit(1)
+
+
+def main(program: str, description: str, make: Callable[[socket.socket, Place], Front]) -> None:
+    """A front's process, from its command line to its end; ``make`` takes the control channel and the front's place."""
+    die_with_parent()
+    heap.keep_freed_memory(_KEPT_BYTE_SIZE)
+    parser = argparse.ArgumentParser(prog=program, description=description)
+    parser.add_argument("--control-fd", type=int, required=True)
+    parser.add_argument("--listen-fds", required=True, help="comma-separated")
+    parser.add_argument("--tally-fd", type=int, required=True)
+    parser.add_argument("--row", type=int, required=True)
+    arguments = parser.parse_args()
+    # The supervisor decides; a terminal's Ctrl-C or a service manager's signal reaches it as well.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    async def run() -> None:
+        listeners = tuple(socket.socket(fileno=int(fd)) for fd in arguments.listen_fds.split(","))
+        place = Place(listeners, Tally(arguments.tally_fd), arguments.row)
+        await make(socket.socket(fileno=arguments.control_fd), place).run()
+
+    uvloop.run(run())

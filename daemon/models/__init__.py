@@ -1,0 +1,1 @@
+"""Which models are wanted and where they stand, over all workers."""

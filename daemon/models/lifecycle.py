@@ -1,0 +1,359 @@
+"""Which versions of which models are where: decides, does no I/O. ``daemon.models.changes`` carries it out.
+
+Every event returns instructions, in order:
+
+    load(model) ─▶ Send(worker, Load) to all ─▶ loaded(worker, ...) from all ─▶ Publish(READY) ─▶ Send(Unload) of versions the
+    new ones replace ─▶ unloaded(worker, ...) ─▶ Settled
+
+A version keeps serving until what replaces it is ready everywhere, so no request sees a cold model. Loads and unloads of one
+model happen one after the other; different models do not wait for each other. A worker that joins gets every wanted version; one
+that leaves takes nothing along: a version whose last worker died stays READY without workers, and its requests wait for the next.
+
+A version whose loading killed workers is given up until its next try: on one worker, alone, later and later. Whoever killed those
+workers may have been somebody else (the kernel, for want of memory), so no version is given up for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from daemon.models.instructions import Instruction, Publish, Retry, Send, Settled
+from daemon.models.load_errors import load_error
+from daemon.models.repository import FoundModel
+from daemon.models.versions import Model, Operation, Version, VersionState
+from shm.control_records import Loaded, ModelGone, ModelState, Unload
+
+#: A version under which that many workers died while it alone was loading is given up until its next try.
+MAX_LOAD_DEATHS = 2
+#: Seconds until that; twice as long after each further death.
+FIRST_RETRY = 5.0
+MAX_RETRY = 300.0
+
+
+class Lifecycle:
+    """The state machine. ``known`` names are in the repository; models may be loaded that no longer are."""
+
+    def __init__(self) -> None:
+        self.models: dict[str, Model] = {}
+        self.known: set[str] = set()
+        self._workers: set[int] = set()
+
+    # ---------------------------------------------------------------------------------------------------- operations
+
+    def load(self, found: FoundModel, token: int) -> list[Instruction]:
+        """Brings the chosen versions of a model, whose folder polled well, to READY; answered with Settled(token)."""
+        model = self.models.setdefault(found.name, Model())
+        model.waiting.append(Operation(token, found))
+        return self._advance(found.name)
+
+    def unload(self, name: str, token: int) -> list[Instruction]:
+        """Takes a model away; unknown or unloaded names settle at once."""
+        if name not in self.models:
+            return [Settled(token)]
+        self.models[name].waiting.append(Operation(token, None))
+        return self._advance(name)
+
+    def forget(self, name: str, present: Collection[int]) -> list[Instruction]:
+        """The versions of a name whose folders are in the repository: of others what serves nothing is not known any more."""
+        model = self.models.get(name)
+        if model is None or model.running is not None:
+            return []  # a load or unload under way will be followed by another look
+        out = self._forget(name, model, present)
+        if not model.versions:
+            del self.models[name]
+        return out
+
+    def _forget(self, name: str, model: Model, present: Collection[int]) -> list[Instruction]:
+        gone = [number for number, v in model.versions.items() if number not in present and not v.in_use]
+        for number in gone:
+            del model.versions[number]
+        return [Publish(ModelGone(name, number)) for number in gone]
+
+    def _advance(self, name: str) -> list[Instruction]:
+        """Starts what waits, while nothing runs."""
+        model, out = self.models[name], list[Instruction]()
+        while model.running is None and model.waiting:
+            model.running = model.waiting.popleft()
+            found = model.running.found
+            out += self._begin_unload(name, model) if found is None else self._begin_load(model, found)
+            out += self._finish(name, model)
+        return out
+
+    def _begin_load(self, model: Model, found: FoundModel) -> list[Instruction]:
+        unchanged = model.fingerprint == found.fingerprint
+        model.chosen = found.chosen
+        model.bringing = dict.fromkeys(found.chosen, "")
+        for number, version in model.versions.items():
+            if version.given_up and number not in found.chosen:
+                version.wanted, version.given_up, version.due = False, "", False
+        out = self._forget(found.name, model, {*found.versions, *found.chosen})
+        for number in found.chosen:
+            load = found.load(number)
+            version = model.versions.setdefault(number, Version(load))
+            if version.state is VersionState.READY and unchanged:
+                continue
+            version.load, version.deaths, version.suspect, version.wanted = load, 0, False, True
+            version.given_up, version.due = "", False
+            if version.state is not VersionState.READY:
+                version.state, version.reason = VersionState.LOADING, ""
+                out.append(self._publish(number, version))
+            version.postponed = set()
+            for worker in sorted(self._workers):
+                out += self._send_load(worker, version)
+        model.fingerprint = found.fingerprint
+        return out
+
+    def _begin_unload(self, name: str, model: Model) -> list[Instruction]:
+        model.fingerprint = ""
+        return [i for number in sorted(model.versions) for i in self._retire(name, number)]
+
+    def _retire(self, name: str, number: int) -> list[Instruction]:
+        """UNLOADING where it serves; a version that failed keeps its reason, as in Triton."""
+        version = self.models[name].versions[number]
+        version.wanted, version.postponed = False, set()
+        version.given_up, version.due = "", False
+        if version.state is not VersionState.READY:
+            return []
+        version.state, version.unloading = VersionState.UNLOADING, set(version.ready)
+        out: list[Instruction] = [Send(worker, Unload(name, number)) for worker in sorted(version.ready)]
+        version.ready = {}
+        return [self._publish(number, version), *out, *self._unload_ended(number, version)]
+
+    def _unload_ended(self, number: int, version: Version) -> list[Instruction]:
+        if version.state is not VersionState.UNLOADING or version.unloading:
+            return []
+        version.state, version.reason, version.described = VersionState.UNAVAILABLE, "unloaded", None
+        return [self._publish(number, version)]
+
+    def _finish(self, name: str, model: Model) -> list[Instruction]:
+        """Ends the running operation once every worker has answered."""
+        operation = model.running
+        if operation is None:
+            return []
+        if operation.found is None:
+            if any(version.unloading for version in model.versions.values()):
+                return []
+            model.running = None
+            return [Settled(operation.token)]
+        brought = [model.versions[number] for number in model.bringing]
+        # Without any worker the load waits for the first one: it cannot be said to have succeeded.
+        if any(v.loading or v.postponed or (v.state is VersionState.LOADING and not v.ready) for v in brought):
+            return []
+        if any(version.unloading for version in model.versions.values()):
+            return []
+        out: list[Instruction] = []
+        failed = {number: reason for number, reason in model.bringing.items() if reason}
+        if len(failed) < len(model.bringing):
+            # Something new serves: what it replaces goes, and the operation ends when that is gone.
+            out += self._retire_replaced(name, model)
+            if any(version.unloading for version in model.versions.values()):
+                return out
+        model.running, model.bringing = None, {}
+        if failed:
+            model.fingerprint = ""
+        return [*out, Settled(operation.token, load_error(name, failed) if failed else "")]
+
+    def _retire_replaced(self, name: str, model: Model) -> list[Instruction]:
+        serving = [number for number, version in model.versions.items() if version.state is VersionState.READY]
+        old = [number for number in serving if number not in model.chosen]
+        if len(old) == len(serving):
+            return []  # nothing replaces it
+        return [instruction for number in old for instruction in self._retire(name, number)]
+
+    # -------------------------------------------------------------------------------------------------------- workers
+
+    def worker_joined(self, worker: int) -> list[Instruction]:
+        """A worker is ready for records."""
+        self._workers.add(worker)
+        versions = (version for model in self.models.values() for version in model.versions.values())
+        wanted = [version for version in versions if version.wanted and (version.due or not version.given_up)]
+        # Those that may have killed a worker come last and alone.
+        return [i for version in sorted(wanted, key=lambda v: v.suspect) for i in self._send_load(worker, version)]
+
+    def retry(self, name: str, number: int, deaths: int) -> list[Instruction]:
+        """The time that a ``Retry`` named has come."""
+        version = self._version(name, number)
+        if version is None or not version.given_up or version.deaths != deaths:
+            return []
+        # One that has nothing to do, if there is one; and none where it serves as it was before.
+        free = sorted((self.loading_at(worker), worker) for worker in self._workers - version.ready.keys())
+        if not free:
+            version.due = True
+            return []
+        return self._send_load(free[0][1], version)
+
+    def worker_left(self, worker: int, how: str = "died") -> list[Instruction]:
+        """A worker is dead and fenced. ``how``: the end of a sentence about it."""
+        self._workers.discard(worker)
+        out: list[Instruction] = []
+        loading = [v for model in self.models.values() for v in model.versions.values() if worker in v.loading]
+        for version in loading:
+            version.suspect = True
+            version.deaths += len(loading) == 1
+        for name, model in self.models.items():
+            for number, version in model.versions.items():
+                out += self._left(name, number, version, worker, how)
+        for name in list(self.models):
+            out += self._after_answer(name)
+        return out
+
+    def _left(self, name: str, number: int, version: Version, worker: int, how: str) -> list[Instruction]:
+        served = version.ready.pop(worker, None) is not None
+        owed = version.loading.pop(worker, 0) > 0 or worker in version.postponed
+        version.postponed.discard(worker)
+        if worker in version.unloading:
+            version.unloading.discard(worker)
+            return self._unload_ended(number, version)
+        out: list[Instruction] = [self._publish(number, version)] if served else []
+        if owed and version.wanted and version.deaths >= MAX_LOAD_DEATHS:
+            version.given_up = f"{version.deaths} worker processes died while loading it, the last one {how}"
+            seconds = min(MAX_RETRY, FIRST_RETRY * 2 ** min(version.deaths - MAX_LOAD_DEATHS, 10))
+            out += self._failed(name, number, version, version.given_up)
+            out.append(Retry(name, number, seconds, version.deaths))
+        elif served and version.given_up:
+            # Its requests do not wait for a try that may be minutes away.
+            out += self._failed(name, number, version, version.given_up)
+        return out
+
+    def loaded(self, worker: int, answer: Loaded) -> list[Instruction]:
+        """A worker's answer to Load."""
+        version = self._version(answer.name, answer.version)
+        if version is None or worker not in version.loading:
+            return []
+        version.loading[worker] -= 1
+        if version.loading[worker]:
+            return []  # the answer to an earlier Load; a newer one is on its way
+        del version.loading[worker]
+        out: list[Instruction] = []
+        if answer.reason:
+            version.given_up, version.due = "", False
+            out += self._failed(answer.name, answer.version, version, answer.reason)
+        elif version.wanted:
+            others = (
+                self._workers - version.ready.keys() - version.loading.keys() - {worker} if version.given_up else ()
+            )
+            version.deaths, version.suspect, version.given_up, version.due = 0, False, "", False
+            version.ready[worker] = version.described = answer
+            version.state, version.reason = VersionState.READY, ""
+            out.append(self._publish(answer.version, version))
+            for other in sorted(others):
+                out += self._send_load(other, version)
+            model = self.models[answer.name]
+            if model.running is None:  # given up when the load that asked for it ended
+                out += self._retire_replaced(answer.name, model)
+        else:
+            # It was unloaded or given up while this worker was still loading it.
+            out.append(Send(worker, Unload(answer.name, answer.version)))
+        return out + self._send_postponed(worker) + self._after_answer(answer.name)
+
+    def unloaded(self, worker: int, name: str, number: int) -> list[Instruction]:
+        """A worker's answer to Unload."""
+        version = self._version(name, number)
+        if version is None or worker not in version.unloading:
+            return []
+        version.unloading.discard(worker)
+        return self._unload_ended(number, version) + self._after_answer(name)
+
+    def _after_answer(self, name: str) -> list[Instruction]:
+        out = self._finish(name, self.models[name])
+        return out + self._advance(name)
+
+    def _failed(self, name: str, number: int, version: Version, reason: str) -> list[Instruction]:
+        model = self.models[name]
+        if number in model.bringing:
+            model.bringing[number] = reason
+        if not version.wanted:
+            return []  # unloaded, or given up, before this answer came
+        if version.ready or version.loading or version.postponed:
+            # What serves goes on serving (also the former content of the same version); the last answer decides.
+            return []
+        version.wanted, version.described = bool(version.given_up), None
+        version.state, version.reason = VersionState.UNAVAILABLE, reason
+        return [self._publish(number, version)]
+
+    def _send_load(self, worker: int, version: Version) -> list[Instruction]:
+        if version.suspect and self.loading_at(worker):
+            version.postponed.add(worker)
+            return []
+        version.due = False
+        version.loading[worker] = version.loading.get(worker, 0) + 1
+        return [Send(worker, version.load)]
+
+    def _send_postponed(self, worker: int) -> list[Instruction]:
+        for model in self.models.values():
+            for version in model.versions.values():
+                if worker in version.postponed and not self.loading_at(worker):
+                    version.postponed.discard(worker)
+                    return self._send_load(worker, version)
+        return []
+
+    # ------------------------------------------------------------------------------------------------------ questions
+
+    def reason(self, name: str, number: int) -> str:
+        """Why that version is given up; "": it is not."""
+        version = self._version(name, number)
+        return "" if version is None else version.given_up
+
+    def loading_at(self, worker: int) -> bool:
+        """Whether that worker owes an answer to a Load."""
+        return any(worker in v.loading for model in self.models.values() for v in model.versions.values())
+
+    def states(self) -> list[ModelState]:
+        """Everything a new front must know."""
+        return [v.told(n) for model in self.models.values() for n, v in sorted(model.versions.items())]
+
+    def index(self, ready: bool = False) -> list[dict[str, str]]:
+        """The repository index: sorted by name, then version; names alone for what was never loaded."""
+        entries: list[dict[str, str]] = []
+        loaded = {name for name, model in self.models.items() if any(v.in_use for v in model.versions.values())}
+        for name in sorted(self.known | loaded):
+            versions = self.models[name].versions if name in self.models else {}
+            for number, version in sorted(versions.items()):
+                if ready and version.state is not VersionState.READY:
+                    continue
+                entry = {"name": name, "version": str(number), "state": version.state.value}
+                entries.append(entry | ({"reason": version.reason} if version.reason else {}))
+            if not versions and not ready and name in self.known:
+                entries.append({"name": name})
+        return entries
+
+    def is_ready(self, name: str, number: int = 0) -> bool:
+        """Whether that version, or any with 0, is READY."""
+        versions = self.models[name].versions if name in self.models else {}
+        return any(v.state is VersionState.READY for n, v in versions.items() if number in (0, n))
+
+    def folders(self, name: str) -> set[str]:
+        """The model folders that versions of that name are served from, or are being loaded from or unloaded."""
+        versions = self.models[name].versions.values() if name in self.models else ()
+        return {v.load.model_path for v in versions if v.wanted or v.ready or v.loading or v.unloading}
+
+    def ready_models(self) -> dict[str, list[int]]:
+        """READY versions by name."""
+        found = {
+            name: [n for n, v in sorted(model.versions.items()) if v.state is VersionState.READY]
+            for name, model in sorted(self.models.items())
+        }
+        return {name: versions for name, versions in found.items() if versions}
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError where the books do not balance; for tests."""
+        for model in self.models.values():
+            assert model.running is not None or not model.waiting
+            for version in model.versions.values():
+                everywhere = [version.ready.keys(), version.unloading, version.postponed]
+                assert all(workers <= self._workers for workers in everywhere)
+                assert version.loading.keys() <= self._workers
+                assert version.wanted or not version.given_up
+                assert version.given_up or not version.due
+                assert not version.ready or version.state is VersionState.READY
+                assert not version.unloading or version.state is VersionState.UNLOADING
+                assert not version.postponed & version.loading.keys()
+                if version.state in (VersionState.READY, VersionState.LOADING):
+                    assert version.wanted
+
+    def _version(self, name: str, number: int) -> Version | None:
+        model = self.models.get(name)
+        return None if model is None else model.versions.get(number)
+
+    def _publish(self, number: int, version: Version) -> Publish:
+        return Publish(version.told(number))

@@ -1,0 +1,71 @@
+"""Whether the daemon is ready: one count of the models that should be served and are not, shown wherever somebody asks. Pure.
+
+    standings: every wanted model ─▶ readiness: ready or not, how many, some by name ─▶ fronts, log, tensorctl, systemd, metrics
+
+A wanted model holds readiness up only where it serves nothing: a new version that fails beside one that serves takes no host out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from daemon.models.lifecycle import Lifecycle
+from daemon.models.versions import VersionState
+from shm.progress import Readiness
+
+#: More models are only counted: a sentence stays one.
+_MAX_NAMES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One model that should be served."""
+
+    name: str
+    #: The versions that answer requests now.
+    served: tuple[int, ...]
+    #: What of it is not served, and why; "": nothing.
+    reason: str
+    #: It failed: time alone brings nothing.
+    failed: bool
+
+
+def standings(wanted: Iterable[str], refused: Mapping[str, str], lifecycle: Lifecycle) -> list[Standing]:
+    """Of every wanted model, by name. ``refused``: those that could not be tried, with the reason."""
+    return [_standing(name, refused.get(name, ""), lifecycle) for name in sorted(wanted)]
+
+
+def _standing(name: str, refused: str, lifecycle: Lifecycle) -> Standing:
+    model = lifecycle.models.get(name)
+    versions = model.versions if model is not None else {}
+    served = tuple(sorted(number for number, version in versions.items() if version.ready))
+    if refused:
+        return Standing(name, served, refused, failed=True)
+    chosen = model.chosen if model is not None else ()
+    missing = [(number, versions[number]) for number in chosen if number not in served and number in versions]
+    failed = [(n, v) for n, v in missing if v.state is VersionState.UNAVAILABLE]
+    if failed:
+        reason = "; ".join(f"version {number}: {version.reason}" for number, version in failed)
+        return Standing(name, served, reason, failed=len(failed) == len(missing))
+    if missing or not served:
+        waits = any(version.state is VersionState.READY for _, version in missing)
+        return Standing(name, served, "its workers are being replaced" if waits else "loading", failed=False)
+    return Standing(name, served, "", failed=False)
+
+
+def readiness(standing: Iterable[Standing], strict: bool) -> Readiness:
+    """``strict``: models that failed count as well (``repository.strict_readiness``)."""
+    every = list(standing)
+    unserved = [model for model in every if not model.served]
+    holding = unserved if strict else [model for model in unserved if not model.failed]
+    names = tuple(model.name for model in unserved[:_MAX_NAMES])
+    return Readiness(not holding, len(every), len(unserved), names)
+
+
+def sentence(ready: Readiness) -> str:
+    """Which models serve nothing; "": none of the wanted ones."""
+    if not ready.unserved:
+        return ""
+    more = f" and {ready.unserved - len(ready.names)} more" if ready.unserved > len(ready.names) else ""
+    return f"{ready.unserved} of {ready.wanted} models are not served: {', '.join(ready.names)}{more}"

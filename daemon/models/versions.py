@@ -1,0 +1,97 @@
+"""The books of ``daemon.models.lifecycle``: what is known of a model's versions, and which operations wait for each other."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass, field
+
+from daemon.models.repository import FoundModel
+from shm.control_records import Load, Loaded, ModelState
+
+
+class VersionState(enum.Enum):
+    """The states of Triton's repository index."""
+
+    #: Known to the repository, never asked for.
+    UNKNOWN = "UNKNOWN"
+    #: Workers are loading it, and none serves it yet.
+    LOADING = "LOADING"
+    #: Requests for it are taken.
+    READY = "READY"
+    #: No new requests; those in the workers' queues are being finished.
+    UNLOADING = "UNLOADING"
+    #: It failed to load, was given up until its next try, or was unloaded; the reason says which.
+    UNAVAILABLE = "UNAVAILABLE"
+
+
+@dataclass(slots=True)
+class Version:
+    """One version of one model. All sets hold worker incarnations."""
+
+    load: Load
+    state: VersionState = VersionState.UNKNOWN
+    reason: str = ""
+    #: Serves there, with what the worker said about it.
+    ready: dict[int, Loaded] = field(default_factory=dict)
+    #: Loads there that are not answered yet.
+    loading: dict[int, int] = field(default_factory=dict)
+    #: Should get a Load once that worker loads nothing else.
+    postponed: set[int] = field(default_factory=set)
+    unloading: set[int] = field(default_factory=set)
+    #: A joining worker gets it.
+    wanted: bool = False
+    #: A worker died with its Load unanswered, so it is loaded alone from now on: then a death is its own.
+    suspect: bool = False
+    #: Workers that died while it alone was loading.
+    deaths: int = 0
+    #: Too many died, and this is how: only the tries that ``Retry`` asks for load it, until one is answered. "": not given up.
+    given_up: str = ""
+    #: A try is due, and no worker was free for it.
+    due: bool = False
+    #: The last answer about it, kept while no worker serves it.
+    described: Loaded | None = None
+
+    @property
+    def in_use(self) -> bool:
+        """Whether it serves, or is on its way to or from there."""
+        return self.state not in (VersionState.UNKNOWN, VersionState.UNAVAILABLE) or bool(self.loading)
+
+    def told(self, number: int) -> ModelState:
+        """What fronts have to know of it, being version ``number``."""
+        described = self.described if self.state is VersionState.READY else None
+        if described is None:
+            return ModelState(self.load.name, number, self.state.value, self.reason)
+        return ModelState(
+            self.load.name,
+            number,
+            self.state.value,
+            self.reason,
+            tuple(sorted(self.ready)),
+            described.metadata,
+            described.config,
+            described.stateless,
+            described.decoupled,
+        )
+
+
+@dataclass(slots=True)
+class Operation:
+    """A load (with the model as found) or an unload (without)."""
+
+    token: int
+    found: FoundModel | None
+
+
+@dataclass(slots=True)
+class Model:
+    """One name: its versions and the operations that wait for each other."""
+
+    versions: dict[int, Version] = field(default_factory=dict)
+    waiting: deque[Operation] = field(default_factory=deque)
+    running: Operation | None = None
+    #: Versions the running load brings, and what went wrong with each.
+    bringing: dict[int, str] = field(default_factory=dict)
+    fingerprint: str = ""
+    #: Versions that the last load asked for.
+    chosen: tuple[int, ...] = ()

@@ -1,0 +1,146 @@
+"""The operator's unix socket: tensorctl asks, the supervisor answers. One JSON object a line each way.
+
+    {"command": "load", "name": "digits"}   ─▶   {"result": ...}  or  {"error": "..."}
+
+Whoever may connect may do everything, so the socket is the owner's alone (mode 0600); nobody reaches it over the network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from config.options import Supervisor as SupervisorOptions
+from daemon.control import runtime_directory, unix_socket
+from daemon.operator.operations import Operations
+from shm.errors import InvalidArgument, ServingError
+from shm.operations import (
+    LoadModel,
+    ModelStatistics,
+    Operation,
+    Peer,
+    RegionRecords,
+    RepositoryIndex,
+    UnloadModel,
+    UnregisterRegion,
+)
+
+_log = logging.getLogger(__name__)
+#: In its folder.
+NAME = "control.sock"
+_MAX_LINE = 1 << 20
+_OPERATOR = Peer("operator")
+
+
+class Question(msgspec.Struct, forbid_unknown_fields=True):
+    """What tensorctl sends."""
+
+    command: str
+    name: str = ""
+    config: str = ""
+
+
+class ControlSocket:
+    """Owns the listening socket and its name. Without a configured path it stands where tensorctl looks by itself."""
+
+    def __init__(
+        self,
+        options: SupervisorOptions,
+        environment: Mapping[str, str],
+        operations: Operations,
+        describe: Callable[[], dict[str, Any]],
+    ) -> None:
+        self.path = unix_socket.path(options.control_socket, NAME, environment)
+        self._environment = environment
+        self._operations = operations
+        self._describe = describe
+        self._server: asyncio.Server | None = None
+        self._clients: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> None:
+        """Raises InvalidArgument: the configured path cannot be used."""
+        sock = self._bound() if self.path is not None else self._bound_by_default()
+        if sock is not None:
+            self._server = await asyncio.start_unix_server(self._serve, sock=sock, limit=_MAX_LINE)
+
+    def _bound(self) -> socket.socket:
+        assert self.path is not None
+        try:
+            return unix_socket.bind(self.path, socket.SOCK_STREAM, 0o600)
+        except OSError as error:
+            raise InvalidArgument(f"supervisor.control_socket: '{self.path}': {error.strerror or error}") from None
+
+    def _bound_by_default(self) -> socket.socket | None:
+        """Nobody asked for this socket, so the daemon serves without one as well."""
+        try:
+            path = runtime_directory.own(self._environment) / NAME
+            sock = unix_socket.bind(path, socket.SOCK_STREAM, 0o600)
+        except OSError as error:
+            reason = "another daemon has it" if error.errno == errno.EADDRINUSE else error.strerror or error
+            _log.warning("tensorctl cannot reach this daemon: no control socket by default (%s)", reason)
+            return None
+        self.path = path
+        return sock
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._server is not None and self.path is not None:
+            self._server.close()
+            self._server = None
+            for client in self._clients:
+                client.cancel()
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._clients.add(task)
+        try:
+            while line := await reader.readline():
+                writer.write(await self._answer(line) + b"\n")
+                await writer.drain()
+        except (ConnectionError, ValueError, asyncio.CancelledError):
+            pass  # it went away, or sent a line beyond the limit, or we stop
+        finally:
+            self._clients.discard(task)
+            writer.close()
+
+    async def _answer(self, line: bytes) -> bytes:
+        try:
+            question = msgspec.json.decode(line, type=Question)
+            if question.command == "status":
+                return msgspec.json.encode({"result": self._describe()})
+            result = await self._operations.answer(_operation(question), _OPERATOR)
+            return msgspec.json.encode({"result": msgspec.Raw(result or b"null")})
+        except msgspec.MsgspecError as error:
+            return msgspec.json.encode({"error": f"malformed question: {error}"})
+        except ServingError as error:
+            return msgspec.json.encode({"error": error.message})
+        except Exception:
+            _log.exception("a question on the control socket failed")
+            return msgspec.json.encode({"error": "the server failed to carry out the operation"})
+
+
+def _operation(question: Question) -> Operation:
+    match question.command:
+        case "models":
+            return RepositoryIndex()
+        case "load":
+            return LoadModel(question.name, question.config)
+        case "unload":
+            return UnloadModel(question.name)
+        case "statistics":
+            return ModelStatistics(question.name)
+        case "regions":
+            return RegionRecords(question.name)
+        case "unregister":
+            return UnregisterRegion("", question.name)
+    raise InvalidArgument(f"unknown command '{question.command}'")

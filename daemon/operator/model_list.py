@@ -1,0 +1,32 @@
+"""The models that should be served, as the log, the service manager and ``tensorctl status`` show them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from daemon.models.changes import Models
+from daemon.models.readiness import sentence
+
+
+def summary(models: Models, devices: Iterable[str]) -> str:
+    """One line that begins with whether the daemon is ready, as ``/v2/health/ready`` answers."""
+    served = models.lifecycle.ready_models()
+    listed = ", ".join(f"{name} {'+'.join(map(str, versions))}" for name, versions in served.items()) or "none"
+    ready, missing = "ready" if models.readiness.ready else "not ready", sentence(models.readiness)
+    line = f"{ready}: {len(served)} models ({listed}) on {', '.join(devices) or 'no worker'}"
+    return f"{line}; {missing}" if missing else line
+
+
+def of_models(models: Models) -> dict[str, Any]:
+    """Whether the daemon is ready, and of each wanted model that is not all served which versions are, and why not the rest."""
+    readiness = models.readiness
+    return {
+        "ready": readiness.ready,
+        "models": {"wanted": readiness.wanted, "served": readiness.wanted - readiness.unserved},
+        "not_served": [
+            {"name": model.name, "served": list(model.served), "reason": model.reason}
+            for model in models.standings()
+            if model.reason
+        ],
+    }

@@ -1,0 +1,141 @@
+"""Control operations by name: one place that answers them, whoever asks (a front for its client, tensorctl for its operator)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+
+from daemon.control.log_settings import LogSettings
+from daemon.models import statistics
+from daemon.models.changes import Models
+from daemon.processes.child import Worker
+from daemon.regions.region_registry import RegionRegistry
+from daemon.tracing.trace_settings import TraceSettings
+from shm.control_records import Call, Reply
+from shm.errors import Internal, InvalidArgument, ServingError, Unavailable
+from shm.operations import (
+    LoadModel,
+    ModelStatistics,
+    Operation,
+    Peer,
+    RegionRecords,
+    RegionStatus,
+    RegisterCudaRegion,
+    RegisterSystemRegion,
+    RepositoryIndex,
+    Settle,
+    UnloadModel,
+    UnregisterRegion,
+)
+from shm.settings import ChangeLog, ChangeTrace
+
+_log = logging.getLogger(__name__)
+#: A worker whose loop does not turn for that long is asked later again by whoever wanted the figures.
+_STATISTICS_TIMEOUT = 30.0
+
+
+class Operations:
+    """Answers ``shm.operations.Operation``; ``workers()`` are those ready for calls."""
+
+    def __init__(
+        self,
+        models: Models,
+        regions: RegionRegistry,
+        logs: LogSettings,
+        traces: TraceSettings,
+        workers: Callable[[], Sequence[Worker]],
+        settled: Callable[[], Awaitable[None]],
+    ) -> None:
+        """``settled`` returns when every front acts upon what was decided before (``daemon.processes.fronts``)."""
+        self._models = models
+        self._regions = regions
+        self._logs = logs
+        self._traces = traces
+        self._workers = workers
+        self._settled = settled
+
+    async def reply(self, call: Call, end: int = -1) -> Reply:
+        """The answer as a record; every failure becomes a code and a sentence. ``end``: as in ``answer``."""
+        call_id, operation = call.call_id, call.operation
+        _log.debug("operation %s %s", type(operation).__name__, getattr(operation, "name", ""))
+        try:
+            return Reply(call_id, result=await self.answer(operation, call.peer, end))
+        except ServingError as error:
+            return Reply(call_id, error.code, error.message)
+        except Exception:
+            _log.exception("%s failed", type(operation).__name__)
+            return Reply(call_id, Internal.code, "the server failed to carry out the operation")
+
+    async def answer(self, operation: Operation, peer: Peer, end: int = -1) -> bytes:
+        """The result, JSON or empty. Every front acts upon whatever it tells of: the next request may come to any of them.
+
+        Args:
+          peer: who asks.
+          end: as ``RegionRegistry.register`` takes it, owned by the caller; -1: none.
+        Raises: ServingError.
+        """
+        try:
+            result = await self._carry_out(operation, peer, end)
+        except ServingError:
+            # A load that failed has changed something too.
+            await self._settled()
+            raise
+        await self._settled()
+        return result
+
+    async def _carry_out(self, operation: Operation, peer: Peer, end: int) -> bytes:
+        match operation:
+            case LoadModel():
+                await self._models.load(operation)
+            case UnloadModel(name):
+                self._models.unload(name)
+            case RepositoryIndex(ready):
+                return msgspec.json.encode(await self._models.index(ready))
+            case ModelStatistics():
+                return await self._statistics(operation)
+            case RegisterSystemRegion() | RegisterCudaRegion():
+                await self._regions.register(operation, peer, end)
+            case UnregisterRegion():
+                await self._regions.unregister(operation, peer)
+            case RegionStatus():
+                return self._regions.status(operation)
+            case ChangeLog():
+                return self._logs.change(operation)
+            case ChangeTrace():
+                return self._traces.change(operation)
+            case RegionRecords(name):
+                return await self._regions.records(name)
+            case Settle():
+                pass  # what every answer waits for
+        return b""
+
+    async def _statistics(self, operation: ModelStatistics) -> bytes:
+        name, version = operation.name, operation.version
+        lifecycle = self._models.lifecycle
+        if name and not lifecycle.is_ready(name):
+            raise InvalidArgument(f"requested model '{name}' is not available")
+        if name and version and not lifecycle.is_ready(name, version):
+            raise InvalidArgument(f"requested model version is not available for model '{name}'")
+        try:
+            async with asyncio.timeout(_STATISTICS_TIMEOUT):
+                answers = await asyncio.gather(
+                    *(_ask(worker, operation) for worker in self._workers()), return_exceptions=True
+                )
+        except TimeoutError:
+            raise Unavailable("a worker is too busy to give its statistics") from None
+        for answer in answers:
+            # A worker that died takes its counters along; one that answers with an error does not happen by itself.
+            if isinstance(answer, BaseException) and not isinstance(answer, Unavailable):
+                raise answer
+        return statistics.merge(answer for answer in answers if isinstance(answer, bytes))
+
+
+async def _ask(worker: Worker, operation: Operation) -> bytes:
+    result, fds = await worker.call(operation)
+    for fd in fds:
+        os.close(fd)
+    return result

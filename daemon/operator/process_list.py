@@ -1,0 +1,62 @@
+"""The daemon's processes as ``tensorctl status`` shows them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from daemon.processes.child import Child, Worker
+from daemon.processes.fronts import Fronts
+from daemon.processes.posts import Posts
+
+
+def of_fronts(fronts: Fronts, posts: Posts, now_ns: int) -> list[dict[str, Any]]:
+    """One entry a front, with the connections it has."""
+    return [_entry(front, posts, now_ns) | {"connections": fronts.connections(front)} for front in fronts]
+
+
+def of_workers(workers: Iterable[Worker], posts: Posts, now_ns: int) -> list[dict[str, Any]]:
+    """One entry a worker, with its device and what its status page says."""
+    return [
+        _entry(worker, posts, now_ns)
+        | {
+            "device": worker.device,
+            "state": _state(worker),
+            "outputs": _outputs(worker),
+            "missing": list(worker.missing),
+        }
+        | _cores(worker.pid)
+        for worker in workers
+    ]
+
+
+def _state(worker: Worker) -> str:
+    """Of its loop, and beside that of its loader: ``idle``, ``compiling digits 3/16``, ``executing, loading digits``."""
+    state = worker.page.state[0].name.lower() if worker.page else "starting"
+    loading = worker.describe_load()
+    return loading if loading and state == "idle" else f"{state}, {loading}" if loading else state
+
+
+def _outputs(worker: Worker) -> str:
+    return worker.page.outputs.name.lower() if worker.page else "unknown"
+
+
+def _cores(pid: int) -> dict[str, Any]:
+    """What the kernel says: the cores that the process may use, and its threads."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        values = dict(line.split(":", 1) for line in lines if ":" in line)
+        return {"cores": values["Cpus_allowed_list"].strip(), "threads": int(values["Threads"])}
+    return {}  # it has just ended
+
+
+def _entry(child: Child, posts: Posts, now_ns: int) -> dict[str, Any]:
+    return {
+        "name": child.name,
+        "pid": child.pid,
+        "ready": child.ready,
+        "uptime_s": round((now_ns - child.started_ns) / 1e9, 1),
+        "deaths": posts.deaths(child.name),
+    }

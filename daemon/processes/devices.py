@@ -1,0 +1,110 @@
+"""Which devices get a worker, and which GPU each of them sees: this is the one place that decides it.
+
+Looks at variables, installed packages and what the driver says to another process; asking JAX would load it, and a CUDA context,
+into the supervisor.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import pkgutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from config import core_list
+from config.options import Workers
+from daemon.processes.gpu_probe import probe
+
+_log = logging.getLogger(__name__)
+_VARIABLE = "CUDA_VISIBLE_DEVICES"
+#: Where JAX looks for its plugins, as a package and as a group of entry points.
+_PLUGINS = "jax_plugins"
+
+
+class NoDevice(Exception):
+    """GPUs or cores were asked for that are not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One worker's device."""
+
+    #: "cpu:0", "cuda:1": the worker's ``--device``, counted from 0 over all workers.
+    name: str
+    #: Variables that the worker's environment gets besides ours.
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def find_devices(options: Workers, environment: Mapping[str, str], folder: Path = Path("/dev")) -> list[Device]:
+    """One device a worker. A GPU that is there and cannot be used is said in the log.
+
+    Raises: NoDevice: ``workers.device`` is "cuda" and no GPU can be used, or a core is not ours.
+    """
+    if options.device != "cpu":
+        gpus, reason = usable_gpus(environment, folder)
+        if gpus:
+            # Each worker sees its own GPU only: it cannot take memory of another one by accident.
+            return [Device(f"cuda:{i}", {_VARIABLE: gpu}) for i, gpu in enumerate(gpus)]
+        if options.device == "cuda":
+            raise NoDevice(f'workers.device is "cuda", but {reason or "no GPU is visible"}')
+        if reason:
+            _log.warning("models run on the CPU: %s", reason)
+    _check_cores(options.cores)
+    # GPUs stay visible to CPU workers: JAX is told to leave them alone, and clients may hand over tensors in CUDA regions.
+    return [Device(f"cpu:{i}") for i in range(options.cpu)]
+
+
+def _check_cores(lists: Sequence[str]) -> None:
+    """What a CPU set of systemd or of a container leaves us is what workers can have."""
+    ours = os.sched_getaffinity(0)
+    for i, text in enumerate(lists):
+        missing = set(core_list.parse(text)) - ours
+        if missing:
+            raise NoDevice(
+                f"workers.cores: worker {i} is to run on cores {text}, but of those {core_list.describe(missing)} cannot be "
+                f"used: this process may use {core_list.describe(ours)}"
+            )
+
+
+def usable_gpus(environment: Mapping[str, str], folder: Path = Path("/dev")) -> tuple[list[str], str]:
+    """What ``CUDA_VISIBLE_DEVICES`` is to say in each GPU's worker; and why there are none, "" where nobody would expect any.
+
+    ``folder``: where the driver's device nodes are.
+    """
+    named = environment.get(_VARIABLE)
+    entries = None if named is None else [entry.strip() for entry in named.split(",")]
+    if entries is not None and entries[0] in ("", "-1"):
+        return [], ""  # hidden on purpose
+    found = probe(environment)
+    if found.trouble:
+        nodes = sorted(path.name for path in folder.glob("nvidia[0-9]*"))
+        # A driver that is not installed is missed only where there is something for it to drive.
+        return (
+            [],
+            f"{folder / nodes[0]} exists, but {found.trouble}" if nodes else "" if found.absent else found.trouble,
+        )
+    if not found.count:
+        return [], "" if named is None else f"the CUDA driver shows no GPU for {_VARIABLE}={named}"
+    if not _has_plugin():
+        return [], (
+            f"there {'is a GPU' if found.count == 1 else f'are {found.count} GPUs'}, but JAX's plugin for CUDA is not installed "
+            "(pip install 'tensord[cuda]')"
+        )
+    if entries is None:
+        return [str(i) for i in range(found.count)], ""
+    if found.count < len(entries):
+        # As CUDA reads the variable, an entry that names no GPU hides those behind it.
+        _log.warning("%s=%s names %d GPUs, the CUDA driver shows %d", _VARIABLE, named, len(entries), found.count)
+    return entries[: found.count], ""
+
+
+def _has_plugin() -> bool:
+    """Whether JAX would find a plugin for CUDA: it takes packages below ``jax_plugins`` and entry points of that name."""
+    spec = importlib.util.find_spec(_PLUGINS)
+    names = [module.name for module in pkgutil.iter_modules(spec.submodule_search_locations or ())] if spec else []
+    names += [point.value for point in metadata.entry_points(group=_PLUGINS)]
+    return any("cuda" in name for name in names)

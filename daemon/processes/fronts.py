@@ -1,0 +1,190 @@
+"""The front processes: so many for each protocol on its listening sockets, and what all of them have to know.
+
+    a change ─▶ publish to every front ─▶ Told(edition) ─▶ Seen(edition) of all that serve ─▶ the client who asked is answered
+
+A client may ask one front for a change and send its next request to another. So whoever answers for a change waits in ``settled``
+until every front acts upon it. A front that starts is sent what the others know and serves only once it has seen all of it: from
+then on it is waited for. One that does not answer is killed in the end (``daemon.processes.watch``), and waited for no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from config.options import Options
+from daemon.control.tally import Tally
+from daemon.processes import front_limits, listening, socket_activation
+from daemon.processes.child import Front, front_name
+from daemon.processes.listening import Listener, ListenError
+from shm import descriptors
+from shm.control_records import Call, ChildReady, Seen, Serve
+from shm.record import Record
+from shm.refusals import Refusal
+
+_log = logging.getLogger(__name__)
+
+
+class Fronts:
+    """Owns the listening sockets and the processes; ``tell`` sends a new front what it has to know."""
+
+    def __init__(
+        self,
+        programs: Mapping[str, str],
+        options: Callable[[], Options],
+        incarnation: Callable[[], int],
+        tell: Callable[[Front], None],
+        reply: Callable[[Front, Call, list[int]], None],
+        died: Callable[[Front], None],
+    ) -> None:
+        """``programs``: protocol -> module. ``options()`` are those in force. ``reply`` answers and owns the descriptors."""
+        self.by_incarnation: dict[int, Front] = {}
+        self._programs = programs
+        self._options = options
+        self._incarnation = incarnation
+        self._tell = tell
+        self._reply = reply
+        self._died = died
+        #: By protocol.
+        self._listeners: dict[str, list[Listener]] = {}
+        self._tallies: dict[str, Tally] = {}
+        #: Grows with everything that is sent to all.
+        self._edition = 0
+
+    # --------------------------------------------------------------------------------------------------------- starting
+
+    def listen(self, environment: Mapping[str, str]) -> None:
+        """Binds sockets for each protocol, or takes over those that the service manager has. Raises ListenError, OSError."""
+        options = self._options()
+        try:
+            self._listeners = socket_activation.inherited(environment)
+            for protocol, section in (("http", options.http), ("grpc", options.grpc)):
+                if not section.enabled and protocol in self._listeners:
+                    raise ListenError(
+                        f"socket activation: a socket for {protocol} was passed, but {protocol}.enabled is false"
+                    )
+                if section.enabled and protocol not in self._listeners:
+                    self._listeners[protocol] = listening.listen_all(
+                        section.address, section.port, protocol, section.socket_mode
+                    )
+            for protocol in self._listeners:
+                self._tallies[protocol] = Tally.create()
+        except (ListenError, OSError):
+            self.close()
+            raise
+
+    def start_all(self) -> None:
+        """Every front of every protocol. Raises OSError: there is no room for a process."""
+        for protocol in self._listeners:
+            for row in range(self._rows(protocol)):
+                self.start(protocol, row)
+
+    def _rows(self, protocol: str) -> int:
+        options = self._options()
+        return options.http.processes if protocol == "http" else options.grpc.processes
+
+    def start(self, protocol: str, row: int) -> None:
+        """The front of that row. Raises OSError: there is no room for a process."""
+        front = Front(self._programs[protocol], protocol, row, self._incarnation(), self._received, self._exited)
+        tally = self._tallies[protocol].fd
+        sockets = [listener.socket.fileno() for listener in self._listeners[protocol]]
+        front.spawn(
+            msgspec.msgpack.encode(front_limits.of_one(self._options(), protocol)),
+            ["--listen-fds", ",".join(map(str, sockets)), "--tally-fd", str(tally), "--row", str(row)],
+            {},
+            [*sockets, tally],
+        )
+        self.by_incarnation[front.incarnation] = front
+        self._tell(front)
+        front.ask(self._edition)
+
+    # ---------------------------------------------------------------------------------------------------------- telling
+
+    def publish(self, record: Record, *fds: int) -> None:
+        """To every front."""
+        self.publish_each(lambda front: front.send(record, *fds))
+
+    def publish_each(self, send: Callable[[Front], None]) -> None:
+        """To every front what ``send`` sends it."""
+        self._edition += 1
+        for front in self.by_incarnation.values():
+            send(front)
+
+    async def settled(self) -> None:
+        """Returns when every front that serves acts upon all that was published before."""
+        edition = self._edition
+        behind = [front for front in self.by_incarnation.values() if front.serves and front.seen < edition]
+        await asyncio.gather(*(front.has_seen(edition) for front in behind))
+
+    def ask_idle(self, now_ns: int, interval_ns: int) -> None:
+        """Asks those that were not asked for so long, so that one whose loop hangs is noticed; 0: nobody."""
+        for front in self.by_incarnation.values():
+            if interval_ns and front.serves and not front.owes_since_ns and now_ns - front.asked_ns > interval_ns:
+                front.ask(front.seen)
+
+    def _received(self, front: Front, record: Any, fds: list[int]) -> None:
+        if isinstance(record, Call):
+            self._reply(front, record, fds)
+            return
+        descriptors.close(fds)
+        match record:
+            case Seen(edition):
+                front.saw(edition)
+                if front.serves:
+                    return
+                if edition < self._edition:
+                    front.ask(self._edition)
+                else:
+                    front.serves = True
+                    front.send(Serve())
+            case ChildReady():
+                urls = " and ".join(self.urls(front.protocol))
+                _log.info("%s (process %d) is up, serving %s on %s", front.name, front.pid, front.protocol, urls)
+
+    # ----------------------------------------------------------------------------------------------------------- ending
+
+    def _exited(self, front: Front) -> None:
+        del self.by_incarnation[front.incarnation]
+        self._tallies[front.protocol].clear(front.row)
+        self._died(front)
+
+    def stop_listening(self) -> None:
+        """No new connections but those the fronts' own descriptors of the sockets bring until they stop."""
+        for listeners in self._listeners.values():
+            for listener in listeners:
+                listener.close()
+
+    def close(self) -> None:
+        """To be called when no front runs. Idempotent."""
+        self.stop_listening()
+        for tally in self._tallies.values():
+            tally.close()
+        self._tallies.clear()
+
+    # ------------------------------------------------------------------------------------------------------------ others
+
+    def __iter__(self) -> Iterator[Front]:
+        return iter(self.by_incarnation.values())
+
+    def posts(self) -> dict[str, str]:
+        """Name of every front that there should be -> its protocol."""
+        return {
+            front_name(protocol, row): protocol for protocol in self._listeners for row in range(self._rows(protocol))
+        }
+
+    def urls(self, protocol: str) -> list[str]:
+        """As clients are told; empty: it is not served."""
+        return [listener.url for listener in self._listeners.get(protocol, ()) if listener.url is not None]
+
+    def refused(self, name: str) -> dict[Refusal, int]:
+        """Requests that the fronts of that post have refused, by reason."""
+        protocol, _, row = name.rpartition("-")
+        return self._tallies[protocol].refused(int(row))
+
+    def connections(self, front: Front) -> int:
+        """Clients that it has now."""
+        return self._tallies[front.protocol].connections(front.row)

@@ -1,0 +1,90 @@
+"""Posts: places that are always to be filled by a process. Whoever dies in one is replaced, after a delay that grows.
+
+A post has a name ("http-0", "worker-1"); the processes in it come and go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from config.options import Supervisor as SupervisorOptions
+from daemon.processes.backoff import Backoff
+from daemon.processes.child import Child
+from shm import exit_status
+
+_log = logging.getLogger(__name__)
+#: Before the first readiness, this many deaths in one post mean that it will never be filled.
+_MAX_START_DEATHS = 5
+
+
+class Posts:
+    """Who died where and when, and what starts next."""
+
+    def __init__(
+        self, options: SupervisorOptions, is_needed: Callable[[Child], bool], give_up: Callable[[Child], bool]
+    ) -> None:
+        """``is_needed``: whether that child's post is to be filled now.
+
+        ``give_up(child)`` is asked before the first readiness, after too many deaths or one that another start would repeat;
+        True: the daemon stops.
+        """
+        self._options = options
+        self._is_needed = is_needed
+        self._give_up = give_up
+        self._chance = random.Random()
+        self._histories: dict[str, Backoff] = {}
+        self._restarts: Counter[str] = Counter()
+
+    def deaths(self, name: str) -> int:
+        """In the present series."""
+        history = self._histories.get(name)
+        return 0 if history is None else history.deaths
+
+    def restarts(self, name: str) -> int:
+        """How often a dead process was replaced there, ever."""
+        return self._restarts[name]
+
+    def died(self, dead: Child, start: Callable[[], None], doing: str = "") -> None:
+        """Has ``start`` put another process into its post, later, if it is needed then. ``start`` may raise OSError.
+
+        ``doing``: " while loading model 'm' version 1", for the log; "": nothing that is known here.
+        """
+        if not self._is_needed(dead):
+            return
+        options = self._options
+        history = self._histories.setdefault(
+            dead.name, Backoff(options.restart_delay, options.max_restart_delay, self._chance)
+        )
+        delay = history.died(time.monotonic_ns() - dead.started_ns, dead.ready)
+        if not dead.ready:
+            if dead.returncode == exit_status.NO_DEVICE and self._give_up(dead):
+                _log.critical("stopping: %s cannot use its device, as it says itself", dead.name)
+                return
+            if history.deaths >= _MAX_START_DEATHS and self._give_up(dead):
+                _log.critical("stopping: %s died %d times before it was ready", dead.name, history.deaths)
+                return
+        _log.error(
+            "%s (process %d) %s%s; its replacement starts in %.1f s",
+            dead.name,
+            dead.pid,
+            dead.describe_exit(),
+            doing,
+            delay,
+        )
+        asyncio.get_running_loop().call_later(delay, self._fill, dead, start, doing)
+
+    def _fill(self, dead: Child, start: Callable[[], None], doing: str) -> None:
+        if not self._is_needed(dead):
+            return
+        try:
+            start()
+            self._restarts[dead.name] += 1
+        except OSError as error:
+            # No memory, no process slots: the same post tries again, later.
+            _log.error("%s cannot be started: %s", dead.name, error.strerror)
+            self.died(dead, start, doing)

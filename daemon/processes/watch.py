@@ -1,0 +1,60 @@
+"""Whether a child has overrun its time: one pure question about what its status page and its history say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from config.options import Options
+from daemon.processes.child import Child, Front, Worker
+from shm.status_page import WorkerState
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A child at one moment; times are CLOCK_MONOTONIC ns."""
+
+    ready: bool
+    started_ns: int
+    #: None for a front, and for a worker that has not reported.
+    state: WorkerState | None = None
+    state_since_ns: int = 0
+    last_beat_ns: int = 0
+    #: It owes an answer to a Load, and since when it has given none.
+    loading: bool = False
+    load_progress_ns: int = 0
+    #: A front: since when it owes a sign of life; 0: it owes none.
+    owes_since_ns: int = 0
+
+
+def snapshot(child: Child) -> Snapshot:
+    """What is known of a child now."""
+    if isinstance(child, Front):
+        return Snapshot(child.ready, child.started_ns, owes_since_ns=child.owes_since_ns)
+    if not isinstance(child, Worker) or child.page is None:
+        return Snapshot(child.ready, child.started_ns)
+    state, since_ns = child.page.state
+    beat_ns = child.page.last_beat_ns
+    return Snapshot(child.ready, child.started_ns, state, since_ns, beat_ns, bool(child.owed), child.load_progress_ns)
+
+
+def overdue(child: Snapshot, options: Options, now_ns: int) -> str:
+    """Why it should be killed, "" when it should not."""
+
+    def past(since_ns: int, limit: float) -> bool:
+        return limit > 0 and now_ns - since_ns > limit * 1e9
+
+    if not child.ready:
+        limit = options.supervisor.start_timeout
+        return f"did not report within {limit:g} s" if past(child.started_ns, limit) else ""
+    limits = options.workers
+    if child.owes_since_ns and past(child.owes_since_ns, limits.idle_timeout):
+        return f"has not turned its loop for {limits.idle_timeout:g} s"
+    if child.loading and past(child.load_progress_ns, limits.load_timeout):
+        return f"loads one model for more than {limits.load_timeout:g} s"
+    match child.state:
+        case WorkerState.EXECUTING if past(child.state_since_ns, limits.execute_timeout):
+            return f"executes one batch for more than {limits.execute_timeout:g} s"
+        # Start, stop and standing idle end with a turn of the loop.
+        case WorkerState.IDLE | WorkerState.STARTING if past(child.last_beat_ns, limits.idle_timeout):
+            return f"has not turned its loop for {limits.idle_timeout:g} s"
+    return ""

@@ -1,0 +1,113 @@
+"""The worker processes: one post for each device, and what their records mean.
+
+start ─▶ ChildReady with the status page ─▶ joined ─▶ Loaded, Unloaded, replies ─▶ died: its owner fills the post again
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from config.options import Options
+from daemon.processes.child import Worker
+from daemon.processes.devices import Device
+from shm import descriptors
+from shm.control_records import ChildReady, Loaded, Reply, Unloaded
+from shm.errors import InvalidArgument
+from shm.progress import Loading
+from shm.status_page import StatusPage
+
+_log = logging.getLogger(__name__)
+
+
+class WorkerPool:
+    """Owns the processes. ``joined`` and ``died`` hear of each, ``answered`` of every Loaded and Unloaded."""
+
+    def __init__(
+        self,
+        program: str,
+        options: Callable[[], Options],
+        incarnation: Callable[[], int],
+        joined: Callable[[Worker], None],
+        answered: Callable[[Worker, Loaded | Unloaded], None],
+        died: Callable[[Worker, Device], None],
+    ) -> None:
+        """``program`` as ``python -m`` takes it. ``options()`` are those in force."""
+        self.by_incarnation: dict[int, Worker] = {}
+        #: Name of every post, whether it is filled now or not -> its device.
+        self.posts: dict[str, str] = {}
+        self._program = program
+        self._options = options
+        self._incarnation = incarnation
+        self._joined = joined
+        self._answered = answered
+        self._died = died
+        #: What workers go without, as it was logged last.
+        self._said: tuple[str, ...] = ()
+
+    def start_all(self, devices: Sequence[Device]) -> None:
+        """A worker for each. Raises OSError: there is no room for a process."""
+        posts = {f"worker-{index}": device for index, device in enumerate(devices)}
+        self.posts = {name: device.name for name, device in posts.items()}
+        for name, device in posts.items():
+            self.start(name, device)
+
+    @property
+    def devices(self) -> list[str]:
+        """Of every post."""
+        return list(self.posts.values())
+
+    def start(self, name: str, device: Device) -> None:
+        """Fills a post. Raises OSError: there is no room for a process."""
+
+        def exited(worker: Worker) -> None:
+            del self.by_incarnation[worker.incarnation]
+            self._died(worker, device)
+
+        worker = Worker(self._program, name, self._incarnation(), device.name, self._received, exited)
+        worker.spawn(msgspec.msgpack.encode(self._options()), ["--device", device.name], device.environment)
+        self.by_incarnation[worker.incarnation] = worker
+
+    def ready(self) -> list[Worker]:
+        """Those that answer calls now."""
+        return [worker for worker in self if worker.ready and worker.alive]
+
+    def _received(self, worker: Worker, record: Any, fds: list[int]) -> None:
+        match record:
+            case ChildReady():
+                return self._reported(worker, record, fds)
+            case Reply():
+                return worker.answered(record, fds)
+            case Loaded():
+                worker.load_answered(record.name, record.version)
+                self._answered(worker, record)
+            case Loading():
+                worker.loading = record
+            case Unloaded():
+                self._answered(worker, record)
+        return descriptors.close(fds)
+
+    def _reported(self, worker: Worker, record: ChildReady, fds: list[int]) -> None:
+        if len(fds) != 1:
+            descriptors.close(fds)
+            return worker.kill("reported without its status page")
+        try:
+            worker.page = StatusPage.attach(fds[0])
+        except InvalidArgument as error:
+            return worker.kill(f"reported with a bad status page ({error.message})")
+        worker.missing = record.missing
+        self._say_missing(record.missing)
+        _log.info("%s (process %d) is up on %s", worker.name, worker.pid, worker.device)
+        return self._joined(worker)
+
+    def _say_missing(self, missing: tuple[str, ...]) -> None:
+        """Once, whatever workers come: all are of one installation."""
+        if missing and missing != self._said:
+            self._said = missing
+            _log.warning("parts of tensord that are written in C are off: %s", "; ".join(missing))
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self.by_incarnation.values())

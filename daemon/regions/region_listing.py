@@ -1,0 +1,97 @@
+"""What is told of the registered regions: to clients, to operators, to metrics. Only reads.
+
+A region that was unregistered while requests used it is listed until the last of them has ended: its memory is in use till then.
+Where its name has a new region already, clients are told of that one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from daemon.regions.region_record import Region, RegionHolder, RegionState, Registration
+from shm.errors import NotFound, ServingError
+from shm.operations import RegionRecords, RegionStatus, RegisterCudaRegion
+
+_KINDS = {"system": "system", "cuda": "CUDA"}
+
+
+def status(regions: Mapping[str, Region], leaving: Iterable[Region], request: RegionStatus) -> bytes:
+    """JSON array of the regions of a kind, or of the named one. Raises NotFound: there is none, or it is of another kind."""
+    found = {region.request.name: region for region in leaving}
+    found |= {name: region for name, region in regions.items() if region.state is not RegionState.REGISTERING}
+    if request.name:
+        region = found.get(request.name)
+        if region is None:
+            raise NotFound(f"Unable to find {request.kind} shared memory region: '{request.name}'")
+        if region.kind != request.kind:
+            raise NotFound(
+                f"The region named '{request.name}' is registered as {_KINDS[region.kind]} shared memory, "
+                f"not {_KINDS[request.kind]} shared memory"
+            )
+        found = {request.name: region}
+    return msgspec.json.encode([_described(r.request) for _, r in sorted(found.items()) if r.kind == request.kind])
+
+
+def _described(request: Registration) -> dict[str, str | int]:
+    """As status lists it. A handle is not told: whoever knows it can open the memory."""
+    if isinstance(request, RegisterCudaRegion):
+        return {"name": request.name, "device_id": request.device_id, "byte_size": request.byte_size}
+    return {"name": request.name, "key": request.key, "offset": request.offset, "byte_size": request.byte_size}
+
+
+async def records(
+    regions: Mapping[str, Region], leaving: Sequence[Region], workers: Sequence[RegionHolder], name: str
+) -> bytes:
+    """JSON array with everything known of the named region, or of all (""). Raises NotFound."""
+    found = [region for region in (*regions.values(), *leaving) if name in ("", region.request.name)]
+    if name and not found:
+        raise NotFound(f"Unable to find shared memory region: '{name}'")
+    held: dict[str, int] = {}
+    left: dict[str, int] = {}
+    for answer in await asyncio.gather(*(_ask_use(worker, name) for worker in workers)):
+        for key, (now, before) in answer.items():
+            held[key] = held.get(key, 0) + now
+            left[key] = left.get(key, 0) + before
+    names = {worker.incarnation: worker.name for worker in workers}
+    return msgspec.json.encode(
+        [
+            region.record(
+                [names[i] for i in sorted(region.holders) if i in names],
+                (left if region.state is RegionState.UNREGISTERING else held).get(region.request.name, 0),
+            )
+            for region in sorted(found, key=lambda region: region.request.name)
+        ]
+    )
+
+
+async def _ask_use(worker: RegionHolder, name: str) -> dict[str, tuple[int, int]]:
+    """Name -> tensors of requests in its region now, and in those that had the name. A worker that is gone has none."""
+    try:
+        answer, fds = await worker.call(RegionRecords(name))
+    except ServingError:
+        return {}
+    for fd in fds:
+        os.close(fd)
+    return msgspec.json.decode(answer, type=dict[str, tuple[int, int]])
+
+
+def by_owner(regions: Iterable[Region]) -> dict[str, dict[str, int]]:
+    """Owner -> number and bytes of its regions."""
+    found: dict[str, dict[str, int]] = {}
+    for region in regions:
+        entry = found.setdefault(region.peer.owner, {"count": 0, "byte_size": 0})
+        entry["count"] += 1
+        entry["byte_size"] += region.request.byte_size
+    return found
+
+
+def by_kind(regions: Iterable[Region]) -> dict[str, tuple[int, int]]:
+    """Kind, "system" or "cuda" -> number and bytes of all such regions."""
+    sizes: dict[str, list[int]] = {kind: [] for kind in _KINDS}
+    for region in regions:
+        sizes[region.kind].append(region.request.byte_size)
+    return {kind: (len(found), sum(found)) for kind, found in sizes.items()}

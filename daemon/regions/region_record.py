@@ -1,0 +1,104 @@
+"""One registration of a client's memory: what was asked, by whom, and where it is in its life."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import enum
+import os
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from daemon.regions.end_watch import EndWatch
+from shm.operations import Operation, Peer, RegisterCudaRegion, RegisterSystemRegion
+
+Registration = RegisterSystemRegion | RegisterCudaRegion
+
+
+class RegionHolder(Protocol):
+    """A worker (``daemon.processes.child.Worker``), as far as it has regions."""
+
+    name: str
+    incarnation: int
+    device: str
+
+    @property
+    def alive(self) -> bool: ...
+
+    async def call(self, operation: Operation, *fds: int) -> tuple[bytes, list[int]]: ...
+
+
+class RegionState(enum.Enum):
+    """Where a region is in its life."""
+
+    #: Workers are being told. It is not listed yet.
+    REGISTERING = "registering"
+    #: All workers have it.
+    REGISTERED = "registered"
+    #: Its owner registers it again, and workers are told: each has the one that was there or the new one.
+    RENEWING = "renewing"
+    #: No later request finds it; workers finish those that use it.
+    UNREGISTERING = "unregistering"
+
+
+@dataclass(slots=True, eq=False)
+class Region:
+    """One registration."""
+
+    kind: str
+    request: Registration
+    #: Who registered it.
+    peer: Peer
+    #: When, in seconds of the epoch: for people.
+    registered_at: float
+    #: The only device whose workers can use it; "": any.
+    device: str = ""
+    state: RegionState = RegionState.REGISTERING
+    #: A system region's object, kept for workers that come later; owned here.
+    fd: int = -1
+    #: Incarnations of the workers that have it.
+    holders: set[int] = field(default_factory=set)
+    #: Tells when it is to go by itself; None: never.
+    watch: EndWatch | None = None
+    #: Set at the end of each change of state.
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def close(self) -> None:
+        """Gives descriptors back. Idempotent."""
+        if self.watch is not None:
+            self.watch.close()
+            self.watch = None
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def record(self, workers: list[str], leases: int) -> dict[str, Any]:
+        """Everything known of it, for operators.
+
+        Args:
+          workers: the names of those that have it.
+          leases: how many tensors of requests are in it now.
+        """
+        request, peer = self.request, self.peer
+        system = request if isinstance(request, RegisterSystemRegion) else None
+        registered = datetime.datetime.fromtimestamp(self.registered_at, datetime.UTC)
+        return {
+            "name": request.name,
+            "kind": self.kind,
+            "key": system.key if system else "",
+            "offset": system.offset if system else 0,
+            "byte_size": request.byte_size,
+            "state": self.state.value,
+            "access": system.access if system else self.kind,
+            "owner": peer.owner,
+            "pid": peer.pid,
+            "address": peer.address,
+            "registered": registered.isoformat(timespec="seconds"),
+            "workers": workers,
+            "leases": leases,
+        }
+
+
+def is_owner(peer: Peer, owner: Peer) -> bool:
+    """Whether what ``owner`` registered is the peer's as well: a user's own, anybody's on TCP, and everything the operator's."""
+    return peer.kind == "operator" or (peer.kind == owner.kind and (peer.kind == "tcp" or peer.uid == owner.uid))

@@ -1,0 +1,360 @@
+"""Client regions by name: which are registered, and on which workers. The supervisor holds the descriptor and maps nothing.
+
+    system      first worker opens the object by its key ─▶ its descriptor comes back ─▶ the other workers get that descriptor
+                a worker is replaced: it gets every descriptor again; the client may have unlinked the object long ago
+    CUDA        every worker of that GPU opens the handle itself; CPU workers all do, and copy through the host
+
+    REGISTERING ──▶ REGISTERED ──unregister──▶ UNREGISTERING: its name is free, and it is listed until no request uses it
+                     │      ▲
+                     ╰▶ RENEWING   the same owner registers the same again: workers swap one for the other, or it stays as it is
+
+A region is registered on all workers that can use it or on none. One namespace for every kind of region, as in Triton.
+
+Whose a region is: what a user registered over a unix socket is that user's, and only the user and the operator can unregister it.
+What came over TCP is everybody's, as in Triton. Where ``regions.reclaim`` says so, a user's region goes with the process or the
+connection behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from config.options import Regions
+from daemon.regions import region_checks, region_listing
+from daemon.regions.end_watch import EndWatch
+from daemon.regions.region_record import Region, RegionHolder, RegionState, Registration, is_owner
+from shm import descriptors
+from shm.control_records import RegionPlace
+from shm.errors import AlreadyExists, InvalidArgument, ServingError, Unavailable
+from shm.operations import AwaitRegion, Peer, RegionStatus, RegisterCudaRegion, UnregisterRegion
+
+_log = logging.getLogger(__name__)
+
+
+class Chosen(msgspec.Struct):
+    """What the first worker says of an object it has opened."""
+
+    access: str
+
+
+class RegionRegistry:
+    """``workers()`` are those that are ready for calls now; ``devices()`` all that a worker is meant for."""
+
+    def __init__(
+        self,
+        options: Regions,
+        workers: Callable[[], Iterable[RegionHolder]],
+        devices: Callable[[], Sequence[str]],
+        publish: Callable[[RegionPlace], None],
+    ) -> None:
+        """``publish`` tells the fronts, in order, before the registration is answered."""
+        self._options = options
+        self._workers = workers
+        self._devices = devices
+        self._publish = publish
+        #: Those whose names are taken.
+        self._regions: dict[str, Region] = {}
+        #: Those that were unregistered while requests used them.
+        self._leaving: list[Region] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ------------------------------------------------------------------------------------------------------- register
+
+    async def register(self, request: Registration, peer: Peer, end: int = -1, sealed: int = -1) -> None:
+        """Registers on every worker that can use the region.
+
+        Args:
+          peer: who asks.
+          end: becomes readable when the region is to go by itself (``daemon.front.peer.end_of``); -1: never.
+          sealed: a memfd whose seals were checked, to be used instead of the object of that key; -1: none.
+        The descriptors stay the caller's.
+        Raises: InvalidArgument, AlreadyExists, Unsupported, Unavailable, or what a worker answered; nothing stays registered, and
+          what was there before stays as it was.
+        """
+        region_checks.check_form(self._options, request)
+        while (there := self._regions.get(request.name)) is not None:
+            if there.state is RegionState.UNREGISTERING:
+                await there.changed.wait()
+                continue
+            if not region_checks.repeats(there, request, peer, sealed):
+                raise AlreadyExists(f"shared memory region '{request.name}' already in manager")
+            if there.state is RegionState.REGISTERED:
+                await self._renew(there, self._region(request, peer, sealed), end)
+                return
+            # Somebody else registers it just now: its outcome decides.
+            await there.changed.wait()
+        region_checks.check_fields(self._options, request)
+        region_checks.check_quota(self._options, request, peer, (*self._regions.values(), *self._leaving))
+        region = self._region(request, peer, sealed)
+        self._regions[request.name] = region
+        try:
+            self._check_reserve(region)
+            await self._spread(region)
+        except BaseException:
+            await self._forget(region)
+            raise
+        region.state = RegionState.REGISTERED
+        if self._placed(region):
+            self._publish(RegionPlace(request.name, region.device))
+        region.changed.set()
+        self._watch(region, end)
+
+    def _region(self, request: Registration, peer: Peer, sealed: int) -> Region:
+        """A new one, that no worker has. Raises InvalidArgument: no worker has its GPU.  Unavailable: no descriptor is left."""
+        if isinstance(request, RegisterCudaRegion):
+            return Region("cuda", request, peer, time.time(), self._device_of(request))
+        request = msgspec.structs.replace(request, peer=peer, access="sealed" if sealed >= 0 else "")
+        with descriptors.needed(f"shared memory region '{request.name}'"):
+            return Region("system", request, peer, time.time(), fd=os.dup(sealed) if sealed >= 0 else -1)
+
+    async def _renew(self, region: Region, renewal: Region, end: int) -> None:
+        """What is behind the key or the handle now takes the region's place on every worker. Raises as ``register``."""
+        name = region.request.name
+        region.state = RegionState.RENEWING
+        region.changed.clear()
+        # Whose end counts is open until this is over.
+        if region.watch is not None:
+            region.watch.pause()
+        try:
+            await self._spread(renewal, renews=True)
+        except BaseException:
+            # Who took the new one has the old one no more, and who came meanwhile has neither.
+            region.holders -= renewal.holders
+            region.state = RegionState.REGISTERED
+            lacking = [worker for worker in self._able(region) if worker.incarnation not in region.holders]
+            await asyncio.gather(*(self._restore_one(region, worker, renews=True) for worker in lacking))
+            if region.watch is not None:
+                region.watch.resume()
+            renewal.close()
+            raise
+        else:
+            region.close()
+            region.request, region.peer, region.registered_at = renewal.request, renewal.peer, renewal.registered_at
+            region.fd, renewal.fd = renewal.fd, -1
+            # Of those that took it some may have died since.
+            region.holders = renewal.holders & {worker.incarnation for worker in self._workers()}
+            region.state = RegionState.REGISTERED
+            self._watch(region, end)
+            _log.info("region '%s' was registered again by its owner", name)
+        finally:
+            region.changed.set()
+
+    def _watch(self, region: Region, end: int) -> None:
+        if end >= 0:
+            region.watch = EndWatch(end, lambda: self._reclaim(region))
+
+    def _reclaim(self, region: Region) -> None:
+        """Its owner is gone, by ``regions.reclaim``."""
+        if region.state is RegionState.REGISTERED:
+            what = "process" if self._options.reclaim == "owner" else "connection of process"
+            _log.info("region '%s' goes: the %s %d has ended", region.request.name, what, region.peer.pid)
+            self._start(self._unregister_one(region.kind, region.request.name))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _device_of(self, request: RegisterCudaRegion) -> str:
+        """Raises InvalidArgument: no worker has that GPU."""
+        gpus = [device for device in self._devices() if device.startswith("cuda:")]
+        if not gpus:
+            return ""
+        device = f"cuda:{request.device_id}"
+        if device not in gpus:
+            raise InvalidArgument(
+                f"failed to register shared memory region '{request.name}': no worker has GPU {request.device_id}, "
+                f"the server uses {len(gpus)} GPUs, counted from 0"
+            )
+        return device
+
+    def _placed(self, region: Region) -> bool:
+        """Whether a request that names it cannot go to just any worker."""
+        return bool(region.device) and len(self._devices()) > 1
+
+    def _able(self, region: Region) -> list[RegionHolder]:
+        return [worker for worker in self._workers() if region.device in ("", worker.device)]
+
+    async def _spread(self, region: Region, renews: bool = False) -> None:
+        """Until every worker that can use it has it, also those that came meanwhile."""
+        while missing := [worker for worker in self._able(region) if worker.incarnation not in region.holders]:
+            # The descriptor of the first is what all others get: one object, whatever becomes of the name.
+            several = missing if region.fd >= 0 or region.kind == "cuda" else missing[:1]
+            results = await asyncio.gather(
+                *(self._put(region, worker, renews) for worker in several), return_exceptions=True
+            )
+            for worker, result in zip(several, results, strict=True):
+                if isinstance(result, BaseException) and worker.alive:
+                    raise result
+        if not region.holders:
+            of = f" of GPU {region.device.removeprefix('cuda:')}" if region.device else ""
+            raise Unavailable(
+                f"failed to register shared memory region '{region.request.name}': no worker{of} is running"
+            )
+
+    @classmethod
+    async def _put(cls, region: Region, worker: RegionHolder, renews: bool) -> None:
+        request = msgspec.structs.replace(region.request, renews=renews)
+        given = (region.fd,) if region.fd >= 0 else ()
+        answer, fds = await worker.call(request, *given)
+        try:
+            if worker.alive:  # else it died with the answer on its way, and was struck off already
+                region.holders.add(worker.incarnation)
+            if region.kind == "system" and not given:
+                if not fds:
+                    raise Unavailable(
+                        f"failed to register shared memory region '{region.request.name}': the server has as many files open as "
+                        f"it may, {descriptors.limit()}"
+                    )
+                region.fd = fds.pop()
+                cls._check_reserve(region)
+                chosen = msgspec.json.decode(answer, type=Chosen)
+                region.request = msgspec.structs.replace(region.request, access=chosen.access)
+        finally:
+            descriptors.close(fds)
+
+    @staticmethod
+    def _check_reserve(region: Region) -> None:
+        """Raises Unavailable: the rest of this process's descriptors is kept for connections and replacements."""
+        descriptors.check_reserve(region.fd, f"failed to register shared memory region '{region.request.name}'")
+
+    async def restore(self, worker: RegionHolder) -> None:
+        """Gives a new worker every registered region, before it gets requests."""
+        regions = [
+            region
+            for region in self._regions.values()
+            if region.state is RegionState.REGISTERED and region.device in ("", worker.device)
+        ]
+        await asyncio.gather(*(self._restore_one(region, worker) for region in regions))
+
+    async def _restore_one(self, region: Region, worker: RegionHolder, renews: bool = False) -> None:
+        if region.state is not RegionState.REGISTERED:
+            return  # unregistered since; its descriptor's number may be another file's by now
+        name = region.request.name
+        try:
+            await self._put(region, worker, renews)
+        except ServingError as error:
+            # The object shrank, or the owner of GPU memory is gone. Requests that name the region here get a clear error.
+            _log.warning("region '%s' could not be registered on %s: %s", name, worker.name, error.message)
+            return
+        if region.state is not RegionState.REGISTERED:
+            await _tell(worker, UnregisterRegion(region.kind, name))
+
+    def worker_left(self, incarnation: int) -> None:
+        """That worker's mappings died with it."""
+        for region in self._regions.values():
+            region.holders.discard(incarnation)
+
+    # ----------------------------------------------------------------------------------------------------- unregister
+
+    async def unregister(self, request: UnregisterRegion, peer: Peer) -> None:
+        """Returns once no later request finds the region; a name that is not registered as that kind ("": any) is no error.
+
+        Requests that use it end well, and it is listed until the last of them has.
+
+        "" is all that are the peer's: a user's own, the operator's all, and for TCP all that came that way.
+        Raises: InvalidArgument: the named one is another user's.
+        """
+        if request.name:
+            region = self._regions.get(request.name)
+            if region is not None and region.peer.kind == "unix" and not is_owner(peer, region.peer):
+                raise InvalidArgument(f"shared memory region '{request.name}' was registered by another user")
+            names = [request.name]
+        else:
+            names = [name for name, region in self._regions.items() if is_owner(peer, region.peer)]
+        await asyncio.gather(*(self._unregister_one(request.kind, name) for name in names))
+
+    async def _unregister_one(self, kind: str, name: str) -> None:
+        region = self._regions.get(name)
+        if region is None or kind not in ("", region.kind):
+            return
+        if region.state is RegionState.REGISTERED:
+            region.changed.clear()
+            await self._forget(region)
+            return
+        # Somebody else is at it: wait for the outcome; a registration that succeeds after all is then undone.
+        await region.changed.wait()
+        await self._unregister_one(kind, name)
+
+    async def _forget(self, region: Region) -> None:
+        """Every worker is told; its name is free when they have answered."""
+        name = region.request.name
+        region.state = RegionState.UNREGISTERING
+        region.close()
+        users = [worker for worker in self._workers() if worker.incarnation in region.holders]
+        if self._placed(region):
+            self._publish(RegionPlace(name, ""))
+        try:
+            used = await asyncio.gather(*(_tell(worker, UnregisterRegion(region.kind, name)) for worker in users))
+            users = [worker for worker, count in zip(users, used, strict=True) if count]
+        finally:
+            del self._regions[name]
+            if users:
+                self._leaving.append(region)
+                self._start(self._await_end(region, users))
+            region.changed.set()
+
+    async def _await_end(self, region: Region, users: list[RegionHolder]) -> None:
+        await asyncio.gather(*(_tell(worker, AwaitRegion(region.request.name)) for worker in users))
+        self._leaving.remove(region)
+
+    # ---------------------------------------------------------------------------------------------------------- status
+
+    def status(self, request: RegionStatus) -> bytes:
+        """JSON array of the regions of a kind, or of the named one. Raises NotFound: there is none, or it is of another kind."""
+        return region_listing.status(self._regions, self._leaving, request)
+
+    def places(self) -> list[RegionPlace]:
+        """What a new front must know."""
+        return [
+            RegionPlace(name, region.device)
+            for name, region in self._regions.items()
+            if region.state is RegionState.REGISTERED and self._placed(region)
+        ]
+
+    async def records(self, name: str) -> bytes:
+        """JSON array with everything known of the named region, or of all (""). Raises NotFound."""
+        return await region_listing.records(self._regions, self._leaving, list(self._workers()), name)
+
+    def statistics(self) -> dict[str, dict[str, int]]:
+        """Owner -> number and bytes of its regions."""
+        return region_listing.by_owner((*self._regions.values(), *self._leaving))
+
+    def by_kind(self) -> dict[str, tuple[int, int]]:
+        """Kind, "system" or "cuda" -> number and bytes of all such regions."""
+        return region_listing.by_kind((*self._regions.values(), *self._leaving))
+
+    def close(self) -> None:
+        """Gives the descriptors back."""
+        for task in self._tasks:
+            task.cancel()
+        for region in self._regions.values():
+            region.close()
+        self._regions.clear()
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError; for tests, between operations."""
+        present = {worker.incarnation for worker in self._workers()}
+        for region in self._regions.values():
+            assert region.state is RegionState.REGISTERED
+            assert (region.fd >= 0) is (region.kind == "system")
+            assert region.holders <= present
+
+
+async def _tell(worker: RegionHolder, request: UnregisterRegion | AwaitRegion) -> int:
+    """What a worker says: how many tensors of requests are in the region. One that is gone has nothing mapped."""
+    try:
+        answer, fds = await worker.call(request)
+        descriptors.close(fds)
+    except ServingError as error:
+        if worker.alive:
+            _log.warning("region '%s' could not be unregistered on %s: %s", request.name, worker.name, error.message)
+        return 0
+    return int(answer or 0)

@@ -1,0 +1,1 @@
+"""Requests in flight: room for their tensors, the choice of a worker, sending, answers, and a worker's death."""

@@ -1,0 +1,106 @@
+"""Which worker a request goes to: of those that have its model and its regions, the one with the fewest requests in flight.
+
+What requests of a form can be run by is remembered until anything changes that it depends on: the table of models, the places of
+regions, the lanes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+
+from daemon.submit.model_table import ModelTable
+from daemon.submit.pending import Pending, Worker
+from daemon.submit.region_places import RegionPlaces
+from shm.control_records import ModelGone, ModelState, RegionPlace
+from shm.errors import InvalidArgument, NotFound
+from shm.forms import MAX_FORMS, Form
+from shm.messages import Submit
+
+
+class Choice:
+    """One per front, and the owner of its workers."""
+
+    def __init__(self, table: ModelTable, row: int) -> None:
+        """``row``: the front's place among those of its protocol."""
+        self._table = table
+        self._row = row
+        self._places = RegionPlaces()
+        self._workers: dict[int, Worker] = {}
+        #: Whoever looks here finds some, or nothing.
+        self.remembered: dict[Form[Submit] | None, tuple[Worker, ...]] = {}
+
+    @property
+    def workers(self) -> dict[int, Worker]:
+        """Those that are not fenced, by incarnation. A closed one is never chosen."""
+        return self._workers
+
+    def add(self, worker: Worker) -> None:
+        """Its lane is open."""
+        self._workers[worker.incarnation] = worker
+        self.remembered.clear()
+
+    def close(self, worker: Worker) -> None:
+        """Nothing is sent to it any more."""
+        worker.closed = True
+        self.remembered.clear()
+
+    def model_changed(self, state: ModelState | ModelGone) -> None:
+        """The supervisor told of a version."""
+        if isinstance(state, ModelState):
+            # Where all workers are idle the first is chosen: another one by each front.
+            turn = self._row % max(1, len(state.workers))
+            self._table.update(
+                msgspec.structs.replace(state, workers=state.workers[turn:] + state.workers[:turn]) if turn else state
+            )
+        else:
+            self._table.remove(state)
+        self.remembered.clear()
+
+    def region_placed(self, place: RegionPlace) -> None:
+        """Requests that name the region go to that device from now on."""
+        self._places.update(place)
+        self.remembered.clear()
+
+    def find(self, pending: Pending) -> Worker | None:
+        """The one for that request; None: there is none now.
+
+        Raises: NotFound: there is no such model.  InvalidArgument: it names regions of two GPUs.
+        """
+        submit, form = pending.submit, pending.form
+        state = self._table.find(submit.model, submit.version)
+        device = self._places.device_of(submit) if self._places else ""
+        workers: list[Worker] = []
+        for incarnation in state.workers:
+            worker = self._workers.get(incarnation)
+            if worker is not None and not worker.closed and (not device or worker.device == device):
+                workers.append(worker)
+        if not workers:
+            return None
+        if form is not None:
+            if len(self.remembered) >= MAX_FORMS:
+                self.remembered.clear()
+            self.remembered[form] = tuple(workers)
+        return min(workers, key=load)
+
+    def stateless(self, submit: Submit) -> bool:
+        """Whether it may be run twice."""
+        try:
+            return self._table.find(submit.model, submit.version).stateless
+        except NotFound:
+            return True
+
+    def device_of(self, submit: Submit) -> str:
+        """Where all of its regions are; "": anywhere, or nowhere."""
+        with contextlib.suppress(InvalidArgument):
+            return self._places.device_of(submit)
+        return ""
+
+    def __repr__(self) -> str:
+        return f"<Choice of {len(self._workers)} workers>"
+
+
+def load(worker: Worker) -> int:
+    """Its requests in flight."""
+    return len(worker.in_flight)

@@ -1,0 +1,268 @@
+"""One inference request from values to answers, for whoever has its tensors in hand: placed, submitted, answered or cancelled.
+
+    InferenceRequest ─▶ begin ─▶ tensors into records or the request arena ─▶ Submitter ─▶ on_completion (once with ``final``)
+                          ╰─ waits for room where the arena is full
+
+``begin`` calls back; ``answers`` is the same for those who await. What arrived large may lie in the request arena before
+(``daemon.grpc.reception``). A binary HTTP body does not come this way: it is read straight into the arena before anybody knows
+what it holds (``daemon.http.exchange``); nor does a message whose form is known (``daemon.grpc.message_forms``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+
+import msgspec
+
+from daemon.submit.pending import DEFECT, OnCompletion
+from daemon.submit.submitter import Submitter
+from daemon.tracing.tracer import Trace
+from shm.arena import ALIGNMENT, Lease
+from shm.errors import Internal, ServingError, from_code
+from shm.forms import Form, request_template
+from shm.lane import SubmitterLane
+from shm.messages import Completion, Inline, Parameter, Place, RegionSlice, RequestedOutput, Slice, Submit, Tensor
+
+_log = logging.getLogger(__name__)
+
+#: What an input's bytes are: themselves (BYTES length-prefixed), or where they lie: in a client's region, in the request's lease.
+Content = bytes | memoryview | RegionSlice | Slice
+_PLACES = (RegionSlice, Slice)
+_EMPTY = Inline(b"")
+
+
+class InferenceRequest(msgspec.Struct):
+    """Everything a request says, in no protocol's form. (A Struct, because one is made for every request.)"""
+
+    model: str
+    #: 0: the newest.
+    version: int
+    #: Name, datatype, shape and content of each.
+    inputs: list[tuple[str, str, tuple[int, ...], Content]]
+    #: Empty: all.
+    outputs: tuple[RequestedOutput, ...] = ()
+    parameters: dict[str, Parameter] = {}
+    id: str = ""
+    priority: int = 0
+    timeout_us: int = 0
+    sequence_id: int | str = 0
+    sequence_start: bool = False
+    sequence_end: bool = False
+    #: CLOCK_MONOTONIC; a request that still queues then is not run. 0: none.
+    deadline_ns: int = 0
+    #: Where it is a sampled one. Whoever answers ends it.
+    trace: Trace | None = None
+    #: Where the Slices among its inputs lie. ``begin`` takes it over, also where it raises.
+    lease: Lease | None = None
+
+
+class Inference:
+    """A request under way. Its owner may ``cancel`` it; after that no callback comes."""
+
+    __slots__ = ("_cancelled", "_on_completion", "_request", "_request_id", "_submitter")
+
+    def __init__(self, submitter: Submitter, request: InferenceRequest, on_completion: OnCompletion) -> None:
+        self._submitter = submitter
+        self._request = request
+        self._on_completion = on_completion
+        #: 0: not sent yet.
+        self._request_id = 0
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more. Harmless once it is answered."""
+        self._cancelled = True
+        if self._request_id:
+            self._submitter.cancel(self._request_id)
+
+    def granted(self, lease: Lease | ServingError) -> None:
+        """Room came free, or did not in time."""
+        try:
+            if self._cancelled or isinstance(lease, ServingError):
+                if isinstance(lease, Lease):
+                    self._submitter.give_back(lease)
+                _give_back(self._submitter, self._request)
+                if isinstance(lease, ServingError) and not self._cancelled:
+                    raise lease
+            else:
+                self.send(lease)
+        except ServingError as error:
+            self._on_completion(Completion(0, error.code, error.message), None)
+        except Exception:
+            _log.exception("a request for model '%s' could not be sent", self._request.model)
+            self._on_completion(Completion(0, Internal.code, DEFECT), None)
+
+    def send(self, lease: Lease | None) -> None:
+        """Puts the tensors into their places and submits. Raises as ``Submitter.submit``; leases are given back."""
+        request, submitter, trace = self._request, self._submitter, self._request.trace
+        leases = () if lease is None else (lease,)
+        if request.lease is not None:
+            leases = (request.lease, *leases)
+        try:
+            tensors = _placed(request, lease, submitter.inline_byte_size)
+            record = _record(request, submitter.next_id(), tensors, time.monotonic_ns())
+            if trace is not None:
+                record = msgspec.structs.replace(record, trace=trace.level)
+                trace.client_id = request.id
+                trace.stamp("REQUEST_START")
+                self._on_completion = _traced(trace, self._on_completion)
+        except BaseException:
+            for each in leases:
+                submitter.give_back(each)
+            raise
+        submitter.submit(record, leases, self._on_completion)
+        self._request_id = record.request_id
+
+
+def begin(submitter: Submitter, request: InferenceRequest, on_completion: OnCompletion) -> Inference:
+    """Sends a request now, or when there is room for its tensors; ``on_completion`` is never called from here.
+
+    A refusal that comes later arrives as a Completion with a code.
+    Raises: InvalidArgument: its tensors could never fit.  Unavailable: too many requests are in flight.
+    """
+    inline, size = submitter.inline_byte_size, 0
+    for _, _, _, content in request.inputs:
+        if not isinstance(content, _PLACES) and len(content) > inline:
+            size += -(-len(content) // ALIGNMENT) * ALIGNMENT
+    inference = Inference(submitter, request, on_completion)
+    if not size:
+        inference.send(None)
+        return inference
+    try:
+        lease = submitter.loan(size)
+    except BaseException:
+        _give_back(submitter, request)
+        raise
+    if lease is not None:
+        inference.send(lease)
+    else:
+        submitter.wait_for_room(size, inference.granted, request.model)
+    return inference
+
+
+def form_of(submitter: Submitter, request: InferenceRequest) -> Form[Submit]:
+    """The form of requests that differ from that one in ids, deadlines, and tensors that lie in no region."""
+    tensors = tuple(
+        [
+            Tensor(name, datatype, shape, content if isinstance(content, RegionSlice) else _EMPTY)
+            for name, datatype, shape, content in request.inputs
+        ]
+    )
+    return submitter.forms.form(request_template(_record(request, 0, tensors, 0)))
+
+
+def _record(request: InferenceRequest, request_id: int, tensors: tuple[Tensor, ...], received_ns: int) -> Submit:
+    return Submit(
+        request_id,
+        request.model,
+        request.version,
+        tensors,
+        request.outputs,
+        request.parameters,
+        request.id,
+        deadline_ns=request.deadline_ns,
+        received_ns=received_ns,
+        priority=request.priority,
+        timeout_us=request.timeout_us,
+        sequence_id=request.sequence_id,
+        sequence_start=request.sequence_start,
+        sequence_end=request.sequence_end,
+    )
+
+
+def _give_back(submitter: Submitter, request: InferenceRequest) -> None:
+    """Of a request that is not sent."""
+    if request.lease is not None:
+        submitter.give_back(request.lease)
+
+
+def _traced(trace: Trace, on_completion: OnCompletion) -> OnCompletion:
+    """The same, after the trace has learned of the last answer."""
+
+    def completed(completion: Completion, lane: SubmitterLane | None) -> None:
+        if completion.final:
+            trace.completed(completion)
+        on_completion(completion, lane)
+
+    return completed
+
+
+def _placed(request: InferenceRequest, lease: Lease | None, inline: int) -> tuple[Tensor, ...]:
+    used = 0
+    tensors: list[Tensor] = []
+    for name, datatype, shape, content in request.inputs:
+        place: Place
+        if isinstance(content, _PLACES):
+            place = content
+        elif len(content) <= inline:
+            place = Inline(bytes(content))
+        else:
+            assert lease is not None
+            size = len(content)
+            lease.view[used : used + size] = content
+            place = Slice(lease.place.segment, lease.place.offset + used, size)
+            used += -(-size // ALIGNMENT) * ALIGNMENT
+        tensors.append(Tensor(name, datatype, shape, place))
+    return tuple(tensors)
+
+
+# ------------------------------------------------------------------------------------------------------------ awaitable
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One good answer; its content is there until the next one is asked for."""
+
+    completion: Completion
+    lane: SubmitterLane
+
+    def content(self, tensor: Tensor) -> bytes | memoryview:
+        """The bytes of an output that did not go to a region."""
+        place = tensor.place
+        assert not isinstance(place, RegionSlice)
+        return place.content if isinstance(place, Inline) else self.lane.view(place)
+
+
+@contextlib.asynccontextmanager
+async def answers(submitter: Submitter, request: InferenceRequest) -> AsyncIterator[AsyncIterator[Answer]]:
+    """``async with answers(...) as each: async for answer in each``; one answer, or for a decoupled model any number.
+
+    Leaving the block early, by an error or a cancellation too, cancels the request.
+    Raises, also while iterating: the ServingError the request was refused or answered with.
+    """
+    arrived: asyncio.Queue[tuple[Completion, SubmitterLane | None]] = asyncio.Queue()
+    inference = begin(submitter, request, lambda completion, lane: arrived.put_nowait((completion, lane)))
+    each = _iterate(submitter, arrived)
+    try:
+        yield each
+    finally:
+        inference.cancel()
+        await each.aclose()
+        while not arrived.empty():
+            _release(submitter, *arrived.get_nowait())
+
+
+async def _iterate(
+    submitter: Submitter, arrived: asyncio.Queue[tuple[Completion, SubmitterLane | None]]
+) -> AsyncGenerator[Answer, None]:
+    while True:
+        completion, lane = await arrived.get()
+        try:
+            if completion.code:
+                raise from_code(completion.code, completion.message)
+            if lane is not None and (completion.outputs or not completion.final):
+                yield Answer(completion, lane)
+        finally:
+            _release(submitter, completion, lane)
+        if completion.final:
+            return
+
+
+def _release(submitter: Submitter, completion: Completion, lane: SubmitterLane | None) -> None:
+    if lane is not None and completion.lease is not None:
+        submitter.release(lane, completion.lease)

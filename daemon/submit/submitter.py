@@ -1,0 +1,398 @@
+"""Requests in flight: sending, waiting, and what happens when a worker dies.
+
+The numbered story of one request:
+
+1. ``send`` notes it under its id; ``choice`` says which worker gets it, and ``sending`` puts its record on that worker's lane.
+2. Where there is no worker it waits, until there is one or for too long.
+3. The Completion comes back on the lane; the request (``pending``) gets it, with the lane its tensors lie in.
+4. Its owner calls ``release`` when the answer's bytes have left.
+
+What a request takes (its place in flight, its leases, its place on a lane) is the submitter's from ``send`` until its end, also
+where sending it fails; and what fails is one request: those beside it go on.
+
+A lane's end-of-file only stops the sending. The dead worker's requests run elsewhere when the supervisor says it is fenced,
+because until then it might still write. Each request gets exactly one final answer, and this is the only place that gives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import count
+
+import msgspec
+
+from config.options import Options
+from daemon.control.refusals import OnRefusal, Refusals, uncounted
+from daemon.submit.arena_space import ArenaSpace, OnLease
+from daemon.submit.busy_poll import BusyPoll
+from daemon.submit.choice import Choice, load
+from daemon.submit.lent import Lent
+from daemon.submit.model_table import ModelTable
+from daemon.submit.pending import DEFECT, Calling, OnCompletion, Pending, Worker
+from daemon.submit.sending import Sending
+from daemon.submit.workerless import Workerless
+from shm.arena import Arena, Lease, LeaseKey
+from shm.channel import ChannelClosed
+from shm.control_records import LaneOpened, ModelGone, ModelState, RegionPlace, WorkerFenced
+from shm.errors import Internal, InvalidArgument, ServingError, Unavailable
+from shm.forms import Forms
+from shm.lane import SubmitterLane
+from shm.messages import Completion, Submit
+from shm.refusals import Refusal
+from shm.status_page import StatusPage
+
+_log = logging.getLogger(__name__)
+
+_STRIKES = 2
+_SWEEP_SECONDS = 0.1
+
+
+class Submitter:
+    """All requests of one front. Owns the request arena."""
+
+    def __init__(
+        self, incarnation: int, options: Options, table: ModelTable, row: int = 0, counted: OnRefusal = uncounted
+    ) -> None:
+        """``row``: this front's place among those of its protocol. ``counted`` hears of every request that is refused."""
+        self._incarnation = incarnation
+        self._max_in_flight = options.requests.max_in_flight
+        self._timeout = options.requests.timeout
+        arenas = options.arenas
+        #: Tensors up to this size travel inside their record.
+        self.inline_byte_size = arenas.inline_byte_size
+        #: The kinds of requests that its clients repeat.
+        self.forms: Forms[Submit] = Forms()
+        #: An id for the next request; never used again.
+        self.next_id: Callable[[], int] = count(1).__next__
+        self._arena = Arena(arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
+        self._space = ArenaSpace(self._arena, arenas.wait)
+        #: All that are in flight, in order of arrival.
+        self._pending: dict[int, Pending] = {}
+        self._lent = Lent()
+        self._loop = asyncio.get_running_loop()
+        self.refusals = Refusals(self._loop, counted)
+        self._busy_poll = BusyPoll(self._loop, options.lanes.spin_us * 1000, self._pending)
+        self._choice = Choice(table, row)
+        self._workerless = Workerless(self._pending, self._choice, options.requests.worker_wait)
+        self._sending = Sending(self._loop, self._busy_poll, self._pending, self._readable)
+        self._sweeper: asyncio.TimerHandle | None = None
+
+    # -------------------------------------------------------------------------------------------- requests
+
+    def submit(self, record: Submit, leases: Sequence[Lease], on_completion: OnCompletion) -> None:
+        """Sends a request whose inputs are in place; ``on_completion`` is called exactly once with ``final``, never from here.
+
+        Raises: Unavailable: too many requests are in flight. Or whatever is wrong: nothing was sent then, and no callback comes.
+          The leases are the submitter's from now on, also then.
+        """
+        self.send(Calling(on_completion, record=record, leases=leases))
+
+    def send(self, pending: Pending) -> None:
+        """The same of a request that knows itself what to do with its answer. Raises as ``submit``."""
+        everything = self._pending
+        try:
+            if len(everything) >= self._max_in_flight:
+                self.refusals.note(pending.submit.model, Refusal.IN_FLIGHT)
+                raise Unavailable(
+                    f"{len(everything)} requests are in flight, at most {self._max_in_flight} are allowed"
+                )
+            everything[pending.record.request_id] = pending
+            if self._timeout:
+                pending.sent_at = self._loop.time()
+                self._sweep_later()
+            workers = self._choice.remembered.get(pending.form)
+            if workers is None:
+                self._dispatch(pending)
+            else:
+                self._sending.send(workers[0] if len(workers) == 1 else min(workers, key=load), pending)
+        except BaseException:
+            everything.pop(pending.record.request_id, None)
+            self._give_back(pending)
+            raise
+
+    def cancel(self, request_id: int) -> None:
+        """Nobody waits for it any more: no callback will come. Its memory is given back when its worker is done with it."""
+        pending = self._pending.get(request_id)
+        if pending is None or pending.cancelled:
+            return
+        pending.cancelled = True
+        if pending.worker is not None:
+            pending.worker.lane.cancel(request_id)
+            self._sending.flush_later(pending.worker)
+        else:
+            self._finish(pending)
+
+    def release(self, lane: SubmitterLane, key: LeaseKey) -> None:
+        """The bytes of an answer have left. Harmless where it was said before."""
+        if not self._lent.take_back(lane, key):
+            return
+        for worker in self._choice.workers.values():
+            if worker.lane is lane:
+                self._sending.flush_later(worker)
+                return
+
+    def in_flight(self) -> int:
+        """Requests accepted and not yet answered."""
+        return len(self._pending)
+
+    def statistics(self) -> dict[str, int]:
+        """Counts for operators."""
+        counts = {"in_flight": len(self._pending), "waiting_for_worker": len(self._workerless)}
+        forms = {"forms_minted": self.forms.minted, "forms_evicted": self.forms.evicted}
+        return {**counts, **forms, "answers_held": len(self._lent), **self._arena.statistics()}
+
+    # ------------------------------------------------------------------------------------------------ room
+
+    def loan(self, byte_size: int) -> Lease | None:
+        """Room for inputs, or None when there is none now or others wait already.
+
+        Raises: InvalidArgument: it could never fit.  Unavailable: the host has no memory.
+        """
+        return self._space.loan(byte_size)
+
+    def wait_for_room(self, byte_size: int, on_lease: OnLease, model: str = "") -> None:
+        """Calls back with a lease, or with Unavailable when there is no room for ``arenas.wait`` seconds; ``model``: if known."""
+        self._space.wait(byte_size, self.refusals.of_room(model, on_lease), self._loop.time())
+        self._sweep_later()
+
+    def give_back(self, lease: Lease) -> None:
+        """Returns a lease that was not submitted, or whose request is done, and serves who waits for room."""
+        closures = self._arena.closures
+        self._space.give_back(lease)
+        if self._arena.closures != closures:
+            # Workers that still map a closed segment keep its pages.
+            for worker in self._choice.workers.values():
+                self._sending.flush_later(worker)
+
+    # -------------------------------------------------------------------------------------- workers and models
+
+    def open_lane(self, opened: LaneOpened, fds: list[int]) -> None:
+        """A worker can be reached. Takes both descriptors: the lane's socket and the status page."""
+        sock, page = socket.socket(fileno=fds[0]), StatusPage.attach(fds[1])
+        lane = SubmitterLane(sock, self._arena, writable=opened.device.startswith("cuda:"))
+        worker = Worker(opened.peer, opened.device, lane, page)
+        self._choice.add(worker)
+        self._loop.add_reader(worker.lane.fileno(), self._readable, worker)
+        self._workerless.retry(self._send_again)
+
+    def model_changed(self, state: ModelState | ModelGone) -> None:
+        """The table changed: who waits may have a worker now, or a reason to give up."""
+        self._choice.model_changed(state)
+        self._workerless.retry(self._send_again)
+
+    def region_placed(self, place: RegionPlace) -> None:
+        """Requests that name the region go to that device from now on."""
+        self._choice.region_placed(place)
+
+    def fence(self, fenced: WorkerFenced) -> None:
+        """That process is certainly gone: run its requests elsewhere."""
+        worker = self._choice.workers.pop(fenced.worker, None)
+        if worker is None:
+            return
+        if not worker.closed:
+            # What it answered before it died is still in the socket, all of it: the process is gone.
+            while self._readable(worker):
+                pass
+            if not worker.closed:
+                self._close(worker)
+        executing = {request for submitter, request in worker.page.executing() if submitter == self._incarnation}
+        orphans, worker.in_flight = worker.in_flight, {}
+        models = Counter(pending.submit.model for number, pending in orphans.items() if number in executing)
+        _log.log(
+            logging.ERROR if models else logging.WARNING,
+            "the worker on %s is gone with %d requests; it was executing %s",
+            worker.device,
+            len(orphans),
+            ", ".join(f"{count} of model '{name}'" for name, count in models.most_common()) or "none of them",
+        )
+        for pending in orphans.values():
+            pending.worker = None
+            self._run_again(pending, pending.record.request_id in executing)
+        worker.page.close()
+        worker.lane.close()
+
+    def close(self) -> None:
+        """Closes lanes and arena; what is in flight gets no answer."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        self.refusals.close()
+        for worker in self._choice.workers.values():
+            if not worker.closed:
+                self._close(worker)
+            worker.page.close()
+            worker.lane.close()
+        self._choice.workers.clear()
+        held = sum(len(pending.leases) for pending in self._pending.values())
+        forgotten = self._arena.statistics()["leases"] - held
+        if forgotten:
+            _log.warning("%d leases of the request arena belong to no request and were never given back", forgotten)
+        self._arena.close()
+
+    def _run_again(self, pending: Pending, was_executing: bool) -> None:
+        if pending.cancelled:
+            self._finish(pending)
+            return
+        if was_executing:
+            record = pending.unform()
+            strikes = record.strikes + 1
+            if strikes >= _STRIKES:
+                self._fail(
+                    pending,
+                    Internal(f"the request was given up: {strikes} worker processes died while they executed it"),
+                )
+                return
+            if not self._choice.stateless(record):
+                self._fail(
+                    pending, Internal("the worker process died while it executed the request; its sequence is lost")
+                )
+                return
+            pending.record = msgspec.structs.replace(record, strikes=strikes)
+        self._send_again(pending)
+
+    # ----------------------------------------------------------------------------------------------- sending
+
+    def _dispatch(self, pending: Pending) -> None:
+        """Sends to the least loaded worker that has the model, or waits for one."""
+        try:
+            worker = self._choice.find(pending)
+        except ServingError as error:
+            self._loop.call_soon(self._fail, pending, error)
+            return
+        if worker is not None:
+            self._sending.send(worker, pending)
+        else:
+            self._workerless.add(pending, self._loop.time())
+            self._sweep_later()
+
+    def _send_again(self, pending: Pending) -> None:
+        """The same of one whose sender is not there any more."""
+        try:
+            self._dispatch(pending)
+        except ServingError as error:
+            self._fail(pending, error)
+        except Exception:
+            _log.exception("a request for model '%s' could not be sent", pending.submit.model)
+            self._fail(pending, Internal(DEFECT))
+
+    # ---------------------------------------------------------------------------------------------- receiving
+
+    def _readable(self, worker: Worker) -> bool:
+        """Takes a datagram; whether there was one. Were there more, or an end of file, the loop would say so again."""
+        try:
+            answers = worker.lane.receive()
+        except ChannelClosed:
+            self._close(worker)
+            return False
+        except InvalidArgument as error:
+            # A worker that sends garbage is not trusted with anything more; the supervisor sees it hang or exit.
+            _log.error("closing the lane of worker %d: %s", worker.incarnation, error.message)
+            self._close(worker)
+            self._give_up(worker, Internal("the worker's answer could not be understood"))
+            return False
+        if worker.lane.waiting:
+            self._sending.flush_later(worker)  # what the lane has to say itself
+        if not answers:
+            return answers is not None
+        self._busy_poll.answered()
+        in_flight = worker.in_flight
+        for template, own in answers:
+            if own is None:
+                self._complete(worker, template)
+                continue
+            pending = in_flight.pop(own.request_id, None)
+            if own.lease is not None:
+                self._lent.note((worker.lane, own.lease))
+                if pending is None or pending.cancelled:
+                    self.release(worker.lane, own.lease)
+            if pending is None:
+                continue
+            del self._pending[own.request_id]
+            if not pending.cancelled:
+                try:
+                    pending.formed(template, own)
+                except Exception:
+                    pending.fail_delivery()
+                    if own.lease is not None:
+                        self.release(worker.lane, own.lease)
+            if pending.leases:
+                self._give_back(pending)
+        return True
+
+    def _complete(self, worker: Worker, completion: Completion) -> None:
+        pending, lease = worker.in_flight.get(completion.request_id), completion.lease
+        if pending is not None and completion.final:
+            del worker.in_flight[completion.request_id]
+        if lease is not None:
+            self._lent.note((worker.lane, lease))
+        if pending is not None and not pending.cancelled and pending.tell(completion, worker.lane):
+            lease = None  # its taker's
+        if lease is not None:
+            self.release(worker.lane, lease)
+        if pending is not None and completion.final:
+            self._finish(pending)
+
+    def _give_up(self, worker: Worker, error: ServingError) -> None:
+        """Answers what is in flight there. The process lives and may still read: memory comes back when it is fenced."""
+        for pending in list(worker.in_flight.values()):
+            if not pending.cancelled:
+                pending.cancelled = True
+                pending.tell(Completion(pending.record.request_id, error.code, error.message), None)
+
+    def _close(self, worker: Worker) -> None:
+        self._choice.close(worker)
+        self._loop.remove_reader(worker.lane.fileno())
+        self._sending.stop(worker)
+
+    # --------------------------------------------------------------------------------------------- finishing
+
+    def _fail(self, pending: Pending, error: ServingError) -> None:
+        if not pending.cancelled and pending.record.request_id in self._pending:
+            pending.tell(Completion(pending.record.request_id, error.code, error.message), None)
+        self._finish(pending)
+
+    def _finish(self, pending: Pending) -> None:
+        """The one place where a request ends."""
+        if self._pending.pop(pending.record.request_id, None) is None:
+            return
+        self._give_back(pending)
+
+    def _give_back(self, pending: Pending) -> None:
+        for lease in pending.leases:
+            self.give_back(lease)
+
+    # ------------------------------------------------------------------------------------------------ bounds
+
+    def _sweep_later(self) -> None:
+        if self._sweeper is None:
+            self._sweeper = self._loop.call_later(_SWEEP_SECONDS, self._sweep)
+
+    def _sweep(self) -> None:
+        """Ends what waited too long: for a worker, for room, for an answer."""
+        self._sweeper = None
+        now = self._loop.time()
+        for pending in self._workerless.expired(now):
+            self.refusals.note(pending.submit.model, Refusal.NO_WORKER)
+            self._fail(pending, self._workerless.refusal(pending.submit))
+        room_wanted = self._space.expire(now)
+        if self._timeout:
+            self._sweep_timeouts(now - self._timeout)
+        if self._workerless or room_wanted or (self._timeout and self._pending):
+            self._sweep_later()
+
+    def _sweep_timeouts(self, sent_before: float) -> None:
+        # In order of arrival, and all have the same timeout: the first that may stay ends the walk.
+        late: list[Pending] = []
+        for pending in self._pending.values():
+            if pending.sent_at > sent_before:
+                break
+            if not pending.cancelled:
+                late.append(pending)
+        for pending in late:
+            self.refusals.note(pending.submit.model, Refusal.NO_ANSWER)
+            error = Unavailable(f"no answer within {self._timeout:g} s")
+            pending.tell(Completion(pending.record.request_id, error.code, error.message), None)
+            self.cancel(pending.record.request_id)

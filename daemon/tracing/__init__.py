@@ -1,0 +1,1 @@
+"""Traces of requests: which are sampled, what is known of them, where they are written."""

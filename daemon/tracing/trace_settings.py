@@ -1,0 +1,209 @@
+"""Which requests are traced: settings for all models and for single ones. Owned by the supervisor, which tells every front.
+
+    defaults (configuration) ─▶ settings of all models ("") ─▶ settings of a model
+
+A scope that has no value of its own for a setting has that of the scope before it, also when that changes later. Where traces are
+written is the operator's alone. Source: Triton docs/protocol/extension_trace.md; keys, texts and inheritance as recorded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from config.options import Trace
+from daemon.tracing.trace_budget import TraceBudget
+from daemon.tracing.trace_turn import TraceTurn
+from shm.control_records import TraceChanged, TraceCleared
+from shm.errors import InvalidArgument, Unsupported
+from shm.settings import ChangeTrace
+
+LEVELS = {"TIMESTAMPS": 1, "TENSORS": 2}
+FILE_REFUSED = "trace file location can not be updated through network protocol"
+_UINT32, _INT32 = (1 << 32) - 1, (1 << 31) - 1
+#: Setting -> field of ChangeTrace, least and largest value.
+_NUMBERS = {
+    "trace_rate": ("rate", 0, _UINT32),
+    "trace_count": ("count", -1, _INT32),
+    "log_frequency": ("log_frequency", 0, _UINT32),
+}
+_INTEGER = re.compile(r"\s*[+-]?[0-9]{1,40}")
+
+
+def parse(model: str, settings: Mapping[str, Sequence[str]]) -> ChangeTrace:
+    """What a client wants changed. An empty list of values clears a setting; unknown settings and levels are ignored.
+
+    Raises: Unsupported: it names a file.  InvalidArgument: a value that is none.
+    """
+    if "trace_file" in settings:
+        raise Unsupported(FILE_REFUSED)
+    given: dict[str, int] = {}
+    cleared: list[str] = []
+    levels = settings.get("trace_level")
+    if levels is not None:
+        if not levels:
+            cleared.append("level")
+        elif "OFF" in levels and len(levels) > 1:
+            raise InvalidArgument("Expect only one trace level 'OFF' is specified")
+        elif known := [LEVELS.get(level, 0) for level in levels if level == "OFF" or level in LEVELS]:
+            given["level"] = sum(set(known))
+    for setting, (name, least, largest) in _NUMBERS.items():
+        values = settings.get(setting)
+        if values is None:
+            continue
+        if not values:
+            cleared.append(name)
+        elif len(values) > 1:
+            raise InvalidArgument(f"expect only 1 value for '{setting}'")
+        else:
+            given[name] = _number(setting, values[0], least, largest)
+    return ChangeTrace(model, cleared=tuple(cleared), **given)
+
+
+def _number(setting: str, text: str, least: int, largest: int) -> int:
+    if not _INTEGER.fullmatch(text):
+        raise InvalidArgument(f"Unable to parse '{setting}', got: {text}")
+    value = int(text)
+    if setting == "trace_count" and -_INT32 - 1 <= value < least:
+        raise InvalidArgument(f"Unable to parse '{setting}'. Expecting value >= {least}, got:{text}")
+    if not least <= value <= largest:
+        raise InvalidArgument(f"Unable to parse '{setting}', value is out of range [ {least}, {largest} ], got: {text}")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """All settings of a scope; ``level`` is a sum of ``LEVELS``."""
+
+    level: int
+    rate: int
+    count: int
+    log_frequency: int
+
+    def check(self, file: str) -> None:
+        """Raises InvalidArgument: nothing could be traced with these."""
+        if not self.level:
+            return
+        if not self.rate:
+            raise InvalidArgument("Attempting to set invalid trace setting :sample rate must be non-zero")
+        if not file:
+            raise InvalidArgument("Attempting to set invalid trace setting :trace file name is not given")
+
+
+class _Scope:
+    """The settings in force for a model, or ("") for all that have none."""
+
+    def __init__(self, values: Values, own: frozenset[str]) -> None:
+        self._values = values
+        #: Names of the values that are not taken over from the scope before.
+        self.own = own
+        #: None: nothing is traced.
+        self.turn = TraceTurn.create(values.rate) if values.level else None
+        #: None: no limit.
+        self.budget = None if values.count < 0 else TraceBudget.create(values.count)
+
+    @property
+    def values(self) -> Values:
+        """As they are now: the count is what is left of it."""
+        if self.budget is None:
+            return self._values
+        return dataclasses.replace(self._values, count=self.budget.remaining())
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """What travels with the record, as ``shm.control_records.TraceChanged`` says."""
+        if self.turn is None:
+            return ()
+        return (self.turn.fd,) if self.budget is None else (self.turn.fd, self.budget.fd)
+
+    def close(self) -> None:
+        for counter in (self.turn, self.budget):
+            if counter is not None:
+                counter.close()
+
+
+class TraceSettings:
+    """``known`` says whether a model is served; ``publish`` gets every change, with the descriptors that belong to it."""
+
+    def __init__(
+        self,
+        options: Trace,
+        known: Callable[[str], bool],
+        publish: Callable[..., None],
+    ) -> None:
+        self._file = options.file
+        self._known = known
+        self._publish = publish
+        level = sum(LEVELS[name] for name in set(options.level))
+        self._defaults = Values(level, options.rate, options.count, options.log_frequency)
+        self._scopes = {"": _Scope(self._defaults, frozenset())}
+
+    def change(self, wanted: ChangeTrace) -> bytes:
+        """Applies all of it or nothing. Returns the settings then in force for that model, JSON. Raises InvalidArgument."""
+        if wanted.model and not self._known(wanted.model):
+            raise InvalidArgument(f"Request for unknown model : {wanted.model}")
+        given = {name: value for name in Values.__slots__ if (value := getattr(wanted, name)) is not None}
+        if given or wanted.cleared:
+            self._apply(wanted.model, given, frozenset(wanted.cleared))
+        scope = self._scopes.get(wanted.model, self._scopes[""])
+        return msgspec.json.encode(self._described(scope.values))
+
+    def _apply(self, model: str, given: Mapping[str, int], cleared: frozenset[str]) -> None:
+        planned: dict[str, tuple[Values, frozenset[str]]] = {}
+        planned[model] = self._planned(model, given, cleared, self._defaults if not model else self._scopes[""].values)
+        if not model:
+            # Models follow in what they have not set themselves.
+            for other in self._scopes.keys() - {""}:
+                planned[other] = self._planned(other, {}, frozenset(), planned[""][0])
+        for values, _ in planned.values():
+            values.check(self._file)
+        for name, (values, own) in planned.items():
+            former = self._scopes.pop(name, None)
+            if former is not None:
+                former.close()
+            if name and not own:
+                self._publish(TraceCleared(name))
+                continue
+            self._scopes[name] = _Scope(values, own)
+            self._publish(*self._record(name))
+
+    def _planned(
+        self, name: str, given: Mapping[str, int], cleared: frozenset[str], before: Values
+    ) -> tuple[Values, frozenset[str]]:
+        scope = self._scopes.get(name)
+        own = ((scope.own if scope is not None else frozenset()) | given.keys()) - cleared
+        kept = {} if scope is None else {key: getattr(scope.values, key) for key in own}
+        return dataclasses.replace(
+            before, **{**kept, **{key: value for key, value in given.items() if key in own}}
+        ), own
+
+    def _record(self, name: str) -> tuple[Any, ...]:
+        """The record for the fronts, and the descriptors it travels with."""
+        scope = self._scopes[name]
+        values = scope.values
+        return TraceChanged(name, values.level, values.rate, values.log_frequency, self._file), *scope.fds
+
+    def records(self) -> list[tuple[Any, ...]]:
+        """What a new front has to know: records, each with its descriptors where it has some."""
+        return [self._record(name) for name in self._scopes]
+
+    def _described(self, values: Values) -> dict[str, Any]:
+        """By the protocol's names, in its order and types."""
+        return {
+            "trace_level": [name for name, bit in LEVELS.items() if values.level & bit] or ["OFF"],
+            "trace_rate": str(values.rate),
+            "trace_count": str(values.count),
+            "log_frequency": str(values.log_frequency),
+            "trace_file": self._file,
+            "trace_mode": "triton",
+        }
+
+    def close(self) -> None:
+        """Gives the counters back."""
+        for scope in self._scopes.values():
+            scope.close()

@@ -1,0 +1,169 @@
+"""Tracing in a front, whatever its protocol: which requests are sampled, and what is known of one that is.
+
+    sample ─▶ Trace: stamps of the front ─▶ Submit.trace ─▶ worker ─▶ Completion.trace ─▶ more stamps ─▶ end: written
+
+A request that is not sampled costs one look at ``Tracer.on``. Times are CLOCK_MONOTONIC in nanoseconds, which all processes
+share. Source of the names and the JSON: Triton docs/user_guide/trace.md.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from daemon.tracing.trace_budget import TraceBudget
+from daemon.tracing.trace_file import TraceFiles
+from daemon.tracing.trace_settings import LEVELS
+from daemon.tracing.trace_turn import TraceTurn
+from shm.control_records import TraceChanged, TraceCleared
+from shm.messages import Completion
+
+_TIMESTAMPS = LEVELS["TIMESTAMPS"]
+#: Ids are unique among the fronts of a daemon: the upper bits are the front's incarnation.
+_ID_BITS = 32
+
+
+class Tracer:
+    """One per front."""
+
+    def __init__(self, incarnation: int, max_byte_size: int) -> None:
+        #: Whether any request may be sampled at all.
+        self.on = False
+        self._samplers: dict[str, Sampler] = {}
+        self._files = TraceFiles(max_byte_size)
+        self._last_id = incarnation << _ID_BITS
+
+    def changed(self, record: TraceChanged, fds: list[int]) -> None:
+        """Settings of a model, or of all ("") that have none of their own. Takes the descriptors."""
+        self._forget(record.model)
+        self._samplers[record.model] = Sampler(record, fds, self._files)
+        self._look()
+
+    def cleared(self, record: TraceCleared) -> None:
+        """That model has no settings of its own any more."""
+        self._forget(record.model)
+        self._look()
+
+    def _forget(self, model: str) -> None:
+        former = self._samplers.pop(model, None)
+        if former is not None:
+            former.close()
+
+    def _look(self) -> None:
+        self.on = any(sampler.level for sampler in self._samplers.values())
+
+    def sample(self, model: str) -> Trace | None:
+        """A trace if this request, which is for ``model``, is the one in so many."""
+        sampler = self._samplers.get(model) or self._samplers.get("")
+        if sampler is None or not sampler.hit():
+            return None
+        self._last_id += 1
+        return Trace(self._last_id, sampler, model)
+
+    def close(self) -> None:
+        """Writes what was collected."""
+        for model in list(self._samplers):
+            self._forget(model)
+        self.on = False
+        self._files.close()
+
+
+class Sampler:
+    """The settings of a scope, and where its traces go."""
+
+    def __init__(self, settings: TraceChanged, fds: list[int], files: TraceFiles) -> None:
+        """``fds``: as they travel with the settings."""
+        self.level = settings.level
+        self._turn = TraceTurn(fds[0], settings.rate) if fds else None
+        self._budget = TraceBudget(fds[1]) if len(fds) > 1 else None
+        self._log_frequency = settings.log_frequency
+        self._path = settings.file
+        self._files = files
+        #: Traces that wait until there are ``log_frequency`` of them.
+        self._collected: list[bytes] = []
+        self._closed = False
+
+    def hit(self) -> bool:
+        """Counts a request. True: trace it."""
+        if self._turn is None:
+            return False
+        return self._turn.take() and (self._budget is None or self._budget.take())
+
+    def write(self, trace: bytes) -> None:
+        """A finished trace."""
+        if not self._log_frequency:
+            self._files.write(self._path, trace, indexed=False)
+            return
+        self._collected.append(trace)
+        if len(self._collected) >= self._log_frequency or self._closed:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._collected:
+            self._files.write(self._path, b",".join(self._collected), indexed=True)
+            self._collected = []
+
+    def close(self) -> None:
+        """Other settings took its place; traces under way are still written."""
+        self._closed = True
+        self._flush()
+        for counter in (self._turn, self._budget):
+            if counter is not None:
+                counter.close()
+
+
+class Trace:
+    """One sampled request."""
+
+    __slots__ = ("_entries", "_id", "_model", "_sampler", "_stamps", "_version", "client_id")
+
+    def __init__(self, number: int, sampler: Sampler, model: str) -> None:
+        self._id = number
+        self._sampler = sampler
+        self._model = model
+        self._version = -1
+        self._stamps: list[tuple[int, str]] = []
+        self._entries: list[dict[str, Any]] = []
+        #: The ``id`` of the request, once it is known.
+        self.client_id = ""
+
+    @property
+    def level(self) -> int:
+        """For ``Submit.trace``."""
+        return self._sampler.level
+
+    def stamp(self, name: str, ns: int = 0) -> None:
+        """Something happened, then or now."""
+        self._stamps.append((ns or time.monotonic_ns(), name))
+
+    def completed(self, completion: Completion) -> None:
+        """The worker's part of it, and the end of the request itself."""
+        self._version = completion.version or self._version
+        timeline = completion.trace
+        if timeline is not None:
+            self._stamps += [(ns, name) for name, ns in timeline.moments]
+            for tensor in timeline.tensors:
+                entry: dict[str, Any] = {
+                    "name": tensor.name,
+                    "data": tensor.content,
+                    "shape": ",".join(map(str, tensor.shape)),
+                    "dtype": tensor.datatype,
+                }
+                if tensor.truncated:
+                    entry["truncated"] = True
+                self._entries.append({"id": self._id, "activity": tensor.activity, "tensor": entry})
+        self.stamp("REQUEST_END")
+
+    def end(self) -> None:
+        """Everything is known: to the file with it."""
+        head: dict[str, Any] = {"id": self._id, "model_name": self._model, "model_version": self._version}
+        if self.client_id:
+            head["request_id"] = self.client_id
+        entries = [head]
+        if self.level & _TIMESTAMPS:
+            self._stamps.sort()
+            entries += [{"id": self._id, "timestamps": [{"name": name, "ns": ns}]} for ns, name in self._stamps]
+        entries += self._entries
+        self._sampler.write(b",".join(map(msgspec.json.encode, entries)))

@@ -1,0 +1,113 @@
+"""A channel on a loop: one flush a turn, a slow peer, a lost peer, garbage."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+from daemon.control.channel import ControlChannel
+from shm.channel import Channel, pair
+from shm.control_records import Call, ChildReady, FromFront, Stop, ToFront
+from shm.operations import RepositoryIndex
+from shm.record import decoder
+
+
+class Ends:
+    """A Connection as a front has it, and the supervisor's bare channel."""
+
+    def __init__(self) -> None:
+        ours, theirs = pair()
+        self.records: list[Any] = []
+        self.fds: list[int] = []
+        self.closed = 0
+        self.connection = ControlChannel(Channel(ours, decoder(ToFront)), self._record, self._close)
+        self.peer = Channel(theirs, decoder(FromFront))
+        self.connection.start()
+
+    def _record(self, record: Any, fds: list[int]) -> None:
+        self.records.append(record)
+        self.fds += fds
+
+    def _close(self) -> None:
+        self.closed += 1
+
+    def end(self) -> None:
+        self.connection.close()
+        self.peer.close()
+
+
+async def turns() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.01)
+
+
+async def test_records_of_one_turn_share_a_datagram() -> None:
+    ends = Ends()
+    for i in range(10):
+        ends.connection.send(ChildReady(i))
+    await turns()
+    received = ends.peer.receive()
+    assert received is not None
+    assert received[0] == [ChildReady(i) for i in range(10)]
+    ends.end()
+
+
+async def test_a_peer_that_does_not_read_gets_everything_later() -> None:
+    ends = Ends()
+    sent = [Call(i, RepositoryIndex()) for i in range(3000)]
+    for call in sent:
+        ends.connection.send(call)
+        if call.call_id % 20 == 0:
+            await asyncio.sleep(0)
+    found: list[Any] = []
+    while len(found) < len(sent):
+        received = ends.peer.receive()
+        if received is None:
+            await asyncio.sleep(0.001)
+            continue
+        found += received[0]
+    assert found == sent
+    ends.end()
+
+
+async def test_descriptors_come_with_their_record() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    ends = Ends()
+    fd = os.memfd_create("x")
+    ends.peer.put(Stop(1), fd)
+    ends.peer.put(Stop(2))
+    ends.peer.flush()
+    os.close(fd)
+    await turns()
+    assert ends.records == [Stop(1), Stop(2)]
+    assert len(ends.fds) == 1
+    os.close(ends.fds[0])
+    ends.end()
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+async def test_a_lost_peer_is_told_once() -> None:
+    ends = Ends()
+    ends.peer.put(Stop(1))
+    ends.peer.flush()
+    ends.peer.close()
+    await turns()
+    assert ends.records == [Stop(1)]
+    assert ends.closed == 1
+    assert ends.connection.closed
+    ends.connection.send(ChildReady(1))
+    ends.end()
+    assert ends.closed == 1
+
+
+async def test_garbage_closes_the_connection() -> None:
+    ours, theirs = pair()
+    closed: list[bool] = []
+    connection = ControlChannel(Channel(ours, decoder(ToFront)), lambda *_: None, lambda: closed.append(True))
+    connection.start()
+    theirs.send(b"\x01garbage")
+    await turns()
+    assert closed == [True]
+    theirs.close()

@@ -1,0 +1,52 @@
+"""The page that the fronts of a protocol share: each writes its row, all see the sum."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from config.options import MAX_PROCESSES
+from daemon.control.tally import Tally
+
+
+def test_every_process_sees_every_row() -> None:
+    ours = Tally.create()
+    theirs = Tally(os.dup(ours.fd))
+    first, last = ours.seat(0), theirs.seat(MAX_PROCESSES - 1)
+    assert (first.total(), first.least(), last.least()) == (0, None, None)
+    first.count(5)
+    last.count(7)
+    assert (first.own(), last.own()) == (5, 7)
+    assert first.total() == last.total() == 12
+    assert [theirs.connections(row) for row in (0, 1, MAX_PROCESSES - 1)] == [5, 0, 7]
+    # Only who takes connections may be left some.
+    assert (first.least(), last.least()) == (None, None)
+    last.serve(True)
+    assert (first.least(), last.least()) == (7, None)
+    first.serve(True)
+    assert (first.least(), last.least()) == (7, 5)
+    ours.seat(3).serve(True)
+    assert (first.least(), last.least()) == (0, 0)
+    ours.clear(3)
+    ours.clear(MAX_PROCESSES - 1)
+    assert (first.total(), first.least(), last.least()) == (5, None, 5)
+    ours.close()
+    theirs.close()
+
+
+def test_its_size_is_fixed() -> None:
+    """A front could otherwise take the page from under the others."""
+    tally = Tally.create()
+    for byte_size in (0, 1 << 20):
+        with pytest.raises(PermissionError):
+            os.ftruncate(tally.fd, byte_size)
+    tally.close()
+
+
+def test_another_descriptor() -> None:
+    read, write = os.pipe()
+    with pytest.raises(OSError):
+        Tally(read)
+    os.close(read)
+    os.close(write)

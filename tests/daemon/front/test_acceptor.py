@@ -1,0 +1,201 @@
+"""Connections of a protocol's listening sockets, shared out among those that take them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import resource
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+
+from daemon.control.tally import Seat, Tally
+from daemon.front.acceptor import Acceptor
+
+
+class Connection(asyncio.Protocol):
+    """Says which front has it, and is counted."""
+
+    def __init__(self, taker: Taker) -> None:
+        self.taker = taker
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+        self.taker.connections.add(self)
+        self.taker.seat.count(len(self.taker.connections))
+        transport.write(self.taker.name)  # type: ignore[attr-defined]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.taker.connections.discard(self)
+        self.taker.seat.count(len(self.taker.connections))
+        self.taker.lost.release()
+
+
+class Taker:
+    """What stands for a front: all of them in this process, each with its own descriptors of the sockets."""
+
+    def __init__(self, listeners: list[socket.socket], seat: Seat, name: bytes) -> None:
+        self.connections: set[Connection] = set()
+        self.lost = asyncio.Semaphore(0)
+        self.seat = seat
+        self.name = name
+        self.acceptor = Acceptor([listener.dup() for listener in listeners], seat, lambda: Connection(self))
+
+
+class Shared:
+    """The listening sockets and the page."""
+
+    def __init__(self) -> None:
+        self.tally = Tally.create()
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        #: Of the same protocol, somewhere else.
+        self.second = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.takers: list[Taker] = []
+        self.clients: list[socket.socket] = []
+
+    def taker(self, row: int) -> Taker:
+        self.takers.append(Taker([self.listener, self.second], self.tally.seat(row), bytes((row,))))
+        self.takers[-1].acceptor.start()
+        return self.takers[-1]
+
+    def connect(self, listener: socket.socket | None = None) -> socket.socket:
+        """Connected, taken or not."""
+        client = socket.create_connection((listener or self.listener).getsockname())
+        client.setblocking(False)
+        self.clients.append(client)
+        return client
+
+    async def next_row(self) -> int:
+        """Who takes the next connection, which comes while nobody leaves one to others."""
+        while any(taker.acceptor.leaves_it for taker in self.takers):
+            await asyncio.sleep(0.001)
+        return await self.row_of(self.connect())
+
+    async def row_of(self, client: socket.socket) -> int:
+        """Who has taken it."""
+        (row,) = await asyncio.get_running_loop().sock_recv(client, 1)
+        return row
+
+
+@pytest.fixture
+async def shared() -> AsyncIterator[Shared]:
+    made = Shared()
+    yield made
+    for taker in made.takers:
+        await taker.acceptor.close(1)
+        for connection in taker.connections:
+            connection.transport.close()
+    for client in made.clients:
+        client.close()
+    made.listener.close()
+    made.second.close()
+    await asyncio.sleep(0)
+    made.tally.close()
+
+
+async def test_each_gets_its_part(shared: Shared) -> None:
+    for row in range(3):
+        shared.taker(row)
+    rows = [await shared.next_row() for _ in range(12)]
+    assert [rows.count(row) for row in range(3)] == [4, 4, 4]
+
+
+async def test_two_sockets_are_one_to_clients(shared: Shared) -> None:
+    """Whoever has more leaves connections of either to the other; one that is hung keeps nobody waiting on either."""
+    for row in range(2):
+        shared.taker(row)
+    clients = [shared.connect(listener) for _ in range(20) for listener in (shared.listener, shared.second)]
+    rows = [await shared.row_of(client) for client in clients]
+    assert min(rows.count(row) for row in range(2)) >= 10
+    shared.tally.seat(2).serve(True)
+    assert [await shared.row_of(shared.connect(listener)) for listener in (shared.listener, shared.second)]
+
+
+async def test_close_takes_who_has_connected_to_either(shared: Shared) -> None:
+    taker = shared.taker(0)
+    clients = [shared.connect(listener) for listener in (shared.listener, shared.second, shared.second)]
+    await taker.acceptor.close(10)
+    assert [await shared.row_of(client) for client in clients] == [0] * 3
+
+
+async def test_a_crowd(shared: Shared) -> None:
+    """All at once. Whoever has an eighth more than another leaves the next one to it."""
+    takers = [shared.taker(row) for row in range(2)]
+    clients = [shared.connect() for _ in range(60)]
+    for client in clients:
+        await shared.row_of(client)
+    assert sum(len(taker.connections) for taker in takers) == 60
+    assert min(len(taker.connections) for taker in takers) >= 20
+
+
+async def test_a_new_one_catches_up(shared: Shared) -> None:
+    first = shared.taker(0)
+    for _ in range(6):
+        assert await shared.next_row() == 0
+    shared.taker(1)
+    assert [await shared.next_row() for _ in range(6)] == [1] * 6
+    assert len(first.connections) == 6
+
+
+async def test_one_that_takes_none_keeps_nobody_waiting(shared: Shared) -> None:
+    """Its row says that it serves, and it has fewer: it is hung, or it was killed a moment ago."""
+    shared.tally.seat(1).serve(True)
+    taker = shared.taker(0)
+    clients = [shared.connect() for _ in range(5)]
+    assert [await shared.row_of(client) for client in clients] == [0] * 5
+    assert taker.seat.least() == 0
+
+
+async def test_lost_connections_count_no_more(shared: Shared) -> None:
+    taker, _ = shared.taker(0), shared.taker(1)
+    rows = [await shared.next_row() for _ in range(4)]
+    assert sorted(rows) == [0, 0, 1, 1]
+    for client, row in zip(shared.clients, rows, strict=True):
+        if row == 0:
+            client.close()
+            await taker.lost.acquire()
+    assert [await shared.next_row() for _ in range(2)] == [0, 0]
+
+
+async def test_close_takes_who_has_connected(shared: Shared) -> None:
+    """A client whose connect succeeded before the stop is served; the next one goes to others."""
+    taker = shared.taker(0)
+    clients = [shared.connect() for _ in range(3)]
+    await taker.acceptor.close(10)
+    await taker.acceptor.close(10)
+    assert [await shared.row_of(client) for client in clients] == [0] * 3
+    assert shared.taker(1).seat.least() is None
+    assert await shared.row_of(shared.connect()) == 1
+
+
+async def test_no_descriptors(shared: Shared, caplog: pytest.LogCaptureFixture) -> None:
+    """They wait, another front would be free to take them, and are taken when there are some again."""
+    taker = shared.taker(0)
+    shared.tally.seat(1).serve(True)
+    client = shared.connect()
+    other = shared.tally.seat(1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    gc.collect()  # else it may free one meanwhile
+    unused = os.dup(0)
+    os.close(unused)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (unused, hard))
+    try:
+        while other.least() is not None:
+            assert not taker.connections
+            await asyncio.sleep(0.001)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert await shared.row_of(client) == 0
+    assert other.least() == len(taker.connections) == 1
+    assert caplog.text.count("new connections have to wait: Too many open files") == 1
+
+
+async def test_a_client_that_goes_at_once(shared: Shared) -> None:
+    taker = shared.taker(0)
+    with contextlib.closing(shared.connect()) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, bytes((1, 0, 0, 0, 0, 0, 0, 0)))
+    assert await shared.row_of(shared.connect()) == 0
+    assert taker.acceptor is not None

@@ -1,0 +1,99 @@
+"""One table for every call of every protocol, and what a restricted call needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+from tritonclient.grpc import service_pb2
+
+from config.options import Options
+from config.restrictions import GROUPS, parse
+from daemon.control.calls import Calls
+from daemon.control.channel import ControlChannel
+from daemon.front.access import CALLS, Restricted, Rule, grpc_access, http_access
+from daemon.front.endpoints import Endpoints
+from daemon.front.status import grpc_status, http_status
+from daemon.http.routes import Endpoint, Routes
+from daemon.submit.model_table import ModelTable
+from shm.channel import Channel, pair
+from shm.control_records import ToFront
+from shm.record import decoder
+
+
+@pytest.fixture
+def endpoints() -> Iterator[Endpoints]:
+    """Nobody is at the other end."""
+    ours, theirs = pair()
+    connection = ControlChannel(Channel(ours, decoder(ToFront)), lambda *_: None, lambda: None)
+    yield Endpoints(ModelTable(), Calls(connection), Options())
+    connection.close()
+    theirs.close()
+
+
+RESTRICTIONS = parse(["model-repository,shared-memory:Admin-Key=sesame"])
+
+
+def test_every_http_endpoint_is_in_the_table(endpoints: Endpoints) -> None:
+    routes = Routes(endpoints, cast("Any", None), http_access({}))
+    assert {call for _, _, _, call in routes.table()} <= CALLS.keys()
+
+
+def test_an_endpoint_that_is_not_cannot_be_served(endpoints: Endpoints) -> None:
+    class Forgetful(Routes):
+        def table(self) -> list[Endpoint]:
+            return [*super().table(), ("GET", "/v2/new", self.live, "Forgotten")]
+
+    with pytest.raises(KeyError):
+        Forgetful(endpoints, cast("Any", None), http_access({})).application()
+
+
+def test_every_call_of_the_grpc_service_is_in_the_table() -> None:
+    methods = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
+    assert set(methods) <= CALLS.keys()
+
+
+def test_every_group_has_calls_and_every_call_a_known_group() -> None:
+    assert set(CALLS.values()) == set(GROUPS)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [],
+        [(b"host", b"x")],
+        [(b"admin-key", b"")],
+        [(b"admin-key", b"sesam")],
+        [(b"admin-key", b"Sesame")],
+        [(b"admin-key", b"x"), (b"admin-key", b"sesame")],
+        [(b"other", b"sesame")],
+    ],
+)
+def test_without_the_key(headers: list[tuple[bytes, bytes]]) -> None:
+    rule = http_access(RESTRICTIONS).rule("RepositoryIndex")
+    assert isinstance(rule, Rule)
+    with pytest.raises(Restricted) as caught:
+        rule.check(headers)
+    assert caught.value.message == "This API is restricted, expecting header 'admin-key'"
+    assert (http_status(caught.value), grpc_status(caught.value)) == (403, "UNAVAILABLE")
+
+
+def test_with_the_key() -> None:
+    access = http_access(RESTRICTIONS)
+    for call in ("RepositoryIndex", "RepositoryModelLoad", "CudaSharedMemoryStatus"):
+        rule = access.rule(call)
+        assert rule is not None
+        rule.check([(b"host", b"x"), (b"admin-key", b"sesame")])
+        assert "sesame" not in repr(rule)
+    assert access.rule("ModelInfer") is None
+    assert access.rule("ServerLive") is None
+
+
+def test_grpc_has_its_own_sentence_and_header() -> None:
+    rule = grpc_access(RESTRICTIONS).rule("SystemSharedMemoryStatus")
+    assert rule is not None
+    rule.check([(b"triton-grpc-protocol-admin-key", b"sesame")])
+    with pytest.raises(Restricted) as caught:
+        rule.check([(b"admin-key", b"sesame")])
+    assert caught.value.message == "This protocol is restricted, expecting header 'triton-grpc-protocol-admin-key'"

@@ -1,0 +1,37 @@
+"""Headers as parameters: which, under what name, and which are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from daemon.front.forwarding import Forwarding
+from shm.errors import InvalidArgument
+
+
+def test_what_matches_by_the_name_it_was_sent_with() -> None:
+    forwarding = Forwarding("(x-fwd-.*)")
+    headers = [
+        (b"Host", b"h"),
+        (b"X-FWD-A", b"1"),
+        (b"x-fwd-b", "ä".encode()),
+        (b"x-fwd-c", b"\xff"),
+        (b"x-fwd-b", b"2"),
+    ]
+    assert forwarding.parameters(headers) == {"X-FWD-A": "1", "x-fwd-b": "2", "x-fwd-c": "ÿ"}
+    assert forwarding.parameters([]) == {}
+
+
+@pytest.mark.parametrize("name", ["timeout", "priority", "sequence_id", "headers", "triton_x", "binary_data_output"])
+def test_reserved_names(name: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        Forwarding(".*").parameters([(name.encode(), b"1")])
+    assert caught.value.message == f"Header '{name}' is reserved for Triton usage and cannot be forwarded."
+    assert Forwarding("x-.*").parameters([(name.encode(), b"1")]) == {}
+
+
+def test_names_are_remembered_within_a_bound() -> None:
+    forwarding = Forwarding("x")
+    for number in range(5000):
+        assert forwarding.wants(b"x%d" % number)
+        assert not forwarding.wants(b"y%d" % number)
+    assert len(forwarding._known) <= 1024

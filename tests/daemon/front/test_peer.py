@@ -1,0 +1,126 @@
+"""Who is at the other end, as the kernel says."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from daemon.front import peer as peer_module
+from daemon.front.connection_end import ConnectionEnd
+from daemon.front.peer import end_of, peer_of, process_of
+from shm.operations import ANONYMOUS
+
+CLIENT = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); s.send(b'x'); sys.stdin.read()"
+
+
+def test_a_process_on_a_unix_socket(tmp_path: Path) -> None:
+    """The process that connected, even when it is gone."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        client = subprocess.Popen([sys.executable, "-c", CLIENT, str(tmp_path / "s")], stdin=subprocess.PIPE)
+        with listener.accept()[0] as connection:
+            assert connection.recv(1) == b"x"
+            peer = peer_of(connection.fileno())
+            assert (peer.kind, peer.pid, peer.uid, peer.gid) == ("unix", client.pid, os.getuid(), os.getgid())
+            assert set(peer.groups) == set(os.getgroups())
+            assert peer.owner == f"uid {os.getuid()}"
+            with process_of(connection.fileno()) as process:
+                assert not os.get_inheritable(process)
+                assert select.select([process], [], [], 0)[0] == []
+                client.communicate()
+                assert select.select([process], [], [], 600)[0] == [process]
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.fstat(process)
+            assert peer_of(connection.fileno()) == peer
+
+
+def test_tcp_and_nobody() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as client,
+        listener.accept()[0] as connection,
+    ):
+        peer = peer_of(connection.fileno())
+        assert (peer.kind, peer.uid, peer.owner) == ("tcp", -1, "tcp 127.0.0.1")
+        assert peer.address == f"127.0.0.1:{client.getsockname()[1]}"
+        with process_of(connection.fileno()) as process:
+            assert process == -1
+    assert peer_of(-1) == ANONYMOUS
+    with process_of(-1) as process:
+        assert process == -1
+
+
+@pytest.fixture
+def unix_client(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
+    """A process that has connected, and our end of its connection."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+        client = subprocess.Popen([sys.executable, "-c", CLIENT, str(tmp_path / "s")], stdin=subprocess.PIPE)
+        with listener.accept()[0] as connection:
+            assert connection.recv(1) == b"x"
+            yield client, connection
+        client.communicate()
+
+
+def test_when_regions_are_to_go(unix_client: tuple[subprocess.Popen[bytes], socket.socket]) -> None:
+    client, connection = unix_client
+    end = ConnectionEnd()
+    with end_of(connection.fileno(), end, "never") as found:
+        assert found == -1
+    with (
+        end_of(connection.fileno(), end, "owner") as process,
+        end_of(connection.fileno(), end, "connection") as closed,
+        end_of(connection.fileno(), end, "connection") as again,
+    ):
+        assert select.select([process, closed, again], [], [], 0)[0] == []
+        end.close()
+        assert select.select([process, closed, again], [], [], 600)[0] == [closed, again]
+        client.communicate()
+        assert select.select([process], [], [], 600)[0] == [process]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(closed)
+
+
+def test_tcp_clients_regions_stay() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as connection,
+    ):
+        end = ConnectionEnd()
+        for reclaim in ("never", "owner", "connection"):
+            with end_of(connection.fileno(), end, reclaim) as found:
+                assert found == -1
+            with end_of(-1, end, reclaim) as found:
+                assert found == -1
+
+
+def test_a_kernel_that_does_not_tell_the_process(
+    unix_client: tuple[subprocess.Popen[bytes], socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """
+    1. The process is found by its number as long as its connection is open. 2. It is gone: its number may be another's.
+    Result: 2. leaves the end of the connection to go by.
+    """
+    client, connection = unix_client
+    monkeypatch.setattr(peer_module, "_SO_PEERPIDFD", 0x7FFF)
+    end = ConnectionEnd()
+    with end_of(connection.fileno(), end, "owner") as process:
+        assert select.select([process], [], [], 0)[0] == []
+        client.communicate()
+        assert select.select([process], [], [], 600)[0] == [process]
+    with process_of(connection.fileno()) as process:
+        assert process == -1
+    with end_of(connection.fileno(), end, "owner") as found:
+        assert select.select([found], [], [], 0)[0] == []
+        end.close()
+        assert select.select([found], [], [], 600)[0] == [found]

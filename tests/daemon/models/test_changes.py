@@ -1,0 +1,297 @@
+"""Operations on models without processes: what is read again, what stays in force."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from config import model_config
+from config.options import Repository
+from daemon.models.changes import Models
+from shm.control_records import Load, Loaded, ModelGone, ModelState, Unload
+from shm.errors import Internal, InvalidArgument, Unsupported
+from shm.operations import LoadModel
+from shm.progress import Readiness
+from shm.record import Record
+from tests.daemon.fake_daemon import write_model
+
+SOURCE = b"def create(path, config, device): ...\n"
+
+
+class ObedientWorker:
+    """Answers every record at once."""
+
+    name = "worker-0"
+
+    def __init__(self) -> None:
+        self.models: Models | None = None
+        self.loads: list[Load] = []
+        #: Why it loads nothing.
+        self.reason = ""
+
+    def send(self, record: Record, *fds: int) -> None:
+        assert self.models is not None
+        loop = asyncio.get_running_loop()
+        if isinstance(record, Load):
+            self.loads.append(record)
+            loop.call_soon(self.models.loaded, 1, Loaded(record.name, record.version, reason=self.reason))
+        elif isinstance(record, Unload):
+            loop.call_soon(self.models.unloaded, 1, record.name, record.version)
+
+
+def serving(folder: Path) -> tuple[Models, ObedientWorker, list[Readiness]]:
+    published: list[Readiness] = []
+
+    def publish(record: ModelState | ModelGone | Readiness) -> None:
+        if isinstance(record, Readiness):
+            published.append(record)
+
+    worker = ObedientWorker()
+    models = Models(Repository(paths=(str(folder),), control_mode="explicit"), {1: worker}, publish)
+    worker.models = models
+    models.worker_joined(1)
+    return models, worker, published
+
+
+def batch(worker: ObedientWorker) -> int:
+    """The ``max_batch_size`` of the last load."""
+    return int(model_config.from_bytes(worker.loads[-1].config).max_batch_size)
+
+
+async def test_an_override_stays_until_the_files_change(tmp_path: Path) -> None:
+    model = write_model(tmp_path, "m")
+    models, worker, _ = serving(tmp_path)
+    await models.load(LoadModel("m", config='{"max_batch_size": 4}'))
+    assert batch(worker) == 4
+    await models.load(LoadModel("m"))
+    assert len(worker.loads) == 1
+    os.utime(model / "1" / "model.py", (1, 1))
+    await models.load(LoadModel("m"))
+    assert (batch(worker), len(worker.loads)) == (0, 2)
+    await models.load(LoadModel("m"))
+    assert len(worker.loads) == 2
+
+
+async def test_an_override_goes_with_its_model(tmp_path: Path) -> None:
+    write_model(tmp_path, "m")
+    models, worker, _ = serving(tmp_path)
+    await models.load(LoadModel("m", config='{"max_batch_size": 4}'))
+    models.unload("m")
+    await models.load(LoadModel("m"))
+    assert batch(worker) == 0
+
+
+async def test_an_override_that_failed_is_forgotten_and_leaves_the_former_in_force(tmp_path: Path) -> None:
+    write_model(tmp_path, "m")
+    models, worker, _ = serving(tmp_path)
+    await models.load(LoadModel("m", config='{"max_batch_size": 4}'))
+    worker.reason = "it does not fit"
+    for config, sentence in (
+        ('{"max_batch_size": 5}', "it does not fit"),
+        ('{"max_batch_size": -5}', "max_batch_size is -5"),
+        ('{"version_policy": {"specific": {"versions": [7]}}}', "at least one version must be available"),
+    ):
+        with pytest.raises(InvalidArgument, match=sentence):
+            await models.load(LoadModel("m", config=config))
+    worker.reason = ""
+    await models.load(LoadModel("m"))
+    assert batch(worker) == 4
+
+
+async def test_an_override_stands_in_the_place_of_a_configuration_that_is_wrong(tmp_path: Path) -> None:
+    write_model(tmp_path, "m", config="sequence_batching { }")
+    models, worker, _ = serving(tmp_path)
+    with pytest.raises(Unsupported, match=r"failed to load 'm': model 'm': sequence_batching: .*not supported yet"):
+        await models.load(LoadModel("m"))
+    await models.load(LoadModel("m", config='{"max_batch_size": 4}'))
+    assert batch(worker) == 4
+
+
+async def test_what_has_no_effect_is_told_once_a_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = write_model(tmp_path, "m", config='response_cache { enable: true } metric_tags { key: "a" value: "b" }')
+    models, _, _ = serving(tmp_path)
+
+    def warnings() -> list[str]:
+        return [record.message for record in caplog.records if record.levelname == "WARNING"]
+
+    await models.load(LoadModel("m"))
+    expected = [
+        "model 'm': metric_tags is without effect: metrics are labelled with model and version only",
+        "model 'm': response_cache.enable is without effect: there is no response cache",
+    ]
+    assert warnings() == expected
+    await models.load(LoadModel("m"))
+    assert warnings() == expected
+    os.utime(model / "1" / "model.py", (1, 1))
+    await models.load(LoadModel("m"))
+    assert warnings() == 2 * expected
+
+
+async def test_refusals(tmp_path: Path) -> None:
+    write_model(tmp_path, "m")
+    models, worker, _ = serving(tmp_path)
+    for name in ("", ".", "..", "a/b", "/etc", "nope"):
+        for config in ("", "{}"):
+            with pytest.raises(Internal, match="failed to poll from model repository"):
+                await models.load(LoadModel(name, config=config))
+        with pytest.raises(InvalidArgument, match="files are given without a 'config'"):
+            await models.load(LoadModel(name, files={"1/model.py": SOURCE}))
+        if name != "nope":
+            with pytest.raises(InvalidArgument, match="no model can have that name"):
+                await models.load(LoadModel(name, config="{}", files={"1/model.py": SOURCE}))
+    for path in ("../../x/model.py", "1/../../x", "1//x"):
+        with pytest.raises(InvalidArgument, match="no path of a file in a model"):
+            await models.load(LoadModel("m", config="{}", files={path: SOURCE}))
+    assert not worker.loads
+
+
+async def settled(models: Models) -> None:
+    """Folders are removed in other threads."""
+    await asyncio.get_running_loop().shutdown_default_executor()
+
+
+async def test_given_files_are_the_model_until_the_next_load(tmp_path: Path) -> None:
+    write_model(tmp_path, "m")
+    models, worker, _ = serving(tmp_path)
+    files = {"2/model.py": SOURCE, "4/model.py": SOURCE}
+    await models.load(LoadModel("m", config='{"version_policy": {"all": {}}}', files=files))
+    given = Path(worker.loads[0].model_path)
+    assert [load.version for load in worker.loads] == [2, 4]
+    assert (given.name, (given / "4" / "model.py").read_bytes()) == ("m", SOURCE)
+    assert [entry["version"] for entry in await models.index(True)] == ["2", "4"]
+    await models.load(LoadModel("m"))
+    assert Path(worker.loads[2].model_path) == tmp_path / "m"
+    await settled(models)
+    assert not given.exists()
+    models.close()
+
+
+async def test_given_files_go_with_their_model(tmp_path: Path) -> None:
+    """A name that is in no repository, replaced by a second gift, refused a third, and unloaded."""
+    models, worker, _ = serving(tmp_path)
+    for _ in range(2):
+        await models.load(LoadModel("late", config="{}", files={"1/model.py": SOURCE}))
+    first, second = (Path(load.model_path) for load in worker.loads)
+    with pytest.raises(InvalidArgument, match='no field named "no"'):
+        await models.load(LoadModel("late", config='{"no": 1}', files={"1/model.py": SOURCE}))
+    with pytest.raises(Internal):
+        await models.load(LoadModel("late"))
+    assert second.exists()
+    models.unload("late")
+    while models.lifecycle.folders("late"):
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await settled(models)
+    assert [first.exists(), second.exists()] == [False, False]
+    assert list(second.parent.parent.iterdir()) == []
+    models.close()
+    assert not second.parent.parent.exists()
+
+
+async def test_a_refused_model_heals(tmp_path: Path) -> None:
+    """Fronts learn of a name that cannot be served, and that it can be after all; the index says why."""
+    model = write_model(tmp_path, "m", config="nonsense: 1")
+    models, _, published = serving(tmp_path)
+    options = Repository(paths=(str(tmp_path),))
+    (outcome,) = [await future for future in models.begin(await models.scan(options), options)]
+    assert "nonsense" in outcome
+    assert published == models.states() == [Readiness(False, 1, 1, ("m",))]
+    (standing,) = models.standings()
+    assert "nonsense" in standing.reason
+    assert await models.index(False) == [{"name": "m", "state": "UNAVAILABLE", "reason": standing.reason}]
+    assert await models.index(True) == []
+    (model / "config.pbtxt").unlink()
+    outcomes = models.begin(await models.scan(options), options)
+    assert [await future for future in outcomes] == [""]
+    assert published[-1] == Readiness(True, 1)
+    assert [standing.reason for standing in models.standings()] == [""]
+
+
+async def test_a_broken_edit_of_what_serves(tmp_path: Path) -> None:
+    """The host stays ready, and whoever asks learns what is wrong."""
+    model = write_model(tmp_path, "m")
+    models, _, published = serving(tmp_path)
+    options = Repository(paths=(str(tmp_path),))
+    assert [await future for future in models.begin(await models.scan(options), options)] == [""]
+    (model / "config.pbtxt").write_text("nonsense: 1")
+    assert "nonsense" in await models.begin(await models.scan(options), options)[0]
+    assert published[-1] == Readiness(True, 1)
+    (standing,) = models.standings()
+    assert (standing.served, "nonsense" in standing.reason) == ((1,), True)
+    assert await models.index(False) == [{"name": "m", "version": "1", "state": "READY"}]
+
+
+async def test_a_name_in_two_repositories(tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        write_model(tmp_path / folder, "m")
+    options = Repository(paths=(str(tmp_path / "one"), str(tmp_path / "two")), control_mode="explicit")
+    models = Models(options, {}, lambda _: None)
+    # As Triton lists it, whether anybody asked for it or not.
+    entry = {"name": "m", "state": "UNAVAILABLE", "reason": "model appears in two or more repositories"}
+    assert await models.index(False) == [entry]
+    with pytest.raises(Internal, match="failed to poll"):
+        await models.load(LoadModel("m"))
+    assert await models.index(False) == [entry]
+    assert models.readiness == Readiness()
+
+
+async def test_what_a_client_misspells_is_not_counted(tmp_path: Path) -> None:
+    write_model(tmp_path, "broken", config="nonsense: 1")
+    models, _, published = serving(tmp_path)
+    options = Repository(paths=(str(tmp_path),), control_mode="explicit")
+    assert models.begin(await models.scan(options), options) == []
+    assert await models.index(False) == [{"name": "broken"}]
+    for name in ("nope", "broken"):
+        with pytest.raises(Internal, match="failed to poll"):
+            await models.load(LoadModel(name))
+    assert published == [Readiness(True, 0)]
+    (entry,) = await models.index(False)
+    assert (entry["name"], entry["state"], "nonsense" in entry["reason"]) == ("broken", "UNAVAILABLE", True)
+
+
+async def test_what_is_in_no_repository_any_more_is_not_counted(tmp_path: Path) -> None:
+    """A model that could not be read, and one without a version, are taken away."""
+    for control in ("none", "explicit"):
+        broken = write_model(tmp_path, "broken", config="nonsense: 1")
+        (tmp_path / "empty").mkdir()
+        models, _, published = serving(tmp_path)
+        options = Repository(paths=(str(tmp_path),), control_mode=control, load=("*",) if control == "explicit" else ())
+        for outcome in models.begin(await models.scan(options), options):
+            assert await outcome
+        assert published[-1] == Readiness(False, 2, 2, ("broken", "empty"))
+        shutil.rmtree(broken)
+        (tmp_path / "empty").rmdir()
+        assert models.begin(await models.scan(options), options) == []
+        assert published[-1] == Readiness(True, 0)
+        assert await models.index(False) == []
+
+
+async def test_a_listed_name_that_appears_later(tmp_path: Path) -> None:
+    """Of an explicit list what does not serve is tried again by a reload, and what a client has unloaded stays so."""
+    models, worker, published = serving(tmp_path)
+    options = Repository(paths=(str(tmp_path),), control_mode="explicit", load=("late",))
+    assert "in no repository" in await models.begin(await models.scan(options), options)[0]
+    assert await models.index(False) == [{"name": "late", "state": "UNAVAILABLE", "reason": "it is in no repository"}]
+    write_model(tmp_path, "late")
+    assert await models.begin(await models.scan(options), options)[0] == ""
+    assert published[-1] == Readiness(True, 1)
+    models.unload("late")
+    assert published[-1] == Readiness(True, 0)
+    assert models.begin(await models.scan(options), options) == []
+    assert len(worker.loads) == 1
+
+
+async def test_the_list_of_a_reload_adds(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_model(tmp_path, name)
+    models, worker, _ = serving(tmp_path)
+    for listed, loads in ((("a",), ["a"]), (("a", "b"), ["a", "b"]), (("b",), ["a", "b"])):
+        options = Repository(paths=(str(tmp_path),), control_mode="explicit", load=listed)
+        for future in models.begin(await models.scan(options), options):
+            assert await future == ""
+        assert [load.name for load in worker.loads] == loads
+    assert [entry["state"] for entry in await models.index(False)] == ["READY", "READY"]

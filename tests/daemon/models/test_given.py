@@ -1,0 +1,74 @@
+"""Files that clients give: written where nobody else can write, read by no name that leaves the folder, and gone afterwards."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+
+import pytest
+
+from daemon.models.given import GivenModels
+from shm.errors import InvalidArgument
+
+
+@pytest.fixture
+def given() -> Iterator[GivenModels]:
+    made = GivenModels()
+    yield made
+    made.close()
+
+
+def test_files_are_kept_until_they_are_dropped(given: GivenModels) -> None:
+    first = given.keep("m", {"1/model.py": b"one", "1/data/words.txt": b"", "labels.txt": b"a"})
+    second = given.keep("m", {"2/model.py": b"two"})
+    assert (first.name, second.name) == ("m", "m")
+    assert (first / "1" / "model.py").read_bytes() == b"one"
+    assert (first / "1" / "data" / "words.txt").exists()
+    root = first.parent.parent
+    assert stat.S_IMODE(root.stat().st_mode) == 0o700
+    given.drop(first)
+    given.drop(first)
+    assert [folder.name for folder in root.iterdir()] == [second.parent.name]
+    given.close()
+    assert not root.exists()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(
+            "",
+            "/",
+            "..",
+            "../x",
+            "1/../../x",
+            "/../x",
+            "1//model.py",
+            "1/",
+            "1/.hidden",
+            "1/a\0b",
+            "1/a b",
+            "1/é",
+        ),
+        *("1\\model.py", "/".join("abcdefghi"), "1/" + "x" * 256),
+    ],
+)
+def test_paths_that_are_none(given: GivenModels, path: str) -> None:
+    with pytest.raises(InvalidArgument, match="no path of a file in a model"):
+        given.keep("m", {"1/model.py": b"", path: b"x"})
+
+
+def test_a_file_cannot_be_a_folder_too(given: GivenModels) -> None:
+    folder = given.keep("m", {"1/model.py": b""})
+    for files in ({"1": b"", "1/model.py": b""}, {"1/data/words/a": b"", "/1/data": b""}):
+        with pytest.raises(InvalidArgument, match=r"is given as a file, and '.*' beneath it"):
+            given.keep("m", files)
+    assert list(folder.parent.parent.iterdir()) == [folder.parent]
+
+
+def test_a_slash_before_a_path_means_the_models_folder(given: GivenModels) -> None:
+    folder = given.keep("m", {"/1/model.py": b"one", "//labels.txt": b"a"})
+    assert (folder / "1" / "model.py").read_bytes() == b"one"
+    assert (folder / "labels.txt").read_bytes() == b"a"
+    with pytest.raises(InvalidArgument, match=r"file '1/model\.py' is given twice"):
+        given.keep("m", {"/1/model.py": b"one", "1/model.py": b"two"})

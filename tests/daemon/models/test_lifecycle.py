@@ -1,0 +1,422 @@
+"""The life of versions: tables for what clients see, and random histories that must keep the books balanced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from daemon.models.instructions import Instruction, Publish, Retry, Send, Settled
+from daemon.models.lifecycle import FIRST_RETRY, MAX_RETRY, Lifecycle
+from daemon.models.repository import FoundModel
+from shm.control_records import Load, Loaded, ModelGone, ModelState, Unload
+
+
+def found(name: str, *chosen: int, fingerprint: str = "f") -> FoundModel:
+    return FoundModel(name, Path("/models", name), b"", chosen, chosen, fingerprint)
+
+
+def states(out: list[Instruction]) -> list[tuple[int, str, tuple[int, ...]]]:
+    return [
+        (i.state.version, i.state.state, i.state.workers)
+        for i in out
+        if isinstance(i, Publish) and isinstance(i.state, ModelState)
+    ]
+
+
+def sent(out: list[Instruction]) -> list[tuple[int, str, int]]:
+    return [(i.worker, type(i.record).__name__, i.record.version) for i in out if isinstance(i, Send)]
+
+
+def settled(out: list[Instruction]) -> list[tuple[int, str]]:
+    return [(i.token, i.error) for i in out if isinstance(i, Settled)]
+
+
+def retries(out: list[Instruction]) -> list[tuple[str, float]]:
+    return [(i.name, i.seconds) for i in out if isinstance(i, Retry)]
+
+
+def ready(lifecycle: Lifecycle, *workers: int) -> None:
+    for worker in workers:
+        lifecycle.worker_joined(worker)
+
+
+def test_load_on_two_workers() -> None:
+    lifecycle = Lifecycle()
+    ready(lifecycle, 1, 2)
+    out = lifecycle.load(found("m", 3), 7)
+    assert states(out) == [(3, "LOADING", ())]
+    assert sent(out) == [(1, "Load", 3), (2, "Load", 3)]
+    out = lifecycle.loaded(2, Loaded("m", 3, metadata=b"{}"))
+    assert states(out) == [(3, "READY", (2,))]
+    assert settled(out) == []
+    out = lifecycle.loaded(1, Loaded("m", 3, metadata=b"{}"))
+    assert states(out) == [(3, "READY", (1, 2))]
+    assert settled(out) == [(7, "")]
+    assert lifecycle.index() == [{"name": "m", "version": "3", "state": "READY"}]
+
+
+def test_load_waits_for_the_first_worker() -> None:
+    lifecycle = Lifecycle()
+    assert settled(lifecycle.load(found("m", 1), 7)) == []
+    assert sent(lifecycle.worker_joined(1)) == [(1, "Load", 1)]
+    assert settled(lifecycle.loaded(1, Loaded("m", 1))) == [(7, "")]
+
+
+def test_unchanged_models_are_not_loaded_again() -> None:
+    lifecycle = Lifecycle()
+    ready(lifecycle, 1)
+    lifecycle.load(found("m", 1), 1)
+    lifecycle.loaded(1, Loaded("m", 1))
+    assert lifecycle.load(found("m", 1), 2) == [Settled(2)]
+    # Changed: loaded beside, serving all the while.
+    out = lifecycle.load(found("m", 1, fingerprint="g"), 3)
+    assert (states(out), sent(out)) == ([], [(1, "Load", 1)])
+    assert settled(lifecycle.loaded(1, Loaded("m", 1))) == [(3, "")]
+
+
+def test_a_new_version_is_ready_before_the_old_one_goes() -> None:
+    lifecycle = Lifecycle()
+    ready(lifecycle, 1)
+    lifecycle.load(found("m", 1), 1)
+    lifecycle.loaded(1, Loaded("m", 1))
+    assert sent(lifecycle.load(found("m", 2, fingerprint="g"), 2)) == [(1, "Load", 2)]
+    assert lifecycle.is_ready("m", 1)
+    out = lifecycle.loaded(1, Loaded("m", 2))
+    assert states(out) == [(2, "READY", (1,)), (1, "UNLOADING", ())]
+    assert (sent(out), settled(out)) == ([(1, "Unload", 1)], [])
+    out = lifecycle.unloaded(1, "m", 1)
+    assert states(out) == [(1, "UNAVAILABLE", ())]
+    assert settled(out) == [(2, "")]
+    assert lifecycle.ready_models() == {"m": [2]}
+
+
+def test_a_new_version_that_fails_leaves_the_old_one() -> None:
+    lifecycle = Lifecycle()
+    ready(lifecycle, 1)
+    lifecycle.load(found("m", 1), 1)
+    lifecycle.loaded(1, Loaded("m", 1))
+    lifecycle.load(found("m", 2, fingerprint="g"), 2)
+    out = lifecycle.loaded(1, Loaded("m", 2, reason="no"))
+    assert settled(out) == [(2, "load failed for model 'm': version 2 is at UNAVAILABLE state: no;\n")]
+    assert lifecycle.ready_models() == {"m": [1]}
+    # The next load tries again, although no file changed.
+    assert sent(lifecycle.load(found("m", 2, fingerprint="g"), 3)) == [(1, "Load", 2)]
+
+
+def test_a_reload_that_fails_leaves_what_serves() -> None:
+    lifecycle = Lifecycle()
+    ready(lifecycle, 1)
+    lifecycle.load(found("m", 1), 1)
+    lifecycle.loaded(1, Loaded("m", 1))
+    lifecycle.load(found("m", 1, fingerprint="g"), 2)
+    out = lifecycle.loaded(1, Loaded("m", 1, reason="no"))
+    assert settled(out)[0][1].startswith("load failed for model 'm'")
+    assert lifecycle.is_ready("m", 1)
+
+
+def test_ready_where_it_is_ready() -> None:
+    """One device has no room: the others serve, and whoever asked is told."""
+    lifecycle = Lifecycle()
+    ready(lifecycle, 1, 2)
+    lifecycle.load(found("m", 1), 1)
+    lifecycle.loaded(1, Loaded("m", 1, reason="no room"))
+    assert not lifecycle.is_ready("m")
+    out = lifecycle.loaded(2, Loaded("m", 1))
+    assert states(out) == [(1, "READY", (2,))]
+    assert "no room" in settled(out)[0][1]
+
+
+def test_unload_and_load_follow_each_other() -> None:
+    lifecycle = Lifecycle()
+    ready(lifecycle, 1)
+    lifecycle.load(found("m", 1), 1)
+    assert lifecycle.unload("m", 2) == []
+    assert lifecycle.load(found("m", 1), 3) == []
+    out = lifecycle.loaded(1, Loaded("m", 1))
+    assert settled(out) == [(1, "")]
+    assert states(out) == [(1, "READY", (1,)), (1, "UNLOADING", ())]
+    assert lifecycle.index()[0]["state"] == "UNLOADING"
+    out = lifecycle.unloaded(1, "m", 1)
+    assert settled(out) == [(2, "")]
+    assert states(out) == [(1, "UNAVAILABLE", ()), (1, "LOADING", ())]
+    assert settled(lifecycle.loaded(1, Loaded("m", 1))) == [(3, "")]
+
+
+def test_unload_of_the_unknown_and_the_failed() -> None:
+    lifecycle = Lifecycle()
+    ready(lifecycle, 1)
+    assert lifecycle.unload("nope", 1) == [Settled(1)]
+    lifecycle.load(found("m", 1), 2)
+    lifecycle.loaded(1, Loaded("m", 1, reason="no"))
+    assert lifecycle.unload("m", 3) == [Settled(3)]
+    lifecycle.known = {"m"}
+    assert lifecycle.index() == [{"name": "m", "version": "1", "state": "UNAVAILABLE", "reason": "no"}]
+
+
+def test_the_last_worker_dies() -> None:
+    """Requests wait: the version is READY, without workers, described as before."""
+    lifecycle = Lifecycle()
+    ready(lifecycle, 1)
+    lifecycle.load(found("m", 1), 1)
+    lifecycle.loaded(1, Loaded("m", 1, metadata=b"{}"))
+    (instruction,) = lifecycle.worker_left(1)
+    assert isinstance(instruction, Publish)
+    assert (instruction.state.state, instruction.state.workers, instruction.state.metadata) == ("READY", (), b"{}")
+    assert sent(lifecycle.worker_joined(2)) == [(2, "Load", 1)]
+    assert states(lifecycle.loaded(2, Loaded("m", 1))) == [(1, "READY", (2,))]
+
+
+def test_a_replacement_that_cannot_load() -> None:
+    lifecycle = Lifecycle()
+    ready(lifecycle, 1)
+    lifecycle.load(found("m", 1), 1)
+    lifecycle.loaded(1, Loaded("m", 1))
+    lifecycle.worker_left(1)
+    lifecycle.worker_joined(2)
+    assert states(lifecycle.loaded(2, Loaded("m", 1, reason="gone"))) == [(1, "UNAVAILABLE", ())]
+
+
+def test_who_killed_the_worker() -> None:
+    """Two die with a worker; alone, one of them is innocent and the other is given up."""
+    lifecycle = Lifecycle()
+    ready(lifecycle, 1)
+    lifecycle.load(found("bad", 1), 1)
+    lifecycle.load(found("good", 1), 2)
+    lifecycle.worker_left(1)
+    assert [(i.worker, i.record.name) for i in lifecycle.worker_joined(2) if isinstance(i, Send)] == [(2, "bad")]
+    lifecycle.worker_left(2)
+    assert [i.record.name for i in lifecycle.worker_joined(3) if isinstance(i, Send)] == ["bad"]
+    out = lifecycle.worker_left(3, "was killed by SIGSEGV")
+    reason = "2 worker processes died while loading it, the last one was killed by SIGSEGV"
+    assert settled(out) == [(1, f"load failed for model 'bad': version 1 is at UNAVAILABLE state: {reason};\n")]
+    assert retries(out) == [("bad", FIRST_RETRY)]
+    assert [i.record.name for i in lifecycle.worker_joined(4) if isinstance(i, Send)] == ["good"]
+    assert settled(lifecycle.loaded(4, Loaded("good", 1))) == [(2, "")]
+
+
+def test_what_was_given_up_is_tried_again_later_and_later() -> None:
+    """On one worker alone, whatever dies meanwhile; where it loads after all, everywhere, and what it replaces goes."""
+    lifecycle = Lifecycle()
+    ready(lifecycle, 1, 2)
+    lifecycle.load(found("m", 1), 1)
+    lifecycle.loaded(1, Loaded("m", 1))
+    lifecycle.loaded(2, Loaded("m", 1))
+    lifecycle.load(found("m", 2, fingerprint="g"), 2)
+    lifecycle.worker_left(1)
+    out = lifecycle.worker_left(2)
+    assert settled(out)[0][0] == 2
+    waits, worker = retries(out), 2
+    while waits[-1][1] < MAX_RETRY or len(waits) < 9:
+        worker += 1
+        # A replacement gets what serves, and is not killed by what does not.
+        assert sent(lifecycle.worker_joined(worker)) == [(worker, "Load", 1)]
+        lifecycle.loaded(worker, Loaded("m", 1))
+        assert sent(lifecycle.retry("m", 2, deaths=0)) == []
+        assert sent(lifecycle.retry("m", 2, deaths=len(waits) + 1)) == [(worker, "Load", 2)]
+        out = lifecycle.worker_left(worker)
+        waits += retries(out)
+        assert not settled(out)
+    assert [seconds for _, seconds in waits] == [5, 10, 20, 40, 80, 160, 300, 300, 300]
+    # It is due while no worker is there: the next one is asked.
+    assert lifecycle.retry("m", 2, deaths=10) == []
+    assert sent(lifecycle.worker_joined(20)) == [(20, "Load", 1)]
+    assert sent(lifecycle.loaded(20, Loaded("m", 1))) == [(20, "Load", 2)]
+    ready(lifecycle, 21)
+    lifecycle.loaded(21, Loaded("m", 1))
+    out = lifecycle.loaded(20, Loaded("m", 2))
+    assert sent(out) == [(21, "Load", 2), (20, "Unload", 1), (21, "Unload", 1)]
+    assert states(out) == [(2, "READY", (20,)), (1, "UNLOADING", ())]
+    lifecycle.check_invariants()
+
+
+def test_a_try_that_fails_with_a_reason_is_the_last() -> None:
+    lifecycle = Lifecycle()
+    for worker in (1, 2):
+        ready(lifecycle, worker)
+        if worker == 1:
+            lifecycle.load(found("m", 1), 1)
+        out = lifecycle.worker_left(worker)
+    assert retries(out) == [("m", FIRST_RETRY)]
+    ready(lifecycle, 3)
+    assert sent(lifecycle.retry("m", 1, deaths=2)) == [(3, "Load", 1)]
+    assert states(lifecycle.loaded(3, Loaded("m", 1, reason="no"))) == [(1, "UNAVAILABLE", ())]
+    assert lifecycle.retry("m", 1, deaths=2) == []
+    assert lifecycle.worker_joined(4) == []
+
+
+def test_what_serves_on_one_worker_only_does_not_wait_for_a_try() -> None:
+    """Version 1 is loaded again; one worker dies of it twice, and then the one that still serves it."""
+    lifecycle = Lifecycle()
+    ready(lifecycle, 1)
+    lifecycle.load(found("m", 1), 1)
+    lifecycle.loaded(1, Loaded("m", 1))
+    for worker in (2, 3):
+        assert sent(lifecycle.worker_joined(worker)) == [(worker, "Load", 1)]
+        lifecycle.worker_left(worker)
+    assert lifecycle.is_ready("m")
+    assert sent(lifecycle.worker_joined(4)) == []
+    assert states(lifecycle.worker_left(1))[-1] == (1, "UNAVAILABLE", ())
+    assert sent(lifecycle.retry("m", 1, deaths=2)) == [(4, "Load", 1)]
+    assert states(lifecycle.loaded(4, Loaded("m", 1))) == [(1, "READY", (4,))]
+
+
+def test_what_is_not_in_the_repository_any_more_is_forgotten() -> None:
+    lifecycle = Lifecycle()
+    ready(lifecycle, 1)
+    lifecycle.known = {"m"}
+    lifecycle.load(found("m", 1), 1)
+    lifecycle.loaded(1, Loaded("m", 1))
+    lifecycle.load(found("m", 2, fingerprint="g"), 2)
+    lifecycle.loaded(1, Loaded("m", 2, reason="no"))
+    assert [entry["state"] for entry in lifecycle.index()] == ["READY", "UNAVAILABLE"]
+    out = lifecycle.load(found("m", 1), 3)
+    assert Publish(ModelGone("m", 2)) in out
+    lifecycle.loaded(1, Loaded("m", 1))
+    assert lifecycle.index() == [{"name": "m", "version": "1", "state": "READY"}]
+    # What serves stays until it is unloaded, in a repository or not.
+    assert lifecycle.forget("m", ()) == []
+    lifecycle.known = set()
+    assert lifecycle.index() == [{"name": "m", "version": "1", "state": "READY"}]
+    lifecycle.unload("m", 4)
+    lifecycle.unloaded(1, "m", 1)
+    assert lifecycle.index() == []
+    assert lifecycle.forget("m", ()) == [Publish(ModelGone("m", 1))]
+    assert lifecycle.models == {}
+
+
+def test_index() -> None:
+    lifecycle = Lifecycle()
+    lifecycle.known = {"b", "a"}
+    ready(lifecycle, 1)
+    lifecycle.load(found("b", 10, 9), 1)
+    lifecycle.loaded(1, Loaded("b", 9))
+    assert lifecycle.index() == [
+        {"name": "a"},
+        {"name": "b", "version": "9", "state": "READY"},
+        {"name": "b", "version": "10", "state": "LOADING"},
+    ]
+    assert lifecycle.index(ready=True) == [{"name": "b", "version": "9", "state": "READY"}]
+
+
+def test_stale_answers_change_nothing() -> None:
+    lifecycle = Lifecycle()
+    ready(lifecycle, 1)
+    assert lifecycle.loaded(1, Loaded("m", 1)) == []
+    assert lifecycle.unloaded(1, "m", 1) == []
+    lifecycle.load(found("m", 1), 1)
+    assert lifecycle.loaded(9, Loaded("m", 1)) == []
+    lifecycle.worker_left(1)
+    assert lifecycle.loaded(1, Loaded("m", 1)) == []
+
+
+class Histories(RuleBasedStateMachine):
+    """Any order of loads, unloads, answers, deaths and births: the books balance, and every operation ends."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.lifecycle = Lifecycle()
+        self.token = 0
+        self.next_worker = 0
+        #: What each living worker owes, in the order it was sent.
+        self.owed: dict[int, list[Load | Unload]] = {}
+        #: What each living worker has.
+        self.has: dict[int, set[tuple[str, int]]] = {}
+        self.open: set[int] = set()
+        self.retries: list[Retry] = []
+
+    def take(self, out: list[Instruction]) -> None:
+        for instruction in out:
+            match instruction:
+                case Send(worker, record):
+                    self.owed[worker].append(record)
+                case Settled(token):
+                    self.open.remove(token)
+                case Retry():
+                    self.retries.append(instruction)
+                case Publish(ModelState() as state):
+                    for worker in state.workers:
+                        assert (state.name, state.version) in self.has[worker]
+
+    @rule(name=st.sampled_from("ab"), chosen=st.sets(st.integers(1, 3), min_size=1), fingerprint=st.sampled_from("xy"))
+    def load(self, name: str, chosen: set[int], fingerprint: str) -> None:
+        self.token += 1
+        self.open.add(self.token)
+        self.take(self.lifecycle.load(found(name, *sorted(chosen), fingerprint=fingerprint), self.token))
+
+    @rule(name=st.sampled_from("abc"))
+    def unload(self, name: str) -> None:
+        self.token += 1
+        self.open.add(self.token)
+        self.take(self.lifecycle.unload(name, self.token))
+
+    @rule()
+    def join(self) -> None:
+        self.next_worker += 1
+        self.owed[self.next_worker] = []
+        self.has[self.next_worker] = set()
+        self.take(self.lifecycle.worker_joined(self.next_worker))
+
+    @rule(choice=st.integers(0, 100))
+    def die(self, choice: int) -> None:
+        if self.owed:
+            worker = sorted(self.owed)[choice % len(self.owed)]
+            del self.owed[worker], self.has[worker]
+            self.take(self.lifecycle.worker_left(worker))
+
+    @rule(choice=st.integers(0, 100))
+    def retry(self, choice: int) -> None:
+        if self.retries:
+            due = self.retries.pop(choice % len(self.retries))
+            self.take(self.lifecycle.retry(due.name, due.version, due.deaths))
+
+    @rule(name=st.sampled_from("ab"), present=st.sets(st.integers(1, 3)))
+    def forget(self, name: str, present: set[int]) -> None:
+        self.take(self.lifecycle.forget(name, present))
+
+    @rule(choice=st.integers(0, 100), fails=st.booleans())
+    def answer(self, choice: int, fails: bool) -> None:
+        busy = [worker for worker, records in sorted(self.owed.items()) if records]
+        if not busy:
+            return
+        worker = busy[choice % len(busy)]
+        record = self.owed[worker].pop(0)
+        key = (record.name, record.version)
+        if isinstance(record, Unload):
+            self.has[worker].discard(key)
+            self.take(self.lifecycle.unloaded(worker, *key))
+            return
+        if not fails:
+            self.has[worker].add(key)
+        self.take(self.lifecycle.loaded(worker, Loaded(*key, reason="failed" if fails else "")))
+
+    @invariant()
+    def books_balance(self) -> None:
+        if hasattr(self, "lifecycle"):
+            self.lifecycle.check_invariants()
+
+    def teardown(self) -> None:
+        """With a living worker that answers, everything ends, and workers have exactly what is READY there."""
+        if not hasattr(self, "lifecycle"):
+            return
+        self.join()
+        while any(self.owed.values()) or self.retries:
+            self.retry(0)
+            self.answer(0, False)
+            self.lifecycle.check_invariants()
+        everything = [version for model in self.lifecycle.models.values() for version in model.versions.values()]
+        assert not any(version.given_up for version in everything)
+        assert not self.open
+        for name, versions in self.lifecycle.ready_models().items():
+            for version in versions:
+                holders = {w for w, keys in self.has.items() if (name, version) in keys}
+                state = next(s for s in self.lifecycle.states() if (s.name, s.version) == (name, version))
+                assert set(state.workers) == holders
+        everywhere = {key for keys in self.has.values() for key in keys}
+        assert all(self.lifecycle.is_ready(*key) for key in everywhere)
+
+
+Histories.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestHistories = Histories.TestCase

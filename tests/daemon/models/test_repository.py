@@ -1,0 +1,155 @@
+"""What is found in repositories, good and bad; nothing an operator may have written there is an accident."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from config import model_config
+from daemon.models import repository
+from shm.errors import InvalidArgument
+from tests.daemon.fake_daemon import write_model
+
+PYTHON_MODEL = "import json\n\nclass TritonPythonModel:\n    def execute(self, requests):\n        return []\n"
+
+
+def test_scan(tmp_path: Path) -> None:
+    write_model(tmp_path, "b", 1, 2, 10)
+    write_model(tmp_path, "a", 3, config='name: "a" backend: "python" max_batch_size: 4')
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "README").touch()
+    (tmp_path / "b" / "01").mkdir()
+    (tmp_path / "b" / "0").mkdir()
+    (tmp_path / "b" / "assets").mkdir()
+    found = repository.scan([tmp_path])
+    assert list(found) == ["a", "b"]
+    assert (found["b"].versions, found["b"].chosen, found["b"].error) == ((1, 2, 10), (10,), "")
+    assert model_config.from_bytes(found["b"].config) == model_config.model_config_pb2().ModelConfig(
+        name="b", backend="jax"
+    )
+    assert model_config.from_bytes(found["a"].config).max_batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("policy", "chosen"),
+    [
+        ("", (4,)),
+        ("version_policy { latest { num_versions: 2 } }", (2, 4)),
+        ("version_policy { all { } }", (1, 2, 4)),
+        ("version_policy { specific { versions: [ 4, 1, 9 ] } }", (1, 4)),
+    ],
+)
+def test_version_policies(tmp_path: Path, policy: str, chosen: tuple[int, ...]) -> None:
+    assert repository.poll(write_model(tmp_path, "m", 1, 2, 4, config=policy)).chosen == chosen
+
+
+@pytest.mark.parametrize(
+    ("source", "backend"),
+    [
+        (PYTHON_MODEL, "python"),
+        ("from somewhere import Model as TritonPythonModel\n", "python"),
+        ("def create(path, config, device): ...\n", "jax"),
+        ("from somewhere import create\n", "jax"),
+        ("create = print\n", "jax"),
+    ],
+)
+def test_back_end_is_read_not_imported(tmp_path: Path, source: str, backend: str) -> None:
+    model = write_model(tmp_path, "m")
+    (model / "1" / "model.py").write_text(source + "\nraise SystemExit('imported')\n")
+    assert model_config.from_bytes(repository.poll(model).config).backend == backend
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("x = 1\n", "defines neither create"),
+        ("def create(:\n", "not valid Python, line 1"),
+        ("\0", "not valid Python"),
+        (None, "has no model.py"),
+    ],
+)
+def test_a_model_that_says_nothing(tmp_path: Path, source: str | None, words: str) -> None:
+    model = write_model(tmp_path, "m")
+    file = model / "1" / "model.py"
+    file.unlink() if source is None else file.write_text(source)
+    assert words in repository.poll(model).error
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("no_such_field: 1", "line 1, column 1"),
+        ('name: "other"', "its configuration is for 'other'"),
+        ('backend: "onnxruntime"', "backend 'onnxruntime' is not supported"),
+        ('platform: "ensemble"', "platform 'ensemble' is not supported"),
+        ("parameters { key: '" + "x" * (1 << 20) + "' value { } }", "bytes, at most 1048576 are read"),
+        ("\udcff", "cannot be read"),
+    ],
+)
+def test_bad_configurations(tmp_path: Path, config: str, words: str) -> None:
+    model = write_model(tmp_path, "m")
+    (model / "config.pbtxt").write_bytes(config.encode(errors="surrogateescape"))
+    found = repository.poll(model)
+    assert words in found.error
+    assert found.chosen == ()
+
+
+def test_names_repositories_and_versions(tmp_path: Path) -> None:
+    write_model(tmp_path / "one", "m")
+    write_model(tmp_path / "two", "m")
+    write_model(tmp_path / "two", "has space")
+    (tmp_path / "two" / "empty").mkdir()
+    found = repository.scan([tmp_path / "one", tmp_path / "two"])
+    assert found["m"].error == repository.DUPLICATE
+    assert "its name may hold only" in found["has space"].error
+    assert (found["empty"].error, found["empty"].chosen) == ("", ())
+    with pytest.raises(InvalidArgument, match="No such file"):
+        repository.scan([tmp_path / "three"])
+
+
+def test_fingerprints(tmp_path: Path) -> None:
+    model = write_model(tmp_path, "m")
+    before = repository.poll(model).fingerprint
+    assert repository.poll(model).fingerprint == before
+    (model / "labels.txt").write_text("a\n")
+    changed = repository.poll(model).fingerprint
+    assert changed != before
+    os.utime(model / "1" / "model.py", (1, 1))
+    assert repository.poll(model).fingerprint not in (before, changed)
+
+
+@pytest.mark.parametrize("config", ["sequence_batching { }", "model_transaction_policy { decoupled: true }"])
+def test_what_is_not_offered_is_told_from_what_is_wrong(tmp_path: Path, config: str) -> None:
+    found = repository.poll(write_model(tmp_path, "m", config=config))
+    assert "not supported yet" in found.error
+    assert (found.unsupported, found.chosen) == (True, ())
+    assert not repository.poll(write_model(tmp_path, "n", config="nonsense: 1")).unsupported
+
+
+def test_what_is_without_effect_is_known_before_it_is_loaded(tmp_path: Path) -> None:
+    found = repository.poll(write_model(tmp_path, "m", config="response_cache { enable: true }"))
+    assert found.error == ""
+    assert found.without_effect == ("response_cache.enable is without effect: there is no response cache",)
+
+
+def test_override(tmp_path: Path) -> None:
+    found = repository.poll(write_model(tmp_path, "m", 1, 2))
+    overridden = repository.override(found.path, '{"version_policy": {"all": {}}, "max_batch_size": 2}')
+    assert overridden.chosen == (1, 2)
+    assert overridden.fingerprint != found.fingerprint
+    for bad in ("{", '{"name": "other"}', '{"backend": "x"}'):
+        with pytest.raises(InvalidArgument):
+            repository.override(found.path, bad)
+
+
+@given(st.text(max_size=20))
+def test_names_are_no_paths(name: str) -> None:
+    if repository.NAME.fullmatch(name):
+        assert Path("/r", name).parent == Path("/r")
+        assert name not in (".", "..")
+        assert name.isascii()

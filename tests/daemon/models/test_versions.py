@@ -1,0 +1,34 @@
+"""What fronts are told of a version."""
+
+from __future__ import annotations
+
+import pytest
+
+from daemon.models.versions import Version, VersionState
+from shm.control_records import Load, Loaded, ModelState
+
+LOAD = Load("m", 3, "/m", "/m/3", b"")
+DESCRIBED = Loaded("m", 3, metadata=b"{}", config=b"[]", stateless=False, decoupled=True)
+
+
+@pytest.mark.parametrize(
+    ("version", "told"),
+    [
+        (Version(LOAD), ModelState("m", 3, "UNKNOWN")),
+        (
+            Version(LOAD, VersionState.READY, ready={7: DESCRIBED, 2: DESCRIBED}, described=DESCRIBED),
+            ModelState("m", 3, "READY", "", (2, 7), b"{}", b"[]", False, True),
+        ),
+        # Its last worker has died: it is still described, and waits for the next.
+        (
+            Version(LOAD, VersionState.READY, described=DESCRIBED),
+            ModelState("m", 3, "READY", "", (), b"{}", b"[]", False, True),
+        ),
+        (
+            Version(LOAD, VersionState.UNAVAILABLE, "it is broken", described=DESCRIBED),
+            ModelState("m", 3, "UNAVAILABLE", "it is broken"),
+        ),
+    ],
+)
+def test_told(version: Version, told: ModelState) -> None:
+    assert version.told(3) == told

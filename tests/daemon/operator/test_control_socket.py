@@ -1,0 +1,61 @@
+"""Where the operator's socket is, and who may have left one there."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config.options import Supervisor
+from daemon.operator.control_socket import ControlSocket
+from shm.errors import InvalidArgument
+
+
+def opened(path: Path) -> ControlSocket:
+    operations: Any = None  # nothing is asked
+    return ControlSocket(Supervisor(control_socket=str(path)), {}, operations, dict)
+
+
+async def test_a_killed_predecessors_socket_is_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "control.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    control = opened(path)
+    await control.open()
+    assert path.stat().st_mode & 0o777 == 0o600
+    other = opened(path)
+    with pytest.raises(InvalidArgument, match="Address already in use"):
+        await other.open()
+    control.close()
+    control.close()
+    assert not path.exists()
+
+
+async def test_by_default_the_users_first_daemon_has_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A second one serves without; once the first has gone there is room again."""
+    operations: Any = None
+    environment = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    path = tmp_path / "tensord" / "control.sock"
+    first, second, third = (ControlSocket(Supervisor(), environment, operations, dict) for _ in range(3))
+    await first.open()
+    assert (first.path, path.stat().st_mode & 0o777) == (path, 0o600)
+    await second.open()
+    assert second.path is None
+    assert "tensorctl cannot reach this daemon: no control socket by default (another daemon has it)" in caplog.text
+    second.close()
+    assert path.exists()
+    first.close()
+    assert not path.exists()
+    await third.open()
+    assert third.path == path
+    third.close()
+
+
+@pytest.mark.parametrize("name", ["file", "folder/x", "x" * 200])
+async def test_places_that_cannot_be(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(InvalidArgument, match=r"supervisor\.control_socket"):
+        await opened(tmp_path / name).open()
+    assert (tmp_path / "file").read_text() == "precious"

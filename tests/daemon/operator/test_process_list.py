@@ -1,0 +1,68 @@
+"""What tensorctl shows of processes."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from config.options import Supervisor
+from daemon.operator import process_list
+from daemon.processes.child import Front, Worker
+from daemon.processes.fronts import Fronts
+from daemon.processes.posts import Posts
+from shm.control_records import Load
+from shm.progress import Loading
+from shm.status_page import Outputs, StatusPage, WorkerState
+
+SECOND = 10**9
+
+
+def posts() -> Posts:
+    return Posts(Supervisor(), lambda _: True, lambda _: False)
+
+
+def test_workers() -> None:
+    starting, executing = (Worker("m", f"worker-{n}", n, f"cpu:{n}", lambda *_: None, lambda _: None) for n in (0, 1))
+    executing.started_ns, executing.ready = 3 * SECOND, True
+    executing.page = StatusPage.create()
+    executing.page.set_state(WorkerState.EXECUTING, 4 * SECOND)
+    executing.page.outputs = Outputs.IN_PLACE
+    first, second = process_list.of_workers([starting, executing], posts(), 5 * SECOND)
+    assert first == {
+        "name": "worker-0",
+        "pid": 0,
+        "ready": False,
+        "uptime_s": 5.0,
+        "deaths": 0,
+        "device": "cpu:0",
+        "state": "starting",
+        "outputs": "unknown",
+        "missing": [],
+    }
+    assert (second["state"], second["ready"], second["uptime_s"]) == ("executing", True, 2.0)
+    # What the loader does beside the loop.
+    executing.send(Load("digits", 1, "", "", b""))
+    (entry,) = process_list.of_workers([executing], posts(), 5 * SECOND)
+    assert entry["state"] == "executing, loading digits"
+    executing.loading = Loading("digits", 1, 3, 16)
+    executing.page.set_state(WorkerState.IDLE, 4 * SECOND)
+    (entry,) = process_list.of_workers([executing], posts(), 5 * SECOND)
+    assert entry["state"] == "compiling digits 3/16"
+    executing.load_answered("digits", 1)
+    (entry,) = process_list.of_workers([executing], posts(), 5 * SECOND)
+    assert entry["state"] == "idle"
+    assert second["outputs"] == "in_place"
+    executing.release()
+
+
+def test_fronts() -> None:
+    class Two:
+        """Their connections by row."""
+
+        def __iter__(self) -> Any:
+            return iter([Front("m", "http", row, row, lambda *_: None, lambda _: None) for row in (0, 1)])
+
+        def connections(self, front: Front) -> int:
+            return front.row * 7
+
+    listed = process_list.of_fronts(cast(Fronts, Two()), posts(), SECOND)
+    assert [(entry["name"], entry["connections"]) for entry in listed] == [("http-0", 0), ("http-1", 7)]

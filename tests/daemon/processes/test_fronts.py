@@ -1,0 +1,172 @@
+"""Front processes: as many as are asked for, on one socket, and told everything before they serve."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from config.options import Grpc, Http, Options
+from daemon.processes.child import Front
+from daemon.processes.fronts import Fronts
+from daemon.processes.listening import ListenError
+from shm.control_records import Call, ModelState
+
+READY = ModelState("m", 1, "READY")
+
+
+class Owner:
+    """What the supervisor does with them."""
+
+    def __init__(self, processes: int = 2) -> None:
+        self.options = Options(http=Http(port=0, processes=processes), grpc=Grpc(enabled=False))
+        self.died: asyncio.Queue[Front] = asyncio.Queue()
+        self.last = 0
+        fake = "tests.daemon.fake_front"
+        self.fronts = Fronts(
+            {"http": fake, "grpc": fake},
+            lambda: self.options,
+            self.incarnation,
+            lambda front: front.send(READY),
+            self.answer,
+            self.died.put_nowait,
+        )
+
+    def incarnation(self) -> int:
+        self.last += 1
+        return self.last
+
+    def answer(self, front: Front, call: Call, fds: list[int]) -> None:
+        raise AssertionError("nobody asks")
+
+    async def all_ready(self, count: int) -> list[Front]:
+        while [front.ready for front in self.fronts] != [True] * count:
+            await asyncio.sleep(0.01)
+        return list(self.fronts)
+
+    async def known(self, front: Front) -> dict[str, Any]:
+        """The models of a fake front, by asking connections until one is its."""
+        (url,) = self.fronts.urls("http")
+        port = int(url.rpartition(":")[2])
+        while True:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"{}\n")
+            answer: dict[str, Any] = json.loads(await reader.readline())
+            writer.close()
+            if answer["pid"] == front.pid:
+                return dict(answer["models"])
+
+
+@pytest.fixture
+async def owner(leaves_nothing: None) -> AsyncIterator[Owner]:
+    made = Owner()
+    made.fronts.listen({})
+    made.fronts.start_all()
+    yield made
+    made.fronts.stop_listening()
+    for front in list(made.fronts):
+        front.kill()
+    while made.fronts.by_incarnation:
+        await made.died.get()
+    made.fronts.close()
+    made.fronts.close()
+
+
+async def test_they_know_before_they_serve(owner: Owner) -> None:
+    first, second = await owner.all_ready(2)
+    assert [front.name for front in (first, second)] == ["http-0", "http-1"]
+    for front in (first, second):
+        assert (await owner.known(front))["m/1"]["state"] == "READY"
+
+
+async def test_settled_waits_for_all_that_serve(owner: Owner) -> None:
+    first, second = await owner.all_ready(2)
+    owner.fronts.publish(ModelState("m", 2, "READY"))
+    await owner.fronts.settled()
+    for front in (first, second):
+        assert "m/2" in await owner.known(front)
+    os.kill(second.pid, signal.SIGSTOP)
+    owner.fronts.publish(ModelState("m", 3, "READY"))
+    waiting = [asyncio.ensure_future(owner.fronts.settled()) for _ in range(3)]
+    while first.owes_since_ns or not second.owes_since_ns:
+        await asyncio.sleep(0.01)
+    assert not any(each.done() for each in waiting)
+    waiting.pop().cancel()
+    os.kill(second.pid, signal.SIGCONT)
+    await asyncio.gather(*waiting)
+    assert not second.owes_since_ns
+    assert "m/3" in await owner.known(second)
+
+
+async def test_nobody_waits_for_the_dead(owner: Owner) -> None:
+    first, second = await owner.all_ready(2)
+    os.kill(second.pid, signal.SIGSTOP)
+    owner.fronts.publish(ModelState("m", 2, "READY"))
+    waiting = asyncio.ensure_future(owner.fronts.settled())
+    while not second.owes_since_ns:
+        await asyncio.sleep(0.01)
+    second.kill()
+    await waiting
+    assert await owner.died.get() is second
+    assert list(owner.fronts) == [first]
+    # Its replacement is told what was published meanwhile, and nobody waits for it before it serves.
+    owner.fronts.start("http", 1)
+    owner.fronts.publish(ModelState("m", 3, "READY"))
+    await owner.fronts.settled()
+    _, third = await owner.all_ready(2)
+    assert third.name == "http-1"
+    assert {"m/1", "m/3"} <= (await owner.known(third)).keys()
+
+
+async def test_connections_of_the_dead_do_not_count(owner: Owner) -> None:
+    first, second = await owner.all_ready(2)
+    port = int(owner.fronts.urls("http")[0].rpartition(":")[2])
+    writers = []
+    while not (owner.fronts.connections(first) and owner.fronts.connections(second)):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writers.append(writer)
+        writer.write(b"{}\n")
+        await reader.readline()
+    second.kill()
+    assert await owner.died.get() is second
+    assert owner.fronts.connections(second) == 0
+    assert owner.fronts.connections(first) > 0
+    for writer in writers:
+        writer.close()
+
+
+async def test_idle_fronts_are_asked_for_a_sign_of_life(owner: Owner) -> None:
+    first, second = await owner.all_ready(2)
+    asked = first.asked_ns
+    owner.fronts.ask_idle(asked + 10, 0)
+    owner.fronts.ask_idle(asked + 10, 1 << 62)
+    assert first.asked_ns == asked
+    owner.fronts.ask_idle(max(first.asked_ns, second.asked_ns) + 10, 5)
+    assert first.asked_ns > asked
+    while first.owes_since_ns or second.owes_since_ns:
+        await asyncio.sleep(0.01)
+
+
+async def test_a_place_that_is_taken() -> None:
+    owner, other = Owner(), Owner()
+    owner.fronts.listen({})
+    port = int(owner.fronts.urls("http")[0].rpartition(":")[2])
+    other.options = Options(http=Http(port=port, processes=2), grpc=Grpc(port=0))
+    with pytest.raises(ListenError, match="Address already in use"):
+        other.fronts.listen({})
+    assert other.fronts.urls("grpc") == []
+    owner.fronts.close()
+
+
+async def test_posts_are_there_whether_they_are_filled_or_not() -> None:
+    owner = Owner()
+    assert owner.fronts.posts() == {}
+    owner.fronts.listen({})
+    assert owner.fronts.posts() == {"http-0": "http", "http-1": "http"}
+    assert not list(owner.fronts)
+    owner.fronts.close()

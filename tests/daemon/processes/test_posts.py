@@ -1,0 +1,114 @@
+"""Who dies is replaced, later each time, while the post is needed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from config.options import Supervisor
+from daemon.processes.child import Child
+from daemon.processes.posts import Posts
+from shm import exit_status
+
+
+class Dead:
+    """What is asked of a child that has died."""
+
+    name = "http-0"
+    pid = 7
+    started_ns = 0
+    ready = False
+    returncode = 1
+
+    def describe_exit(self) -> str:
+        return "exited with status 1"
+
+
+def posts(needed: Callable[[Child], bool] = lambda _: True, give_up: Callable[[Child], bool] = lambda _: False) -> Any:
+    return Posts(Supervisor(restart_delay=0.001, max_restart_delay=0.01), needed, give_up)
+
+
+def dead(**fields: Any) -> Child:
+    made = Dead()
+    for name, value in fields.items():
+        setattr(made, name, value)
+    return cast(Child, made)
+
+
+async def test_replaced_once_a_death() -> None:
+    made, started = posts(), asyncio.Semaphore(0)
+    for deaths in (1, 2, 3):
+        made.died(dead(started_ns=1 << 62), started.release)
+        await started.acquire()
+        assert (made.deaths("http-0"), made.deaths("http-1")) == (deaths, 0)
+        assert (made.restarts("http-0"), made.restarts("http-1")) == (deaths, 0)
+    assert started.locked()
+
+
+async def test_a_start_that_fails_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    attempts: list[int] = []
+    started = asyncio.Event()
+
+    def start() -> None:
+        attempts.append(len(attempts))
+        if len(attempts) < 3:
+            raise OSError(11, "Resource temporarily unavailable")
+        started.set()
+
+    made = posts()
+    made.died(dead(), start)
+    await started.wait()
+    assert attempts == [0, 1, 2]
+    assert made.restarts("http-0") == 1
+    assert caplog.text.count("http-0 cannot be started: Resource temporarily unavailable") == 2
+
+
+async def test_nobody_needs_it() -> None:
+    """Neither when it dies, nor any more when its time has come."""
+    needed, looked = [True], asyncio.Event()
+
+    def is_needed(_: Child) -> bool:
+        if not needed[0]:
+            looked.set()
+        return needed[0]
+
+    made = posts(is_needed)
+    made.died(dead(), lambda: pytest.fail("it is needed no more"))
+    needed[0] = False
+    await looked.wait()
+    made.died(dead(), lambda: pytest.fail("it is needed no more"))
+    assert made.deaths("http-0") == 1
+
+
+async def test_what_another_start_would_repeat_is_given_up_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A worker that cannot use its device; later, when the daemon serves, it is tried again as ever."""
+    serving = [False]
+    made, started = posts(give_up=lambda _: not serving[0]), asyncio.Semaphore(0)
+    made.died(dead(returncode=exit_status.NO_DEVICE), lambda: pytest.fail("it was given up"))
+    assert "stopping: http-0 cannot use its device" in caplog.text
+    serving[0] = True
+    made.died(dead(returncode=exit_status.NO_DEVICE), started.release)
+    await started.acquire()
+
+
+async def test_a_post_that_is_never_filled(caplog: pytest.LogCaptureFixture) -> None:
+    """The fifth death before it was ready gives up; one that had been ready does not count."""
+    asked: list[str] = []
+
+    def give_up(child: Child) -> bool:
+        asked.append(child.name)
+        return True
+
+    made, started = posts(give_up=give_up), asyncio.Semaphore(0)
+    for _ in range(4):
+        made.died(dead(started_ns=1 << 62), started.release)
+        await started.acquire()
+    made.died(dead(started_ns=1 << 62, ready=True), started.release)
+    await started.acquire()
+    assert not asked
+    made.died(dead(started_ns=1 << 62), lambda: pytest.fail("it was given up"))
+    assert asked == ["http-0"]
+    assert "stopping: http-0 died 6 times before it was ready" in caplog.text

@@ -1,0 +1,47 @@
+"""Who has overrun its time: a table of moments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from config.options import Options, Supervisor, Workers
+from daemon.processes.watch import Snapshot, overdue
+from shm.status_page import WorkerState
+
+OPTIONS = Options(
+    supervisor=Supervisor(start_timeout=10), workers=Workers(execute_timeout=20, load_timeout=30, idle_timeout=5)
+)
+S = 10**9
+#: A worker at second 100 whose loop has just turned.
+IDLE = Snapshot(True, 0, WorkerState.IDLE, 99 * S, 100 * S)
+
+
+@pytest.mark.parametrize(
+    ("moment", "words"),
+    [
+        (Snapshot(False, 91 * S), ""),
+        (Snapshot(False, 89 * S), "did not report within 10 s"),
+        (Snapshot(True, 0), ""),
+        (Snapshot(True, 0, owes_since_ns=96 * S), ""),
+        (Snapshot(True, 0, owes_since_ns=94 * S), "has not turned its loop for 5 s"),
+        (IDLE, ""),
+        (replace(IDLE, last_beat_ns=94 * S), "has not turned its loop for 5 s"),
+        (replace(IDLE, state=WorkerState.STARTING, last_beat_ns=94 * S), "has not turned its loop for 5 s"),
+        (replace(IDLE, state=WorkerState.EXECUTING, state_since_ns=81 * S, last_beat_ns=81 * S), ""),
+        (replace(IDLE, state=WorkerState.EXECUTING, state_since_ns=79 * S), "executes one batch for more than 20 s"),
+        (replace(IDLE, state=WorkerState.STOPPING, last_beat_ns=0, state_since_ns=0), ""),
+        (replace(IDLE, loading=True, load_progress_ns=71 * S), ""),
+        (replace(IDLE, loading=True, load_progress_ns=69 * S), "loads one model for more than 30 s"),
+        (replace(IDLE, loading=False, load_progress_ns=0), ""),
+    ],
+)
+def test_overdue(moment: Snapshot, words: str) -> None:
+    assert overdue(moment, OPTIONS, 100 * S) == words
+
+
+def test_zero_is_never() -> None:
+    never = Options(workers=Workers(execute_timeout=0, load_timeout=0, idle_timeout=0))
+    for state in WorkerState:
+        assert overdue(Snapshot(True, 0, state, loading=True, owes_since_ns=1), never, 10**6 * S) == ""

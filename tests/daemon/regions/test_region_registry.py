@@ -1,0 +1,606 @@
+"""Regions on all workers or on none, whoever dies when."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from config.options import Regions
+from daemon.regions.region_registry import RegionRegistry
+from shm.control_records import RegionPlace
+from shm.errors import AlreadyExists, Internal, InvalidArgument, NotFound, ServingError, Unavailable, Unsupported
+from shm.operations import (
+    AwaitRegion,
+    Operation,
+    Peer,
+    RegionRecords,
+    RegionStatus,
+    RegisterCudaRegion,
+    RegisterSystemRegion,
+    UnregisterRegion,
+)
+
+TCP = Peer("tcp", "127.0.0.1:4711")
+ALICE = Peer("unix", "", os.getpid(), 1001, 1001)
+BOB = Peer("unix", "", os.getpid(), 1002, 1002)
+
+
+class FakeHolder:
+    """A worker that keeps regions as (device, inode) of the descriptor it was given or opened itself."""
+
+    def __init__(self, incarnation: int, memory: int) -> None:
+        self.name = f"worker-{incarnation}"
+        self.incarnation = incarnation
+        self.device = "cpu:0"
+        self.alive = True
+        self.memory = memory
+        self.regions: dict[str, int] = {}
+        #: Raised at the next register.
+        self.refuses: ServingError | None = None
+        self.opened = 0
+        #: Of each register.
+        self.access: list[str] = []
+        #: While it is not set, a request is in every region.
+        self.idle = asyncio.Event()
+        self.idle.set()
+        #: Regions whose requests are not done.
+        self.leaving: list[str] = []
+
+    async def call(self, operation: Operation, *fds: int) -> tuple[bytes, list[int]]:
+        if not self.alive:
+            raise Unavailable("dead")
+        sent = [os.fstat(fd).st_ino for fd in fds]  # a real channel duplicates when it queues
+        await asyncio.sleep(0)
+        if isinstance(operation, RegisterCudaRegion):
+            self.check_name(operation)
+            self.regions[operation.name] = operation.device_id
+            return b"", []
+        if isinstance(operation, RegisterSystemRegion):
+            self.check_name(operation)
+            self.opened += not sent
+            self.regions[operation.name] = sent[0] if sent else os.fstat(self.memory).st_ino
+            self.access.append(operation.access)
+            return (b"", []) if sent else (b'{"access": "guarded"}', [os.dup(self.memory)])
+        if isinstance(operation, RegionRecords):
+            used = dict.fromkeys(self.regions, (1, 0)) | dict.fromkeys(self.leaving, (0, 1))
+            return json.dumps(used).encode(), []
+        if isinstance(operation, AwaitRegion):
+            await self.idle.wait()
+            self.leaving.remove(operation.name)
+            return b"", []
+        assert isinstance(operation, UnregisterRegion)
+        if self.regions.pop(operation.name, None) is None or self.idle.is_set():
+            return b"0", []
+        self.leaving.append(operation.name)
+        return b"1", []
+
+    def check_name(self, operation: RegisterSystemRegion | RegisterCudaRegion) -> None:
+        if self.refuses is not None:
+            raise self.refuses
+        if operation.name in self.regions and not operation.renews:
+            raise AlreadyExists(operation.name)
+
+
+def made(
+    workers: Callable[[], Iterable[FakeHolder]], options: Regions, devices: Sequence[str] = ("cpu:0",)
+) -> RegionRegistry:
+    return RegionRegistry(options, workers, lambda: devices, lambda place: None)
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    before = set(os.listdir("/proc/self/fd"))
+    fd = os.memfd_create("tensord-test")
+    yield fd
+    os.close(fd)
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def request(name: str = "r", **changes: int | str) -> RegisterSystemRegion:
+    return RegisterSystemRegion(**({"name": name, "key": "/k", "offset": 0, "byte_size": 64} | changes))  # type: ignore[arg-type]
+
+
+def names(registry: RegionRegistry) -> list[str]:
+    return [entry["name"] for entry in json.loads(registry.status(RegionStatus("system", "")))]
+
+
+async def test_one_opens_and_all_have_it(memory: int) -> None:
+    workers = [FakeHolder(i, memory) for i in range(3)]
+    registry = made(lambda: workers, Regions())
+    await registry.register(request(), TCP)
+    assert [worker.opened for worker in workers] == [1, 0, 0]
+    assert len({worker.regions["r"] for worker in workers}) == 1
+    assert [worker.access for worker in workers] == [[""], ["guarded"], ["guarded"]]
+    assert json.loads(registry.status(RegionStatus("system", "r"))) == [
+        {"name": "r", "key": "/k", "offset": 0, "byte_size": 64}
+    ]
+    with pytest.raises(AlreadyExists, match="shared memory region 'r' already in manager"):
+        await registry.register(request(key="/other"), TCP)
+    registry.check_invariants()
+    await registry.unregister(UnregisterRegion("cuda", "r"), TCP)
+    assert names(registry) == ["r"]
+    await registry.unregister(UnregisterRegion("system", "r"), TCP)
+    await registry.unregister(UnregisterRegion("system", "r"), TCP)
+    assert not any(worker.regions for worker in workers)
+    registry.close()
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+async def test_a_refusal_undoes_everything(memory: int, culprit: int) -> None:
+    workers = [FakeHolder(i, memory) for i in range(3)]
+    workers[culprit].refuses = Internal("Unable to open shared memory region: 'r'")
+    registry = made(lambda: workers, Regions())
+    with pytest.raises(Internal, match="Unable to open"):
+        await registry.register(request(), TCP)
+    assert not any(worker.regions for worker in workers)
+    assert names(registry) == []
+    workers[culprit].refuses = None
+    await registry.register(request(), TCP)
+    registry.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "words"),
+    [
+        ({"byte_size": 0}, InvalidArgument, "byte_size 0 must be at least 1"),
+        ({"offset": -1}, InvalidArgument, "offset -1"),
+        ({"byte_size": (1 << 63) - 1, "offset": 1}, InvalidArgument, "Integer overflow detected"),
+        ({"byte_size": 1 << 30}, InvalidArgument, f"{1 << 30} bytes, at most 1048576 are allowed"),
+        ({"name": ""}, InvalidArgument, "1 to 255 characters"),
+        ({"name": "a\nb"}, InvalidArgument, "control character"),
+    ],
+)
+async def test_bounds(changes: dict[str, int | str], kind: type[ServingError], words: str, memory: int) -> None:
+    workers = [FakeHolder(0, memory)]
+    registry = made(lambda: workers, Regions(max_byte_size=1 << 20))
+    with pytest.raises(kind, match=words):
+        await registry.register(request(**({"name": "r"} | changes)), TCP)  # type: ignore[arg-type]
+    assert not workers[0].regions
+
+
+async def test_count_switch_and_no_worker(memory: int) -> None:
+    registry = made(lambda: [holder], Regions(max_count=1))
+    holder = FakeHolder(0, memory)
+    await registry.register(request("a"), TCP)
+    with pytest.raises(Unavailable, match="1 regions are registered, at most 1 are allowed"):
+        await registry.register(request("b"), TCP)
+    registry.close()
+    with pytest.raises(Unsupported, match="Client shared memory is disabled"):
+        await made(lambda: [holder], Regions(enabled=False)).register(request(), TCP)
+    with pytest.raises(Unavailable, match="no worker is running"):
+        await made(list, Regions()).register(request(), TCP)
+
+
+async def test_status_of_the_unknown(memory: int) -> None:
+    holder = FakeHolder(0, memory)
+    registry = made(lambda: [holder], Regions())
+    await registry.register(request(), TCP)
+    with pytest.raises(NotFound, match="Unable to find system shared memory region: 'x'"):
+        registry.status(RegionStatus("system", "x"))
+    with pytest.raises(NotFound, match="Unable to find cuda shared memory region: 'x'"):
+        registry.status(RegionStatus("cuda", "x"))
+    with pytest.raises(NotFound, match="registered as system shared memory, not CUDA shared memory"):
+        registry.status(RegionStatus("cuda", "r"))
+    assert registry.status(RegionStatus("cuda", "")) == b"[]"
+    registry.close()
+
+
+async def test_a_region_that_is_in_use_is_listed_until_its_last_request_ends(memory: int) -> None:
+    """
+    1. Two ask at once to unregister a region that a request uses. 2. The name is registered again, with another size.
+    3. That one is unregistered. 4. The request ends.
+    Result: both are answered at once; the old region is listed and counted while its request runs, where its name has no new one.
+    """
+    holder = FakeHolder(0, memory)
+    registry = made(lambda: [holder], Regions(max_count=2))
+    await registry.register(request(), TCP)
+    holder.idle.clear()
+    await asyncio.gather(*(registry.unregister(UnregisterRegion("system", name), TCP) for name in ("r", "")))
+    assert holder.regions == {}
+    (listed,) = json.loads(registry.status(RegionStatus("system", "r")))
+    assert listed["byte_size"] == 64
+    (record,) = json.loads(await registry.records("r"))
+    assert (record["state"], record["leases"]) == ("unregistering", 1)
+    await registry.register(request(byte_size=32), BOB)
+    assert [entry["byte_size"] for entry in json.loads(registry.status(RegionStatus("system", "")))] == [32]
+    assert len(json.loads(await registry.records("r"))) == 2
+    with pytest.raises(Unavailable, match="2 regions are registered, at most 2 are allowed"):
+        await registry.register(request("x"), TCP)
+    await registry.unregister(UnregisterRegion("system", "r"), BOB)
+    holder.idle.set()
+    while names(registry):
+        await asyncio.sleep(0)
+    assert registry.statistics() == {}
+    await registry.register(request(), TCP)
+    registry.check_invariants()
+    registry.close()
+
+
+async def test_its_owner_may_register_the_same_again(memory: int) -> None:
+    """
+    1. A region is registered, and its key made anew. 2. The same host registers it again, without the leading slash.
+    3. Others try, and the owner with another key, offset or size.
+    Result: every worker has the new object, and the old one's descriptor is given back; everybody else is refused.
+    """
+    workers = [FakeHolder(i, memory) for i in range(2)]
+    registry = made(lambda: workers, Regions())
+    await registry.register(request(), TCP)
+    new = os.memfd_create("tensord-test")
+    for worker in workers:
+        worker.memory = new
+    await registry.register(request(key="k"), Peer("tcp", "127.0.0.1:9"))
+    assert {worker.regions["r"] for worker in workers} == {os.fstat(new).st_ino}
+    assert json.loads(await registry.records("r"))[0]["address"] == "127.0.0.1:9"
+    for peer in (ALICE, Peer("tcp", "10.0.0.1:9")):
+        with pytest.raises(AlreadyExists):
+            await registry.register(request(), peer)
+    for change in ({"key": "/other"}, {"offset": 4096}, {"byte_size": 32}):
+        with pytest.raises(AlreadyExists):
+            await registry.register(request(**change), TCP)  # type: ignore[arg-type]
+    with pytest.raises(AlreadyExists):
+        await registry.register(cuda("r"), TCP)
+    registry.check_invariants()
+    registry.close()
+    os.close(new)
+
+
+async def test_a_renewal_that_is_refused_changes_nothing(memory: int) -> None:
+    """The second worker cannot take the new object: the first one gets the old one back."""
+    workers = [FakeHolder(i, memory) for i in range(2)]
+    registry = made(lambda: workers, Regions())
+    await registry.register(request(), TCP)
+    before = workers[0].regions["r"]
+    new = os.memfd_create("tensord-test")
+    workers[0].memory = new
+    for refusing in (workers[1], workers[0]):
+        refusing.refuses = Unavailable("no more can be guarded")
+        with pytest.raises(Unavailable, match="no more can be guarded"):
+            await registry.register(request(), TCP)
+        refusing.refuses = None
+        assert [worker.regions["r"] for worker in workers] == [before, before]
+        assert names(registry) == ["r"]
+        registry.check_invariants()
+    registry.close()
+    os.close(new)
+
+
+async def test_renewals_and_others_at_once(memory: int) -> None:
+    workers = [FakeHolder(i, memory) for i in range(2)]
+    registry = made(lambda: workers, Regions())
+    await asyncio.gather(*(registry.register(request(), TCP) for _ in range(3)))
+    assert names(registry) == ["r"]
+    results = await asyncio.gather(
+        registry.register(request(), TCP),
+        registry.unregister(UnregisterRegion("system", "r"), TCP),
+        registry.register(request(), ALICE),
+        return_exceptions=True,
+    )
+    assert results[:2] == [None, None]
+    assert isinstance(results[2], AlreadyExists)
+    assert names(registry) == []
+    registry.check_invariants()
+    registry.close()
+
+
+async def test_the_end_of_who_registered_last_counts(memory: int) -> None:
+    """
+    1. A process registers a region, another one of its user the same again. 2. The first one ends. 3. The second one ends while a
+    third one's renewal is refused.
+    """
+    holder = FakeHolder(0, memory)
+    registry = made(lambda: [holder], Regions(reclaim="owner"))
+    ends = []
+    for _ in range(2):
+        reading, writing = os.pipe()
+        ends.append((reading, writing))
+        await registry.register(request(), ALICE, reading)
+    os.write(ends[0][1], b".")
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert names(registry) == ["r"]
+    holder.refuses = InvalidArgument("it does not open")
+    refused = asyncio.create_task(registry.register(request(), ALICE))
+    await asyncio.sleep(0)
+    os.write(ends[1][1], b".")
+    with pytest.raises(InvalidArgument):
+        await refused
+    while names(registry):
+        await asyncio.sleep(0.001)
+    for end in (*ends[0], *ends[1]):
+        os.close(end)
+    registry.close()
+
+
+async def test_sealed_memory_is_the_same_only_if_it_is(memory: int) -> None:
+    holder = FakeHolder(0, memory)
+    registry = made(lambda: [holder], Regions())
+    other = os.memfd_create("tensord-test")
+    await registry.register(request(key=""), ALICE, sealed=memory)
+    await registry.register(request(key=""), ALICE, sealed=memory)
+    with pytest.raises(AlreadyExists):
+        await registry.register(request(key=""), ALICE, sealed=other)
+    registry.check_invariants()
+    registry.close()
+    os.close(other)
+
+
+async def test_a_replacement_gets_every_region(memory: int) -> None:
+    workers = [FakeHolder(0, memory)]
+    registry = made(lambda: workers, Regions())
+    await registry.register(request("a"), TCP)
+    await registry.register(request("b"), TCP)
+    workers[0].alive = False
+    registry.worker_left(0)
+    workers[:] = [FakeHolder(1, -1)]
+    await registry.restore(workers[0])
+    assert set(workers[0].regions) == {"a", "b"}
+    assert workers[0].opened == 0
+    registry.check_invariants()
+    registry.close()
+
+
+async def test_whose_a_region_is(memory: int) -> None:
+    """A user's regions are the user's and the operator's; what came over TCP is everybody's by name, and TCP's by "all"."""
+    holder = FakeHolder(0, memory)
+    registry = made(lambda: [holder], Regions())
+    for name, peer in (("t", TCP), ("a", ALICE), ("b", BOB)):
+        await registry.register(request(name), peer)
+    with pytest.raises(InvalidArgument, match="'a' was registered by another user"):
+        await registry.unregister(UnregisterRegion("system", "a"), BOB)
+    with pytest.raises(InvalidArgument, match="'a' was registered by another user"):
+        await registry.unregister(UnregisterRegion("system", "a"), TCP)
+    await registry.unregister(UnregisterRegion("system", ""), ALICE)
+    assert names(registry) == ["b", "t"]
+    await registry.unregister(UnregisterRegion("system", ""), Peer("tcp", "10.0.0.1:1"))
+    assert names(registry) == ["b"]
+    await registry.register(request("t"), TCP)
+    await registry.unregister(UnregisterRegion("system", "t"), BOB)
+    await registry.register(request("a"), ALICE)
+    await registry.unregister(UnregisterRegion("system", ""), Peer("operator"))
+    assert names(registry) == []
+
+
+async def test_quotas_name_both_numbers(memory: int) -> None:
+    options = Regions(max_count=3, max_owner_count=2, max_total_byte_size=300, max_owner_byte_size=200)
+    registry = made(lambda: [holder], options)
+    holder = FakeHolder(0, memory)
+    await registry.register(request("a"), ALICE)
+    with pytest.raises(Unavailable, match="137 bytes beside 64 of this client's user or host, at most 200 are allowed"):
+        await registry.register(request("a2", byte_size=137), ALICE)
+    await registry.register(request("a2"), ALICE)
+    with pytest.raises(Unavailable, match="2 regions are registered by this client's user or host, at most 2"):
+        await registry.register(request("a3"), ALICE)
+    with pytest.raises(Unavailable, match="173 bytes beside 128 of all regions, at most 300 are allowed"):
+        await registry.register(request("b", byte_size=173), BOB)
+    await registry.register(request("b"), BOB)
+    with pytest.raises(Unavailable, match="3 regions are registered, at most 3 are allowed"):
+        await registry.register(request("t"), TCP)
+    assert registry.statistics() == {
+        "uid 1001": {"count": 2, "byte_size": 128},
+        "uid 1002": {"count": 1, "byte_size": 64},
+    }
+    registry.close()
+
+
+async def test_key_prefixes(memory: int) -> None:
+    registry = made(lambda: [holder], Regions(key_prefixes=("cam-", "mic-")))
+    holder = FakeHolder(0, memory)
+    with pytest.raises(InvalidArgument, match=r"keys must begin like one of \['cam-', 'mic-'\], '/other' does not"):
+        await registry.register(request(key="/other"), TCP)
+    await registry.register(request(key="//mic-1"), TCP)
+    registry.close()
+
+
+async def test_records_say_everything(memory: int) -> None:
+    workers = [FakeHolder(i, memory) for i in range(2)]
+    registry = made(lambda: workers, Regions())
+    await registry.register(request("a"), ALICE)
+    await registry.register(request("t"), TCP)
+    (first, second) = json.loads(await registry.records(""))
+    assert first.pop("registered").endswith("+00:00")
+    assert first == {
+        "name": "a",
+        "kind": "system",
+        "key": "/k",
+        "offset": 0,
+        "byte_size": 64,
+        "state": "registered",
+        "access": "guarded",
+        "owner": "uid 1001",
+        "pid": os.getpid(),
+        "address": "",
+        "workers": ["worker-0", "worker-1"],
+        "leases": 2,
+    }
+    assert (second["owner"], second["address"]) == ("tcp 127.0.0.1", "127.0.0.1:4711")
+    assert [entry["name"] for entry in json.loads(await registry.records("t"))] == ["t"]
+    with pytest.raises(NotFound, match="'x'"):
+        await registry.records("x")
+    registry.close()
+
+
+@pytest.mark.parametrize("kind", ["system", "cuda"])
+async def test_a_region_goes_with_its_end(memory: int, kind: str) -> None:
+    """
+    1. A process registers a, another client b over TCP. 2. The process ends.
+    Result: a is gone, also when the end comes before the registration is through, or while requests use it; b stays.
+    """
+    holder = FakeHolder(0, memory)
+    registry = made(lambda: [holder], Regions(reclaim="owner"))
+    ask = request if kind == "system" else cuda
+    owner = await asyncio.create_subprocess_exec("sleep", "1000")
+    process = os.pidfd_open(owner.pid)
+    await registry.register(ask("a"), ALICE, process)
+    await registry.register(ask("gone"), ALICE, process)
+    await registry.unregister(UnregisterRegion(kind, "gone"), ALICE)
+    await registry.register(request("b"), TCP)
+    holder.idle.clear()
+    owner.kill()
+    await owner.wait()
+    # Requests use it: it is found no more, and the worker still has it.
+    while "a" in holder.regions:
+        await asyncio.sleep(0.001)
+    assert holder.leaving == ["a"]
+    while json.loads(await registry.records("a"))[0]["state"] != "unregistering":
+        await asyncio.sleep(0.001)
+    assert "a" in [entry["name"] for entry in json.loads(registry.status(RegionStatus(kind, "")))]
+    holder.idle.set()
+    while registry.statistics().get("uid 1001"):
+        await asyncio.sleep(0.001)
+    assert names(registry) == ["b"]
+    await registry.register(ask("late"), ALICE, process)
+    while registry.statistics().get("uid 1001"):
+        await asyncio.sleep(0.001)
+    os.close(process)
+    registry.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_random_histories(seed: int) -> None:
+    """Registers, unregisters, deaths and births in any order, at once: when all is quiet, all living workers have the same."""
+    chance = random.Random(seed)
+
+    async def history() -> None:
+        memory = os.memfd_create("tensord-test")
+        before = len(os.listdir("/proc/self/fd"))
+        workers = {i: FakeHolder(i, memory) for i in range(2)}
+        registry = made(lambda: list(workers.values()), Regions())
+        tasks: list[asyncio.Task[None]] = []
+
+        async def replace(incarnation: int) -> None:
+            workers[incarnation].alive = False
+            del workers[incarnation]
+            registry.worker_left(incarnation)
+            await asyncio.sleep(0)
+            born = FakeHolder(incarnation + 10, memory)
+            workers[born.incarnation] = born
+            await registry.restore(born)
+
+        for _ in range(30):
+            match chance.randrange(4):
+                case 0 | 1:
+                    tasks.append(asyncio.create_task(registry.register(request(chance.choice("ab")), TCP)))
+                case 2:
+                    name = chance.choice(["a", "b", ""])
+                    tasks.append(asyncio.create_task(registry.unregister(UnregisterRegion("system", name), TCP)))
+                case 3:
+                    tasks.append(asyncio.create_task(replace(chance.choice(list(workers)))))
+                    await asyncio.sleep(0)
+            for _ in range(chance.randrange(4)):
+                await asyncio.sleep(0)
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            assert result is None or isinstance(result, ServingError), result
+        registry.check_invariants()
+        for worker in workers.values():
+            assert sorted(worker.regions) == names(registry)
+        registry.close()
+        assert len(os.listdir("/proc/self/fd")) <= before
+        os.close(memory)
+
+    asyncio.run(history())
+
+
+# ------------------------------------------------------------------------------------------------------- GPU memory
+
+
+class Gpus:
+    """Workers of some devices, a registry, and what the fronts are told."""
+
+    def __init__(self, *devices: str) -> None:
+        self.workers = [FakeHolder(i, -1) for i in range(len(devices))]
+        for worker, device in zip(self.workers, devices, strict=True):
+            worker.device = device
+        self.told: list[RegionPlace] = []
+        self.registry = RegionRegistry(Regions(), lambda: self.workers, lambda: devices, self.told.append)
+
+    def holders(self, name: str) -> list[int]:
+        return [worker.incarnation for worker in self.workers if name in worker.regions]
+
+
+def cuda(name: str = "g", device: int = 0, raw_handle: bytes = bytes(64)) -> RegisterCudaRegion:
+    return RegisterCudaRegion(name, raw_handle, device, 64)
+
+
+async def test_only_the_workers_of_a_gpu_open_its_regions() -> None:
+    gpus = Gpus("cuda:0", "cuda:1")
+    await gpus.registry.register(cuda("a", 1), TCP)
+    await gpus.registry.register(cuda("b", 0), TCP)
+    assert (gpus.holders("a"), gpus.holders("b")) == ([1], [0])
+    assert gpus.told == [RegionPlace("a", "cuda:1"), RegionPlace("b", "cuda:0")]
+    assert gpus.registry.places() == gpus.told
+    gpus.registry.check_invariants()
+    assert json.loads(gpus.registry.status(RegionStatus("cuda", "a"))) == [
+        {"name": "a", "device_id": 1, "byte_size": 64}
+    ]
+    assert json.loads(gpus.registry.status(RegionStatus("system", ""))) == []
+    with pytest.raises(NotFound, match="registered as CUDA shared memory, not system shared memory"):
+        gpus.registry.status(RegionStatus("system", "a"))
+    await gpus.registry.unregister(UnregisterRegion("system", ""), TCP)
+    assert gpus.holders("a") == [1]
+    await gpus.registry.unregister(UnregisterRegion("cuda", "a"), TCP)
+    assert (gpus.holders("a"), gpus.told[-1]) == ([], RegionPlace("a", ""))
+
+
+async def test_cpu_workers_all_open_a_region_of_any_gpu() -> None:
+    gpus = Gpus("cpu:0", "cpu:1")
+    await gpus.registry.register(cuda("a", 1), TCP)
+    assert gpus.holders("a") == [0, 1]
+    assert gpus.told == gpus.registry.places() == []
+
+
+async def test_a_single_gpu_needs_no_places() -> None:
+    gpus = Gpus("cuda:0")
+    await gpus.registry.register(cuda(), TCP)
+    assert (gpus.holders("g"), gpus.told) == ([0], [])
+
+
+@pytest.mark.parametrize(
+    ("request_", "error"),
+    [
+        (cuda(device=2), "no worker has GPU 2, the server uses 2 GPUs, counted from 0"),
+        (cuda(raw_handle=bytes(63)), "invalid args: a CUDA handle of 63 bytes, 64 are expected"),
+        (RegisterCudaRegion("g", bytes(64), 0, 0), "byte_size 0 must be at least 1"),
+        (RegisterCudaRegion("g", bytes(64), 0, 1 << 60), "at most"),
+    ],
+)
+async def test_gpu_memory_that_is_refused(request_: RegisterCudaRegion, error: str) -> None:
+    gpus = Gpus("cuda:0", "cuda:1")
+    with pytest.raises(InvalidArgument, match=error):
+        await gpus.registry.register(request_, TCP)
+    assert json.loads(gpus.registry.status(RegionStatus("cuda", ""))) == []
+
+
+async def test_a_gpu_whose_worker_is_being_replaced() -> None:
+    gpus = Gpus("cuda:0", "cuda:1")
+    await gpus.registry.register(cuda("a", 1), TCP)
+    dead = gpus.workers.pop()
+    gpus.registry.worker_left(dead.incarnation)
+    with pytest.raises(Unavailable, match="no worker of GPU 1 is running"):
+        await gpus.registry.register(cuda("b", 1), TCP)
+    fresh = FakeHolder(7, -1)
+    fresh.device = "cuda:1"
+    gpus.workers.append(fresh)
+    await gpus.registry.restore(fresh)
+    assert gpus.holders("a") == [7]
+    other = FakeHolder(8, -1)
+    other.device = "cuda:0"
+    await gpus.registry.restore(other)
+    assert not other.regions
+
+
+async def test_a_refusal_leaves_no_region() -> None:
+    gpus = Gpus("cpu:0", "cpu:1")
+    gpus.workers[1].refuses = InvalidArgument("it does not open")
+    with pytest.raises(InvalidArgument, match="it does not open"):
+        await gpus.registry.register(cuda(), TCP)
+    assert gpus.holders("g") == []
+    gpus.workers[1].refuses = None
+    await gpus.registry.register(cuda(), TCP)

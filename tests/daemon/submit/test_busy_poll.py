@@ -1,0 +1,117 @@
+"""The loop stays awake for a few requests whose answers come soon, and for nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from daemon.submit.busy_poll import BusyPoll
+
+#: Longer than any test waits.
+_LONG_NS = 3600 * 10**9
+
+
+class Requests:
+    """So many in flight, and how often somebody asked."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.asked = 0
+
+    def __len__(self) -> int:
+        self.asked += 1
+        return self.count
+
+
+async def _turned(requests: Requests) -> int:
+    """How often it was asked in a hundred turns of a loop that something else keeps awake as well."""
+    before = requests.asked
+    for _ in range(100):
+        await asyncio.sleep(0)
+    return requests.asked - before
+
+
+def _poll(requests: Requests, limit_ns: int = _LONG_NS) -> BusyPoll:
+    """One that has seen an answer come in time."""
+    poll = BusyPoll(asyncio.get_running_loop(), limit_ns, requests)
+    poll.flushed()
+    poll.answered()
+    return poll
+
+
+@pytest.mark.asyncio
+async def test_the_loop_turns_until_nothing_is_in_flight() -> None:
+    requests = Requests(3)
+    poll = _poll(requests)
+    poll.flushed()
+    assert await _turned(requests) >= 99
+    # Once more does not make it two.
+    poll.flushed()
+    assert await _turned(requests) <= 101
+    assert "turning" in repr(poll)
+    requests.count = 0
+    await _turned(requests)
+    assert "turning" not in repr(poll)
+    assert await _turned(requests) == 0
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("count", [0, 5])
+async def test_it_sleeps_with_nothing_to_wait_for_and_where_there_is_always_something_to_do(count: int) -> None:
+    requests = Requests(1)
+    poll = _poll(requests)
+    requests.count = count
+    poll.flushed()
+    assert await _turned(requests) == 0
+
+
+@pytest.mark.asyncio
+async def test_it_sleeps_until_an_answer_has_come_in_time() -> None:
+    requests = Requests(2)
+    poll = BusyPoll(asyncio.get_running_loop(), _LONG_NS, requests)
+    poll.flushed()
+    assert await _turned(requests) == 0
+    poll.answered()
+    poll.flushed()
+    assert await _turned(requests) > 0
+    requests.count = 0
+    await _turned(requests)
+
+
+@pytest.mark.asyncio
+async def test_a_limit_of_0_switches_it_off() -> None:
+    requests = Requests(2)
+    poll = _poll(requests, 0)
+    poll.flushed()
+    poll.look(lambda worker: pytest.fail("it looked"), "worker")
+    assert await _turned(requests) == 0
+
+
+@pytest.mark.asyncio
+async def test_it_stops_when_the_time_is_up() -> None:
+    requests = Requests(2)
+    poll = _poll(requests, 1_000_000)
+    poll.flushed()
+    while "turning" in repr(poll):
+        await asyncio.sleep(0)
+    assert requests.count == 2
+
+
+@pytest.mark.asyncio
+async def test_the_only_request_is_looked_for_until_it_is_answered() -> None:
+    requests, looks = Requests(1), 0
+    poll = _poll(requests)
+
+    def receive(worker: str) -> bool:
+        nonlocal looks
+        looks += 1
+        requests.count = int(looks < 3)
+        return True
+
+    poll.look(receive, "worker")
+    assert looks == 3
+    requests.count, looks = 1, 0
+    # Its worker is gone.
+    poll.look(lambda worker: False, "worker")
+    assert looks == 0

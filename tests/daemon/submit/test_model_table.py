@@ -1,0 +1,80 @@
+"""What a front knows of the models: the last word on each version, and which one serves."""
+
+from __future__ import annotations
+
+import pytest
+
+from daemon.submit.model_table import ModelTable, parse_version
+from shm.control_records import ModelGone, ModelState
+from shm.errors import InvalidArgument, NotFound
+
+
+@pytest.fixture
+def table() -> ModelTable:
+    table = ModelTable()
+    table.update(ModelState("m", 1, "READY", workers=(5,)))
+    table.update(ModelState("m", 3, "READY", workers=()))
+    table.update(ModelState("m", 4, "LOADING"))
+    table.update(ModelState("n", 1, "UNAVAILABLE", "failed"))
+    return table
+
+
+def test_the_newest_ready_version_serves(table: ModelTable) -> None:
+    assert table.find("m").version == 3
+    assert table.find("m", 1).version == 1
+    assert table.ready_versions("m") == [1, 3]
+    table.update(ModelState("m", 4, "READY"))
+    assert table.find("m").version == 4
+    table.update(ModelState("m", 4, "UNLOADING"))
+    table.remove(ModelGone("m", 3))
+    assert table.find("m").version == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "text"),
+    [
+        ("x", 0, "Request for unknown model: 'x' is not found"),
+        ("x", 1, "Request for unknown model: 'x' is not found"),
+        ("m", 2, "Request for unknown model: 'm' version 2 is not found"),
+        ("m", 4, "Request for unknown model: 'm' version 4 is not found"),
+        ("n", 0, "Request for unknown model: 'n' has no available versions"),
+    ],
+)
+def test_what_does_not_serve(table: ModelTable, name: str, version: int, text: str) -> None:
+    with pytest.raises(NotFound) as caught:
+        table.find(name, version)
+    assert caught.value.message == text
+    assert not table.is_ready(name, version)
+
+
+def test_ready_needs_a_worker_and_serving_does_not(table: ModelTable) -> None:
+    assert table.is_ready("m", 1)
+    assert not table.is_ready("m", 3)
+    assert table.find("m", 3).workers == ()
+
+
+def test_what_is_gone_is_forgotten(table: ModelTable) -> None:
+    edition = table.edition
+    for version in (1, 3, 4, 9):
+        table.remove(ModelGone("m", version))
+    table.remove(ModelGone("x", 1))
+    assert table.edition > edition
+    with pytest.raises(NotFound, match="'m' is not found"):
+        table.find("m")
+
+
+@pytest.mark.parametrize(("text", "version"), [("1", 1), ("01", 1), ("9223372036854775807", 2**63 - 1)])
+def test_versions(text: str, version: int) -> None:
+    assert parse_version("m", text) == version
+
+
+@pytest.mark.parametrize("text", ["9223372036854775808", "9" * 41, "9" * 10_000])
+def test_versions_beyond_int64(text: str) -> None:
+    with pytest.raises(InvalidArgument, match="version should be an integral value > 0") as caught:
+        parse_version("m", text)
+    assert len(caught.value.message) < 300
+
+
+def test_zero_is_no_version() -> None:
+    with pytest.raises(NotFound, match="version 0 is not found"):
+        parse_version("m", "00")

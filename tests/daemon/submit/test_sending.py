@@ -1,0 +1,172 @@
+"""When records leave: the first for an idle worker at once, the others with the turn, what the socket refused when it can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from daemon.submit.pending import Calling, Pending, Worker
+from daemon.submit.sending import Sending
+from shm.forms import Form
+from shm.messages import FormSubmit, Submit
+
+FORM = Form(0, Submit(0, "m", 0, ()))
+
+
+class Lane:
+    """Notes what it is told; ``open``: the socket takes what it gets."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.open = True
+
+    def fileno(self) -> int:
+        return 5
+
+    def submit(self, record: Submit) -> None:
+        self.told.append(f"submit {record.request_id}")
+
+    def submit_formed(self, form: Form[Submit], record: FormSubmit) -> None:
+        self.told.append(f"formed {record.request_id}")
+
+    def submit_formed_at_once(self, form: Form[Submit], record: FormSubmit) -> bool:
+        self.told.append(f"at once {record.request_id}")
+        return self.open
+
+    def flush(self) -> bool:
+        self.told.append("flush")
+        return self.open
+
+
+class Loop:
+    """What is to be called soon, and who waits to write."""
+
+    def __init__(self) -> None:
+        self.soon: list[Callable[[], None]] = []
+        self.writers: dict[int, Callable[[], None]] = {}
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        self.soon.append(callback)
+
+    def add_writer(self, fd: int, callback: Callable[[Worker], None], worker: Worker) -> None:
+        self.writers[fd] = lambda: callback(worker)
+
+    def remove_writer(self, fd: int) -> None:
+        del self.writers[fd]
+
+
+class Poll:
+    """Whether an answer is looked for, and of which worker."""
+
+    def __init__(self) -> None:
+        self.looked: list[Worker] = []
+        self.flushes = 0
+
+    def look(self, receive: Callable[[Worker], bool], worker: Worker) -> None:
+        self.looked.append(worker)
+        assert receive(worker) == bool(worker.in_flight and not worker.closed)
+
+    def flushed(self) -> None:
+        self.flushes += 1
+
+
+class Setting:
+    def __init__(self) -> None:
+        self.loop, self.poll, self.lane = Loop(), Poll(), Lane()
+        self.pending: dict[int, Pending] = {}
+        self.received: list[Worker] = []
+        self.sending = Sending(cast(Any, self.loop), cast(Any, self.poll), self.pending, self.received.append)
+        self.worker = Worker(1, "cpu:0", cast(Any, self.lane), cast(Any, None))
+
+    def send(self, formed: bool) -> Pending:
+        number = len(self.pending) + 1
+        pending: Pending
+        if formed:
+            pending = Calling(lambda completion, lane: None, record=FormSubmit(number, 0, ()), form=FORM)
+        else:
+            pending = Calling(lambda completion, lane: None, record=Submit(number, "m", 0, ()))
+        self.pending[number] = pending
+        self.sending.send(self.worker, pending)
+        assert pending.worker is self.worker
+        assert self.worker.in_flight[number] is pending
+        return pending
+
+    def turn(self) -> None:
+        soon, self.loop.soon = self.loop.soon, []
+        assert len(soon) <= 1
+        for callback in soon:
+            callback()
+
+
+@pytest.fixture
+def setting() -> Setting:
+    return Setting()
+
+
+@pytest.mark.parametrize("formed", [False, True])
+def test_an_idle_worker_gets_one_at_once_and_the_others_with_the_turn(setting: Setting, formed: bool) -> None:
+    for _ in range(3):
+        setting.send(formed)
+    first = ["at once 1"] if formed else ["submit 1", "flush"]
+    others = ["formed 2", "formed 3"] if formed else ["submit 2", "submit 3"]
+    assert setting.lane.told == first + others
+    setting.turn()
+    assert setting.lane.told == [*first, *others, "flush"]
+    assert setting.poll.flushes == 1
+    setting.turn()
+    assert setting.lane.told[-2:] == [others[-1], "flush"]
+
+
+@pytest.mark.parametrize("formed", [False, True])
+def test_only_the_only_request_is_looked_for(setting: Setting, formed: bool) -> None:
+    setting.send(formed)
+    setting.turn()
+    assert setting.poll.looked == setting.received == [setting.worker]
+    assert setting.poll.flushes == 0
+    setting.send(formed)
+    setting.turn()
+    assert len(setting.poll.looked) == setting.poll.flushes == 1
+
+
+def test_nothing_is_looked_for_where_nothing_can_come(setting: Setting) -> None:
+    """The only request waits for a worker, or its worker is gone."""
+    pending = setting.send(True)
+    setting.worker.closed = True
+    setting.turn()
+    assert not setting.received
+    pending.worker = None
+    setting.sending.flush_later(setting.worker)
+    setting.turn()
+    assert len(setting.poll.looked) == 1
+    assert "flush" not in setting.lane.told
+
+
+@pytest.mark.parametrize("formed", [False, True])
+def test_what_the_socket_refuses_goes_when_it_can(setting: Setting, formed: bool) -> None:
+    setting.lane.open = False
+    setting.send(formed)
+    (write,) = setting.loop.writers.values()
+    # The next one waits behind it, though there is only that one.
+    setting.pending.clear()
+    setting.worker.in_flight.clear()
+    setting.send(formed)
+    assert setting.lane.told[-1] in ("formed 1", "submit 1")
+    setting.turn()
+    setting.lane.open = True
+    write()
+    assert not setting.loop.writers
+    assert not setting.worker.writing
+    setting.lane.open = False
+    setting.sending.flush_later(setting.worker)
+    setting.turn()
+    assert setting.worker.writing
+    setting.sending.stop(setting.worker)
+    assert not setting.loop.writers
+
+
+def test_a_large_request_is_not_looked_for(setting: Setting) -> None:
+    setting.send(False).leases = (cast(Any, None),)
+    setting.turn()
+    assert (setting.poll.looked, setting.poll.flushes) == ([], 0)

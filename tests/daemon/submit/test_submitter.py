@@ -1,0 +1,775 @@
+"""The submitter against every history: one final callback a request, every lease given back once, nobody asked twice for nothing.
+
+The machine plays clients, supervisor and workers by turns; beside it stands what each request may still get.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis.strategies as st
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+
+from config.options import Arenas, Options, Requests
+from daemon.submit.model_table import ModelTable
+from daemon.submit.pending import Pending
+from daemon.submit.submitter import Submitter
+from shm.arena import Lease
+from shm.channel import pair
+from shm.control_records import LaneOpened, ModelGone, ModelState, RegionPlace, WorkerFenced
+from shm.errors import InvalidArgument, ServingError, Unavailable
+from shm.forms import MAX_FORMS, Form, Forms, answer_template, request_template, whole_answer
+from shm.lane import SubmitterLane
+from shm.messages import (
+    AnswerForm,
+    Cancel,
+    Completion,
+    FormCompletion,
+    FormSubmit,
+    Inline,
+    Parameter,
+    RegionSlice,
+    Slice,
+    Submit,
+    Tensor,
+)
+from tests.fakes import INCARNATION, EchoWorker
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_heap() -> Iterator[None]:
+    """Each setting is collected at its end. What others have imported need not be looked at every time: that took most of it."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class Asked:
+    """A request, as its owner sees it."""
+
+    def __init__(self, request_id: int, size: int, lease: Lease) -> None:
+        self.request_id = request_id
+        self.size = size
+        self.lease = lease
+        self.finals: list[Completion] = []
+        self.cancelled = False
+        #: How often a worker died with it on its desk.
+        self.strikes = 0
+
+
+class Setting:
+    """A submitter on a loop of its own that turns only when told to."""
+
+    def __init__(self, row: int = 0, **options: Any) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.submitter: Submitter = self.loop.run_until_complete(self._make(Options(**options), row))
+        self.workers: dict[int, EchoWorker] = {}
+        self._last = 100
+
+    async def _make(self, options: Options, row: int) -> Submitter:
+        return Submitter(INCARNATION, options, ModelTable(), row)
+
+    def turn(self, count: int = 3) -> None:
+        """Lets the loop run what is due."""
+        for _ in range(count):
+            self.loop.call_soon(self.loop.stop)
+            self.loop.run_forever()
+
+    def sleep(self, seconds: float) -> None:
+        self.loop.run_until_complete(asyncio.sleep(seconds))
+
+    def open_worker(self, device: str = "cpu:0") -> EchoWorker:
+        self._last += 1
+        ours, theirs = pair()
+        worker = EchoWorker(ours, self._last)
+        self.submitter.open_lane(LaneOpened(self._last, device), [theirs.detach(), os.dup(worker.page.fd)])
+        self.workers[self._last] = worker
+        return worker
+
+    def ready(self, *workers: EchoWorker, stateless: bool = True) -> None:
+        incarnations = tuple(worker.incarnation for worker in workers)
+        self.submitter.model_changed(ModelState("m", 1, "READY", workers=incarnations, stateless=stateless))
+
+    def ask(self, size: int = 5000) -> Asked:
+        lease = self.submitter.loan(size)
+        assert lease is not None
+        lease.view[:] = bytes([size % 251]) * size
+        asked = Asked(self.submitter.next_id(), size, lease)
+
+        def completed(completion: Completion, lane: SubmitterLane | None) -> None:
+            assert not asked.cancelled, "nobody waits for it"
+            asked.finals.append(completion)
+            if completion.lease is not None:
+                assert lane is not None
+                place = completion.outputs[0].place
+                assert isinstance(place, Slice)
+                assert bytes(lane.view(place)) == bytes([size % 251]) * size
+                self.submitter.release(lane, completion.lease)
+
+        inputs = (Tensor("x", "UINT8", (size,), lease.place),)
+        self.submitter.submit(Submit(asked.request_id, "m", 0, inputs), [lease], completed)
+        assert not asked.finals, "never from within submit"
+        return asked
+
+    def close(self) -> None:
+        self.submitter.close()
+        for worker in self.workers.values():
+            worker.close()
+        self.turn()
+        self.loop.close()
+        # What is in flight still has views of the arena, which keep its mapping.
+        del self.submitter
+        gc.collect()
+
+
+class Histories(RuleBasedStateMachine):
+    """Every order of everything that can happen."""
+
+    requests = Bundle("requests")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setting = Setting(arenas=Arenas(byte_size=MIB, max_byte_size=64 * MIB))
+        self.asked: dict[int, Asked] = {}
+        #: At each worker: what it has taken and not answered.
+        self.taken: dict[int, dict[int, Submit]] = {}
+        self.dead: set[int] = set()
+        self.fenced: set[int] = set()
+        self.new_worker()
+
+    def alive(self) -> list[EchoWorker]:
+        return [worker for number, worker in self.setting.workers.items() if number not in self.dead]
+
+    def model_ready(self) -> None:
+        self.setting.ready(*self.alive())
+
+    @precondition(lambda self: self.setting.submitter.in_flight() < 8)
+    @rule(target=requests, sizes=st.lists(st.sampled_from([5000, 1, 100_000]), min_size=1, max_size=3))
+    def ask(self, sizes: list[int]) -> Any:
+        made = [self.setting.ask(size) for size in sizes]
+        self.asked.update((asked.request_id, asked) for asked in made)
+        return multiple(*made)
+
+    @rule(asked=consumes(requests))
+    def cancel(self, asked: Asked) -> None:
+        if not asked.finals:
+            asked.cancelled = True
+        self.setting.submitter.cancel(asked.request_id)
+        self.setting.submitter.cancel(asked.request_id)
+
+    @precondition(lambda self: len(self.alive()) < 3)
+    @rule()
+    def new_worker(self) -> None:
+        worker = self.setting.open_worker()
+        self.taken[worker.incarnation] = {}
+        self.model_ready()
+
+    @rule()
+    def model_goes_and_comes(self) -> None:
+        self.setting.submitter.model_changed(ModelGone("m", 1))
+        self.model_ready()
+
+    @rule(data=st.data(), count=st.integers(1, 4))
+    def answer(self, data: st.DataObject, count: int) -> None:
+        """Some worker answers some of what it has; it may have stopped being read from."""
+        for worker in self.alive():
+            taken = self.take(worker)
+            for _ in range(min(count, len(taken))):
+                number = data.draw(st.sampled_from(sorted(taken)))
+                request = taken.pop(number)
+                worker.answer(request, worker.content(request))
+                if data.draw(st.integers(0, 4)) == 0:
+                    worker.complete(number)  # once more: late, to be ignored
+
+    @rule()
+    def answer_error(self) -> None:
+        for worker in self.alive():
+            for number in list(self.take(worker)):
+                del self.taken[worker.incarnation][number]
+                worker.complete(number, code="INTERNAL", message="no")
+
+    @precondition(lambda self: self.alive() and self.setting.submitter.in_flight())
+    @rule(data=st.data(), answers=st.booleans())
+    def die(self, data: st.DataObject, answers: bool) -> None:
+        worker = data.draw(st.sampled_from(self.alive()))
+        self.setting.turn()
+        taken = self.take(worker)
+        if answers and taken:
+            number = min(taken)
+            worker.answer(taken.pop(number), b"" if not taken else self.content_of(number))
+        executing = sorted(taken)[: data.draw(st.sampled_from([9, 1, 0]))]
+        worker.page.begin(0, [(INCARNATION, number) for number in executing] + [(INCARNATION + 1, 2)])
+        for number in executing:
+            self.asked[number].strikes += 1
+        worker.die()
+        self.dead.add(worker.incarnation)
+
+    def content_of(self, number: int) -> bytes:
+        size = self.asked[number].size
+        return bytes([size % 251]) * size
+
+    @rule()
+    def fence(self) -> None:
+        for number in sorted(self.dead - self.fenced):
+            self.setting.submitter.fence(WorkerFenced(number))
+            self.fenced.add(number)
+        self.model_ready()
+
+    @rule(count=st.integers(1, 3))
+    def turn(self, count: int) -> None:
+        self.setting.turn(count)
+
+    def take(self, worker: EchoWorker) -> dict[int, Submit]:
+        """What has arrived at a worker, checked."""
+        taken = self.taken[worker.incarnation]
+        while (records := worker.lane.receive()) is not None:
+            for record in records:
+                if isinstance(record, Cancel):
+                    assert self.asked[record.request_id].cancelled
+                    continue
+                assert isinstance(record, Submit)
+                asked = self.asked[record.request_id]
+                assert not asked.finals, "it is answered already"
+                assert worker.content(record) == self.content_of(record.request_id)
+                # A strike counts once its worker is fenced, and this record came after.
+                assert record.strikes == asked.strikes < 2
+                for other, theirs in self.taken.items():
+                    assert other in self.fenced or record.request_id not in theirs, "two workers have it"
+                taken[record.request_id] = record
+        return taken
+
+    @invariant()
+    def one_final_answer_and_no_lease_twice(self) -> None:
+        open_leases = 0
+        for asked in self.asked.values():
+            assert len(asked.finals) <= 1
+            if asked.finals:
+                assert not asked.cancelled
+                assert "released" in repr(asked.lease)
+                if asked.strikes >= 2:
+                    assert asked.finals[0].code == "INTERNAL"
+            open_leases += "released" not in repr(asked.lease)
+        assert self.setting.submitter.statistics()["leases"] == open_leases
+        assert self.setting.submitter.in_flight() == open_leases
+
+    def teardown(self) -> None:
+        """Everything that is still open gets its answer from a last worker."""
+        self.dead |= self.setting.workers.keys() - self.dead
+        for worker in self.setting.workers.values():
+            worker.die()
+        self.fence()
+        last = self.setting.open_worker()
+        self.taken[last.incarnation] = {}
+        self.setting.ready(last)
+        for _ in range(20):
+            self.setting.turn()
+            for number in list(self.take(last)):
+                last.answer(self.taken[last.incarnation].pop(number), self.content_of(number))
+        self.one_final_answer_and_no_lease_twice()
+        assert self.setting.submitter.in_flight() == 0
+        for asked in self.asked.values():
+            assert asked.cancelled != bool(asked.finals)
+        self.setting.turn()
+        last.poll()
+        assert last.leases == 0
+        self.setting.close()
+
+
+Histories.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestHistories = Histories.TestCase
+
+
+@pytest.fixture
+def setting() -> Any:
+    made = Setting(
+        arenas=Arenas(byte_size=MIB, max_byte_size=MIB, wait=0.05), requests=Requests(max_in_flight=4, worker_wait=0.05)
+    )
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(("row", "order"), [(0, [0, 1, 2]), (1, [1, 2, 0]), (2, [2, 0, 1]), (3, [0, 1, 2])])
+def test_idle_workers_are_asked_in_another_order_by_each_front(row: int, order: list[int]) -> None:
+    """Fronts do not know of each other's requests: beginning with the same worker they would leave the others idle."""
+    setting = Setting(row)
+    workers = [setting.open_worker() for _ in range(3)]
+    setting.ready(*workers)
+    asked = [setting.ask() for _ in order]
+    setting.turn()
+    for number, request in zip(order, asked, strict=True):
+        sent = workers[number].next()
+        assert sent.request_id == request.request_id
+        workers[number].echo(sent)
+    while setting.submitter.in_flight():
+        setting.turn()
+    setting.close()
+
+
+def test_the_least_loaded_worker_is_asked(setting: Setting) -> None:
+    workers = [setting.open_worker(), setting.open_worker()]
+    setting.ready(*workers)
+    for _ in range(4):
+        setting.ask()
+    setting.turn()
+    for worker in workers:
+        assert len([worker.next(), worker.next()]) == 2
+
+
+def test_a_region_of_one_gpu_decides_where_a_request_goes(setting: Setting) -> None:
+    """1. two GPUs; 2. requests go to their region's, busy or not; 3. one that names both is refused; 4. the region goes."""
+    first, second = setting.open_worker("cuda:0"), setting.open_worker("cuda:1")
+    setting.ready(first, second)
+    setting.submitter.region_placed(RegionPlace("g", "cuda:1"))
+    setting.submitter.region_placed(RegionPlace("h", "cuda:0"))
+    answers: list[Completion] = []
+
+    def ask(*names: str) -> None:
+        inputs = tuple(Tensor(f"x{i}", "UINT8", (1,), RegionSlice(name, 0, 1)) for i, name in enumerate(names))
+        record = Submit(setting.submitter.next_id(), "m", 0, inputs)
+        setting.submitter.submit(record, [], lambda completion, lane: answers.append(completion))
+
+    for _ in range(3):
+        ask("g")
+    setting.turn()
+    for _ in range(3):
+        second.next()
+    assert first.idle()
+    ask("g", "h")
+    setting.turn()
+    assert "region 'g' is on GPU 1 and region 'h' on GPU 0" in answers.pop().message
+    setting.submitter.region_placed(RegionPlace("g", ""))
+    ask("g")
+    setting.turn()
+    first.next()
+    assert not answers
+
+
+def test_nobody_has_the_gpu_of_a_region(setting: Setting) -> None:
+    setting.ready(setting.open_worker("cuda:0"))
+    setting.submitter.region_placed(RegionPlace("g", "cuda:1"))
+    answers: list[Completion] = []
+    record = Submit(setting.submitter.next_id(), "m", 0, (Tensor("x", "UINT8", (1,), RegionSlice("g", 0, 1)),))
+    setting.submitter.submit(record, [], lambda completion, lane: answers.append(completion))
+    while not answers:
+        setting.sleep(0.05)
+    assert "no worker was ready for model 'm' on GPU 1, where its regions are, within" in answers[0].message
+
+
+def test_too_many_give_the_lease_back(setting: Setting) -> None:
+    for _ in range(4):
+        setting.ask()
+    lease = setting.submitter.loan(5000)
+    assert lease is not None
+    with pytest.raises(Unavailable, match="4 requests are in flight, at most 4"):
+        setting.submitter.submit(Submit(99, "m", 0, ()), [lease], lambda completion, lane: None)
+    assert setting.submitter.statistics()["leases"] == 4
+
+
+def test_a_request_gives_up_waiting_for_a_worker(setting: Setting) -> None:
+    setting.ready()
+    asked = setting.ask()
+    setting.sleep(0.4)
+    (final,) = asked.finals
+    assert (final.code, final.message) == ("UNAVAILABLE", "no worker was ready for model 'm' within 0.05 s")
+
+
+def test_an_unknown_model(setting: Setting) -> None:
+    asked = setting.ask()
+    setting.turn()
+    assert [final.code for final in asked.finals] == ["NOT_FOUND"]
+
+
+def test_room_is_given_in_the_order_of_asking(setting: Setting) -> None:
+    held = [setting.submitter.loan(200_000) for _ in range(4)]
+    assert setting.submitter.loan(200_000) is None
+    found: list[tuple[int, Lease | ServingError]] = []
+    for number, size in enumerate((200_000, 100, 200_000)):
+        setting.submitter.wait_for_room(size, lambda lease, number=number: found.append((number, lease)))  # type: ignore[misc]
+    # What would fit does not overtake.
+    assert setting.submitter.loan(1) is None
+    assert held[0] is not None
+    setting.submitter.give_back(held[0])
+    # The small one has room of its own, once it is its turn.
+    assert [number for number, _ in found] == [0, 1]
+    setting.sleep(0.4)
+    assert [number for number, _ in found] == [0, 1, 2]
+    late = found[2][1]
+    assert isinstance(late, Unavailable)
+    assert "and none came free within 0.05 s" in late.message
+    assert setting.submitter.loan(1) is not None
+
+
+def test_what_can_never_fit(setting: Setting) -> None:
+    with pytest.raises(InvalidArgument, match="cannot fit"):
+        setting.submitter.loan(2 * MIB)
+
+
+def test_a_sequence_that_was_executing_is_not_run_again(setting: Setting) -> None:
+    first = setting.open_worker()
+    setting.ready(first, stateless=False)
+    executing, queued = setting.ask(), setting.ask()
+    setting.turn()
+    first.page.begin(0, [(INCARNATION, executing.request_id)])
+    first.die()
+    second = setting.open_worker()
+    setting.ready(second, stateless=False)
+    setting.submitter.fence(WorkerFenced(first.incarnation))
+    setting.turn()
+    assert [final.code for final in executing.finals] == ["INTERNAL"]
+    assert second.next().request_id == queued.request_id
+    assert second.idle(0.01)
+
+
+def test_a_lane_that_takes_no_more_is_written_to_later(setting: Setting) -> None:
+    """A worker that does not read: the socket's buffer fills, nothing is lost."""
+    worker = setting.open_worker()
+    setting.ready(worker)
+    submitter = setting.submitter
+    big: dict[str, Parameter] = {"p": "x" * 60_000}
+    for number in range(4):
+        submitter.submit(Submit(1000 + number, "m", 0, (), parameters=big), [], lambda completion, lane: None)
+        setting.turn()
+    for number in range(4):
+        submitter.cancel(1000 + number)
+    setting.turn()
+    got = []
+    for _ in range(50):
+        setting.turn()
+        worker.poll()
+        if not worker.idle(0.01):
+            got.append(worker.next().request_id)
+    assert got == [1000, 1001, 1002, 1003]
+    assert worker.cancelled == got
+
+
+def test_a_forgotten_lease_is_told_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    """And only that: a lease that waits with its request was not forgotten."""
+    for forgotten in (0, 2):
+        caplog.clear()
+        made = Setting(arenas=Arenas(byte_size=MIB, max_byte_size=MIB), requests=Requests())
+        for _ in range(forgotten):
+            assert made.submitter.loan(4096) is not None
+        made.close()
+        assert [record.message for record in caplog.records] == (
+            [f"{forgotten} leases of the request arena belong to no request and were never given back"]
+            if forgotten
+            else []
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------- forms
+
+
+class Formed(Pending):
+    """A request of a form. Its tensor is its number."""
+
+    number: int
+    #: Answers of a form, whole; and the others.
+    answers: list[Completion] = msgspec.field(default_factory=list)
+    finals: list[Completion] = msgspec.field(default_factory=list)
+
+    @staticmethod
+    def ask(setting: Setting, form: Form[Submit], number: int = 0) -> Formed:
+        record = FormSubmit(setting.submitter.next_id(), form.number, (b"%04d" % number,), f"id{number}", 5, 6)
+        asked = Formed(record=record, form=form, number=number)
+        setting.submitter.send(asked)
+        assert not asked.answers + asked.finals, "never from within send"
+        return asked
+
+    @property
+    def request_id(self) -> int:
+        return self.record.request_id
+
+    def completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
+        self.finals.append(completion)
+
+    def formed(self, template: Completion, own: FormCompletion) -> None:
+        self.answers.append(whole_answer(template, own))
+
+    def came_whole(self, submit: Submit, strikes: int = 0, name: str = "m") -> bool:
+        """Whether that is the request, whole."""
+        tensors = (
+            Tensor("x", "UINT8", (4,), Inline(b"%04d" % self.number)),
+            Tensor("r", "UINT8", (1,), RegionSlice("r", 0, 1)),
+        )
+        wanted = Submit(
+            self.request_id,
+            name,
+            0,
+            tensors,
+            parameters={"p": 1},
+            client_id=f"id{self.number}",
+            deadline_ns=5,
+            received_ns=6,
+            priority=2,
+            strikes=strikes,
+        )
+        return submit == wanted
+
+
+def form_of(setting: Setting, name: str = "m") -> Form[Submit]:
+    tensors = (Tensor("x", "UINT8", (4,), Inline(b"")), Tensor("r", "UINT8", (1,), RegionSlice("r", 0, 1)))
+    template = request_template(Submit(0, name, 0, tensors, parameters={"p": 1}, priority=2))
+    return setting.submitter.forms.form(template)
+
+
+def y_of(content: bytes) -> tuple[Tensor, ...]:
+    return (Tensor("y", "UINT8", (len(content),), Inline(content)),)
+
+
+def test_requests_of_a_form_and_both_kinds_of_answers(setting: Setting) -> None:
+    worker = setting.open_worker()
+    setting.ready(worker)
+    form = form_of(setting)
+    asked = [Formed.ask(setting, form, number) for number in range(4)]
+    setting.turn()
+    for one in asked:
+        assert one.came_whole(worker.next())
+        assert isinstance(worker.record, FormSubmit)
+    assert len(worker.requests.told) == 1
+    worker.formed = True
+    worker.complete(asked[0].request_id, version=3, outputs=y_of(b"ab"))
+    worker.complete(asked[1].request_id, version=3, outputs=y_of(b"cd"))
+    worker.formed = False
+    worker.complete(asked[2].request_id, version=3, outputs=y_of(b"ef"))
+    worker.complete(asked[3].request_id, code="INTERNAL", message="no")
+    while setting.submitter.in_flight():
+        setting.turn()
+    assert [one.answers for one in asked[:2]] == [
+        [Completion(one.request_id, version=3, outputs=y_of(content))]
+        for one, content in zip(asked, (b"ab", b"cd"), strict=False)
+    ]
+    assert [one.finals for one in asked[:2]] == [[], []]
+    assert asked[2].finals == [Completion(asked[2].request_id, version=3, outputs=y_of(b"ef"))]
+    assert [final.message for final in asked[3].finals] == ["no"]
+    assert asked[2].answers == asked[3].answers == []
+
+
+def test_an_answer_of_a_form_to_a_request_without_one(setting: Setting) -> None:
+    worker = setting.open_worker()
+    setting.ready(worker)
+    asked = setting.ask()
+    setting.turn()
+    worker.formed = True
+    worker.complete(worker.next().request_id, outputs=y_of(b"ab"))
+    while setting.submitter.in_flight():
+        setting.turn()
+    assert asked.finals == [Completion(asked.request_id, version=1, outputs=y_of(b"ab"))]
+
+
+def test_answers_of_two_forms_with_one_number_that_come_together(setting: Setting) -> None:
+    """A worker has numbered more kinds than there are numbers, and answers an old and a new one in the same turn."""
+    worker = setting.open_worker()
+    setting.ready(worker)
+    form = form_of(setting)
+    asked = [Formed.ask(setting, form, number) for number in range(3)]
+    setting.turn()
+    contents = (b"a", b"bb", b"c")
+    templates = [answer_template(Completion(0, version=1, outputs=y_of(content))) for content in contents[:2]]
+    # Two senders' first forms have the number that one sender's first and ``MAX_FORMS``-th next have.
+    kinds = [Forms[Completion]().form(template) for template in templates]
+    for one, content, kind in zip(asked, contents, (kinds[0], kinds[1], kinds[0]), strict=True):
+        worker.lane.complete_formed(kind, FormCompletion(one.request_id, kind.number, (content,)))
+    assert worker.lane.flush()
+    while setting.submitter.in_flight():
+        setting.turn()
+    assert [[answer.outputs for answer in one.answers] for one in asked] == [[y_of(content)] for content in contents]
+
+
+def test_more_forms_than_numbers(setting: Setting) -> None:
+    """Each is told again when its number stood for another one; all that are in flight mean what they meant."""
+    setting = Setting(requests=Requests(max_in_flight=10_000))
+    worker = setting.open_worker()
+    names = [f"m{number}" for number in range(MAX_FORMS + 20)]
+    for name in names:
+        setting.submitter.model_changed(ModelState(name, 1, "READY", workers=(worker.incarnation,)))
+    forms = {name: form_of(setting, name) for name in names}
+    order = [*names, *names[:20], *names[MAX_FORMS:], *names[30:40]]
+    asked = [(name, Formed.ask(setting, forms[name], number)) for number, name in enumerate(order)]
+    for name, one in asked:
+        while worker.idle(0):
+            setting.turn()
+        assert one.came_whole(worker.next(), name=name)
+    assert len(worker.requests.told) == len(names) + 20 + 20
+    worker.formed = True
+    for _, one in asked:
+        worker.complete(one.request_id, outputs=y_of(b"%d" % one.number))
+        setting.turn()
+    while setting.submitter.in_flight():
+        setting.turn()
+    for _, one in asked:
+        assert [answer.outputs for answer in one.answers] == [y_of(b"%d" % one.number)]
+    setting.close()
+
+
+def test_a_worker_dies_under_requests_of_a_form(setting: Setting) -> None:
+    """1. two workers die with requests, one executing; 2. the next one is told the form; 3. a second strike ends the request."""
+    form = form_of(setting)
+    first = setting.open_worker()
+    setting.ready(first)
+    executing, queued = Formed.ask(setting, form, 1), Formed.ask(setting, form, 2)
+    setting.turn()
+    assert executing.came_whole(first.next())
+    first.page.begin(0, [(INCARNATION, executing.request_id)])
+    first.die()
+    second = setting.open_worker()
+    setting.ready(second)
+    setting.submitter.fence(WorkerFenced(first.incarnation))
+    setting.turn()
+    arrived = {submit.request_id: submit for submit in (second.next(), second.next())}
+    assert executing.came_whole(arrived[executing.request_id], strikes=1)
+    assert queued.came_whole(arrived[queued.request_id])
+    second.page.begin(0, [(INCARNATION, executing.request_id)])
+    second.die()
+    third = setting.open_worker()
+    setting.ready(third)
+    setting.submitter.fence(WorkerFenced(second.incarnation))
+    setting.turn()
+    assert queued.came_whole(third.next())
+    assert third.idle(0.01)
+    third.formed = True
+    third.complete(queued.request_id, outputs=y_of(b"ab"))
+    while setting.submitter.in_flight():
+        setting.turn()
+    assert [final.code for final in executing.finals] == ["INTERNAL"]
+    assert "2 worker processes died" in executing.finals[0].message
+    assert [answer.outputs for answer in queued.answers] == [y_of(b"ab")]
+
+
+def test_a_struck_request_of_a_form_is_answered(setting: Setting) -> None:
+    """By whichever kind of answer."""
+    form = form_of(setting)
+    for formed in (False, True):
+        first = setting.open_worker()
+        setting.ready(first)
+        asked = Formed.ask(setting, form)
+        setting.turn()
+        first.next()
+        first.page.begin(0, [(INCARNATION, asked.request_id)])
+        first.die()
+        second = setting.open_worker()
+        setting.ready(second)
+        setting.submitter.fence(WorkerFenced(first.incarnation))
+        setting.turn()
+        assert asked.came_whole(second.next(), strikes=1)
+        second.formed = formed
+        second.complete(asked.request_id, outputs=y_of(b"ab"))
+        while setting.submitter.in_flight():
+            setting.turn()
+        assert [answer.outputs for answer in (*asked.answers, *asked.finals)] == [y_of(b"ab")]
+
+
+def test_what_a_dead_worker_answered_in_forms_counts(setting: Setting) -> None:
+    worker = setting.open_worker()
+    setting.ready(worker)
+    asked = Formed.ask(setting, form_of(setting))
+    setting.turn()
+    worker.next()
+    worker.formed = True
+    worker.complete(asked.request_id, outputs=y_of(b"ab"))
+    worker.die()
+    setting.submitter.fence(WorkerFenced(worker.incarnation))
+    assert [answer.outputs for answer in asked.answers] == [y_of(b"ab")]
+    assert setting.submitter.in_flight() == 0
+
+
+def test_a_cancelled_request_of_a_form(setting: Setting) -> None:
+    worker = setting.open_worker()
+    setting.ready(worker)
+    form = form_of(setting)
+    cancelled, unsent, other = Formed.ask(setting, form, 1), Formed.ask(setting, form, 2), Formed.ask(setting, form, 3)
+    setting.submitter.cancel(unsent.request_id)
+    setting.turn()
+    for _ in range(3):
+        worker.next()
+    setting.submitter.cancel(cancelled.request_id)
+    setting.turn()
+    worker.poll()
+    assert worker.cancelled == [unsent.request_id, cancelled.request_id]
+    worker.formed = True
+    for one in (cancelled, unsent, other):
+        worker.complete(one.request_id, outputs=y_of(b"ab"))
+    # Once more: late, to be ignored.
+    worker.complete(other.request_id, outputs=y_of(b"cd"))
+    while setting.submitter.in_flight():
+        setting.turn()
+    setting.turn()
+    assert [len(one.answers) + len(one.finals) for one in (cancelled, unsent, other)] == [0, 0, 1]
+
+
+def test_a_cancelled_request_of_a_form_is_not_run_again(setting: Setting) -> None:
+    worker = setting.open_worker()
+    setting.ready(worker)
+    asked = Formed.ask(setting, form_of(setting))
+    setting.turn()
+    setting.submitter.cancel(asked.request_id)
+    worker.die()
+    second = setting.open_worker()
+    setting.ready(second)
+    setting.submitter.fence(WorkerFenced(worker.incarnation))
+    setting.turn()
+    assert setting.submitter.in_flight() == 0
+    assert second.idle(0.01)
+    assert not asked.answers + asked.finals
+
+
+def test_refusals_of_requests_of_a_form(setting: Setting) -> None:
+    """No such model, no worker in time, too many."""
+    form = form_of(setting)
+    asked = Formed.ask(setting, form)
+    setting.turn()
+    assert [final.code for final in asked.finals] == ["NOT_FOUND"]
+    setting.ready()
+    late = [Formed.ask(setting, form) for _ in range(4)]
+    with pytest.raises(Unavailable, match="4 requests are in flight, at most 4"):
+        Formed.ask(setting, form)
+    while setting.submitter.in_flight():
+        setting.sleep(0.05)
+    assert {final.message for one in late for final in one.finals} == {
+        "no worker was ready for model 'm' within 0.05 s"
+    }
+
+
+def test_a_region_of_a_gpu_decides_where_a_request_of_a_form_goes(setting: Setting) -> None:
+    first, second = setting.open_worker("cuda:0"), setting.open_worker("cuda:1")
+    setting.ready(first, second)
+    setting.submitter.region_placed(RegionPlace("r", "cuda:1"))
+    form = form_of(setting)
+    asked = [Formed.ask(setting, form, number) for number in range(3)]
+    setting.turn()
+    for one in asked:
+        assert one.came_whole(second.next())
+    assert first.idle(0)
+
+
+@pytest.mark.parametrize("told", [None, MAX_FORMS, -1])
+def test_a_worker_that_answers_with_a_form_it_never_told(setting: Setting, told: int | None) -> None:
+    """Its lane is closed, and whatever is in flight there is answered."""
+    worker = setting.open_worker()
+    setting.ready(worker)
+    formed, whole = Formed.ask(setting, form_of(setting)), setting.ask()
+    setting.turn()
+    if told is None:
+        worker.lane._channel.put(FormCompletion(formed.request_id, 3, (b"ab",)))  # our own end would tell it first
+    else:
+        worker.lane._channel.put(AnswerForm(told, Completion(0, outputs=y_of(b""))))
+    assert worker.lane.flush()
+    while not (formed.finals and whole.finals):
+        setting.turn()
+    for final in (formed.finals, whole.finals):
+        assert [(one.code, one.message) for one in final] == [
+            ("INTERNAL", "the worker's answer could not be understood")
+        ]
+    assert not formed.answers
+    setting.submitter.fence(WorkerFenced(worker.incarnation))
+    assert setting.submitter.in_flight() == 0

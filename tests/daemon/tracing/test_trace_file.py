@@ -1,0 +1,79 @@
+"""Trace files: whole JSON after every write, whoever writes; bounded; nobody's file is overwritten."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from daemon.tracing import trace_file
+from daemon.tracing.trace_file import TraceFiles
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a front waits two seconds for the thread that writes; a busy disk may take longer."""
+    monkeypatch.setattr(trace_file, "_CLOSE_SECONDS", 600.0)
+
+
+def test_many_writers_one_array(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    trace_file.begin(str(path))
+
+    def write(number: int) -> None:
+        for serial in range(50):
+            trace_file.append(str(path), b'{"id":%d},{"id":%d}' % (number, serial))
+            with path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH)
+                json.loads(file.read())
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(json.loads(path.read_text())) == 4 * 50 * 2
+
+
+def test_a_start_empties_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("[1]")
+    trace_file.begin(str(path))
+    trace_file.append(str(path), b"2")
+    assert json.loads(path.read_text()) == [2]
+
+
+def test_indexed_files_are_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "t.1").write_text("mine")
+    files = TraceFiles(1 << 20)
+    for number in range(2):
+        files.write(str(tmp_path / "t"), b"%d" % number, indexed=True)
+    files.close()
+    assert [(tmp_path / f"t.{index}").read_text() for index in range(3)] == ["[0]", "mine", "[1]"]
+
+
+def test_what_cannot_be_written_is_said_and_nothing_else_happens(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "other").write_text("a letter")
+    files = TraceFiles(1 << 20)
+    files.write(str(tmp_path / "nowhere" / "t"), b"1", indexed=False)
+    files.write(str(tmp_path / "other"), b"1", indexed=False)
+    files.write(str(tmp_path / "good"), b"1", indexed=False)
+    files.close()
+    assert (tmp_path / "good").read_text() == "[1]"
+    assert (tmp_path / "other").read_text() == "a letter"
+    assert "No such file or directory" in caplog.text
+    assert "holds something else" in caplog.text
+
+
+def test_the_bound(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = TraceFiles(10)
+    for _ in range(4):
+        files.write(str(tmp_path / "t"), b"12345", indexed=False)
+    files.close()
+    assert (tmp_path / "t").read_text().count("12345") == 2
+    assert caplog.text.count("traces are dropped: a front has written trace.max_byte_size (10) bytes") == 1

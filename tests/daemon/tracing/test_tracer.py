@@ -1,0 +1,67 @@
+"""Sampling in a front: which requests, whose settings, and when a file gets them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from daemon.tracing import trace_file
+from daemon.tracing.trace_budget import TraceBudget
+from daemon.tracing.trace_turn import TraceTurn
+from daemon.tracing.tracer import Tracer
+from shm.control_records import TraceChanged, TraceCleared
+from shm.messages import Completion, Timeline
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a front waits two seconds for the thread that writes; a busy disk may take longer."""
+    monkeypatch.setattr(trace_file, "_CLOSE_SECONDS", 600.0)
+
+
+def test_rate_count_and_inheritance(tmp_path: Path) -> None:
+    tracer = Tracer(7, 1 << 20)
+    assert not tracer.on
+    turn, budget = TraceTurn.create(3), TraceBudget.create(2)
+    tracer.changed(TraceChanged("", 1, 3, 0, str(tmp_path / "t")), [os.dup(turn.fd), os.dup(budget.fd)])
+    tracer.changed(TraceChanged("off", 0, 1, 0, str(tmp_path / "t")), [])
+    assert tracer.on
+    hits = [number for number in range(1, 13) if tracer.sample("m") is not None]
+    assert (hits, budget.remaining()) == ([3, 6], 0)
+    assert all(tracer.sample("off") is None for _ in range(5))
+    tracer.changed(TraceChanged("", 0, 3, 0, ""), [])
+    assert not tracer.on
+    tracer.changed(TraceChanged("off", 1, 1, 0, str(tmp_path / "t")), [TraceTurn.create(1).fd])
+    assert tracer.on
+    assert tracer.sample("off") is not None
+    tracer.cleared(TraceCleared("off"))
+    assert (tracer.on, tracer.sample("off")) == (False, None)
+    tracer.close()
+    turn.close()
+    budget.close()
+
+
+def test_a_trace_that_ends_after_its_settings_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    tracer = Tracer(7, 1 << 20)
+    tracer.changed(TraceChanged("", 1, 1, 2, str(path)), [TraceTurn.create(1).fd])
+    first, second = tracer.sample("m"), tracer.sample("m")
+    assert first is not None
+    assert second is not None
+    first.stamp("HTTP_RECV_START")
+    first.completed(Completion(1, version=4, trace=Timeline((("QUEUE_START", 5),))))
+    first.end()
+    tracer.changed(TraceChanged("", 0, 1, 0, str(path)), [])
+    second.end()
+    tracer.close()
+    files = [json.loads((tmp_path / f"t.{index}").read_text()) for index in range(2)]
+    assert files[0][0] == {"id": (7 << 32) + 1, "model_name": "m", "model_version": 4}
+    assert [entry["timestamps"][0]["name"] for entry in files[0][1:]] == [
+        "QUEUE_START",
+        "HTTP_RECV_START",
+        "REQUEST_END",
+    ]
+    assert files[1] == [{"id": (7 << 32) + 2, "model_name": "m", "model_version": -1}]

@@ -1,0 +1,282 @@
+"""A GPU worker's way through a model, over the tests' stand-in for the driver; XLA:CPU plays XLA on the GPU.
+
+What it proves: which bytes are copied, from where to where, in which order. What XLA does on a GPU is for ``tests/gpu``.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from config.options import Workers
+from shm.arena import Arena, Lease
+from shm.cuda_regions import CudaRegion, Driver
+from shm.errors import InvalidArgument
+from shm.messages import Inline, RegionSlice, RequestedOutput, Slice
+from tests.cuda_owner import CudaOwner
+from tests.cuda_stub.library import CudaStub
+from tests.workers.made_requests import request_of
+from tests.workers.programs.test_executables import of
+from workers.devices import device_cuda, dlpack
+from workers.devices.cuda_tensor import CudaTensor
+from workers.devices.device_array import DeviceArray
+from workers.devices.device_cuda import CudaDevice
+from workers.dispatch.answers import complete
+from workers.models.execution import Execution
+from workers.models.jax_model import JaxModel
+from workers.programs.executable_cache import ExecutableCache
+from workers.programs.executables import Executables
+from workers.programs.load_progress import LoadProgress
+from workers.tensors.buckets import Buckets
+
+FP32 = np.dtype(np.float32)
+MIB = 1 << 20
+
+
+@pytest.fixture
+def driver(cuda_stub: CudaStub) -> Iterator[Driver]:
+    made = Driver()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def device(driver: Driver) -> Iterator[CudaDevice]:
+    made = CudaDevice(driver.context(0), (dlpack.CPU, 0))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def region(driver: Driver, cuda_owner: CudaOwner) -> Iterator[CudaRegion]:
+    made = CudaRegion("g", driver.context(0), base64.b64decode(cuda_owner.create("g", 4 * MIB)), 4 * MIB)
+    yield made
+    made.close()
+
+
+def model_of(
+    device: CudaDevice,
+    apply: Any,
+    inputs: dict[str, str],
+    outputs: dict[str, str],
+    max_batch_size: int = 0,
+    **more: Any,
+) -> JaxModel:
+    signature = of(inputs, outputs, max_batch_size)
+    buckets = Buckets(signature, more.get("batch", (1,)), more.get("axes", {}))
+    executables = Executables(signature, buckets, apply, None, ExecutableCache(None), b"", 4, device)
+    model = JaxModel(1, signature, buckets, executables)
+    executables.warm(LoadProgress("m", 1))
+    return model
+
+
+def run(model: JaxModel, *each: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
+    """The results and the bytes copied for the inputs."""
+    requests = []
+    for arrays in each:
+        rows = next(iter(arrays.values())).shape[0] if model._signature.batches else 1
+        requests.append(request_of(arrays, rows, model.key(arrays)))
+    if model.find(requests) is None:
+        model.executables.add(model.executables.compile(model.wanted_by(requests)))
+    execution = Execution(requests, 0)
+    model.execute(execution)
+    return cast(Any, execution.results), execution.copied_byte_size
+
+
+def twice(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    return {"y": inputs["x"] * 2}
+
+
+def test_an_aligned_region_is_used_where_it_lies(device: CudaDevice, region: CudaRegion, cuda_owner: CudaOwner) -> None:
+    model = model_of(device, twice, {"x": "FP32[4]"}, {"y": "FP32[4]"}, 8, batch=(2,))
+    values = np.arange(8, dtype=np.float32).reshape(2, 4)
+    for changed in (values, -values):
+        # Looked at when it is its turn, each time: what was there before is not remembered.
+        cuda_owner.put("g", np.zeros(256, np.uint8), changed)
+        (result,), copied = run(model, {"x": CudaTensor(region, 256, FP32, (2, 4))})
+        assert copied == 0
+        assert isinstance(result["y"], DeviceArray)
+        assert np.array_equal(result["y"], 2 * changed)
+
+
+@pytest.mark.parametrize("offset", [4, 64, 128])
+def test_less_aligned_ones_are_copied_once(
+    device: CudaDevice, region: CudaRegion, cuda_owner: CudaOwner, offset: int
+) -> None:
+    model = model_of(device, twice, {"x": "FP32[4]"}, {"y": "FP32[4]"}, 8, batch=(2,))
+    values = np.arange(8, dtype=np.float32).reshape(2, 4)
+    cuda_owner.put("g", np.zeros(offset, np.uint8), values)
+    (result,), copied = run(model, {"x": CudaTensor(region, offset, FP32, (2, 4))})
+    assert copied == 32
+    assert np.array_equal(result["y"], 2 * values)
+
+
+def test_a_batch_of_both_memories(device: CudaDevice, region: CudaRegion, cuda_owner: CudaOwner) -> None:
+    """Rows of three requests in one bucket of eight, of which two rows are padding; each gets its own rows back."""
+    model = model_of(
+        device,
+        lambda parameters, inputs: {"y": inputs["x"] + inputs["x"].sum()},
+        {"x": "FP32[4]"},
+        {"y": "FP32[4]"},
+        8,
+        batch=(8,),
+    )
+    values = np.arange(24, dtype=np.float32).reshape(6, 4)
+    cuda_owner.put("g", values)
+    # Whatever lay in the staging buffer before.
+    run(model, {"x": np.full((8, 4), 1e30, np.float32)})
+    results, copied = run(
+        model,
+        {"x": CudaTensor(region, 0, FP32, (2, 4))},
+        {"x": values[2:3]},
+        {"x": CudaTensor(region, 48, FP32, (3, 4))},
+    )
+    assert copied == values.nbytes
+    made = np.concatenate([np.asarray(result["y"]) for result in results])
+    assert [result["y"].shape[0] for result in results] == [2, 1, 3]
+    assert np.array_equal(made, values + values.sum())
+
+
+def test_padded_axes(device: CudaDevice, region: CudaRegion, cuda_owner: CudaOwner) -> None:
+    model = model_of(
+        device,
+        lambda parameters, inputs: {"y": inputs["x"] * 2, "s": inputs["x"].sum(axis=1, keepdims=True)},
+        {"x": "FP32[s]"},
+        {"y": "FP32[s]", "s": "FP32[1]"},
+        4,
+        batch=(4,),
+        axes={"s": (8,)},
+    )
+    values = np.arange(10, dtype=np.float32).reshape(2, 5)
+    cuda_owner.put("g", values)
+    results, _ = run(model, {"x": CudaTensor(region, 0, FP32, (2, 5))}, {"x": 10 * values[:1]})
+    assert np.array_equal(results[0]["y"], 2 * values)
+    assert np.asarray(results[0]["s"]).ravel().tolist() == values.sum(axis=1).tolist()
+    assert np.array_equal(results[1]["y"], 20 * values[:1])
+
+
+@pytest.mark.parametrize(
+    ("datatype", "values"),
+    [
+        ("INT64", np.array([2**40 + 5, -1], np.int64)),
+        ("FP64", np.array([1e300, -0.5])),
+        ("BF16", np.array([1.5, -2], ml_dtypes.bfloat16)),
+        ("FP16", np.array([1.5, -2], np.float16)),
+        ("UINT8", np.array([255, 3], np.uint8)),
+        ("BOOL", np.array([True, False])),
+    ],
+)
+@pytest.mark.parametrize("offset", [0, 8])
+def test_datatypes(
+    device: CudaDevice, region: CudaRegion, cuda_owner: CudaOwner, datatype: str, values: np.ndarray, offset: int
+) -> None:
+    """Nothing is narrowed; an input that is handed through is not overwritten by the next batch."""
+    model = model_of(
+        device, lambda parameters, inputs: {"y": inputs["x"]}, {"x": f"{datatype}[n]"}, {"y": f"{datatype}[n]"}
+    )
+    cuda_owner.put("g", np.zeros(offset, np.uint8), values.view(np.uint8))
+    (first,), _ = run(model, {"x": CudaTensor(region, offset, values.dtype, values.shape)})
+    (second,), _ = run(model, {"x": values[::-1].copy()})
+    for result, expected in ((first, values), (second, values[::-1])):
+        assert result["y"].dtype == values.dtype
+        assert np.asarray(result["y"]).tolist() == expected.tolist()
+
+
+def test_the_staging_buffer_grows(device: CudaDevice) -> None:
+    model = model_of(device, twice, {"x": "FP32[n]"}, {"y": "FP32[n]"})
+    for count in (10, 1 << 19, 3, 1 << 20, 7):
+        values = np.random.default_rng(count).random(count, np.float32)
+        (result,), copied = run(model, {"x": values})
+        assert copied == values.nbytes
+        assert np.array_equal(result["y"], 2 * values)
+    assert "staging 4194304 bytes" in repr(device)
+
+
+def test_two_threads_do_not_gather_in_one_buffer(device: CudaDevice) -> None:
+    """What the loader's samples are gathered in is not what the loop's requests are: arguments stay until they are used."""
+    beside = device.beside()
+    values = np.arange(8, dtype=np.float32)
+    mine, _ = device.gather([("x", FP32, (8,), [values])])
+    other, _ = beside.gather([("x", FP32, (8,), [-values])])
+    assert np.array_equal(mine["x"], values)
+    assert np.array_equal(other["x"], -values)
+    beside.close()
+    assert np.array_equal(mine["x"], values)
+
+
+def test_memory_that_is_gone_costs_its_own_request(
+    device: CudaDevice, region: CudaRegion, cuda_owner: CudaOwner
+) -> None:
+    model = model_of(device, twice, {"x": "FP32[4]"}, {"y": "FP32[4]"}, 8, batch=(2,))
+    cuda_owner.destroy("g")
+    with pytest.raises(InvalidArgument, match="its owner has freed it or is gone"):
+        run(model, {"x": CudaTensor(region, 4, FP32, (2, 4))})
+    (result,), _ = run(model, {"x": np.ones((2, 4), np.float32)})
+    assert np.array_equal(result["y"], np.full((2, 4), 2))
+
+
+@dataclass
+class ALane:
+    """What ``complete`` uses of a submitter."""
+
+    arena: Arena
+
+    @property
+    def lane(self) -> ALane:
+        return self
+
+    def loan(self, byte_size: int) -> Lease | None:
+        return self.arena.loan(byte_size)
+
+
+def test_outputs_go_where_they_are_wanted(device: CudaDevice, region: CudaRegion, cuda_owner: CudaOwner) -> None:
+    """To a region within the device, to the response arena and the record from it; all of it is there when it is announced."""
+    model = model_of(
+        device,
+        lambda parameters, inputs: {"a": inputs["x"] * 2, "b": inputs["x"] * 3, "c": inputs["x"][:2]},
+        {"x": "FP32[n]"},
+        {"a": "FP32[n]", "b": "FP32[n]", "c": "FP32[m]"},
+    )
+    values = np.random.default_rng(1).random(1 << 17, np.float32)
+    (result,), _ = run(model, {"x": values})
+    arena = Arena(MIB, 4 * MIB, 0)
+    wanted = {
+        "a": RequestedOutput("a", RegionSlice("g", 64, values.nbytes)),
+        "b": RequestedOutput("b"),
+        "c": RequestedOutput("c"),
+    }
+    request = request_of({}, outputs=wanted, submitter=ALane(arena))
+    request.regions = [region]
+    completion = complete(request, result, model._signature, 1, 4096)
+    assert completion is not None
+    assert np.array_equal(cuda_owner.get("g", np.float32, values.shape, 64), 2 * values)
+    places = {tensor.name: tensor.place for tensor in completion.outputs}
+    assert isinstance(places["b"], Slice)
+    view = arena.segment(places["b"].segment).view[places["b"].offset :][: values.nbytes]
+    assert np.array_equal(np.frombuffer(view, np.float32), 3 * values)
+    assert isinstance(places["c"], Inline)
+    assert places["c"].content == values[:2].tobytes()
+    del view
+    arena.close()
+
+
+def test_what_xla_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"):
+        monkeypatch.setenv(name, "x")
+        monkeypatch.delenv(name)
+    device_cuda.prepare_environment(Workers(gpu_memory_fraction=0.5, gpu_preallocate=False))
+    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.5"
+    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
+    device_cuda.prepare_environment(Workers(gpu_memory_fraction=0.9))
+    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.5"
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.1")
+    device_cuda.prepare_environment(Workers())
+    assert "XLA_CLIENT_MEM_FRACTION" not in os.environ

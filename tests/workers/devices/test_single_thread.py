@@ -1,0 +1,185 @@
+"""Which programs one thread is enough for, and a device that has one, in the same memory as the usual one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax._src.xla_bridge
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import workers.devices.single_thread
+from config.options import Workers
+from tests.repositories import write_model
+from tests.workers.worker_process import WorkerProcess
+from workers.devices.single_thread import SingleThreadDevice, choose, share
+from workers.programs.cache_directory import CacheDirectory
+
+
+def lowered(apply: Any, *shapes: tuple[int, ...]) -> jax.stages.Lowered:
+    return jax.jit(apply).lower(*[jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes])
+
+
+@pytest.mark.parametrize(
+    ("apply", "shapes", "suits"),
+    [
+        (lambda x, y: x @ y, ((8, 64), (64, 64)), True),
+        # 2 * 16 * 64 * 64 operations, and one row more.
+        (lambda x, y: x @ y, ((16, 64), (64, 64)), True),
+        (lambda x, y: x @ y, ((17, 64), (64, 64)), False),
+        (lambda x: x + 1, ((1 << 16,),), True),
+        # What is not counted, or not wholly.
+        (lambda x: x, ((4,),), False),
+        (lambda x: jax.lax.fori_loop(0, 1000, lambda _, y: y @ y, x), ((8, 8),), False),
+        (lambda x: jnp.linalg.qr(x)[0], ((8, 8),), False),
+        (lambda x: jax.pure_callback(np.sin, x, x), ((8, 8),), False),
+    ],
+)
+def test_what_is_small(apply: Any, shapes: tuple[tuple[int, ...], ...], suits: bool) -> None:
+    assert SingleThreadDevice(2 * 16 * 64 * 64).suits(lowered(apply, *shapes)) is suits
+
+
+def test_much_memory_is_not_small() -> None:
+    device = SingleThreadDevice(1 << 60)
+    sums = [device.suits(lowered(lambda x, y: x + y, (size,), (size,))) for size in (1 << 18, 1 << 20)]
+    assert sums == [True, False]
+
+
+def test_the_environment_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in (None, "3"):
+        if value is None:
+            monkeypatch.delenv("PJRT_NPROC", raising=False)
+        else:
+            monkeypatch.setenv("PJRT_NPROC", value)
+        before = dict(os.environ)
+        assert SingleThreadDevice(1).device not in jax.devices()
+        assert dict(os.environ) == before
+
+
+def test_a_jax_without_such_a_function_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(jax._src.xla_bridge, "make_cpu_client")
+    monkeypatch.setattr(workers.devices.single_thread, "thread_count", lambda: 4)
+    with caplog.at_level(logging.INFO, "workers.devices.single_thread"):
+        assert choose(jax.devices()[0], 5) is None
+    assert len(caplog.records) == 1
+    assert "every program gets all threads: ImportError" in caplog.text
+
+
+def test_parameters_are_shared() -> None:
+    device = SingleThreadDevice(1).device
+    given = jax.device_put({"w": np.ones((100, 100), np.float32), "b": [np.float32(3), np.zeros((0, 2), np.float16)]})
+    shared = share(given, device)
+    for ours, theirs in zip(jax.tree.leaves(given), jax.tree.leaves(shared), strict=True):
+        assert theirs.devices() == {device}
+        assert theirs.unsafe_buffer_pointer() == ours.unsafe_buffer_pointer()
+        np.testing.assert_array_equal(ours, theirs)
+    assert share(None, device) is None
+
+
+def test_what_would_be_copied_is_not_shared() -> None:
+    device = SingleThreadDevice(1).device
+    with pytest.raises(ValueError, match=r"a parameter of int4\[3\] would be copied"):
+        share([jnp.ones(3, jnp.int4)], device)
+    with pytest.raises(TypeError):
+        share(jax.random.key(0), device)
+
+
+def told(script: str, threads: int, *arguments: str) -> str:
+    """What a process prints whose XLA has so many threads."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PJRT_NPROC": str(threads)}
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_where_there_is_one() -> None:
+    script = (
+        "import jax\nfrom workers.devices.single_thread import choose\n"
+        "print([choose(jax.devices()[0], flops) for flops in (5, 0)])\n"
+    )
+    assert told(script, 4) == "[<SingleThreadDevice up to 5 flops>, None]"
+    assert told(script, 1) == "[None, None]"
+    assert choose(SimpleNamespace(platform="gpu"), 5) is None  # type: ignore[arg-type]
+
+
+def test_programs_are_cut_for_one_thread_whatever_is_in_the_cache_of_jax(tmp_path: Path) -> None:
+    """In two starts, of which the second finds the programs of the first; both name the device they are for."""
+    script = (
+        "import sys\nfrom pathlib import Path\nimport jax, numpy as np\n"
+        "from workers.programs.cache_directory import CacheDirectory\n"
+        "from workers.programs.jax_cache import use_persistent_cache\n"
+        "from workers.programs.placement import Placement\n"
+        "from workers.devices.single_thread import SingleThreadDevice\n"
+        "use_persistent_cache(CacheDirectory(Path(sys.argv[1])))\n"
+        "for device, compiling in ((jax.devices()[0], None), (SingleThreadDevice(1).device,) * 2):\n"
+        "    given = Placement(None, device).spec((1 << 22,), np.dtype('f'))\n"
+        "    program = Placement(None, compiling).compile(jax.jit(lambda x: x * 1.5).lower(given))\n"
+        "    print('outer_dimension_partitions' in program.as_text())\n"
+    )
+    for _ in range(2):
+        assert told(script, 4, str(tmp_path)).split() == ["True", "False"]
+        assert len(list(tmp_path.glob("*.program"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "small"),
+    [
+        (Workers(threads=2), [False, True]),
+        (Workers(threads=2, single_thread_flops=0), [False, False]),
+        (Workers(threads=1), [False, False]),
+    ],
+)
+def test_a_worker_and_its_second_start(tmp_path: Path, options: Workers, small: list[bool]) -> None:
+    """It answers alike whichever thread computes, says in its cache what is for one, and compiles nothing the second time.
+
+    Its environment is settled before a model's code runs.
+    """
+    repository, cache = tmp_path / "models", tmp_path / "cache"
+    write_model(
+        repository,
+        "product",
+        """
+        import sys
+        from pathlib import Path
+
+        import numpy as np
+
+        def note(event, arguments):
+            if event in ("os.putenv", "os.unsetenv"):
+                changes.write(f"{arguments}\\n")
+
+        changes = Path(__file__).with_name("changes").open("a", buffering=1)
+        sys.addaudithook(note)
+        inputs = {"x": "FP32[512]"}
+        outputs = {"y": "FP32[512]"}
+        max_batch_size = 256
+        batch_buckets = (1, 256)
+
+        def create(path, config, device):
+            return (lambda weights, inputs: {"y": inputs["x"] @ weights}), 3 * np.eye(512, dtype=np.float32)
+        """,
+    )
+    files: list[dict[str, int]] = []
+    for _ in range(2):
+        with WorkerProcess(cache, workers=options) as worker:
+            worker.serve(repository, "product")
+            for rows in (1, 200):
+                x = np.random.default_rng(rows).random((rows, 512), np.float32)
+                np.testing.assert_array_equal(worker.infer("product", {"x": x})["y"], 3 * x)
+            assert worker.stop() == 0
+        (changes,) = repository.rglob("changes")
+        assert changes.read_text() == ""
+        files.append({path.name: path.stat().st_mtime_ns for path in cache.iterdir()})
+    assert files[0] == files[1]
+    entries = [CacheDirectory(cache).read(path.name) for path in cache.glob("*.executable")]
+    assert sorted(pickle.loads(entry or b"")[0] for entry in entries) == small

@@ -1,0 +1,348 @@
+"""The order of things inside the worker, turn by turn, with real models and without a process around them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import numpy as np
+import pytest
+
+from config.model_config import empty
+from config.options import Arenas, Executables, Options, Regions
+from shm.arena import Arena
+from shm.control_records import Load
+from shm.cuda_regions import Driver
+from shm.errors import InvalidArgument
+from shm.messages import Completion, Inline, Submit, Tensor
+from shm.status_page import StatusPage
+from tests.repositories import scale_model, write_model
+from tests.workers.made_requests import request_of
+from workers.dispatch.dispatcher import Dispatcher
+from workers.models.loader import Loader
+from workers.models.model_table import ModelTable
+from workers.models.model_version import ModelVersion
+from workers.programs.executable_cache import ExecutableCache
+from workers.programs.series_program import SeriesProgram, SeriesWanted
+from workers.regions.region_policy import RegionPolicy
+from workers.regions.region_table import RegionTable
+from workers.requests.submitter import Submitter
+from workers.threads.inbox import Inbox
+from workers.threads.work_thread import WorkThread
+
+OPTIONS = Options(
+    arenas=Arenas(byte_size=1 << 20, max_byte_size=1 << 20, inline_byte_size=64, wait=600),
+    executables=Executables(max_unexpected_shapes=2),
+)
+
+
+class ALane:
+    """The worker's end of a lane, with a real arena and no socket."""
+
+    def __init__(self) -> None:
+        self.arena = Arena(1 << 20, 1 << 20, 0)
+        self.sent: list[Completion] = []
+        self.complete = self.sent.append
+        self.loan = self.arena.loan
+
+
+class ACompiler:
+    """Compiles when the test says so."""
+
+    def __init__(self) -> None:
+        self.jobs: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
+
+    def do(self, job: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        self.jobs.append((job, done))
+
+    def work(self) -> None:
+        job, done = self.jobs.pop(0)
+        try:
+            outcome = job()
+        except Exception as error:
+            outcome = error
+        done(outcome)
+
+
+class Bench:
+    """A dispatcher with one submitter."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.inbox, self.page = Inbox(), StatusPage.create()
+        self.models, self.regions = ModelTable(), RegionTable(RegionPolicy(Regions()), Driver(), None)
+        self.compiler = ACompiler()
+        self.dispatcher = Dispatcher(
+            OPTIONS, self.models, self.regions, self.page, cast(WorkThread, self.compiler), time.monotonic_ns
+        )
+        self.loader = Loader(jax.devices()[0], None, ExecutableCache(None), self.inbox, self.page, 50, 2, 1 << 30)
+        self.lane = ALane()
+        self.submitter = Submitter(7, cast(Any, self.lane))
+        self._number = 0
+
+    def load(self, name: str) -> ModelVersion:
+        path = self.folder / name
+        record = Load(name, 1, str(path), str(path / "1"), empty(name).SerializeToString())
+        version = ModelVersion(self.loader.load(record))
+        self.models.add(version)
+        return version
+
+    def submit(self, model: str, *values: float, **fields: Any) -> int:
+        self._number += 1
+        content = Inline(np.array(values, np.float32).tobytes())
+        shape = (1, 4) if model.startswith("scale") else (len(values),)
+        record = Submit(self._number, model, 0, (Tensor("x", "FP32", shape, content),), **fields)
+        self.dispatcher.submit(self.submitter, record, time.monotonic_ns())
+        return self._number
+
+    def turn(self) -> int | None:
+        next_ns = self.dispatcher.run_due(time.monotonic_ns())
+        self.dispatcher.count()
+        return next_ns
+
+    def sent(self) -> list[tuple[int, str]]:
+        """(request id, code) of what was answered since the last time."""
+        sent = [(completion.request_id, completion.code) for completion in self.lane.sent]
+        self.lane.sent.clear()
+        return sent
+
+    def close(self) -> None:
+        self.dispatcher.drop(self.submitter)
+        assert all(not version.busy for version in self.models) or self.compiler.jobs
+        self.inbox.close()
+        self.page.close()
+        self.lane.arena.close()
+
+
+ANY = """
+    inputs = {"x": "FP32[n]"}
+    outputs = {"y": "FP32[n]"}
+
+    def create(path, config, device):
+        def apply(params, inputs):
+            if inputs["x"].shape[0] == 3:
+                raise ValueError("three is not for me")
+            return {"y": inputs["x"] * 2}
+        return apply, None
+"""
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    scale_model(tmp_path, "scale")
+    scale_model(tmp_path, "scale_b")
+    write_model(tmp_path, "any", ANY)
+    made = Bench(tmp_path)
+    yield made
+    made.close()
+
+
+def test_what_waits_runs_together(bench: Bench) -> None:
+    version = bench.load("scale")
+    assert bench.turn() is None
+    for _ in range(3):
+        bench.submit("scale", 1, 2, 3, 4)
+    bench.turn()
+    assert bench.sent() == [(1, ""), (2, ""), (3, "")]
+    assert version.statistics.execution_count == 1
+    assert bench.submitter.in_flight == {}
+    assert bench.turn() is None
+
+
+def quick_series(bench: Bench) -> tuple[ModelVersion, Callable[[int], SeriesProgram]]:
+    """A model whose requests are so quick that they share calls, and what makes and adds the program for so many of them."""
+    version = bench.load("any")
+    assert version.jitted is not None
+    series, executables = version.jitted.series, version.jitted.executables
+    assert series is not None
+    bench.submit("any", 1, 2)
+    bench.turn()
+    bench.compiler.work()
+    bench.turn()
+    (key,) = {known.key for known in version.familiar._known.values()}
+    series.note(request_of({}, key=key), 0)
+
+    def add(length: int) -> SeriesProgram:
+        program = series.compile(SeriesWanted(length, key), executables.placement(key))
+        series.add(program)
+        return program
+
+    return version, add
+
+
+def test_what_waits_without_a_batch_dimension_shares_a_program_when_one_is_ready(bench: Bench) -> None:
+    version, add = quick_series(bench)
+    programs = [add(length) for length in (4, 2)]
+    bench.lane.sent.clear()
+    executed = version.statistics.execution_count
+    numbers = [bench.submit("any", i, 10 * i) for i in range(7)]
+    bench.submit("any", 1, 2, 4, 5)
+    while bench.turn() is not None:
+        pass
+    bench.compiler.work()
+    bench.turn()
+    given = {answer.request_id: cast(Inline, answer.outputs[0].place).content for answer in bench.lane.sent}
+    assert [np.frombuffer(given[n], np.float32).tolist() for n in numbers] == [[2 * i, 20 * i] for i in range(7)]
+    assert list(given)[:7] == numbers
+    stacked = [program._arguments[0].tolist() for program in programs]
+    assert stacked == [[[0, 0], [1, 10], [2, 20], [3, 30]], [[4, 40], [5, 50]]]
+    assert version.statistics.execution_count == executed + 8
+    assert len(bench.submitter.in_flight) == 0
+
+
+@pytest.mark.parametrize("lengths", [(1,), (2, 1), (4, 1), (8, 4, 2, 1)])
+def test_whatever_programs_are_ready_each_request_gets_its_own_answer(bench: Bench, lengths: tuple[int, ...]) -> None:
+    """So many wait together that there is one program for each of them, or for some, or for more."""
+    version, add = quick_series(bench)
+    for length in lengths:
+        add(length)
+    for count in (1, 2, 3, 5, 9, 17):
+        bench.lane.sent.clear()
+        executed = version.statistics.execution_count
+        numbers = [bench.submit("any", i, 10 * i) for i in range(count)]
+        while bench.turn() is not None:
+            pass
+        given = {answer.request_id: cast(Inline, answer.outputs[0].place).content for answer in bench.lane.sent}
+        assert [np.frombuffer(given[n], np.float32).tolist() for n in numbers] == [
+            [2 * i, 20 * i] for i in range(count)
+        ]
+        assert version.statistics.execution_count == executed + count
+        assert len(bench.submitter.in_flight) == 0
+
+
+def test_models_take_turns_by_the_age_of_their_oldest_request(bench: Bench) -> None:
+    bench.load("scale")
+    bench.load("scale_b")
+    now = time.monotonic_ns()
+    for i in range(20):
+        bench.submit("scale", 1, 2, 3, 4, received_ns=now + 2 * i)
+    bench.submit("scale_b", 1, 2, 3, 4, received_ns=now + 3)
+    assert bench.turn() is not None
+    assert [request_id for request_id, _ in bench.sent()] == list(range(1, 9))
+    bench.turn()
+    assert bench.sent() == [(21, "")]
+    bench.turn()
+    bench.turn()
+    assert [request_id for request_id, _ in bench.sent()] == list(range(9, 21))
+
+
+def test_an_id_in_flight_is_not_taken_twice(bench: Bench) -> None:
+    bench.load("scale")
+    bench.submit("scale", 1, 2, 3, 4)
+    bench._number = 0
+    with pytest.raises(InvalidArgument, match="request id 1 is in flight"):
+        bench.submit("scale", 1, 2, 3, 4)
+
+
+def test_a_full_queue(bench: Bench) -> None:
+    bench.load("scale")
+    for _ in range(51):
+        bench.submit("scale", 1, 2, 3, 4, client_id="me")
+    (refused,) = bench.lane.sent
+    assert (refused.request_id, refused.message) == (51, "[request id: me] Exceeds maximum queue size")
+
+
+def test_parked_while_a_shape_is_compiled(bench: Bench) -> None:
+    """Those of the shape wait, also those that come meanwhile; a cancelled one is not run; the page says who asked for it."""
+    bench.load("any")
+    first = bench.submit("any", 1, 2)
+    bench.turn()
+    second = bench.submit("any", 3, 4)
+    cancelled = bench.submit("any", 5, 6)
+    bench.dispatcher.cancel(bench.submitter, cancelled)
+    bench.turn()
+    assert bench.sent() == []
+    assert len(bench.compiler.jobs) == 1
+    bench.compiler.work()
+    bench.turn()
+    bench.turn()
+    assert sorted(bench.sent()) == [(first, ""), (second, ""), (cancelled, "CANCELLED")]
+    bench.submit("any", 7, 8)
+    bench.turn()
+    assert bench.sent() == [(4, "")]
+    assert bench.page.executing() == set()
+
+
+def test_a_shape_that_does_not_compile(bench: Bench) -> None:
+    bench.load("any")
+    bench.submit("any", 1, 2, 3)
+    bench.submit("any", 1, 2, 3)
+    bench.turn()
+    bench.compiler.work()
+    assert [(answer.request_id, answer.code, answer.message) for answer in bench.lane.sent] == [
+        (number, "INTERNAL", "model 'any' cannot be compiled for these shapes: ValueError") for number in (1, 2)
+    ]
+
+
+def test_too_many_shapes_at_once(bench: Bench) -> None:
+    bench.load("any")
+    for n in (1, 2, 4, 5):
+        bench.submit("any", *range(n))
+    for _ in range(4):
+        bench.turn()
+    assert bench.sent() == [(3, "UNAVAILABLE"), (4, "UNAVAILABLE")]
+    bench.compiler.work()
+    bench.compiler.work()
+    bench.turn()
+    bench.turn()
+    assert bench.sent() == [(1, ""), (2, "")]
+
+
+def test_an_evicted_shape_is_compiled_again(bench: Bench) -> None:
+    bench.load("any")
+    for n in (1, 2, 4, 1):
+        bench.submit("any", *range(n))
+        bench.turn()
+        bench.compiler.work()
+        bench.turn()
+    assert bench.sent() == [(1, ""), (2, ""), (3, ""), (4, "")]
+
+
+def test_cancel_and_expiry(bench: Bench) -> None:
+    version = bench.load("scale")
+    cancelled = bench.submit("scale", 1, 2, 3, 4)
+    late = bench.submit("scale", 1, 2, 3, 4, deadline_ns=1)
+    bench.dispatcher.cancel(bench.submitter, cancelled)
+    bench.dispatcher.cancel(bench.submitter, 99)
+    bench.turn()
+    assert bench.sent() == [(cancelled, "CANCELLED"), (late, "UNAVAILABLE")]
+    assert version.statistics.fail.count == 1
+    assert version.statistics.execution_count == 0
+
+
+def test_answers_that_find_no_room_stop_their_own_submitter(bench: Bench) -> None:
+    """Requests are held beyond one arena of blocked answers, and run when there is room, in order."""
+    bench.load("any")
+    big = [float(i) for i in range(60_000)]
+    bench.submit("any", *big)
+    bench.turn()
+    bench.compiler.work()
+    for _ in range(14):
+        bench.submit("any", *big)
+    for _ in range(20):
+        bench.turn()
+    assert [request_id for request_id, _ in bench.sent()] == [1, 2, 3, 4]
+    assert len(bench.submitter.blocked) == 5
+    assert bench.submitter.held
+    answered: list[int] = []
+    while len(answered) < 11:
+        for lease in list(bench.lane.arena._leases.values()):
+            lease.release()
+        bench.turn()
+        answered += [request_id for request_id, _ in bench.sent()]
+    assert answered == list(range(5, 16))
+    assert bench.submitter.in_flight == {}
+
+
+def test_a_submitter_that_goes_takes_its_requests_along(bench: Bench) -> None:
+    version = bench.load("scale")
+    for _ in range(5):
+        bench.submit("scale", 1, 2, 3, 4)
+    bench.dispatcher.drop(bench.submitter)
+    bench.turn()
+    assert bench.sent() == []
+    assert len(version.queue) == 0
+    assert bench.submitter.in_flight == {}

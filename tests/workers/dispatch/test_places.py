@@ -1,0 +1,436 @@
+"""Where outputs go is known before anything is written, and what a program may write by itself harms nobody."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from config.model_config import parse_pbtxt
+from shm.arena import ALIGNMENT, Arena, Lease
+from shm.cuda_regions import CudaRegion
+from shm.errors import Internal, InvalidArgument
+from shm.messages import RegionSlice, RequestedOutput, Submit, Tensor
+from shm.regions import Region, open_object
+from shm.snapshot_region import SnapshotRegion
+from tests.workers.made_requests import request_of
+from tests.workers.worker_loop import DEVICE
+from workers.dispatch.places import Places
+from workers.native import output_memory
+from workers.native.output_memory import OutputMemory
+from workers.programs.executables import Executable, Wanted
+from workers.programs.placement import CompiledProgram, Placement
+from workers.regions.region_table import AnyRegion
+from workers.requests.request import Request
+from workers.tensors.signature import Signature, signature
+
+MIB = 1 << 20
+LARGE = 1 << 16
+INLINE = 64
+SIGNATURE: Signature = signature(
+    parse_pbtxt(
+        """name: "m"
+        input { name: "x" data_type: TYPE_FP32 dims: [ 4 ] }
+        output { name: "y" data_type: TYPE_FP32 dims: [ -1 ] }""",
+        "m",
+    ),
+    {},
+    {},
+)
+
+
+class ALane:
+    """What is used of a submitter: its arena."""
+
+    def __init__(self, byte_size: int = MIB) -> None:
+        self.lane = self
+        self.arena = Arena(byte_size, byte_size, 0)
+
+    def loan(self, byte_size: int) -> Lease | None:
+        return self.arena.loan(byte_size)
+
+    @property
+    def leases(self) -> int:
+        return self.arena.statistics()["leases"]
+
+
+@pytest.fixture
+def lane() -> Iterator[ALane]:
+    made = ALane()
+    yield made
+    made.arena.close()
+
+
+class Objects:
+    """Two objects of a client: one of which several regions were registered, and another one."""
+
+    BYTE_SIZE = MIB
+
+    def __init__(self) -> None:
+        self.names = [f"tensord-test-places-{os.getpid()}-{uuid.uuid4().hex}" for _ in range(2)]
+        for name in self.names:
+            (Path("/dev/shm") / name).write_bytes(bytes(self.BYTE_SIZE))
+        one, other = self.names
+        #: With where each begins in which object.
+        self.regions: dict[str, AnyRegion] = {
+            "whole": self._region(Region, "whole", one, 0),
+            "behind": self._region(Region, "behind", one, 8192),
+            "snapshot": self._region(SnapshotRegion, "snapshot", one, 4096),
+            "other": self._region(Region, "other", other, 0),
+        }
+        self.places = {"whole": (0, 0), "behind": (0, 8192), "snapshot": (0, 4096), "other": (1, 0)}
+
+    def _region(self, kind: Any, name: str, key: str, offset: int) -> AnyRegion:
+        region: AnyRegion = kind(name, key, open_object(name, key), offset, self.BYTE_SIZE - offset)
+        return region
+
+    def close(self) -> None:
+        for region in self.regions.values():
+            region.close()
+        for name in self.names:
+            (Path("/dev/shm") / name).unlink()
+
+
+@pytest.fixture(scope="module")
+def objects(leaves_nothing: None) -> Iterator[Objects]:
+    made = Objects()
+    yield made
+    made.close()
+
+
+def request_for(
+    lane: ALane,
+    outputs: Mapping[str, RegionSlice | None] | None = None,
+    inputs: tuple[RegionSlice, ...] = (),
+    regions: Mapping[str, AnyRegion] | None = None,
+) -> Request:
+    wanted = {name: RequestedOutput(name, region) for name, region in (outputs or {}).items()}
+    request = request_of({}, outputs=wanted, submitter=lane)
+    tensors = [Tensor(f"x{number}", "UINT8", (place.byte_size,), place) for number, place in enumerate(inputs)]
+    request.submit = Submit(1, "m", 0, tuple(tensors))
+    used = [*inputs, *[place for place in (outputs or {}).values() if place is not None]]
+    request.regions = [(regions or {})[place.region] for place in used]
+    return request
+
+
+class Lying:
+    """What is asked of an array: its size and where it lies."""
+
+    def __init__(self, byte_size: int, address: int) -> None:
+        self.nbytes = byte_size
+        self.__array_interface__ = {"data": (address, False)}
+
+
+@pytest.fixture(scope="module")
+def programs(leaves_nothing: None) -> dict[bool, Any]:
+    """By whether it is plain."""
+    assert DEVICE.platform == "cpu"
+    x = jax.ShapeDtypeStruct((4,), np.float32)
+    return {
+        True: jax.jit(lambda _, inputs: {"y": inputs["x"] * 2}).lower({}, {"x": x}).compile(),
+        False: jax.jit(lambda _, inputs: {"y": jax.numpy.sort(inputs["x"])}).lower({}, {"x": x}).compile(),
+    }
+
+
+def executable_of(program: Any, sizes: Mapping[str, int], unknown: tuple[str, ...] = ()) -> Executable:
+    """One of which it is known how all its outputs are allocated but those ``unknown``."""
+    made: Any = {name: Lying(size, 4096 * number) for number, (name, size) in enumerate(sizes.items(), 1)}
+    allocations = [
+        (made[name].nbytes, made[name].__array_interface__["data"][0]) for name in sizes if name not in unknown
+    ]
+    executable = Executable(Wanted(1, ((4,),)), SIGNATURE, CompiledProgram(program, Placement({})))
+    executable.memory_of_outputs = OutputMemory(made, allocations)
+    return executable
+
+
+def found(request: Request, sizes: Mapping[str, int]) -> Places:
+    places = Places.find(request, sizes, INLINE)
+    assert places is not None
+    return places
+
+
+# ------------------------------------------------------------------------------------------------------------ to find
+
+
+def test_small_ones_go_into_the_record_until_it_is_full(lane: ALane) -> None:
+    sizes = {"empty": 0, "large": INLINE + 1} | {f"y{number}": INLINE for number in range(9)}
+    places = found(request_for(lane), sizes)
+    in_arena = {name: place for name in sizes if (place := places.in_arena(name)) is not None}
+    assert list(in_arena) == ["large", "y8"]
+    assert in_arena["y8"].offset - in_arena["large"].offset == 2 * ALIGNMENT
+    assert in_arena["y8"].byte_size == INLINE
+    assert lane.leases == 1
+    places.close()
+    assert lane.leases == 0
+
+
+@given(st.lists(st.integers(0, 3 * INLINE), max_size=20))
+def test_whatever_the_sizes_no_two_places_meet(sizes: list[int]) -> None:
+    lane = ALane(1 << 16)
+    named = {f"y{number}": size for number, size in enumerate(sizes)}
+    places = found(request_for(lane), named)
+    used: dict[int, str] = {}
+    inline = 0
+    for name, size in named.items():
+        place, memory = places.in_arena(name), places.memory(name)
+        if place is None:
+            assert memory is None
+            inline += size
+            continue
+        assert memory is not None
+        assert (place.offset % ALIGNMENT, len(memory), place.byte_size) == (0, size, size)
+        memory[:] = bytes([7] * size)
+        for at in range(place.offset, place.offset + size):
+            assert used.setdefault(at, name) == name
+        assert lane.arena.segment(place.segment).view[place.offset : place.offset + size] == memory
+        memory[:] = bytes(size)
+        memory.release()
+    assert inline <= 8 * INLINE
+    assert lane.leases == (len(used) > 0)
+    places.close()
+    assert lane.leases == 0
+    lane.arena.close()
+
+
+def test_a_full_arena(lane: ALane) -> None:
+    held = [found(request_for(lane), {"y": MIB // 4}) for _ in range(4)]
+    assert Places.find(request_for(lane), {"y": MIB // 4}, INLINE) is None
+    assert lane.leases == 4
+    # What needs no room there finds its place all the same.
+    assert found(request_for(lane), {"y": INLINE}).lease is None
+    held.pop().close()
+    held.append(found(request_for(lane), {"y": MIB // 4}))
+    with pytest.raises(InvalidArgument, match="cannot fit"):
+        Places.find(request_for(lane), {"y": 2 * MIB}, INLINE)
+    assert lane.leases == 4
+    for places in held:
+        places.close()
+    assert lane.leases == 0
+
+
+def test_all_regions_fit_or_nothing_is_taken(lane: ALane, objects: Objects) -> None:
+    short = request_for(
+        lane, {"a": None, "y": RegionSlice("whole", 0, 99), "z": RegionSlice("other", 0, 9)}, (), objects.regions
+    )
+    with pytest.raises(Internal, match=r"output 'z' \(9 bytes\) should be at least 10 bytes"):
+        Places.find(short, {"a": LARGE, "y": 99, "z": 10}, INLINE)
+    for place in (RegionSlice("other", MIB - 9, 10), RegionSlice("other", -1, 10), RegionSlice("other", MIB, 10)):
+        beyond = request_for(lane, {"a": None, "z": place}, (), objects.regions)
+        with pytest.raises(InvalidArgument, match="'other'"):
+            Places.find(beyond, {"a": LARGE, "z": 10}, INLINE)
+    assert lane.leases == 0
+
+
+def test_what_a_region_takes_needs_no_other_room(lane: ALane, objects: Objects) -> None:
+    wanted = {
+        "y": RegionSlice("whole", 64, LARGE),
+        "z": RegionSlice("snapshot", 0, LARGE),
+        "empty": RegionSlice("other", MIB, 0),
+    }
+    request = request_for(lane, wanted, (), objects.regions)
+    places = found(request, {"y": LARGE - 8, "z": LARGE, "empty": 0})
+    assert places.lease is None
+    memory = places.memory("y")
+    assert memory is not None
+    assert len(memory) == LARGE - 8
+    memory[:4] = b"here"
+    assert objects.regions["whole"].read(64, 4) == b"here"
+    assert places.memory("z") is None
+    memory[:4] = bytes(4)
+    places.close()
+
+
+def test_the_region_that_was_checked_and_no_other_of_its_name(lane: ALane, objects: Objects) -> None:
+    """By the time a request runs its region may be unregistered, and another one have its name."""
+    request = request_for(lane, {"y": RegionSlice("whole", 0, LARGE)}, (), objects.regions)
+    table = {"whole": objects.regions["other"]}
+    assert found(request, {"y": LARGE}).in_regions["y"][1] is objects.regions["whole"]
+    assert table["whole"] not in request.regions
+
+
+# ----------------------------------------------------------------------------------------------------------- to offer
+
+
+def offered(request: Request, executable: Executable, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Output -> bytes of what the program may write by itself; nothing is left of it."""
+    places = found(request, sizes)
+    places.offer(request, executable)
+    made = {name: len(memory) for name, memory in places.offered.items()}
+    for name, address in places.addresses.items():
+        assert address % ALIGNMENT == 0
+        memory = places.memory(name)
+        assert memory is not None
+        assert address == output_memory.address_of(memory)
+        del memory
+    assert places.close()
+    assert places.offered == {}
+    return made
+
+
+def test_in_the_arena_large_ones_are_written_by_any_program(lane: ALane, programs: dict[bool, Any]) -> None:
+    sizes = {"inline": INLINE, "small": LARGE - 64, "large": LARGE, "larger": LARGE + 4}
+    for program in programs.values():
+        executable = executable_of(program, sizes)
+        assert offered(request_for(lane), executable, sizes) == {"large": LARGE, "larger": LARGE + 4}
+    assert lane.leases == 0
+
+
+def test_what_was_not_learned_is_not_offered(lane: ALane, programs: dict[bool, Any]) -> None:
+    both = {"y": LARGE, "z": LARGE}
+    assert offered(request_for(lane), executable_of(programs[True], both, ("y",)), both) == {"z": LARGE}
+    executable = executable_of(programs[True], {"y": LARGE})
+    assert executable.memory_of_outputs is not None
+    executable.keep_outputs()
+    assert offered(request_for(lane), executable, {"y": LARGE}) == {}
+    executable.memory_of_outputs = None
+    assert offered(request_for(lane), executable, {"y": LARGE}) == {}
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize(
+    ("region", "offset", "byte_size", "may"),
+    [
+        ("whole", 64, LARGE, True),
+        ("behind", 0, LARGE + 64, True),
+        ("whole", 32, LARGE, False),
+        ("whole", 1, LARGE, False),
+        ("whole", 64, LARGE - 4, False),
+        ("snapshot", 0, LARGE, False),
+    ],
+)
+def test_in_a_region_only_what_a_plain_program_writes(
+    lane: ALane,
+    objects: Objects,
+    programs: dict[bool, Any],
+    plain: bool,
+    region: str,
+    offset: int,
+    byte_size: int,
+    may: bool,
+) -> None:
+    request = request_for(lane, {"y": RegionSlice(region, offset, MIB)}, (), objects.regions)
+    sizes = {"y": byte_size}
+    executable = executable_of(programs[plain], sizes)
+    assert offered(request, executable, sizes) == ({"y": byte_size} if may and plain else {})
+
+
+def test_a_gpu_s_region_is_not_written_by_a_program_of_the_cpu(
+    lane: ALane, objects: Objects, programs: dict[bool, Any]
+) -> None:
+    gpu: Any = CudaRegion.__new__(CudaRegion)  # is asked for nothing but what it is
+    gpu.name, gpu.byte_size = "gpu", MIB
+    sizes = {"y": LARGE, "z": LARGE}
+    wanted = {"y": RegionSlice("gpu", 0, LARGE), "z": RegionSlice("whole", 0, LARGE)}
+    request = request_for(lane, wanted, (RegionSlice("gpu", 0, LARGE),), objects.regions | {"gpu": gpu})
+    assert offered(request, executable_of(programs[True], sizes), sizes) == {"z": LARGE}
+
+
+places_in_regions = st.builds(
+    RegionSlice,
+    st.sampled_from(["whole", "behind", "snapshot", "other"]),
+    st.one_of(
+        st.integers(0, 40).map(lambda n: 4096 * n),
+        st.tuples(st.integers(0, 40), st.integers(-2, 2)).map(lambda at: max(0, 4096 * at[0] + 64 * at[1])),
+        st.integers(0, 1 << 17),
+    ),
+    st.sampled_from([1, 4096, LARGE - 64, LARGE, LARGE + 4, 2 * LARGE, 3 * LARGE + 64]),
+)
+
+
+@settings(max_examples=300)
+@given(inputs=st.lists(places_in_regions, max_size=2), outputs=st.lists(places_in_regions, min_size=1, max_size=3))
+def test_nothing_is_written_early_that_anything_else_of_the_request_uses(
+    lane_of_all: ALane,
+    objects: Objects,
+    programs: dict[bool, Any],
+    inputs: list[RegionSlice],
+    outputs: list[RegionSlice],
+) -> None:
+    """However its tensors lie in regions, and these in objects: it is as if every byte were looked at."""
+    users = np.zeros((2, Objects.BYTE_SIZE), np.uint8)
+
+    def bytes_of(place: RegionSlice) -> np.ndarray[Any, Any]:
+        file, start = objects.places[place.region]
+        return users[file, start + place.offset : start + place.offset + place.byte_size]
+
+    for place in (*inputs, *outputs):
+        bytes_of(place)[:] += 1
+    wanted = {f"y{number}": place for number, place in enumerate(outputs)}
+    sizes = {name: place.byte_size for name, place in wanted.items()}
+    expected = {
+        name: place.byte_size
+        for name, place in wanted.items()
+        if place.region != "snapshot"
+        and place.offset % ALIGNMENT == 0
+        and place.byte_size >= LARGE
+        and (bytes_of(place) == 1).all()
+    }
+    request = request_for(lane_of_all, wanted, tuple(inputs), objects.regions)
+    assert offered(request, executable_of(programs[True], sizes), sizes) == expected
+
+
+@pytest.fixture(scope="module")
+def lane_of_all(leaves_nothing: None) -> Iterator[ALane]:
+    made = ALane()
+    yield made
+    made.arena.close()
+
+
+# ------------------------------------------------------------------------------------------------------------- to end
+
+
+def test_a_lease_is_given_back_once_or_taken(lane: ALane) -> None:
+    places = found(request_for(lane), {"y": LARGE})
+    assert places.lease is not None
+    key = places.lease.key
+    assert places.take_lease() == key
+    assert places.take_lease() is None
+    places.release()
+    assert places.close()
+    assert lane.leases == 1
+    assert lane.arena.release(key)
+    places = found(request_for(lane), {"y": LARGE})
+    for _ in range(2):
+        places.release()
+        assert places.close()
+    assert lane.leases == 0
+
+
+def test_without_room_in_the_arena_there_is_nothing_to_give_back(lane: ALane) -> None:
+    places = found(request_for(lane), {"y": INLINE})
+    assert places.take_lease() is None
+    assert places.in_arena("y") is None
+    assert places.memory("y") is None
+    assert places.close()
+
+
+@pytest.mark.skipif(not output_memory.available, reason="the C extension was not built")
+def test_an_output_that_is_kept(lane: ALane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who ends its places is told, once; its memory stays mapped."""
+    monkeypatch.setattr(output_memory, "_kept", [])
+    output_memory.attach()
+    spec = jax.ShapeDtypeStruct((LARGE // 4,), np.float32)
+    compiled = jax.jit(lambda _, inputs: {"y": inputs["x"] + 1}).lower({}, {"x": spec}).compile()
+    executable = Executable(Wanted(1, ((LARGE // 4,),)), SIGNATURE, CompiledProgram(compiled, Placement({})))
+    # Pages begin at a multiple of 64.
+    x = np.frombuffer(mmap.mmap(-1, LARGE), np.float32)
+    executable.compute({"x": x}, {})
+    places = found(request_for(lane), {"y": LARGE})
+    places.offer(request_for(lane), executable)
+    kept = np.asarray(executable.compute({"x": x}, places.addresses)["y"])
+    assert output_memory.address_of(kept) == places.addresses["y"]
+    assert executable.written({"y": kept}, places.addresses) == ["y"]
+    assert executable.memory_of_outputs is not None
+    assert not places.close()
+    assert places.close()
+    assert len(output_memory._kept) == 1
+    assert (kept == 1).all()

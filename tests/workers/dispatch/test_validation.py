@@ -1,0 +1,266 @@
+"""Any record a submitter could send is either a request or refused with a sentence, and nothing stays leased."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import posix_ipc
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from config.model_config import parse_pbtxt
+from config.options import Regions
+from shm.arena import Arena, ArenaMap
+from shm.cuda_regions import Driver
+from shm.errors import InvalidArgument, ServingError
+from shm.messages import Inline, RegionSlice, RequestedOutput, Slice, Submit, Tensor
+from shm.operations import RegisterSystemRegion
+from workers.dispatch.validation import validate
+from workers.models.host_model import shapes_key
+from workers.models.model_version import ModelVersion
+from workers.regions.region_policy import RegionPolicy
+from workers.regions.region_table import RegionTable
+from workers.requests.familiar import Familiar
+from workers.requests.request import Request
+from workers.requests.submitter import Submitter
+from workers.tensors.signature import signature
+
+
+def version_of(text: str) -> ModelVersion:
+    made = signature(parse_pbtxt('name: "m" ' + text, "m"), {}, {})
+    fields = {"signature": made, "key": lambda arrays: shapes_key(arrays, made.batches), "version": 1}
+    return cast(ModelVersion, SimpleNamespace(**fields, familiar=Familiar()))
+
+
+BATCHED = version_of(
+    """max_batch_size: 4
+    input { name: "x" data_type: TYPE_FP32 dims: [ 2 ] }
+    input { name: "w" data_type: TYPE_STRING dims: [ -1 ] optional: true }
+    output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }"""
+)
+FREE = version_of(
+    """input { name: "x" data_type: TYPE_INT64 dims: [ -1, -1 ] } input { name: "b" data_type: TYPE_BOOL dims: [ 3 ] }
+    output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] }"""
+)
+
+
+@pytest.fixture(scope="module")
+def regions() -> Iterator[RegionTable]:
+    table = RegionTable(RegionPolicy(Regions()), Driver(), None)
+    name = f"/tensord-test-validation-{os.getpid()}"
+    made = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, size=4096)
+    os.close(made.fd)
+    try:
+        table.register(RegisterSystemRegion("r", name, 0, 4096), None)
+        yield table
+        assert table.find("r").leases == 0
+    finally:
+        table.close()
+        posix_ipc.unlink_shared_memory(name)
+
+
+@pytest.fixture(scope="module")
+def submitter() -> Iterator[Submitter]:
+    arena, mapped = Arena(1 << 16, 1 << 16, 0), ArenaMap()
+    segment = arena.segment(0)
+    mapped.open(0, segment.byte_size, os.dup(segment.fd))
+    yield cast(Submitter, SimpleNamespace(lane=mapped, peer=9))
+    mapped.close()
+    arena.close()
+
+
+def check(submitter: Submitter, version: ModelVersion, regions: RegionTable, *inputs: Tensor, **fields: Any) -> Request:
+    return validate(Submit(1, "m", 0, inputs, **fields), submitter, version, regions, 50)
+
+
+X = Tensor("x", "FP32", (2, 2), Inline(np.arange(4, dtype=np.float32).tobytes()))
+
+numbers = st.one_of(st.integers(-2, 5), st.sampled_from([-(1 << 63), (1 << 63) - 1, 1 << 32, 4090, 65536]))
+places = st.one_of(
+    st.binary(max_size=40).map(Inline),
+    st.builds(Slice, st.integers(-1, 1), numbers, numbers),
+    st.builds(RegionSlice, st.sampled_from(["r", "s", ""]), numbers, numbers),
+)
+tensors = st.builds(
+    Tensor,
+    st.sampled_from(["x", "w", "b", "y", ""]),
+    st.sampled_from(["FP32", "BYTES", "INT64", "BOOL", "", "FP33"]),
+    st.lists(numbers, max_size=4).map(tuple),
+    places,
+)
+outputs = st.builds(
+    RequestedOutput,
+    st.sampled_from(["y", "z"]),
+    st.one_of(st.none(), st.builds(RegionSlice, st.sampled_from(["r", "s"]), numbers, numbers)),
+    st.integers(0, 2),
+)
+
+
+@settings(deadline=None, max_examples=400)
+@given(
+    version=st.sampled_from([BATCHED, FREE]),
+    inputs=st.lists(tensors, max_size=4),
+    wanted=st.lists(outputs, max_size=3),
+    strikes=st.integers(0, 2),
+)
+def test_an_enemy(
+    submitter: Submitter,
+    regions: RegionTable,
+    version: ModelVersion,
+    inputs: list[Tensor],
+    wanted: list[RequestedOutput],
+    strikes: int,
+) -> None:
+    region = regions.find("r")
+    try:
+        request = check(submitter, version, regions, *inputs, outputs=tuple(wanted), strikes=strikes)
+    except ServingError as error:
+        assert error.message
+    else:
+        assert request.rows >= 1
+        for name, array in request.arrays.items():
+            spec = version.signature.inputs[name]
+            assert array.dtype == spec.dtype
+            assert spec.fits(array.shape[1:] if version.signature.batches else array.shape)
+            array.sum() if array.dtype != object else array.tolist()
+        request.release()
+        request.release()
+    assert region.leases == 0
+
+
+def test_a_good_request(submitter: Submitter, regions: RegionTable) -> None:
+    words = Tensor("w", "BYTES", (2, 1), Inline(b"\x01\0\0\0a\x02\0\0\0bc"))
+    request = check(submitter, BATCHED, regions, X, words, received_ns=7, timeout_us=3, deadline_ns=90, priority=2)
+    assert (request.rows, request.arrived_ns, request.timeout_ns, request.deadline_ns, request.priority) == (
+        2,
+        7,
+        3000,
+        90,
+        2,
+    )
+    assert request.arrays["x"].tolist() == [[0, 1], [2, 3]]
+    assert request.arrays["w"].tolist() == [[b"a"], [b"bc"]]
+    assert check(submitter, BATCHED, regions, X).arrived_ns == 50
+
+
+def test_requests_share_a_key_unless_one_has_a_strike(submitter: Submitter, regions: RegionTable) -> None:
+    a, b = check(submitter, BATCHED, regions, X), check(submitter, BATCHED, regions, X)
+    struck = check(submitter, BATCHED, regions, X, strikes=1)
+    assert a.key == b.key
+    assert a.key != struck.key
+
+
+def test_views_are_of_the_arena_and_the_region(submitter: Submitter, regions: RegionTable) -> None:
+    region = regions.find("r")
+    region.view(8, 16)[:] = np.arange(4, dtype=np.float32).tobytes()
+    for place in (Slice(0, 64, 16), RegionSlice("r", 8, 16)):
+        request = check(submitter, BATCHED, regions, Tensor("x", "FP32", (2, 2), place))
+        assert not request.arrays["x"].flags.owndata
+        request.release()
+    request = check(submitter, BATCHED, regions, Tensor("x", "FP32", (2, 2), RegionSlice("r", 8, 16)))
+    assert region.leases == 1
+    region.view(8, 4)[:] = np.float32(9).tobytes()
+    assert request.arrays["x"][0, 0] == 9
+    request.release()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        (
+            (),
+            "[request id: me] expected number of inputs between 1 and 2 but got 0 inputs for model 'm'. "
+            "Got input(s) [], but missing required input(s) ['x']. Please provide all required input(s).",
+        ),
+        ((Tensor("w", "BYTES", (1, 0), Inline(b"")),), "missing required input(s) ['x']"),
+        ((Tensor("q", "BYTES", (1, 0), Inline(b"")),), "unexpected inference input 'q' for model 'm'"),
+        ((X, Tensor("w", "BYTES", (1, 0), Inline(b""))), "input 'x' batch size does not match other inputs for 'm'"),
+        ((X, X), "[request id: me] input 'x' already exists in request"),
+        (
+            (X, *(Tensor(name, "BYTES", (2, 0), Inline(b"")) for name in "wq")),
+            "between 1 and 2 but got 3 inputs for model 'm'. Got input(s) ['q','w','x'], but missing required input(s) [].",
+        ),
+        ((Tensor("x", "FP32", (), Inline(b"")),), "input 'x' has no shape but model requires batch dimension for 'm'"),
+        (
+            (Tensor("x", "FP32", (5, 2), Inline(b"")),),
+            "[request id: me] inference request batch-size must be <= 4 for 'm'",
+        ),
+        (
+            (Tensor("x", "FP32", (0, 2), Inline(b"")),),
+            "[request id: me] inference request batch-size must be at least 1",
+        ),
+        (
+            # Both are wrong; the last one is told.
+            (Tensor("x", "INT8", (1, 2), Inline(b"")), Tensor("w", "FP32", (1, 2), Inline(b""))),
+            "[request id: me] inference input 'w' data-type is 'FP32', but model 'm' expects 'BYTES'",
+        ),
+        (
+            (X, Tensor("w", "BYTES", (2, 1), Inline(b"\0" * 4))),
+            "[request id: me] expected 2 string elements for inference input 'w' for model 'm', got 1",
+        ),
+        (
+            (X, Tensor("w", "BYTES", (2, 1), Inline(b"\0" * 4 + b"\x09\0\0\0abc"))),
+            "incomplete string data for inference input 'w', expecting string of length 9 but only 3 bytes available",
+        ),
+        (
+            (Tensor("x", "FP32", (1, 2), RegionSlice("r", 0, 0)),),
+            "Invalid offset + byte size for shared memory region: 'r'",
+        ),
+        (
+            (Tensor("x", "FP32", (2, 3), Inline(b"")),),
+            "[request id: me] unexpected shape for input 'x' for model 'm'. Expected [-1,2], got [2,3]. NOTE: Setting a",
+        ),
+    ],
+)
+def test_texts(submitter: Submitter, regions: RegionTable, inputs: tuple[Tensor, ...], words: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        check(submitter, BATCHED, regions, *inputs, client_id="me")
+    assert words in caught.value.message
+
+
+def test_region_and_classification_exclude_each_other(submitter: Submitter, regions: RegionTable) -> None:
+    with pytest.raises(InvalidArgument, match="Output can't set both 'shared_memory_region' and 'classification'"):
+        check(submitter, BATCHED, regions, X, outputs=(RequestedOutput("y", RegionSlice("r", 0, 16), 1),))
+
+
+@pytest.mark.parametrize("tensors", [[X], [X, Tensor("w", "BYTES", (-1, 1), Inline(b"\1\0\0\0a\0\0\0\0"))]])
+def test_a_dimension_is_found_from_the_bytes(submitter: Submitter, regions: RegionTable, tensors: list[Tensor]) -> None:
+    tensors = [replace(X, shape=(-1, 2)), *tensors[1:]]
+    for _ in range(3):
+        request = check(submitter, BATCHED, regions, *tensors)
+        assert (request.rows, request.arrays["x"].shape) == (2, (2, 2))
+        assert all(tensor.shape[0] == 2 for tensor in request.submit.inputs)
+    region = Tensor("x", "FP32", (2, -1), RegionSlice("r", 0, 16))
+    request = check(submitter, BATCHED, regions, region)
+    assert request.arrays["x"].shape == (2, 2)
+    request.release()
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ((-1, -1), "[request id: me] input 'x' shape [-1,-1] has 2 dimensions of -1"),
+        ((-1, 3), "[request id: me] input 'x' shape [-1,3] cannot have the 4 elements that are given"),
+        ((-1, 0), "cannot have the 4 elements"),
+        ((-1, -2), "dimension -2 is negative"),
+        ((-1,), "unexpected shape for input 'x'"),
+    ],
+)
+def test_a_dimension_that_cannot_be_found(
+    submitter: Submitter, regions: RegionTable, shape: tuple[int, ...], words: str
+) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        check(submitter, BATCHED, regions, replace(X, shape=shape), client_id="me")
+    assert words in caught.value.message
+
+
+def test_outputs_are_asked_for_once(submitter: Submitter, regions: RegionTable) -> None:
+    twice = (RequestedOutput("y"), RequestedOutput("y", None, 2))
+    with pytest.raises(InvalidArgument, match=r"\[request id: me\] output 'y' already exists in request"):
+        check(submitter, BATCHED, regions, X, outputs=twice, client_id="me")

@@ -1,0 +1,28 @@
+"""Requests for tests of the parts behind validation."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, cast
+
+from shm.arrays import Array
+from shm.messages import RequestedOutput, Submit
+from workers.models.model_version import ModelVersion
+from workers.requests.request import Request
+from workers.requests.submitter import Submitter
+
+
+def request_of(
+    arrays: dict[str, Array],
+    rows: int = 1,
+    key: Hashable = None,
+    outputs: dict[str, RequestedOutput] | None = None,
+    version: object = None,
+    submitter: object = None,
+    **fields: Any,
+) -> Request:
+    """A request with these arrays; what it does not need is missing."""
+    submit = Submit(fields.pop("request_id", 1), "m", 0, (), **fields)
+    return Request(
+        cast(ModelVersion, version), cast(Submitter, submitter), submit, key, rows, arrays, outputs or {}, [], 1
+    )

@@ -1,0 +1,97 @@
+"""What a second start finds: whole executables of ours, for this platform. Where they lie is ``test_cache_directory``'s."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from workers.programs.cache_directory import CacheDirectory
+from workers.programs.executable_cache import ExecutableCache, cache_directory
+from workers.programs.placement import CompiledProgram, Placement
+
+USUAL = Placement(None)
+KEY = ExecutableCache.key(("a", b"b"))
+
+
+def compiled() -> CompiledProgram:
+    made = jax.jit(lambda x: {"y": x + 1}).lower(jax.ShapeDtypeStruct((3,), np.float32)).compile()
+    return CompiledProgram(made, USUAL)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> CacheDirectory:
+    found = cache_directory(str(tmp_path / "cache"))
+    assert found is not None
+    return found
+
+
+def entry(directory: CacheDirectory) -> Path:
+    return directory.path / f"{KEY}.executable"
+
+
+def test_round_trip(directory: CacheDirectory) -> None:
+    cache = ExecutableCache(directory)
+    assert cache.load(KEY, USUAL) is None
+    cache.store(KEY, compiled())
+    found = cache.load(KEY, USUAL)
+    assert found is not None
+    assert np.asarray(found.call(np.ones(3, np.float32))["y"]).tolist() == [2, 2, 2]
+    assert (cache.hits, cache.misses) == (1, 1)
+    assert {path.name for path in directory.path.iterdir()} == {entry(directory).name, "secret"}
+
+
+@pytest.mark.parametrize("keep", [0, 10, 40, 1000, -1])
+def test_a_damaged_entry_is_removed_and_said(
+    directory: CacheDirectory, keep: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = ExecutableCache(directory)
+    cache.store(KEY, compiled())
+    entry(directory).write_bytes(entry(directory).read_bytes()[:keep])
+    with caplog.at_level(logging.WARNING):
+        assert cache.load(KEY, USUAL) is None
+    assert "removing cached executable" in caplog.text
+    assert not entry(directory).exists()
+    cache.store(KEY, compiled())
+    assert cache.load(KEY, USUAL) is not None
+
+
+def test_a_stale_entry_is_removed_and_said(directory: CacheDirectory, caplog: pytest.LogCaptureFixture) -> None:
+    """It is ours and whole, and what it names is no longer there."""
+    directory.write(entry(directory).name, b"cno_such_module\nname\n.")
+    with caplog.at_level(logging.WARNING):
+        assert ExecutableCache(directory).load(KEY, USUAL) is None
+    assert "ModuleNotFoundError: No module named 'no_such_module'" in caplog.text
+    assert not entry(directory).exists()
+
+
+def test_no_directory_at_all(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert cache_directory(str(tmp_path / "file" / "cache")) is None
+    cache = ExecutableCache(None)
+    cache.store(KEY, compiled())
+    assert cache.load(KEY, USUAL) is None
+
+
+def test_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CACHE_DIRECTORY", raising=False)
+    found = cache_directory("")
+    assert found is not None
+    assert found.path == tmp_path / "tensord"
+    monkeypatch.setenv("CACHE_DIRECTORY", f"{tmp_path / 'systemd'}:/second")
+    found = cache_directory("")
+    assert found is not None
+    assert found.path == tmp_path / "systemd"
+
+
+def test_the_key_depends_on_every_part() -> None:
+    keys = {
+        ExecutableCache.key(parts)
+        for parts in ((), ("a",), ("b",), ("a", "b"), ("ab",), ("ab", ""), ("", "ab"), (b"a", b"b", b""))
+    }
+    assert len(keys) == 8
+    assert ExecutableCache.key(("a", b"b")) == KEY

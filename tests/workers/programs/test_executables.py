@@ -1,0 +1,193 @@
+"""Executables: gathered into buckets without mixing anything up, compiled once, found again, bounded in number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from config.model_config import empty
+from shm.arena import ALIGNMENT
+from shm.errors import Internal, InvalidArgument
+from tests.workers.made_requests import request_of
+from workers.devices.single_thread import SingleThreadDevice
+from workers.models.execution import Execution
+from workers.models.jax_model import JaxModel
+from workers.programs.executable_cache import ExecutableCache, cache_directory
+from workers.programs.executables import Executables, Wanted
+from workers.programs.gather_buffer import aligned
+from workers.programs.load_progress import LoadProgress
+from workers.tensors.buckets import Buckets
+from workers.tensors.signature import Signature, declare, parse_declaration, signature
+
+
+def of(inputs: dict[str, str], outputs: dict[str, str], max_batch_size: int) -> Signature:
+    message = empty("m")
+    message.max_batch_size = max_batch_size
+    declared = [{name: parse_declaration(name, text) for name, text in each.items()} for each in (inputs, outputs)]
+    declare(message, *declared)
+    return signature(message, {name: each.axes for group in declared for name, each in group.items()}, {})
+
+
+def model_of(
+    apply: Any,
+    inputs: dict[str, str],
+    outputs: dict[str, str],
+    max_batch_size: int = 0,
+    batch: tuple[int, ...] = (1,),
+    axes: dict[str, tuple[int, ...]] | None = None,
+    parameters: Any = None,
+    cache: ExecutableCache | None = None,
+    max_unexpected: int = 4,
+    single_thread: SingleThreadDevice | None = None,
+) -> JaxModel:
+    made = of(inputs, outputs, max_batch_size)
+    buckets = Buckets(made, batch, axes or {})
+    cache = cache or ExecutableCache(None)
+    executables = Executables(made, buckets, apply, parameters, cache, b"", max_unexpected, None, single_thread)
+    model = JaxModel(1, made, buckets, executables)
+    executables.warm(LoadProgress("m", 1))
+    return model
+
+
+def run(model: JaxModel, *each: dict[str, Any], rows: tuple[int, ...] = (1,)) -> list[Any]:
+    requests = [request_of(arrays, count, model.key(arrays)) for arrays, count in zip(each, rows, strict=True)]
+    if model.find(requests) is None:
+        model.executables.add(model.executables.compile(model.wanted_by(requests)))
+    execution = Execution(requests, 0)
+    model.execute(execution)
+    return execution.results
+
+
+def masked_sum(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Each row's sum over its own sequence, and the sequence itself doubled."""
+    return {"sum": (inputs["x"] * parameters).sum(axis=1, keepdims=True), "twice": inputs["x"] * 2}
+
+
+@pytest.fixture(scope="module")
+def sums() -> JaxModel:
+    return model_of(
+        masked_sum,
+        {"x": "FP32[s]"},
+        {"sum": "FP32[1]", "twice": "FP32[s]"},
+        8,
+        (1, 2, 4, 8),
+        {"s": (4, 16)},
+        np.float32(3),
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4).filter(lambda rows: sum(rows) <= 8), st.data())
+def test_every_request_of_a_batch_gets_its_own(sums: JaxModel, rows: list[int], data: st.DataObject) -> None:
+    """Any rows and lengths that share a bucket: padding is zeros, and outputs come back in the lengths that were sent."""
+    longest = data.draw(st.sampled_from([4, 16]))
+    lengths = [data.draw(st.integers(1 if longest == 4 else 5, longest)) for _ in rows]
+    rng = np.random.default_rng(sum(lengths))
+    arrays = [rng.random((count, length), np.float32) for count, length in zip(rows, lengths, strict=True)]
+    results = run(sums, *({"x": array} for array in arrays), rows=tuple(rows))
+    for array, result in zip(arrays, results, strict=True):
+        np.testing.assert_allclose(result["sum"], 3 * array.sum(axis=1, keepdims=True), rtol=1e-5)
+        np.testing.assert_array_equal(result["twice"], 2 * array)
+
+
+def test_planned_shapes_are_compiled_before(sums: JaxModel) -> None:
+    assert all(sums.executables.find(Wanted(rows, ((s,),))) for rows in (1, 2, 4, 8) for s in (4, 16))
+    assert sums.executables.limit(((16,),)) == 8
+    assert sums.executables.limit(((17,),)) == 0
+
+
+def test_axes_of_one_name_have_one_size() -> None:
+    def both(_: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+        return {"y": inputs["a"] + inputs["b"]}
+
+    model = model_of(both, {"a": "INT32[n]", "b": "INT32[n]"}, {"y": "INT32[n]"}, axes={"n": (4,)})
+    assert run(model, {"a": np.arange(3, dtype=np.int32), "b": np.ones(3, np.int32)})[0]["y"].tolist() == [1, 2, 3]
+    with pytest.raises(InvalidArgument, match="axis 'n' has size 2, 3 in another input"):
+        model.key({"a": np.zeros(3, np.int32), "b": np.zeros(2, np.int32)})
+
+
+def test_64_bit_elements_survive() -> None:
+    def shift(_: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+        return {"y": inputs["x"] + jnp.int64(1)}
+
+    model = model_of(shift, {"x": "INT64[2]"}, {"y": "INT64[2]"})
+    assert run(model, {"x": np.array([2**40 + 4, -(2**62)])})[0]["y"].tolist() == [2**40 + 5, 1 - 2**62]
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda p, i: {"y": i["x"].astype(jnp.int32)}, r"computed as INT32\[2\], declared as FP32\[2\]"),
+        (lambda p, i: {"y": i["x"][:1]}, r"computed as FP32\[1\], declared as FP32\[2\]"),
+        (lambda p, i: {"z": i["x"]}, "output 'y' is declared but not computed"),
+        (lambda p, i: i["x"], "a dict of arrays is expected"),
+    ],
+)
+def test_wrong_outputs_are_found_at_loading(made: Any, words: str) -> None:
+    with pytest.raises(Internal, match=words):
+        model_of(made, {"x": "FP32[2]"}, {"y": "FP32[2]"})
+
+
+def test_the_oldest_unexpected_shape_makes_room() -> None:
+    model = model_of(lambda p, i: {"y": i["x"]}, {"x": "FP32[n]"}, {"y": "FP32[n]"}, max_unexpected=2)
+    for n in (1, 2, 1, 3):
+        run(model, {"x": np.zeros(n, np.float32)})
+    found = {n: model.executables.find(Wanted(1, ((n,),))) is not None for n in (1, 2, 3)}
+    assert found == {1: True, 2: False, 3: True}
+
+
+def test_an_aligned_single_request_is_not_copied(sums: JaxModel) -> None:
+    executable = sums.executables.find(Wanted(2, ((16,),)))
+    assert executable is not None
+    whole = aligned((2, 16), np.dtype(np.float32))
+    arguments, copied = executable.gather([request_of({"x": whole}, 2)])
+    assert arguments["x"] is whole
+    assert copied == 0
+
+
+def test_a_large_unaligned_request_is_copied_once_by_us() -> None:
+    model = model_of(lambda p, i: {"y": i["x"] + 1}, {"x": "FP32[4096]"}, {"y": "FP32[4096]"})
+    memory = aligned((4097,), np.dtype(np.float32))
+    memory[:] = 5
+    execution = Execution([request_of({"x": memory[1:]}, key=((4096,),))], 0)
+    model.execute(execution)
+    assert execution.copied_byte_size == 4096 * 4
+    (result,) = execution.results
+    assert isinstance(result, dict)
+    assert set(result["y"].tolist()) == {6}
+
+
+def test_aligned() -> None:
+    for shape in ((), (3,), (5, 0), (7, 9)):
+        array = aligned(shape, np.dtype(np.float64))
+        assert array.shape == shape
+        assert array.size == 0 or array.__array_interface__["data"][0] % ALIGNMENT == 0
+
+
+def test_a_second_start_finds_everything_in_the_cache(tmp_path: Path) -> None:
+    """And a model that closes over something else does not find the first one's executables."""
+    folder = cache_directory(str(tmp_path / "cache"))
+
+    def start(constant: float) -> tuple[ExecutableCache, float]:
+        cache = ExecutableCache(folder)
+
+        def apply(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+            return {"y": inputs["x"] * parameters["w"] + constant}
+
+        model = model_of(
+            apply, {"x": "FP32[2]"}, {"y": "FP32[2]"}, 4, (1, 4), parameters={"w": np.float32(2)}, cache=cache
+        )
+        return cache, float(run(model, {"x": np.ones((1, 2), np.float32)})[0]["y"][0, 0])
+
+    first, value = start(1.0)
+    assert (first.hits, first.misses, value) == (0, 2, 3.0)
+    second, value = start(1.0)
+    assert (second.hits, second.misses, value) == (2, 0, 3.0)
+    third, value = start(5.0)
+    assert (third.hits, third.misses, value) == (0, 2, 7.0)

@@ -1,0 +1,119 @@
+"""Names, mappings and leases: a region lives exactly as long as somebody uses it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import posix_ipc
+import pytest
+
+from config.options import Regions
+from shm import guard
+from shm.cuda_regions import Driver
+from shm.errors import AlreadyExists, InvalidArgument, NotFound
+from shm.operations import RegisterSystemRegion
+from workers.regions.region_policy import RegionPolicy
+from workers.regions.region_table import RegionTable
+
+
+@pytest.fixture
+def key() -> Iterator[str]:
+    name = f"/tensord-test-table-{os.getpid()}"
+    made = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, size=8192)
+    os.close(made.fd)
+    yield name
+    posix_ipc.unlink_shared_memory(name)
+
+
+@pytest.fixture
+def table() -> Iterator[RegionTable]:
+    made = RegionTable(RegionPolicy(Regions()), Driver(), None)
+    yield made
+    made.close()
+
+
+def test_register_and_find(table: RegionTable, key: str) -> None:
+    region, access = table.register(RegisterSystemRegion("r", key, 4096, 4096), None)
+    assert table.find("r") is region
+    assert access == ("guarded" if guard.available else "snapshot")
+    with pytest.raises(AlreadyExists, match="'r' already in manager"):
+        table.register(RegisterSystemRegion("r", key, 0, 4096), None)
+    with pytest.raises(InvalidArgument, match="'s'"):
+        table.register(RegisterSystemRegion("s", key, 0, 8193), None)
+    with pytest.raises(NotFound, match="Unable to find shared memory region: 's'"):
+        table.find("s")
+
+
+def test_a_region_is_closed_after_its_last_lease_while_the_name_is_free(table: RegionTable, key: str) -> None:
+    old, _ = table.register(RegisterSystemRegion("r", key, 0, 4096), None)
+    assert table.leases() == {"system": 0, "cuda": 0}
+    old.lease()
+    done: list[str] = []
+    assert table.unregister("cuda", "r") == 0
+    assert table.unregister("system", "r") == 1
+    table.when_closed("r", lambda: done.append("r"))
+    with pytest.raises(NotFound):
+        table.find("r")
+    new, _ = table.register(RegisterSystemRegion("r", key, 0, 4096), None)
+    new.lease()
+    assert table.uses("") == {"r": (1, 1)}
+    new.unlease()
+    assert table.unregister("system", "r") == 0
+    assert (new.fd, done) == (-1, [])
+    # The region that is leaving is still in use.
+    assert table.leases() == {"system": 1, "cuda": 0}
+    assert table.uses("r") == {"r": (0, 1)}
+    assert old.read(0, 4) == bytes(4)
+    old.unlease()
+    table.settle()
+    assert done == ["r"]
+    assert old.fd == -1
+    assert table.leases() == {"system": 0, "cuda": 0}
+    assert table.uses("") == {}
+
+
+def test_unknown_names_are_gone_already(table: RegionTable) -> None:
+    assert table.unregister("system", "nobody") == 0
+    done: list[str] = []
+    table.when_closed("nobody", lambda: done.append("x"))
+    assert done == ["x"]
+
+
+def test_the_same_again_stays_and_another_object_takes_its_place(table: RegionTable, key: str) -> None:
+    """
+    1. A region is registered and used. 2. It is renewed while the key is the same object. 3. The key is made anew and the region
+    renewed. 4. A renewal that is refused.
+    Result: nothing changes; then the name means the new object, and the request goes on with the old one; nothing changes.
+    """
+    old, access = table.register(RegisterSystemRegion("r", key, 0, 4096), None)
+    old.lease()
+    again = RegisterSystemRegion("r", key, 0, 4096, renews=True)
+    changes = table.changes
+    assert table.register(again, None) == (old, access)
+    assert table.changes == changes
+    posix_ipc.unlink_shared_memory(key)
+    os.close(posix_ipc.SharedMemory(key, posix_ipc.O_CREX, size=8192).fd)
+    new, _ = table.register(again, None)
+    new.write(0, b"new!")
+    assert table.find("r") is new
+    assert old.read(0, 4) == bytes(4)
+    assert table.uses("r") == {"r": (0, 1)}
+    old.unlease()
+    table.settle()
+    assert old.fd == -1
+    with pytest.raises(InvalidArgument, match="invalid args: 4096 bytes at offset 8192, the object has 8192"):
+        table.register(RegisterSystemRegion("r", key, 8192, 4096, renews=True), None)
+    assert table.find("r") is new
+
+
+@pytest.mark.skipif(not guard.available, reason="without the C extension nothing is mapped")
+def test_a_region_that_lost_its_memory_is_mapped_anew(table: RegionTable, key: str) -> None:
+    region, _ = table.register(RegisterSystemRegion("r", key, 0, 8192), None)
+    os.truncate(f"/dev/shm{key}", 0)
+    assert region.read(4096, 4) == bytes(4)
+    assert region.faults
+    os.truncate(f"/dev/shm{key}", 8192)
+    renewed, _ = table.register(RegisterSystemRegion("r", key, 0, 8192, renews=True), None)
+    assert renewed is not region
+    assert (table.find("r"), renewed.faults) == (renewed, 0)

@@ -1,0 +1,64 @@
+"""The device a worker runs on: named on its command line, opened once, never another one.
+
+Its environment is set before jax is imported, so that a CPU worker never looks for GPUs. Which GPU a worker sees is decided by
+the supervisor: the worker is started with ``CUDA_VISIBLE_DEVICES`` naming one, and to CUDA and JAX that is device 0.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import jax
+
+
+class NoDevice(Exception):
+    """The device cannot be used; the text is for the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceName:
+    """``cpu:0``, ``cuda:1``."""
+
+    platform: str
+    index: int
+
+    @classmethod
+    def parse(cls, text: str) -> DeviceName:
+        """Raises ValueError."""
+        match = re.fullmatch(r"(cpu|cuda):(\d{1,4})", text, re.ASCII)
+        if match is None:
+            raise ValueError(f"device '{text}': expected cpu:N or cuda:N")
+        return cls(match[1], int(match[2]))
+
+    def __str__(self) -> str:
+        return f"{self.platform}:{self.index}"
+
+    @property
+    def gpu(self) -> int | None:
+        return self.index if self.platform == "cuda" else None
+
+    def prepare_environment(self) -> None:
+        """Call before anything imports jax."""
+        # Beside the GPU a model has the CPU: callbacks run there, and whatever it puts there itself.
+        os.environ["JAX_PLATFORMS"] = "cuda,cpu" if self.platform == "cuda" else self.platform
+
+    def open(self) -> jax.Device:
+        """Starts the back end. Raises NoDevice: there is no such device."""
+        import jax
+
+        if self.platform == "cpu":
+            # The thread that asks for a result computes it. Else XLA hands all but the tiniest to another one, and this one has
+            # nothing to do meanwhile: 110 instead of 60 us for one row of three small layers. Outputs would be allocated there
+            # as well (workers/native/output_memory.py). jax reads this from no environment variable.
+            jax.config.update("jax_cpu_enable_async_dispatch", False)
+        try:
+            # By name: where there is no plugin, or no device node, JAX leaves the GPU out and would compute on the CPU.
+            return jax.devices(self.platform)[0]
+        except RuntimeError as error:
+            # Without JAX's advice about a variable that is ours here.
+            reason = " ".join(str(error).split()).partition(" (set JAX_PLATFORMS")[0]
+            raise NoDevice(f"JAX cannot use {self}: {reason}") from error

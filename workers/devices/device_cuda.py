@@ -1,0 +1,180 @@
+"""A worker's GPU: inputs brought together on it, outputs left on it, and what of its memory XLA may take.
+
+    CUDA region, aligned to 256, alone in its batch  ─▶ used where it lies
+    CUDA region otherwise                            ─▶ device to device into the staging buffer
+    arena, system region, body                       ─▶ host to device into it; a transfer and nothing else where pages are locked
+
+The staging buffer is our own, one for all models, and belongs to the thread that runs them: a batch is computed before the next
+one is gathered. Whoever runs programs in another thread (the loader with a version's samples) has a ``CudaDevice`` of its own.
+XLA waits for nothing of ours, because copies into the buffer have happened before it is called, and outputs are ready before they
+are looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from config.options import Workers
+from shm.arrays import Array
+from shm.cuda_regions import Context, CudaError
+from workers.devices import dlpack
+from workers.devices.cuda_tensor import CudaTensor
+from workers.devices.device_array import DeviceArray
+
+#: What XLA's own buffers have; arguments that have less are refused or copied, so we do it.
+ALIGNMENT = 256
+_LEAST_STAGING = 1 << 20
+_MAX_VIEWS = 1024
+
+
+def prepare_environment(options: Workers) -> None:
+    """Tells XLA how much of the GPU is its own, before the back end starts; what the environment says already, holds."""
+    if not os.environ.keys() & {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}:
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{options.gpu_memory_fraction:g}"
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "true" if options.gpu_preallocate else "false")
+
+
+class CudaDevice:
+    """The GPU as one thread uses it, which runs one program after the other."""
+
+    def __init__(self, context: Context, dlpack_device: tuple[int, int]) -> None:
+        """``dlpack_device``: what XLA calls it, (DLDeviceType, number)."""
+        self.context = context
+        self._dlpack_device = dlpack_device
+        self._staging = 0
+        self._staging_byte_size = 0
+        #: (address, dtype, shape) -> array; addresses are all that an array of foreign memory is, so none is ever stale.
+        self._views: OrderedDict[tuple[int, np.dtype[Any], tuple[int, ...]], jax.Array] = OrderedDict()
+
+    def beside(self) -> CudaDevice:
+        """The same GPU for another thread: nothing that either gathers is seen by the other."""
+        return CudaDevice(self.context, self._dlpack_device)
+
+    # ------------------------------------------------------------------------------------------------------- inputs
+
+    def gather(
+        self, parts: Sequence[tuple[str, np.dtype[Any], tuple[int, ...], Sequence[Array]]]
+    ) -> tuple[dict[str, jax.Array], int]:
+        """The arguments of a batch, and how many bytes were copied for them.
+
+        Args:
+          parts: each input's name, dtype, the shape the executable wants, and the requests' arrays (or ``CudaTensor``), which
+            follow each other along the first axis and are at most as large; what they do not fill is zeros.
+        Raises: InvalidArgument: a region cannot be read any more.  Unavailable: no memory for the staging buffer.  DeviceLost.
+        """
+        arguments: dict[str, jax.Array] = {}
+        needed, copied = 0, 0
+        staged: list[tuple[str, np.dtype[Any], tuple[int, ...], Sequence[Array], int]] = []
+        for name, dtype, shape, arrays in parts:
+            only = arrays[0]
+            if (
+                len(arrays) == 1
+                and isinstance(only, CudaTensor)
+                and only.shape == shape
+                and only.pointer % ALIGNMENT == 0
+                and only.nbytes
+                and dtype != np.bool_
+            ):
+                arguments[name] = self._view(only.pointer, dtype, shape)
+            else:
+                staged.append((name, dtype, shape, arrays, needed))
+                needed += -(-_byte_size(dtype, shape) // ALIGNMENT) * ALIGNMENT
+        if staged:
+            self._reserve(needed)
+            sources: list[Array] = []
+            try:
+                for name, dtype, shape, arrays, at in staged:
+                    copied += self._fill(self._staging + at, dtype, shape, arrays, sources)
+                    arguments[name] = self._view(self._staging + at, dtype, shape)
+            finally:
+                # Also after an error: what is queued still reads the sources.
+                self.context.synchronize()
+        return arguments, copied
+
+    def _reserve(self, byte_size: int) -> None:
+        self.context.enter()
+        if byte_size <= self._staging_byte_size:
+            return
+        self.close()
+        size = max(_LEAST_STAGING, 1 << (byte_size - 1).bit_length())
+        self._staging, self._staging_byte_size = self.context.allocate(size), size
+
+    def _fill(
+        self, pointer: int, dtype: np.dtype[Any], shape: tuple[int, ...], arrays: Sequence[Array], sources: list[Array]
+    ) -> int:
+        """Queues the copies of one input; what they read from the host goes to ``sources``. Returns the bytes copied."""
+        total, at = _byte_size(dtype, shape), 0
+        row_shape = shape[1:]
+        for array in arrays:
+            exact = array.shape == shape or (bool(shape) and array.shape[1:] == row_shape)
+            if exact and isinstance(array, CudaTensor) and dtype != np.bool_:
+                with array.region.guarded():
+                    self.context.within_device(pointer + at, array.pointer, array.nbytes)
+                at += array.nbytes
+                continue
+            host = np.ascontiguousarray(np.asarray(array))
+            if not exact:
+                full = np.zeros((host.shape[0], *row_shape), dtype)
+                full[tuple(map(slice, host.shape))] = host
+                host = full
+            sources.append(host)
+            if host.nbytes:
+                self.context.to_device(pointer + at, host.__array_interface__["data"][0], host.nbytes)
+            at += host.nbytes
+        if at < total:
+            self.context.clear(pointer + at, total - at)
+        return at
+
+    def _view(self, pointer: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> jax.Array:
+        key = (pointer, dtype, shape)
+        found = self._views.get(key)
+        if found is not None:
+            self._views.move_to_end(key)
+            return found
+        made: jax.Array = jax.dlpack.from_dlpack(dlpack.DeviceView(pointer, dtype, shape, self._dlpack_device))
+        if made.unsafe_buffer_pointer() != pointer:
+            # Never remembered: a copy would go on saying what the memory was.
+            return made
+        self._views[key] = made
+        if len(self._views) > _MAX_VIEWS:
+            self._views.popitem(last=False)
+        return made
+
+    # ------------------------------------------------------------------------------------------------------ outputs
+
+    def keep(self, made: jax.Array) -> DeviceArray:
+        """An output where it is. It must be ready: nothing of ours waits for XLA's streams."""
+        kept = DeviceArray(self.context, made, made.unsafe_buffer_pointer(), np.dtype(made.dtype), made.shape)
+        if self._staging <= kept.pointer < self._staging + self._staging_byte_size:
+            # An input handed through: the next batch will write over it.
+            return kept.copy()
+        return kept
+
+    def close(self) -> None:
+        """Gives the staging buffer back, when no batch uses it. Idempotent."""
+        self._views.clear()
+        if self._staging:
+            self.context.free(self._staging)
+            self._staging = self._staging_byte_size = 0
+
+    def check(self) -> None:
+        """Raises DeviceLost: what just failed has taken the GPU's context along."""
+        with contextlib.suppress(CudaError):  # an error that passes
+            self.context.check()
+
+    def __repr__(self) -> str:
+        return f"<CudaDevice staging {self._staging_byte_size} bytes, {len(self._views)} views>"
+
+
+def _byte_size(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
+    size = dtype.itemsize
+    for length in shape:
+        size *= length
+    return size

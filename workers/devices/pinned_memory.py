@@ -1,0 +1,134 @@
+"""Host memory that the GPU reaches by itself: locked once, so that what travels to and from it is a transfer and nothing else.
+
+    arenas           each segment when it is made or opened, until it is closed
+    system regions   when they are registered, if their pages exist: locking a sparse object would allocate what nobody asked for
+
+    loop     pin ──────────────────────────────────▶ unpin: forgotten, and its room is free again
+    thread    └─▶ register with the driver (long)     └─▶ unregister ─▶ loop: the mapping may go
+
+Registering gigabytes takes the driver seconds, so all of it happens in a thread, one thing after the other; nothing on the loop
+waits for it. Memory that is not locked yet, or never, works as well: the driver copies it through its own. The mapping is kept
+here until the driver has let go of it, whatever its owner closes meanwhile.
+
+Bounded by ``workers.pinned_byte_size``. RLIMIT_MEMLOCK says nothing about this: the driver does not charge it. If a client
+truncates an object whose pages are locked, the GPU goes on seeing the old pages, and the fault guard sees the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import numpy as np
+
+from shm.cuda_regions import Context, CudaError
+from shm.segment import Segment
+from workers.threads.work_thread import WorkThread
+
+_log = logging.getLogger(__name__)
+
+
+class _Memory:
+    """A mapping that is to be locked."""
+
+    __slots__ = ("address", "byte_size", "locked", "unwanted", "view", "what")
+
+    def __init__(self, view: memoryview, what: str) -> None:
+        self.address = _address(view)
+        self.byte_size = view.nbytes
+        self.what = what
+        #: Keeps the mapping; the loop's.
+        self.view = view
+        #: The driver has it; the thread's.
+        self.locked = False
+        #: Set by the loop, looked at by the thread: what has not begun need not.
+        self.unwanted = False
+
+
+class PinnedMemory:
+    """One per GPU worker; belongs to its loop."""
+
+    def __init__(self, context: Context, byte_size: int, thread: WorkThread) -> None:
+        """``byte_size``: the most that is locked at a time. ``thread`` does nothing else."""
+        self._context = context
+        self._limit = byte_size
+        self._thread = thread
+        self._wanted: dict[int, _Memory] = {}
+        #: What is locked now, or about to be. What is about to be unlocked is so before anything else is locked.
+        self.byte_size = 0
+        self._told: set[str] = set()
+
+    def pin(self, view: memoryview, what: str) -> None:
+        """Has memory locked until ``unpin``. Where that cannot be the log says why, once a kind of reason."""
+        memory = _Memory(view[:], what)
+        if self.byte_size + memory.byte_size > self._limit:
+            bound = "workers.pinned_byte_size"
+            self._refuse(
+                bound, "%s of %d bytes is not page-locked: %d are, and %s allows %d", what, memory.byte_size, self.byte_size,
+                bound, self._limit,
+            )  # fmt: skip
+            return
+        self._wanted[memory.address] = memory
+        self.byte_size += memory.byte_size
+        self._thread.do(functools.partial(self._lock, memory), functools.partial(self._tried, memory))
+
+    def unpin(self, view: memoryview) -> None:
+        """It may be closed then: it stays mapped until the driver has let go of it. Memory that is not locked is no error."""
+        memory = self._wanted.pop(_address(view), None)
+        if memory is None:
+            return
+        memory.unwanted = True
+        self.byte_size -= memory.byte_size
+        self._thread.do(functools.partial(self._unlock, memory), functools.partial(self._let_go, memory))
+
+    def pin_segment(self, segment: Segment) -> None:
+        """Locks a segment of an arena until it is closed."""
+        self.pin(segment.view, "an arena's segment")
+        segment.before_close = lambda: self.unpin(segment.view)
+
+    def close(self) -> None:
+        """Returns when nothing is locked any more."""
+        for memory in list(self._wanted.values()):
+            self.unpin(memory.view)
+        self._thread.finish()
+
+    # ------------------------------------------------------------------------------------------------ in the thread
+
+    def _lock(self, memory: _Memory) -> None:
+        if not memory.unwanted:
+            self._context.pin(memory.address, memory.byte_size)
+            memory.locked = True
+
+    def _unlock(self, memory: _Memory) -> None:
+        if memory.locked:
+            self._context.unpin(memory.address)
+
+    # --------------------------------------------------------------------------------------------------- on the loop
+
+    def _tried(self, memory: _Memory, outcome: Exception | None) -> None:
+        # Of a device that is lost the loop hears by itself.
+        if not isinstance(outcome, CudaError):
+            return
+        self._refuse(outcome.name, "%s of %d bytes is not page-locked: %s", memory.what, memory.byte_size, outcome.name)
+        if self._wanted.get(memory.address) is memory:
+            del self._wanted[memory.address]
+            self.byte_size -= memory.byte_size
+            memory.view.release()
+
+    def _let_go(self, memory: _Memory, outcome: Exception | None) -> None:
+        if isinstance(outcome, CudaError):
+            _log.warning("page-locked memory could not be unlocked: %s", outcome.name)
+        memory.view.release()
+
+    def _refuse(self, kind: str, text: str, *arguments: object) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            _log.warning(text + "; transfers to and from it are slower, and no more is said of this", *arguments)
+
+    def __repr__(self) -> str:
+        return f"<PinnedMemory {self.byte_size}/{self._limit} bytes>"
+
+
+def _address(view: memoryview) -> int:
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
+    return address

@@ -1,0 +1,96 @@
+"""The device for programs that gain nothing from several threads: a second client of XLA:CPU in this process, with one thread.
+
+XLA cuts a program into parts for the threads of the client that compiles it, and they wait for each other by spinning. A small
+program costs up to twice the processor time that way and is hardly done earlier (docs/measurements.md). No option of a single
+program says otherwise: neither ``xla_cpu_multi_thread_eigen`` nor the others of jaxlib 0.10 that were tried. But both clients
+compute in the memory of the one process, so parameters are shared and never copied.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import jax
+import numpy as np
+
+from workers.devices.device_cpu import THREADS_VARIABLE, thread_count
+
+_log = logging.getLogger(__name__)
+#: What the operations of a program read and write; more of it comes faster to several cores.
+_MAX_BYTE_SIZE = 8 << 20
+#: The analysis counts one turn of a loop, and nothing of what is called outside of XLA.
+_UNCOUNTED = ("stablehlo.while", "stablehlo.custom_call")
+
+
+class SingleThreadDevice:
+    """One per worker, open as soon as it is made. Used by the loader's and the compiler's thread."""
+
+    def __init__(self, max_flops: int) -> None:
+        """Opens the device. Raises whatever a jax raises that cannot have it.
+
+        Call before any model is loaded: for a moment the environment says one thread, which another thread must not read then,
+        nor a process inherit.
+
+        Args:
+          max_flops: programs of more floating-point operations are not for it.
+        """
+        self.max_flops = max_flops
+        self.device = _opened()
+
+    def suits(self, lowered: jax.stages.Lowered) -> bool:
+        """Whether a program is so small that one thread is enough. One whose cost is not known is not."""
+        cost = lowered.cost_analysis() or {}
+        flops, byte_size = cost.get("flops", -1.0), cost.get("bytes accessed", -1.0)
+        if not (0 <= flops <= self.max_flops and 0 <= byte_size <= _MAX_BYTE_SIZE):
+            return False
+        text = lowered.as_text()
+        return not any(operation in text for operation in _UNCOUNTED)
+
+    def __repr__(self) -> str:
+        return f"<SingleThreadDevice up to {self.max_flops} flops>"
+
+
+def _opened() -> jax.Device:
+    known = os.environ.get(THREADS_VARIABLE)
+    os.environ[THREADS_VARIABLE] = "1"
+    try:
+        # Not public; with a jax that lacks it every program goes to the usual device.
+        from jax._src.xla_bridge import make_cpu_client
+
+        device: jax.Device = make_cpu_client().devices()[0]
+        return device
+    finally:
+        del os.environ[THREADS_VARIABLE]
+        if known is not None:
+            os.environ[THREADS_VARIABLE] = known
+
+
+def choose(device: jax.Device, max_flops: int) -> SingleThreadDevice | None:
+    """Opens one beside that device; call it as the class, before any model is loaded.
+
+    None: the device is no CPU or has one thread itself, none is wanted (``max_flops`` is 0), or this jax, says the log, has none.
+    """
+    if device.platform != "cpu" or thread_count() < 2 or not max_flops:
+        return None
+    try:
+        return SingleThreadDevice(max_flops)
+    except Exception as error:
+        _log.info("every program gets all threads: %s: %s", type(error).__name__, error)
+        return None
+
+
+def share(parameters: Any, device: jax.Device) -> Any:
+    """The same memory as parameters of programs on that device. Keep the given ones as long.
+
+    Raises ValueError: one of them would be copied; or whatever numpy says to elements that it does not know.
+    """
+
+    def shared(array: jax.Array) -> jax.Array:
+        made: jax.Array = jax.device_put(np.asarray(array), device)
+        if made.unsafe_buffer_pointer() != array.unsafe_buffer_pointer():
+            raise ValueError(f"a parameter of {array.dtype}{list(array.shape)} would be copied")
+        return made
+
+    return jax.tree.map(shared, parameters)

@@ -1,0 +1,40 @@
+"""The classification extension: instead of a tensor, its largest elements as ``value:index[:label]``.
+
+Source: Triton docs/protocol/extension_classification.md; ties and number formats as observed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shm.arrays import Array
+from shm.errors import InvalidArgument
+from workers.tensors.signature import TensorSpec
+
+
+def classify(spec: TensorSpec, values: Array, count: int, batches: bool) -> Array:
+    """The ``count`` largest classes, largest first, the lower index first among equals; BYTES [k] or [batch, k].
+
+    Raises: InvalidArgument: elements of that datatype have no order that anybody agreed on.
+    """
+    if spec.datatype in ("BYTES", "BOOL", "FP16", "BF16"):
+        raise InvalidArgument(f"class result not available for output due to unsupported type '{spec.datatype}'")
+    rows = values.reshape(values.shape[0], -1) if batches else values.reshape(1, -1)
+    k = min(count, rows.shape[1])
+    best = np.empty((len(rows), k), np.object_)
+    for number, row in enumerate(rows):
+        best[number] = [_text(spec, row, index) for index in _largest(row)[:k].tolist()]
+    return best if batches else best.reshape(k)
+
+
+def _largest(row: Array) -> Array:
+    """Indices, largest value first. Sorted on the values themselves: negating would wrap unsigned and extreme integers."""
+    ascending = np.argsort(row[::-1], kind="stable")
+    return len(row) - 1 - ascending[::-1]
+
+
+def _text(spec: TensorSpec, row: Array, index: int) -> bytes:
+    value = row[index]
+    text = f"{value:f}:{index}" if row.dtype.kind == "f" else f"{value}:{index}"
+    label = spec.labels[index] if index < len(spec.labels) else ""
+    return (f"{text}:{label}" if label else text).encode()

@@ -1,0 +1,398 @@
+"""The way of a request through the worker: validate, queue, run, answer. Belongs to the worker's loop.
+
+    submit ─▶ queue of its version ─▶ batch ─▶ right here (one instance)  ─▶ answer in place ─▶ completion on the lane
+                                            └▶ an instance's thread       ─▶
+                                            └▶ parked while its shape is compiled, then queued again
+
+Batches of a jitted model with one instance run right here: the model whose head has waited longest goes first. Every request in
+``Submitter.in_flight`` gets exactly one final completion.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Hashable
+
+from config.options import Options
+from shm.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable
+from shm.messages import FormSubmit, Submit
+from shm.refusals import Refusal
+from shm.status_page import StatusPage, WorkerState
+from workers.dispatch.answers import failure
+from workers.dispatch.outbox import Outbox
+from workers.dispatch.validation import validate, validate_formed
+from workers.models.execution import Execution, run
+from workers.models.instance import Instance
+from workers.models.model_table import ModelTable
+from workers.models.model_version import ModelVersion
+from workers.models.statistics import Failure
+from workers.programs.executables import Executable, Executables, Wanted
+from workers.programs.run_errors import CheckDevice, is_out_of_memory, out_of_memory, works
+from workers.programs.series import Series
+from workers.programs.series_program import SeriesProgram
+from workers.regions.region_table import RegionTable
+from workers.requests.request import Request, named
+from workers.requests.submitter import Submitter
+from workers.threads.work_thread import WorkThread
+
+_log = logging.getLogger(__name__)
+#: How long batches are run in one turn of the loop before anything else is looked at, and how many requests must wait for that:
+#: what few wait for leaves at once, so that the front is not idle meanwhile.
+_RUN_ON_NS = 250_000
+_MANY = 4
+#: Places on the status page: this thread's and the compiler's. Instances have the others.
+LOOP_DESK, COMPILER_DESK, FIRST_INSTANCE_DESK = range(3)
+
+
+class Dispatcher:
+    """One per worker."""
+
+    def __init__(
+        self,
+        options: Options,
+        models: ModelTable,
+        regions: RegionTable,
+        page: StatusPage,
+        compiler: WorkThread,
+        clock: Callable[[], int],
+        check: CheckDevice = works,
+    ) -> None:
+        """``check``: of the worker's device."""
+        self._check = check
+        self._max_shapes = options.executables.max_unexpected_shapes
+        self._models = models
+        self._regions = regions
+        self._page = page
+        self._compiler = compiler
+        self._clock = clock
+        self._outbox = Outbox(options.arenas)
+        #: Executions whose answers are placed, and when they were; see ``count``.
+        self._uncounted: list[tuple[ModelVersion, Execution, dict[Request, Failure], int]] = []
+        #: What the status page says between executions.
+        self.resting_state = WorkerState.IDLE
+        #: How many programs came into use since the start.
+        self.adopted = 0
+        #: Versions with queued requests.
+        self._active: dict[ModelVersion, None] = {}
+
+    # ---------------------------------------------------------------------------------------------------------- arrival
+
+    def submit(self, submitter: Submitter, record: Submit | FormSubmit, now_ns: int) -> None:
+        """Queues a request, or answers it with what is wrong.
+
+        Raises: InvalidArgument: its id is in flight already, or nothing was said of its form.
+        """
+        if record.request_id in submitter.in_flight:
+            raise InvalidArgument(f"request id {record.request_id} is in flight already")
+        form = submitter.forms.find(record.form) if type(record) is FormSubmit else None
+        submit: Submit = record if form is None else form.submit  # type: ignore[assignment]
+        try:
+            version = self._models.find(submit.model, submit.version)
+            if form is None:
+                request = validate(submit, submitter, version, self._regions, now_ns)
+            else:
+                request = validate_formed(record, form, submitter, version, self._regions, now_ns)  # type: ignore[arg-type]
+        except ServingError as error:
+            submitter.answer(failure(record.request_id, error))
+            return
+        except Exception as error:  # a defect of ours must not cost the other requests
+            _log.exception("%svalidating a request for model '%s' failed", named(record.client_id), submit.model)
+            submitter.answer(failure(record.request_id, Internal(f"the request failed with {type(error).__name__}")))
+            return
+        submitter.in_flight[record.request_id] = request
+        self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        """Puts a request where it waits; a full queue answers it."""
+        version = request.version
+        waiting = version.compiling.get(request.key)
+        try:
+            if waiting is None:
+                version.queue.push(request)
+            elif len(waiting) < version.loaded.queue_rules.max_size:
+                waiting.append(request)
+                return
+            else:
+                raise Unavailable("Exceeds maximum queue size")
+        except Unavailable as error:
+            error = Unavailable(request.label + error.message)
+            self._outbox.refuse(request, Refusal.QUEUE_FULL, error, self._clock())
+            return
+        self._active[version] = None
+
+    def cancel(self, submitter: Submitter, request_id: int) -> None:
+        """Drops a request that waits; one that runs is answered when it is done. Ignores what is not in flight."""
+        request = submitter.in_flight.get(request_id)
+        if request is None:
+            return
+        request.cancelled = True
+        if request.version.queue.remove(request):
+            self._outbox.fail(request, Cancelled("the request was cancelled"))
+
+    def drop(self, submitter: Submitter) -> None:
+        """The submitter is gone: its waiting requests go, its running ones are forgotten when they end."""
+        submitter.closed = True
+        for request in list(submitter.in_flight.values()):
+            if request.version.queue.remove(request):
+                self._outbox.end(request)
+        for request in submitter.held:
+            request.version.executing -= 1
+        self._outbox.drop(submitter)
+
+    # ---------------------------------------------------------------------------------------------------------- running
+
+    def run_due(self, now_ns: int) -> int | None:
+        """Runs jitted batches of at most one model and fills every free instance.
+
+        Returns: when to be called again at the latest (not after ``now_ns``: at once); None: only when something arrives.
+        """
+        next_ns: int | None = None
+        if self._outbox.blocked:
+            for version, requests in _by_version(self._outbox.retry(now_ns)).items():
+                version.executing -= len(requests)
+                self._restore(version, requests)
+            next_ns = self._outbox.next_give_up_ns
+        first: ModelVersion | None = None
+        first_due_ns = 0
+        for version in list(self._active):
+            self._expire(version, now_ns)
+            due_ns = version.batcher.due_ns()
+            if due_ns is None:
+                del self._active[version]
+                continue
+            if version.queue.next_expiry_ns:
+                next_ns = _earlier(next_ns, version.queue.next_expiry_ns)
+            if version.loaded.instances:
+                due_ns = self._fill_instances(version, now_ns)
+                if due_ns is not None:
+                    next_ns = _earlier(next_ns, due_ns)
+            elif due_ns > now_ns:
+                next_ns = _earlier(next_ns, due_ns)
+            elif first is None or due_ns < first_due_ns:
+                if first is not None:
+                    next_ns = now_ns
+                first, first_due_ns = version, due_ns
+            else:
+                next_ns = now_ns
+        if first is not None:
+            self._run_jitted(first, now_ns)
+            if len(self._active) == 1:
+                self._run_on(first, now_ns + _RUN_ON_NS)
+            if len(first.queue):
+                next_ns = now_ns
+        return next_ns
+
+    def _run_on(self, version: ModelVersion, until_ns: int) -> None:
+        """Further batches of the only model with much work, for a moment: their answers then share a flush and a wake-up."""
+        while len(version.queue) >= _MANY and (now_ns := self._clock()) < until_ns:
+            if not self._run_jitted(version, now_ns):
+                return
+
+    def _expire(self, version: ModelVersion, now_ns: int) -> None:
+        if not 0 < version.queue.next_expiry_ns <= now_ns:
+            return
+        for request in version.queue.expire(now_ns):
+            version.statistics.failed(now_ns - request.arrived_ns)
+            self._outbox.refuse(request, Refusal.QUEUE_TIMEOUT, Unavailable("Request timeout expired"), now_ns)
+
+    def _take(self, version: ModelVersion, now_ns: int) -> list[Request]:
+        """The next batch, without requests of submitters that do not take their answers."""
+        batch = version.batcher.take(now_ns)
+        if not self._outbox.blocked:
+            return batch
+        kept = [request for request in batch if not self._outbox.hold(request)]
+        version.executing += len(batch) - len(kept)
+        return kept
+
+    def _fill_instances(self, version: ModelVersion, now_ns: int) -> int | None:
+        """Gives batches to free instances. Returns when the next batch is due, None while an instance must become free first."""
+        while (instance := version.free_instance) is not None:
+            due_ns = version.batcher.due_ns()
+            if due_ns is None or due_ns > now_ns:
+                return due_ns
+            batch = self._take(version, now_ns)
+            if not batch:
+                continue
+            executable: Executable | None = None
+            if version.jitted is not None and (executable := version.jitted.find(batch)) is None:
+                self._park(version, batch, version.jitted.wanted_by(batch))
+                continue
+            instance.busy = True
+            version.executing += 1
+            instance.run(Execution(batch, now_ns, executable), self._done(version, instance))
+        return None
+
+    def _done(self, version: ModelVersion, instance: Instance) -> Callable[[Execution], None]:
+        def done(execution: Execution) -> None:
+            instance.busy = False
+            version.executing -= 1
+            self._finish(version, execution)
+
+        return done
+
+    def _run_jitted(self, version: ModelVersion, now_ns: int) -> bool:
+        """Runs the next batch. False: none is due."""
+        batch = self._take(version, now_ns)
+        model = version.jitted
+        if not batch or model is None:
+            return False
+        executable: Executable | SeriesProgram | None = None
+        if model.series is not None and not self._outbox.blocked:
+            executable = self._extend(version, model.series, batch)
+        if executable is None:
+            executable = model.find(batch)
+        if executable is None:
+            self._park(version, batch, model.wanted_by(batch))
+            return True
+        execution = Execution(batch, now_ns, executable)
+        sizes = model.sizes(executable, batch)
+        if sizes is not None:
+            self._outbox.prepare(execution, sizes)
+        # Written before and cleared after, so that a batch that kills this process is known by its requests.
+        self._page.begin(LOOP_DESK, [(request.submitter.peer, request.request_id) for request in batch])
+        self._page.set_state(WorkerState.EXECUTING, now_ns)
+        run(model, execution, self._check)
+        self._page.end(LOOP_DESK)
+        self._page.set_state(self.resting_state, execution.computed_ns)
+        self._finish(version, execution)
+        return True
+
+    def _extend(self, version: ModelVersion, series: Series, batch: list[Request]) -> SeriesProgram | None:
+        """Adds requests that wait behind the first one and can share its call. Returns the program for them, if there is one."""
+        key = batch[0].key
+        waiting = version.queue.rows(key)
+        program = series.find(key, waiting + 1)
+        if program is not None and waiting and program.wanted.length > 1:
+            batch += version.queue.take(key, program.wanted.length - 1)
+        wish = series.take_wish() if series.wish is not None else None
+        if wish is not None and version.jitted is not None:
+            placement = version.jitted.executables.placement(wish.shapes)
+            self._compiler.do(lambda: series.compile(wish, placement), functools.partial(self._adopt, version, series))
+        return program
+
+    def _adopt(self, version: ModelVersion, series: Series, outcome: SeriesProgram | Exception) -> None:
+        if isinstance(outcome, Exception):
+            # Its requests go on being run one by one; it is not wished for again.
+            _log.error("compiling a series for model '%s' failed", version.name, exc_info=outcome)
+        else:
+            series.add(outcome)
+            self.adopted += 1
+
+    # -------------------------------------------------------------------------------------------------------- compiling
+
+    def _park(self, version: ModelVersion, batch: list[Request], wanted: Wanted) -> None:
+        """Has a shape compiled that no bucket covers; its requests wait and everything else goes on."""
+        if batch[0].key in version.compiling:
+            version.compiling[batch[0].key] += batch
+            return
+        if len(version.compiling) >= self._max_shapes:
+            count = len(version.compiling)
+            for request in batch:
+                message = f"{count} other shapes of model '{version.name}' are being compiled"
+                self._outbox.refuse(request, Refusal.COMPILING, Unavailable(message), self._clock())
+            return
+        key = batch[0].key
+        model = version.jitted
+        if model is None:
+            return
+        # Those of that key which still queue join, so that none of them asks for the same again.
+        version.compiling[key] = batch + version.queue.take(key, version.queue.rows(key))
+        _log.info("compiling model '%s' version %d for %s", version.name, version.version, wanted)
+        running = [(request.submitter.peer, request.request_id) for request in batch]
+        self._compiler.do(lambda: self._compile(model.executables, wanted, running), self._compiled(version, key))
+
+    def _compile(self, executables: Executables, wanted: Wanted, running: list[tuple[int, int]]) -> Executable:
+        """In the compiler's thread. A compilation may kill the process as well as an execution may."""
+        self._page.begin(COMPILER_DESK, running)
+        try:
+            return executables.compile(wanted)
+        except Exception:
+            self._check()
+            raise
+        finally:
+            self._page.end(COMPILER_DESK)
+
+    def _compiled(self, version: ModelVersion, key: Hashable) -> Callable[[Executable | Exception], None]:
+        def compiled(outcome: Executable | Exception) -> None:
+            requests = version.compiling.pop(key)
+            if isinstance(outcome, Exception) or version.jitted is None:
+                failed = outcome if isinstance(outcome, Exception) else Internal("no executable")
+                error = _compile_error(version, failed, requests)
+                for request in requests:
+                    self._outbox.fail(request, error)
+                return
+            for changed in (*version.jitted.executables.add(outcome), outcome.wanted):
+                self._limit(version, changed)
+            self.adopted += 1
+            self._restore(version, requests)
+
+        return compiled
+
+    def _restore(self, version: ModelVersion, requests: list[Request]) -> None:
+        """Queues requests again that were taken and could not run, ahead of those that came later."""
+        version.queue.restore([request for request in requests if not self._gone(request)])
+        self._active[version] = None
+
+    def _gone(self, request: Request) -> bool:
+        """Ends a request that nobody waits for any more."""
+        if request.submitter.closed:
+            self._outbox.end(request)
+        elif request.cancelled:
+            self._outbox.fail(request, Cancelled("the request was cancelled"))
+        else:
+            return False
+        return True
+
+    @staticmethod
+    def _limit(version: ModelVersion, wanted: Wanted) -> None:
+        """Batches of a shape grow only as far as an executable for them is ready."""
+        if version.jitted is None:
+            return
+        version.batcher.limit(wanted.shapes, version.jitted.executables.limit(wanted.shapes))
+
+    # ---------------------------------------------------------------------------------------------------------- answers
+
+    def _finish(self, version: ModelVersion, execution: Execution) -> None:
+        failed = self._outbox.answer_all(execution, self._clock())
+        self._uncounted.append((version, execution, failed, self._clock()))
+
+    def count(self) -> list[tuple[ModelVersion, Execution]]:
+        """Counts what was executed; after its answers have left, because nobody waits for that. Returns what that was."""
+        uncounted, self._uncounted = self._uncounted, []
+        for version, execution, failed, now_ns in uncounted:
+            version.statistics.executed(execution, failed, now_ns)
+        return [(version, execution) for version, execution, _, _ in uncounted]
+
+    def say_refusals(self, now_ns: int) -> None:
+        """Writes to the log what was refused, where that is due."""
+        self._outbox.refusals.settle(now_ns)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request waits for its turn, and no answer for room."""
+        return not self._outbox.blocked and not any(len(version.queue) for version in self._active)
+
+    def __repr__(self) -> str:
+        return f"<Dispatcher {len(self._active)} models with work>"
+
+
+def _by_version(requests: list[Request]) -> dict[ModelVersion, list[Request]]:
+    """In the order in which their submitters sent them."""
+    found: dict[ModelVersion, list[Request]] = {}
+    for request in sorted(requests, key=lambda request: request.sequence):
+        found.setdefault(request.version, []).append(request)
+    return found
+
+
+def _earlier(a: int | None, b: int) -> int:
+    return b if a is None else min(a, b)
+
+
+def _compile_error(version: ModelVersion, error: Exception, requests: list[Request]) -> ServingError:
+    if isinstance(error, ServingError):
+        return error
+    if is_out_of_memory(error):
+        return out_of_memory(error, requests, None)
+    _log.error("compiling model '%s' version %d failed", version.name, version.version, exc_info=error)
+    return Internal(f"model '{version.name}' cannot be compiled for these shapes: {type(error).__name__}")

@@ -1,0 +1,154 @@
+"""A large request that is run by itself, told by the C part of the loop (``workers/dispatch/fast_path.py``) and nothing else.
+
+    places of its tensors ─▶ arrays where they lie ─▶ a lease for its large outputs ─▶ the program, which writes them there
+                                                                                     ╰─▶ the lease's key, and the small outputs
+
+It does what the ordinary way does with such a request (``Places``, ``Executable``), once everything about it is known but
+where its tensors lie. Whatever is not as it was then is left to that way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shm.arena import ALIGNMENT, Lease
+from shm.arrays import DTYPES, Array, address_of
+from shm.forms import Form
+from shm.lane import WorkerLane
+from shm.messages import Completion, Slice, Tensor
+from workers.models.execution import Execution
+from workers.native import output_memory
+from workers.programs.executables import Executable
+from workers.requests.known_form import KnownForm
+
+#: Segment and offset in the submitter's arena, or the bytes themselves.
+Place = tuple[int, int] | bytes
+#: Segment (-1: no lease), offset and generation of the lease, and the outputs that are not in it.
+Outcome = tuple[int, int, int, list[Array]]
+#: Instead of the place among those in the record: in the lease.
+_LEASED = -1
+
+
+class LoneAnswer(NamedTuple):
+    """An answer but for its bytes."""
+
+    form: Form[Completion]
+    #: Of the lease that large outputs lie in; 0: there are none.
+    byte_size: int
+    #: Large output -> where it begins in the lease, and how many bytes it has.
+    leased: Mapping[str, tuple[int, int]]
+    #: The outputs that travel in the record.
+    inside: Sequence[str]
+    #: Of each output, in the order of the answer: which of those in the record or -1, where it begins, and how many bytes it has.
+    outputs: tuple[tuple[int, int, int], ...]
+
+
+def plan_alone(execution: Execution, form: KnownForm) -> LoneAnswer | None:
+    """What a lone request of that form was answered. None: not in a way that is planned."""
+    (request,), made, places = execution.requests, execution.outputs, execution.places
+    plan = None if made is None else form.plans.get(made.layout)
+    if made is not None and plan is not None:
+        names = {content: name for name, _, content, *_ in made.layout.outputs}
+        inside = [names[part.content] for part in plan.parts]
+        cut = [(number, part.start, part.byte_size * request.rows) for number, part in enumerate(plan.parts)]
+        return LoneAnswer(plan.form, 0, {}, inside, tuple(cut))
+    if form.large is None or places is None or not places.written or places.in_regions:
+        return None
+    byte_size, leased, inside, outputs = 0, dict[str, tuple[int, int]](), list[str](), list[tuple[int, int, int]]()
+    for name, size in places.sizes.items():
+        at = places.offsets.get(name)
+        if at is None:
+            outputs.append((len(inside), 0, size))
+            inside.append(name)
+        elif name in places.written:
+            outputs.append((_LEASED, at, size))
+            leased[name] = at, size
+            byte_size = at + size
+        else:
+            return None
+    return LoneAnswer(form.large, byte_size, leased, inside, tuple(outputs))
+
+
+class LoneRun:
+    """Requests of one form of one submitter. Belongs to the worker's loop."""
+
+    def __init__(
+        self,
+        executable: Executable,
+        lane: WorkerLane,
+        inputs: Sequence[Tensor],
+        sizes: Sequence[int],
+        answer: LoneAnswer,
+    ) -> None:
+        """``sizes``: bytes of each input."""
+        self._executable = executable
+        self._lane = lane
+        self._inputs = [
+            (tensor.name, DTYPES[tensor.datatype], tensor.shape, size)
+            for tensor, size in zip(inputs, sizes, strict=True)
+        ]
+        self._answer = answer
+
+    def __call__(self, places: Sequence[Place]) -> Outcome | None:
+        """Runs one. None: it is another way's affair, and nothing is on loan.
+
+        Raises: InvalidArgument: a place outside the arena.  LookupError: its outputs cannot be made to lie elsewhere any more.
+          Or whatever the program raises.
+        """
+        arguments: dict[str, Array] = {}
+        for (name, dtype, shape, byte_size), place in zip(self._inputs, places, strict=True):
+            content: bytes | memoryview
+            if type(place) is bytes:
+                content = place
+            else:
+                segment, offset = place
+                if offset % ALIGNMENT:
+                    return None
+                content = self._lane.view(Slice(segment, offset, byte_size))
+            arguments[name] = np.frombuffer(content, dtype).reshape(shape)
+        if self._answer.byte_size:
+            return self._run_leased(arguments)
+        outputs = _waited_for(self._executable.compute(arguments, {}))
+        return -1, 0, 0, [outputs[name] for name in self._answer.inside]
+
+    def _run_leased(self, arguments: dict[str, Array]) -> Outcome | None:
+        memory, lane = self._executable.memory_of_outputs, self._lane
+        if memory is None:
+            return None  # it is found out anew how they are allocated
+        if not memory.offerable >= self._answer.leased.keys():
+            raise LookupError("outputs are copied to their places")
+        lease = lane.loan(self._answer.byte_size)
+        if lease is None:
+            return None
+        inside: list[Array] | None = None
+        try:
+            if lane.is_announced(lease):
+                inside = self._run_into(arguments, lease)
+        finally:
+            if inside is None:
+                lease.release()
+        return None if inside is None else (*lease.key, inside)
+
+    def _run_into(self, arguments: dict[str, Array], lease: Lease) -> list[Array] | None:
+        """Returns the outputs that are not in the lease. None: not all of the others are."""
+        executable, start = self._executable, address_of(lease.view)
+        addresses = {name: start + at for name, (at, _) in self._answer.leased.items()}
+        outputs = _waited_for(executable.compute(arguments, addresses))
+        written = executable.written(outputs, addresses)
+        inside = [outputs[name] for name in self._answer.inside]
+        del outputs
+        for name, (at, size) in self._answer.leased.items():
+            if not output_memory.given_up(addresses[name], lease.view[at : at + size]):
+                executable.keep_outputs()
+        return inside if len(written) == len(addresses) else None
+
+    def __repr__(self) -> str:
+        return f"<LoneRun of {self._executable.wanted}, {self._answer.byte_size} bytes out>"
+
+
+def _waited_for(made: Mapping[str, Any]) -> dict[str, Array]:
+    """All outputs of a run: only then has the program read its last input."""
+    return {name: np.asarray(array) for name, array in made.items()}

@@ -1,0 +1,321 @@
+"""Answers on their way out: placed at once where there is room, kept for a bounded time where the response arena is full.
+
+    answer ─▶ placed ─▶ completion queued on the lane
+          └─▶ blocked, oldest first ──room──▶ placed
+                                    └─time──▶ 503 with both numbers
+
+A small answer never waits for the room of a large one. While the blocked answers of a submitter hold more than the first segment
+of an arena, requests like those that they answer are held: nothing more of the kind is computed until some are taken. Every way
+out of here ends a request exactly once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+from collections import deque
+from collections.abc import Mapping
+
+from config.options import Arenas
+from shm.arrays import Array
+from shm.errors import Cancelled, Internal, ServingError, Unavailable
+from shm.forms import answer_template, own_contents
+from shm.messages import Completion, FormCompletion
+from shm.refusals import Refusal, RefusalLog
+from workers.dispatch.answers import complete, complete_planned, complete_small, failure, plan_answer
+from workers.dispatch.places import Places
+from workers.models.execution import Execution
+from workers.models.statistics import Failure
+from workers.programs.executables import Executable
+from workers.requests.known_form import KnownForm
+from workers.requests.request import Request, named
+from workers.requests.result import Result
+from workers.requests.submitter import BlockedAnswer, Submitter
+from workers.tensors.batch_outputs import BatchOutputs
+
+_log = logging.getLogger(__name__)
+#: Blocked answers of one submitter, in first segments of an arena: more are refused at once.
+_MAX_BLOCKED = 4
+
+
+class _Placing(enum.Enum):
+    """How placing an answer can end besides well and with an error."""
+
+    #: The response arena has no room now.
+    FULL = enum.auto()
+
+
+class Outbox:
+    """One per worker; belongs to its loop."""
+
+    def __init__(self, options: Arenas) -> None:
+        self._options = options
+        self._wait_ns = int(options.wait * 1e9)
+        #: Submitters with blocked answers.
+        self._blocked: dict[Submitter, None] = {}
+        self.refusals = RefusalLog()
+
+    def fail(self, request: Request, error: ServingError) -> None:
+        """Answers with an error and ends the request."""
+        answer = failure(request.request_id, error, request.version.version)
+        request.submitter.answer(answer if request.timeline is None else request.timeline.attach(answer))
+        self.end(request)
+
+    def refuse(self, request: Request, refusal: Refusal, error: Unavailable, now_ns: int) -> None:
+        """The same where there is no room or time for it: counted, and told to the operator."""
+        self._note(request, refusal, now_ns)
+        self.fail(request, error)
+
+    def _note(self, request: Request, refusal: Refusal, now_ns: int) -> None:
+        request.version.statistics.refused[refusal] += 1
+        self.refusals.note(request.version.name, refusal, now_ns)
+
+    def end(self, request: Request) -> None:
+        """The request is over: its regions are free, its id may be forgotten."""
+        if request.regions:
+            request.release()
+        request.submitter.in_flight.pop(request.request_id, None)
+
+    def prepare(self, execution: Execution, sizes: Mapping[str, int]) -> None:
+        """Finds places for the large outputs of a lone request, so that its program may write them there by itself.
+
+        Where they cannot be found, or not now, the answer finds out again, and says so.
+        """
+        (request,) = execution.requests
+        executable, submitter, outputs = execution.executable, request.submitter, request.outputs
+        if not isinstance(executable, Executable) or submitter.blocked or submitter.closed or request.cancelled:
+            return
+        if outputs:
+            if any(wanted.classification for wanted in outputs.values()):
+                return
+            sizes = {name: size for name, size in sizes.items() if name in outputs}
+        with contextlib.suppress(ServingError):
+            execution.places = Places.find(request, sizes, self._options.inline_byte_size)
+        if execution.places is not None:
+            execution.places.offer(request, executable)
+
+    def answer_all(self, execution: Execution, now_ns: int) -> dict[Request, Failure]:
+        """Answers every request of a batch. Returns those that got an error, and why."""
+        failed: dict[Request, Failure] = {}
+        row = 0
+        for i, request in enumerate(execution.requests):
+            if execution.outputs is None or not self._place_small(request, execution.outputs, row):
+                reason = self._answer_long(execution, i, now_ns)
+                if reason is not None:
+                    failed[request] = reason
+            row += request.rows
+        if execution.places is not None:
+            # What lies in its place already is given up: others own that memory from now on.
+            execution.results = []
+            if not execution.places.close() and isinstance(execution.executable, Executable):
+                execution.executable.keep_outputs()
+        return failed
+
+    def _answer_long(self, execution: Execution, i: int, now_ns: int) -> Failure | None:
+        """Answers one request of a batch with its result. Returns why it got an error."""
+        request, result = execution.requests[i], execution.results[i]
+        if request.timeline is not None:
+            request.timeline.executed(execution.moments, request.arrays, result)
+        given = self.answer(request, result, now_ns, execution.places)
+        return _reason(given, result) if isinstance(given, ServingError) else None
+
+    def _place_small(self, request: Request, made: BatchOutputs, row: int) -> bool:
+        """Answers a request of the most frequent kind. False: it is another kind, or it cannot be answered well."""
+        submitter = request.submitter
+        if submitter.closed or request.cancelled or request.timeline is not None:
+            return False
+        version, form = request.version, request.form
+        plan = None if form is None else form.plans.get(made.layout)
+        try:
+            if plan is not None:
+                formed = complete_planned(request, plan, made, row)
+                if formed is None:
+                    return False
+                submitter.lane.complete_formed(plan.form, formed)
+                submitter.unflushed = True
+            else:
+                completion = complete_small(request, made, row, version.version, self._options.inline_byte_size)
+                if completion is None:
+                    return False
+                submitter.answer(completion)
+                if form is not None and form.familiar is version.familiar:
+                    kind = submitter.lane.answer_form(answer_template(completion))
+                    form.plan(made.layout, plan_answer(kind, request, made.layout))
+        except ServingError:
+            # What is wrong with a region is found again, and said, by the long way.
+            return False
+        version.statistics.copied(request.copied_byte_size)
+        self.end(request)
+        return True
+
+    def answer(self, request: Request, result: Result, now_ns: int, places: Places | None = None) -> Result:
+        """Answers with a result. Returns what the client gets: the result, or the error it became.
+
+        ``places``: those found before the run; the caller's to close.
+        """
+        if isinstance(result, ServingError):
+            self.fail(request, result)
+            return result
+        submitter, byte_size = request.submitter, sum(array.nbytes for array in result.values())
+        error: ServingError | _Placing | None = _Placing.FULL
+        if not submitter.blocked or submitter.closed or byte_size <= submitter.lane.arena.small_byte_size:
+            error = self._place(request, result, places)
+        if error is _Placing.FULL:
+            error = self._block(BlockedAnswer(request, result, byte_size, now_ns + self._wait_ns), now_ns)
+        if isinstance(error, ServingError):
+            self.fail(request, error)
+            return error
+        return result
+
+    def _place(
+        self, request: Request, result: dict[str, Array], places: Places | None = None
+    ) -> ServingError | _Placing | None:
+        """None: placed and ended. ``FULL``: try again later. Anything else: answer that."""
+        if request.submitter.closed:
+            self.end(request)
+            return None
+        if request.cancelled:
+            return Cancelled("the request was cancelled")
+        version = request.version
+        try:
+            inline_byte_size = self._options.inline_byte_size
+            completion = complete(request, result, version.signature, version.version, inline_byte_size, places)
+        except ServingError as error:
+            # Its frames would be a cycle with the result they become, and keep a client's mapping until the collector comes by.
+            return error.with_traceback(None)
+        except Exception as error:  # an array no one expected: this request's answer, nobody else's
+            _log.exception("%splacing the outputs of model '%s' failed", named(request.client_id), version.name)
+            return Internal(f"the outputs of model '{version.name}' could not be placed: {type(error).__name__}")
+        if completion is None:
+            return _Placing.FULL
+        form = request.form
+        # Parameters are each answer's own: it has no form.
+        formed = form is not None and completion.lease is not None and not completion.parameters
+        try:
+            if form is not None and formed and form.familiar is version.familiar:
+                _answer_formed(request.submitter, form, completion)
+            else:
+                request.submitter.answer(
+                    completion if request.timeline is None else request.timeline.attach(completion)
+                )
+        except Exception as error:  # it cannot be written as a record: nothing of it is on the lane
+            if completion.lease is not None:
+                request.submitter.lane.arena.release(completion.lease)
+            _log.exception("an answer of model '%s' could not be sent", version.name)
+            return Internal(f"the answer of model '{version.name}' could not be sent: {type(error).__name__}")
+        version.statistics.copied(request.copied_byte_size)
+        self.end(request)
+        return None
+
+    # ---------------------------------------------------------------------------------------------------------- waiting
+
+    def _block(self, answer: BlockedAnswer, now_ns: int) -> ServingError | None:
+        """Keeps it. Returns the error that is its answer instead, where too much is kept."""
+        submitter, request = answer.request.submitter, answer.request
+        if (
+            submitter.blocked
+            and submitter.blocked_byte_size + answer.byte_size > _MAX_BLOCKED * self._options.byte_size
+        ):
+            self._note(request, Refusal.ANSWER_ROOM, now_ns)
+            return Unavailable(_describe_full(submitter, answer.byte_size))
+        submitter.blocked.append(answer)
+        submitter.blocked_byte_size += answer.byte_size
+        if answer.byte_size > submitter.lane.arena.small_byte_size:
+            submitter.bulky.add((request.version, request.key))
+        self._blocked[submitter] = None
+        return None
+
+    @property
+    def blocked(self) -> bool:
+        """Whether any submitter does not take its answers."""
+        return bool(self._blocked)
+
+    def hold(self, request: Request) -> bool:
+        """True: keeps a request from being run, because its submitter does not take the large answers of its kind that it has."""
+        submitter = request.submitter
+        if (
+            submitter.blocked_byte_size <= self._options.byte_size
+            or (request.version, request.key) not in submitter.bulky
+        ):
+            return False
+        submitter.held.append(request)
+        return True
+
+    def retry(self, now_ns: int) -> list[Request]:
+        """Places what fits by now and gives up on what waited too long. Returns requests that may be run again."""
+        freed: list[Request] = []
+        for submitter in list(self._blocked):
+            self._retry(submitter, now_ns)
+            if submitter.blocked_byte_size <= self._options.byte_size:
+                freed += submitter.held
+                submitter.held = []
+            if not submitter.blocked:
+                submitter.bulky.clear()
+                del self._blocked[submitter]
+        return freed
+
+    def _retry(self, submitter: Submitter, now_ns: int) -> None:
+        small_byte_size = submitter.lane.arena.small_byte_size
+        #: Whether there is no room for small ones, and for large ones: none is placed before those that wait longer.
+        full = [False, False]
+        waiting, submitter.blocked = submitter.blocked, deque()
+        for answer in waiting:
+            large = answer.byte_size > small_byte_size
+            error = (
+                _Placing.FULL
+                if full[large] and not answer.request.cancelled
+                else self._place(answer.request, answer.result)
+            )
+            if error is _Placing.FULL:
+                full[large] = True
+                if now_ns < answer.give_up_ns:
+                    submitter.blocked.append(answer)
+                    continue
+                self._note(answer.request, Refusal.ANSWER_ROOM, now_ns)
+                error = Unavailable(_describe_full(submitter, answer.byte_size))
+            submitter.blocked_byte_size -= answer.byte_size
+            if error is not None:
+                self.fail(answer.request, error)
+
+    @property
+    def next_give_up_ns(self) -> int | None:
+        """When ``retry`` must be called although no room came."""
+        return min((submitter.blocked[0].give_up_ns for submitter in self._blocked), default=None)
+
+    def drop(self, submitter: Submitter) -> None:
+        """Ends everything that waits for a submitter that is gone."""
+        for waiting in submitter.blocked:
+            self.end(waiting.request)
+        for request in submitter.held:
+            self.end(request)
+        submitter.blocked.clear()
+        submitter.held.clear()
+        submitter.bulky.clear()
+        submitter.blocked_byte_size = 0
+        self._blocked.pop(submitter, None)
+
+    def __repr__(self) -> str:
+        return f"<Outbox {len(self._blocked)} submitters blocked>"
+
+
+def _answer_formed(submitter: Submitter, form: KnownForm, completion: Completion) -> None:
+    """Queues a large answer as one of its form."""
+    kind = form.large = submitter.lane.answer_form(answer_template(completion))
+    contents = own_contents(completion.outputs)
+    submitter.lane.complete_formed(kind, FormCompletion(completion.request_id, kind.number, contents, completion.lease))
+    submitter.unflushed = True
+
+
+def _reason(error: ServingError, result: Result) -> Failure:
+    if error is result:
+        return Failure.BACKEND
+    return Failure.CANCELED if isinstance(error, Cancelled) else Failure.OTHER
+
+
+def _describe_full(submitter: Submitter, byte_size: int) -> str:
+    found = submitter.lane.arena.statistics()
+    return (
+        f"no room for an answer of {byte_size} bytes in the response arena: "
+        f"{found['leased_byte_size']} of {found['max_byte_size']} are in use"
+    )

@@ -1,0 +1,87 @@
+"""How the worker's loop waits for its next events: it looks for a moment before it sleeps (``shm.spin``).
+
+``workers.dispatch.fast_path`` waits in the same way outside of Python, where that could be built.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from typing import NamedTuple
+
+from shm.spin import Spin
+from workers.models.execution import Execution
+from workers.models.model_version import ModelVersion
+from workers.requests.submitter import Submitter
+
+#: A datagram of a lane that was received already: content, descriptors in it, ``recvmsg``'s flags that say what is missing.
+Datagram = tuple[bytes, list[int], int]
+
+
+class Woken(NamedTuple):
+    """What a wait ended with."""
+
+    #: Descriptor and what epoll says of it.
+    events: list[tuple[int, int]]
+    #: What is Python's affair, with the lane's descriptor.
+    datagrams: list[tuple[int, Datagram]]
+    #: Answers that a lane would not take yet, as a datagram for each lane.
+    unsent: list[tuple[int, bytes]]
+
+
+class Poller:
+    """Over an epoll. ``look_ns``: how long it looks; 0: it sleeps at once.
+
+    What it is told of lanes and requests is for those that serve while they wait.
+    """
+
+    def __init__(self, epoll: select.epoll, look_ns: int) -> None:
+        self._epoll = epoll
+        self._spin = Spin(look_ns)
+        self._ended_ns = 0
+
+    def open(self, submitter: Submitter) -> None:
+        """A lane whose descriptor is in the epoll."""
+
+    def close_lane(self, submitter: Submitter) -> None:
+        """That lane is gone."""
+
+    def learn(self, version: ModelVersion, execution: Execution) -> None:
+        """Requests were answered; the next ones like them may be answered while it waits."""
+
+    def forget(self, submitter: Submitter, number: int) -> None:
+        """The number of a form of that submitter stands for another one from now on."""
+
+    def close(self) -> None:
+        """Lets go of everything that it was told."""
+
+    def wait(self, timeout_ns: int, idle: bool) -> Woken:
+        """Returns when something came, or the time is up. ``idle``: nothing waits in the worker: it may serve meanwhile."""
+        if timeout_ns <= 0:
+            return Woken(self._epoll.poll(0), [], [])
+        now_ns = time.monotonic_ns()
+        until_ns = self._spin.begin(now_ns, now_ns - self._ended_ns)
+        events = self._look(min(until_ns, now_ns + timeout_ns)) if until_ns else []
+        if not events:
+            events = self._sleep(timeout_ns / 1e9)
+        self._ended_ns = time.monotonic_ns()
+        self._spin.end(self._ended_ns)
+        return Woken(events, [], [])
+
+    def _look(self, until_ns: int) -> list[tuple[int, int]]:
+        """Looks for events without sleeping; empty when none came in time."""
+        poll = self._epoll.poll
+        while time.monotonic_ns() < until_ns:
+            events = poll(0)
+            if events:
+                return events
+            os.sched_yield()
+        return []
+
+    def _sleep(self, timeout: float) -> list[tuple[int, int]]:
+        if timeout < 0.05:
+            # epoll counts in milliseconds, queue delays are often shorter; select counts in microseconds.
+            select.select([self._epoll.fileno()], [], [], timeout)
+            timeout = 0
+        return self._epoll.poll(timeout)

@@ -1,0 +1,387 @@
+"""From a Submit record to a Request, believing nothing: the record is read as if an enemy had written it.
+
+Texts and the order of checks are Triton's: names and number of the inputs, batch size, then datatype, shape and size of each, the
+last input of the request first, as its hash table hands them out. Numeric tensors become views of the bytes where they lie;
+BYTES are copied before their lengths are read. Whatever is refused here was never queued, and holds no lease.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+import numpy as np
+from msgspec.structs import replace
+
+from shm.arrays import Array, IncompleteString, array
+from shm.cuda_regions import CudaRegion
+from shm.datatypes import ELEMENT_SIZES, MAX_ELEMENTS
+from shm.errors import InvalidArgument, ServingError
+from shm.forms import whole_request
+from shm.messages import FormSubmit, Inline, RegionSlice, RequestedOutput, Slice, Submit, Tensor
+from shm.open_shape import closed, elements, is_open
+from shm.regions import Region, check_range
+from shm.snapshot_region import SnapshotRegion
+from workers.devices.cuda_tensor import CudaTensor
+from workers.models.model_version import ModelVersion
+from workers.regions.region_table import AnyRegion, RegionTable
+from workers.regions.region_tensor import LateTensor, RegionTensor
+from workers.requests.familiar import Inputs, Known
+from workers.requests.known_form import KnownForm
+from workers.requests.request import Request, label
+from workers.requests.submitter import Submitter
+from workers.tensors.signature import Signature, TensorSpec
+
+#: Datatypes whose tensors are copied before they are used, wherever they lie.
+_COPIED = ("BYTES", "BOOL")
+_BATCH_NOTE = (
+    "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each input "
+    "shape. If you want to specify the full shape including the batch dim in your input dims config, try setting "
+    "max_batch_size to zero. See the model configuration docs for more info on max_batch_size."
+)
+
+Content = bytes | memoryview | LateTensor
+
+
+def validate(submit: Submit, submitter: Submitter, version: ModelVersion, regions: RegionTable, now_ns: int) -> Request:
+    """Raises ServingError: what is wrong, in a sentence for the client; nothing stays leased."""
+    signature = version.signature
+    leased: list[AnyRegion] = []
+    try:
+        inputs = _described(submit)
+        known = version.familiar.find(inputs)
+        if known is not None and submit.strikes == 0:
+            familiar = _familiar(submit, submitter, known, regions, leased)
+            if familiar is not None:
+                outputs = _outputs(submit, signature, regions, leased) if submit.outputs else {}
+                return Request(
+                    version, submitter, submit, known.key, known.rows, None, outputs, leased, now_ns, 0, familiar
+                )
+        # What a front of Triton looks at comes first, then what its core does.
+        contents = _contents(submit, submitter, regions, leased)
+        if any(is_open(shape) for _, _, shape in inputs):
+            submit = _closed(submit, contents)
+            inputs = _described(submit)
+        outputs = _outputs(submit, signature, regions, leased) if submit.outputs else {}
+        _check_names(submit, signature)
+        rows = _batch_size(submit, signature) if signature.batches else 0
+        made = {
+            tensor.name: _checked(submit, signature, tensor, content)
+            for tensor, content in zip(reversed(submit.inputs), reversed(contents), strict=True)
+        }
+        arrays = {tensor.name: made[tensor.name] for tensor in submit.inputs}
+        copied = sum(
+            [
+                len(content)
+                for tensor, content in zip(submit.inputs, contents, strict=True)
+                if tensor.datatype in _COPIED
+            ]
+        )
+        # A request under which a worker has died runs alone, so that it cannot take others with it.
+        key = version.key(arrays)
+        if known is None and all(spec.plain for spec in signature.inputs.values()):
+            version.familiar.learn(
+                inputs, Known(key, rows or 1, [(array.dtype, array.nbytes) for array in arrays.values()])
+            )
+        shared = key if submit.strikes == 0 else (key, submit.request_id, submitter.peer)
+        return Request(version, submitter, submit, shared, rows or 1, arrays, outputs, leased, now_ns, copied)
+    except BaseException:
+        for region in leased:
+            region.unlease()
+        raise
+
+
+def validate_formed(
+    record: FormSubmit,
+    form: KnownForm,
+    submitter: Submitter,
+    version: ModelVersion,
+    regions: RegionTable,
+    now_ns: int,
+) -> Request:
+    """A request of a form: what was found when one of them was validated is not looked at again.
+
+    Raises: ServingError: as ``validate``.  InvalidArgument: it has other tensors than its form.
+    """
+    known = form.known if form.familiar is version.familiar else None
+    if known is not None:
+        leased: list[AnyRegion] = []
+        submit = form.submit
+        try:
+            contents = _formed(record, form, known, submitter, regions, leased)
+            if contents is not None:
+                outputs = form.outputs
+                if outputs is None:
+                    outputs = _outputs(submit, version.signature, regions, leased)
+                return Request(
+                    version,
+                    submitter,
+                    submit,
+                    known.key,
+                    known.rows,
+                    None,
+                    outputs,
+                    leased,
+                    now_ns,
+                    0,
+                    contents,
+                    form,
+                    record,
+                )
+        except BaseException:
+            for region in leased:
+                region.unlease()
+            raise
+    request = validate(whole_request(form.submit, record), submitter, version, regions, now_ns)
+    form.learn(version.familiar, version.familiar.find(_described(form.submit)), request.outputs)
+    return request
+
+
+# --------------------------------------------------------------------------------------------------------------- inputs
+
+
+def _described(submit: Submit) -> Inputs:
+    return tuple([(tensor.name, tensor.datatype, tensor.shape) for tensor in submit.inputs])
+
+
+def _formed(
+    record: FormSubmit,
+    form: KnownForm,
+    known: Known,
+    submitter: Submitter,
+    regions: RegionTable,
+    leased: list[AnyRegion],
+) -> Mapping[str, Content] | None:
+    """As ``_familiar``."""
+    if form.names is None:
+        submit = form.submit
+        if not form.elsewhere or record.contents:
+            submit = whole_request(submit, record)
+        return _familiar(submit, submitter, known, regions, leased)
+    contents: list[bytes | memoryview] = [
+        content if type(content) is bytes else submitter.lane.view(content)  # type: ignore[arg-type]
+        for content in record.contents
+    ]
+    # Of other sizes, or another number of them: the long way says what is wrong.
+    return dict(zip(form.names, contents, strict=True)) if [*map(len, contents)] == form.sizes else None
+
+
+def _familiar(
+    submit: Submit, submitter: Submitter, known: Known, regions: RegionTable, leased: list[AnyRegion]
+) -> dict[str, Content] | None:
+    """The inputs of a request whose names, datatypes and shapes were found right before: only their places are new.
+
+    None: a size is not that of the shape; the long way says what is wrong with it.
+    """
+    contents: dict[str, Content] = {}
+    used: list[AnyRegion] = []
+    for tensor, (dtype, byte_size) in zip(submit.inputs, known.tensors, strict=True):
+        place = tensor.place
+        content: Content
+        if type(place) is Inline:
+            content = place.content
+        elif type(place) is Slice:
+            content = submitter.lane.view(place)
+        else:
+            assert isinstance(place, RegionSlice)
+            region = regions.find(place.region)
+            used.append(region)
+            content = (
+                region.view(place.offset, place.byte_size) if isinstance(region, Region) else _slice(region, place)
+            )
+        if len(content) != byte_size:
+            return None
+        contents[tensor.name] = (
+            content if isinstance(content, (bytes, memoryview)) else content.view(dtype, tensor.shape)
+        )
+    for region in used:
+        region.lease()
+        leased.append(region)
+    return contents
+
+
+def _contents(submit: Submit, submitter: Submitter, regions: RegionTable, leased: list[AnyRegion]) -> list[Content]:
+    """Where the bytes of each input are, in the order of the request."""
+    contents: list[Content] = []
+    for tensor in submit.inputs:
+        place = tensor.place
+        if isinstance(place, Inline):
+            contents.append(place.content)
+        elif isinstance(place, Slice):
+            contents.append(submitter.lane.view(place))
+        else:
+            region = regions.find(place.region)
+            if not place.byte_size and 0 not in tensor.shape:
+                check_range(place.offset, 0, region.byte_size, place.region)
+                raise InvalidArgument(f"Invalid offset + byte size for shared memory region: '{place.region}'")
+            if not isinstance(region, Region):
+                contents.append(_slice(region, place))
+            else:
+                contents.append(region.view(place.offset, place.byte_size))
+            region.lease()
+            leased.append(region)
+    return contents
+
+
+def _closed(submit: Submit, contents: list[Content]) -> Submit:
+    """The request with the dimensions that its client left to be found. Raises InvalidArgument: there are none such."""
+    tensors: list[Tensor] = []
+    for tensor, content in zip(submit.inputs, contents, strict=True):
+        if is_open(tensor.shape):
+            what = f"{label(submit.client_id)}input '{tensor.name}' shape"
+            if tensor.datatype == "BYTES":
+                # Read from a copy, as the elements are: nobody else can write to that.
+                content = np.asarray(content).tobytes() if isinstance(content, LateTensor) else bytes(content)
+                count = elements(tensor.datatype, content, what)
+            else:
+                count = len(content) // (ELEMENT_SIZES.get(tensor.datatype) or 1)
+            tensor = replace(tensor, shape=closed(tensor.shape, count, what))
+        tensors.append(tensor)
+    return replace(submit, inputs=tuple(tensors))
+
+
+def _slice(region: SnapshotRegion | CudaRegion, place: RegionSlice) -> LateTensor:
+    check_range(place.offset, place.byte_size, region.byte_size, place.region)
+    if isinstance(region, CudaRegion):
+        return CudaTensor(region, place.offset, np.dtype(np.uint8), (place.byte_size,))
+    return RegionTensor(region, place.offset, np.dtype(np.uint8), (place.byte_size,))
+
+
+def _check_names(submit: Submit, signature: Signature) -> None:
+    """Each input once, none too many, none missing."""
+    given = [tensor.name for tensor in submit.inputs]
+    for position, name in enumerate(given):
+        if name in given[:position]:
+            raise InvalidArgument(f"{label(submit.client_id)}input '{name}' already exists in request")
+    required, most = signature.required, len(signature.inputs)
+    if not required <= len(given) <= most:
+        raise _wrong_count(submit, signature, given)
+    for name in reversed(given):
+        if name not in signature.inputs:
+            raise InvalidArgument(f"unexpected inference input '{name}' for model '{signature.model}'")
+    if any(not spec.optional and spec.name not in given for spec in signature.inputs.values()):
+        raise _wrong_count(submit, signature, given)
+
+
+def _wrong_count(submit: Submit, signature: Signature, given: list[str]) -> ServingError:
+    required, most = signature.required, len(signature.inputs)
+    expected = (
+        f"expected {most} inputs" if required == most else f"expected number of inputs between {required} and {most}"
+    )
+    missing = [spec.name for spec in signature.inputs.values() if spec.name not in given and not spec.optional]
+    return InvalidArgument(
+        f"{label(submit.client_id)}{expected} but got {len(submit.inputs)} inputs for model '{signature.model}'. "
+        f"Got input(s) [{_quoted(given[::-1])}], but missing required input(s) [{_quoted(missing)}]. "
+        "Please provide all required input(s)."
+    )
+
+
+def _quoted(names: list[str]) -> str:
+    return ",".join(f"'{name}'" for name in names)
+
+
+def _batch_size(submit: Submit, signature: Signature) -> int:
+    """The one batch size of all inputs."""
+    rows: int | None = None
+    for tensor in reversed(submit.inputs):
+        if not tensor.shape:
+            raise InvalidArgument(
+                f"{label(submit.client_id)}input '{tensor.name}' has no shape but model requires batch dimension "
+                f"for '{signature.model}'"
+            )
+        if rows is not None and tensor.shape[0] != rows:
+            raise InvalidArgument(
+                f"{label(submit.client_id)}input '{tensor.name}' batch size does not match other inputs for '{signature.model}'"
+            )
+        rows = tensor.shape[0]
+    rows = 1 if rows is None else rows  # only a model whose inputs are all optional gets here without any
+    if rows > signature.max_batch_size:
+        raise InvalidArgument(
+            f"{label(submit.client_id)}inference request batch-size must be <= {signature.max_batch_size} for '{signature.model}'"
+        )
+    if rows < 1:
+        raise InvalidArgument(
+            f"{label(submit.client_id)}inference request batch-size must be at least 1 for '{signature.model}', got {rows}"
+        )
+    return rows
+
+
+def _checked(submit: Submit, signature: Signature, tensor: Tensor, content: Content) -> Array:
+    """The tensor as an array of the model's shape."""
+    spec, shape = signature.inputs[tensor.name], tensor.shape
+    if tensor.datatype != spec.datatype:
+        raise InvalidArgument(
+            f"{label(submit.client_id)}inference input '{spec.name}' data-type is '{tensor.datatype}', "
+            f"but model '{signature.model}' expects '{spec.datatype}'"
+        )
+    lead = shape[:1] if signature.batches else ()
+    if not spec.fits(shape[len(lead) :]):
+        raise _unexpected_shape(submit, signature, spec, shape)
+    if spec.datatype == "BYTES":
+        # The snapshot comes first: lengths are read from it, not from memory somebody else can write.
+        try:
+            snapshot = np.asarray(content).tobytes() if isinstance(content, LateTensor) else bytes(content)
+            made = array(snapshot, "BYTES", shape, f"input '{spec.name}'", f" for model '{signature.model}'")
+        except IncompleteString:
+            raise
+        except InvalidArgument as error:
+            raise InvalidArgument(label(submit.client_id) + error.message) from None
+    else:
+        count = 1
+        for size in shape:
+            count *= size
+        needed = count * spec.dtype.itemsize
+        if needed != len(content) or needed > MAX_ELEMENTS:
+            raise InvalidArgument(
+                f"{label(submit.client_id)}input byte size mismatch for input '{spec.name}' for model '{signature.model}'. "
+                f"Expected {needed}, got {len(content)}"
+            )
+        if isinstance(content, LateTensor):
+            # Fetched when it is its turn, so that a queue holds no copies; an array to whoever does not ask.
+            made = cast(Array, content.view(spec.dtype, shape))
+        else:
+            made = np.frombuffer(content, spec.dtype).reshape(shape)
+        if spec.datatype == "BOOL" and isinstance(made, np.ndarray):
+            # Any byte but 0 is true on the wire; in memory a truth value may only be 0 or 1.
+            made = made.view(np.uint8) != 0
+    return made.reshape(lead + spec.to_model(shape[len(lead) :])) if spec.reshaped else made
+
+
+def _unexpected_shape(submit: Submit, signature: Signature, spec: TensorSpec, shape: tuple[int, ...]) -> ServingError:
+    dims = (-1, *spec.dims) if signature.batches else spec.dims
+    return InvalidArgument(
+        f"{label(submit.client_id)}unexpected shape for input '{spec.name}' for model '{signature.model}'. "
+        f"Expected {_dims(dims)}, got {_dims(shape)}. {_BATCH_NOTE if signature.batches else ''}"
+    )
+
+
+def _dims(shape: tuple[int, ...]) -> str:
+    return f"[{','.join(map(str, shape))}]"
+
+
+# -------------------------------------------------------------------------------------------------------------- outputs
+
+
+def _outputs(
+    submit: Submit, signature: Signature, regions: RegionTable, leased: list[AnyRegion]
+) -> dict[str, RequestedOutput]:
+    """Requested outputs by name."""
+    wanted: dict[str, RequestedOutput] = {}
+    for output in submit.outputs:
+        if output.name in wanted:
+            raise InvalidArgument(f"{label(submit.client_id)}output '{output.name}' already exists in request")
+        if output.name not in signature.outputs:
+            raise InvalidArgument(f"unexpected inference output '{output.name}' for model '{signature.model}'")
+        wanted[output.name] = output
+        if output.region is not None:
+            _check_room(output.region, output, regions, leased)
+    return wanted
+
+
+def _check_room(place: RegionSlice, output: RequestedOutput, regions: RegionTable, leased: list[AnyRegion]) -> None:
+    if output.classification:
+        raise InvalidArgument("Output can't set both 'shared_memory_region' and 'classification'")
+    region = regions.find(place.region)
+    check_range(place.offset, place.byte_size, region.byte_size, place.region)
+    region.lease()
+    leased.append(region)

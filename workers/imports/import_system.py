@@ -1,0 +1,59 @@
+"""What Python's import system is told once in a process so that models' imports are their own (``model_imports``).
+
+sys.meta_path                    modules of models' packages first; last, models' modules by their plain names
+importlib.import_module          called by a model's code it means what an import statement there means
+multiprocessing's preparation    a process that a model starts finds the model's functions by the names they have here
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import multiprocessing
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+from workers.imports.model_imports import ModelImports, OwnModules
+from workers.imports.plain_names import PlainNames, importer_of
+from workers.python_backend import interface
+
+
+def prepare() -> None:
+    """Idempotent. Models can import ``triton_python_backend_utils`` from now on."""
+    sys.modules["triton_python_backend_utils"] = interface
+    sys.modules["c_python_backend_utils"] = interface
+    if OwnModules in sys.meta_path:
+        return
+    sys.meta_path.insert(0, OwnModules)
+    sys.meta_path.append(PlainNames)
+    importlib.import_module = _import_module_for(importlib.import_module)  # type: ignore[assignment]
+    # Every process that is started inherits this, and unpickles it before what it is to run.
+    multiprocessing.current_process()._config["tensord_models"] = LoadedModels()  # type: ignore[attr-defined]
+
+
+def _import_module_for(usual: Callable[[str, str | None], ModuleType]) -> Callable[[str, str | None], ModuleType]:
+    @functools.wraps(usual)
+    def import_module(name: str, package: str | None = None) -> ModuleType:
+        model = importer_of(sys._getframe(1).f_builtins)
+        # A relative name begins with the full name of a package, which is unique.
+        if model is None or name.startswith("."):
+            return usual(name, package)
+        return model.module(name)
+
+    return import_module
+
+
+class LoadedModels:
+    """Pickled it is the packages of the models that are loaded then; who unpickles it has them too."""
+
+    def __reduce__(self) -> tuple[Callable[..., LoadedModels], tuple[tuple[tuple[str, tuple[str, ...]], ...]]]:
+        loaded = [imports for imports in map(ModelImports.of, list(sys.modules)) if imports is not None]
+        return _adopt, (tuple((imports.package, imports.folders) for imports in loaded),)
+
+
+def _adopt(packages: tuple[tuple[str, tuple[str, ...]], ...]) -> LoadedModels:
+    prepare()
+    for package, folders in packages:
+        ModelImports(package, folders)
+    return LoadedModels()

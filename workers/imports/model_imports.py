@@ -1,0 +1,200 @@
+"""What a loaded model version's code sees when it imports: its own modules first, then the environment, never the daemon.
+
+    tensord_model_7_digits            a package for each loaded version, of the modules in the version's and the model's folder
+    tensord_model_7_digits.model      model.py
+    tensord_model_7_digits.labels     labels.py beside it, by "import labels" as by "from . import labels"
+
+Python takes ``__import__`` from the builtins of the module whose code imports, and modules of such a package have builtins of
+their own. So an import statement means the same at load, while a function is traced, in any thread and at any later time, and
+``sys.path`` is nobody's. The names in ``sys.modules`` are unique: two models, or an old and a new version, share no code, and
+whatever looks a module up by name (pickle, dataclasses, inspect) finds the right one.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import itertools
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.machinery import (
+    BYTECODE_SUFFIXES,
+    EXTENSION_SUFFIXES,
+    SOURCE_SUFFIXES,
+    ExtensionFileLoader,
+    FileFinder,
+    ModuleSpec,
+)
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType
+
+from shm.errors import InvalidArgument
+from workers.imports.own_code import BytecodeLoader, SourceLoader
+from workers.imports.plain_names import Importer, PlainName
+
+#: The daemon's own packages (setup.cfg): a model that imports one of these names means another module, or none.
+HIDDEN = frozenset({"config", "daemon", "shm", "workers"})
+_NOT_A_NAME = re.compile(r"\W")
+
+
+class ModelImports(Importer):
+    """The package of one loaded version, and that package's loader, by which it is found again."""
+
+    #: No name of this process is ever used again: what is left of an unloaded model must not find another's code.
+    _serials = itertools.count(1)
+
+    def __init__(self, package: str, folders: Sequence[Path] | Sequence[str]) -> None:
+        """``folders``: where its modules lie; earlier ones come first."""
+        self.package = package
+        self.folders = tuple(str(folder) for folder in folders)
+        self._prefix = f"{package}."
+        #: First part of an imported name -> whether it is the model's own, once that is known.
+        self._is_own: dict[str, bool] = {}
+        self._builtins = {**vars(builtins), "__import__": self.import_}
+        self._finders: dict[str, FileFinder] = {}
+        root = ModuleType(package)
+        root.__path__ = list(self.folders)
+        root.__package__ = package
+        root.__loader__ = self  # type: ignore[assignment]
+        root.__spec__ = ModuleSpec(package, self, is_package=True)  # type: ignore[arg-type]
+        root.__spec__.submodule_search_locations = list(self.folders)
+        sys.modules[package] = root
+
+    @classmethod
+    def of_version(cls, model: str, folders: Sequence[Path]) -> ModelImports:
+        """Of one that is loaded now."""
+        return cls(f"tensord_model_{next(cls._serials)}_{_NOT_A_NAME.sub('_', model)}", folders)
+
+    @staticmethod
+    def of(package: str) -> ModelImports | None:
+        """Those of a package; None: no such package is loaded, or it is no model's."""
+        module = sys.modules.get(package)
+        imports = vars(module).get("__loader__") if type(module) is ModuleType else None
+        return imports if isinstance(imports, ModelImports) else None
+
+    def run(self, path: Path) -> ModuleType:
+        """Runs a model.py as a module of the package. Raises InvalidArgument: it cannot be read; or whatever it raises."""
+        stem = path.stem.replace(".", "_")
+        loader = SourceLoader(self._builtins, self._prefix + stem, str(path))
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise InvalidArgument(f"{path.name} cannot be read: {error.strerror}") from error
+        spec = spec_from_loader(loader.name, loader)
+        assert spec is not None
+        module = sys.modules[loader.name] = module_from_spec(spec)
+        loader.exec_module(module)
+        setattr(sys.modules[self.package], stem, module)
+        return module
+
+    def forget(self) -> None:
+        """Lets its modules go. Idempotent."""
+        for name in list(sys.modules):
+            if name == self.package or name.startswith(self._prefix):
+                sys.modules.pop(name, None)
+
+    def import_(
+        self,
+        name: str,
+        globals: Mapping[str, object] | None = None,
+        locals: Mapping[str, object] | None = None,
+        fromlist: Sequence[str] = (),
+        level: int = 0,
+    ) -> ModuleType:
+        """What an import statement of its code calls: as ``builtins.__import__``."""
+        # An empty list is how C code asks (PyImport_Import): a library's code that runs on behalf of the model, say an
+        # unpickler. It means the environment's modules, and what is not there is found by the model's plain names.
+        by_library = type(fromlist) is list and not fromlist
+        try:
+            if level or by_library:
+                return builtins.__import__(name, globals, locals, fromlist, level)
+            top = name.partition(".")[0]
+            if self._is_own_module(top):
+                return self._import_own(name, top, fromlist)
+            return self._import_other(name, top, fromlist)
+        except ModuleNotFoundError as error:
+            if error.name is not None and error.name.startswith(self._prefix):
+                error.msg = error.msg.replace(self._prefix, "")
+                error.name = error.name.removeprefix(self._prefix)
+            raise
+
+    def module(self, name: str) -> ModuleType:
+        return self.import_(name, fromlist=("__name__",))
+
+    def own_module(self, name: str) -> ModuleType | None:
+        try:
+            return builtins.__import__(self._prefix + name, fromlist=("__name__",))
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{self._prefix}{name}.".startswith(f"{error.name}."):
+                raise
+            return None
+
+    def _is_own_module(self, top: str) -> bool:
+        known = self._is_own.get(top)
+        if known is not None:
+            return known
+        spec = self.find_spec(self._prefix + top, self.folders)
+        # A folder without Python files of its own may be anything (data/, jax/): it is a package only if there is no other.
+        if spec is None or not spec.has_location:
+            return False
+        self._is_own[top] = True
+        return True
+
+    def _import_own(self, name: str, top: str, fromlist: Sequence[str]) -> ModuleType:
+        module = builtins.__import__(self._prefix + name, fromlist=fromlist)
+        return module if fromlist else sys.modules[self._prefix + top]
+
+    def _import_other(self, name: str, top: str, fromlist: Sequence[str]) -> ModuleType:
+        try:
+            if top in HIDDEN or isinstance(sys.modules.get(top), PlainName):
+                raise ModuleNotFoundError(f"No module named {name!r}", name=top)
+            module = builtins.__import__(name, fromlist=fromlist)
+        except ModuleNotFoundError as error:
+            if error.name != top or self.find_spec(self._prefix + top, self.folders) is None:
+                raise
+        else:
+            self._is_own[top] = False
+            return module
+        module = self._import_own(name, top, fromlist)
+        self._is_own[top] = True
+        return module
+
+    def find_spec(self, name: str, path: Sequence[str]) -> ModuleSpec | None:
+        """A module of the package by its full name, in these folders."""
+        portions: list[str] = []
+        for folder in path:
+            spec = self._finder(folder).find_spec(name)
+            if spec is not None and spec.loader is not None:
+                return spec
+            if spec is not None:
+                portions += spec.submodule_search_locations or ()
+        if not portions:
+            return None
+        namespace = ModuleSpec(name, None, is_package=True)
+        namespace.submodule_search_locations = portions
+        return namespace
+
+    def _finder(self, folder: str) -> FileFinder:
+        finder = self._finders.get(folder)
+        if finder is None:
+            finder = self._finders[folder] = FileFinder(
+                folder,
+                (ExtensionFileLoader, EXTENSION_SUFFIXES),
+                (functools.partial(SourceLoader, self._builtins), SOURCE_SUFFIXES),  # type: ignore[arg-type]
+                (functools.partial(BytecodeLoader, self._builtins), BYTECODE_SUFFIXES),  # type: ignore[arg-type]
+            )
+        return finder
+
+    def __repr__(self) -> str:
+        return f"<ModelImports {self.package}>"
+
+
+class OwnModules:
+    """Finds the modules of models' packages; the first on ``sys.meta_path``, because it alone gives them their builtins."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        imports = ModelImports.of(name.partition(".")[0])
+        return None if path is None or imports is None else imports.find_spec(name, path)

@@ -1,0 +1,107 @@
+"""A thread that runs one instance of a model: one that is not jitted, so that it stalls nobody when it sleeps, or one of several.
+
+    loop ── Execution ──▶ thread: status page, run, status page ──▶ inbox: ``done(execution)`` on the loop
+
+The model's ``initialize``, ``execute`` and ``close`` all happen in that thread, as in a process of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+from shm.status_page import StatusPage
+from workers.models.execution import Execution, Model, run
+from workers.programs.run_errors import CheckDevice, works
+from workers.threads.inbox import Inbox
+
+
+class Instantiated(Model, Protocol):
+    """A model that lives in an instance's thread."""
+
+    def initialize(self) -> None:
+        """Raises whatever the model raises."""
+
+    def close(self) -> None:
+        """Ends the model; raises nothing."""
+
+
+class Instance:
+    """One execution thread. ``busy`` and ``desk`` belong to the worker's loop."""
+
+    def __init__(
+        self,
+        name: str,
+        create: Callable[[], Instantiated],
+        inbox: Inbox,
+        page: StatusPage,
+        warm: Callable[[Instantiated], None] | None = None,
+        check: CheckDevice = works,
+    ) -> None:
+        """``warm`` is called with the initialised model before the instance counts as started. ``check``: of its device."""
+        self._check = check
+        self._warm = warm
+        self._inbox = inbox
+        self._page = page
+        self._jobs: queue.SimpleQueue[tuple[Execution, Callable[[Execution], None]] | Callable[[], None]] = (
+            queue.SimpleQueue()
+        )
+        self._create = create
+        self._started = threading.Event()
+        self._failure: BaseException | None = None
+        #: Between ``run`` and its ``done``.
+        self.busy = False
+        #: Where on the status page it notes what it runs.
+        self.desk = 0
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Returns once the model is initialised and warm. Raises whatever it raised."""
+        self._thread.start()
+        self._started.wait()
+        if self._failure is not None:
+            self._thread.join()
+            raise self._failure
+
+    def run(self, execution: Execution, done: Callable[[Execution], None]) -> None:
+        """Runs a batch there; ``done`` is called on the loop."""
+        self._jobs.put((execution, done))
+
+    def close(self, closed: Callable[[], None]) -> None:
+        """Ends the model and the thread after what was given to it; ``closed`` is called on the loop."""
+        self._jobs.put(closed)
+
+    def _main(self) -> None:
+        try:
+            model = self._create()
+            model.initialize()
+            if self._warm is not None:
+                self._warm(model)
+        except BaseException as error:  # a model may call sys.exit() as well
+            self._failure = error
+            return
+        finally:
+            self._started.set()
+        while True:
+            job = self._jobs.get()
+            if not isinstance(job, tuple):
+                model.close()
+                self._inbox.post(job)
+                return
+            execution, done = job
+            self._page.begin(
+                self.desk, [(request.submitter.peer, request.request_id) for request in execution.requests]
+            )
+            try:
+                run(model, execution, self._check)
+            finally:
+                self._page.end(self.desk)
+            self._inbox.post(functools.partial(done, execution))
+            # An idle thread keeps nothing of its last requests: a client's region stays mapped as long as an array of it lives.
+            del job, execution, done
+
+    def __repr__(self) -> str:
+        return f"<Instance {self._thread.name} {'busy' if self.busy else 'free'}>"

@@ -1,0 +1,82 @@
+"""The model versions of this worker by name and number. Belongs to the worker's loop.
+
+A version that is loaded again replaces the one before it in one step: requests that came before finish on the old one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from shm.errors import NotFound
+from workers.models.model_version import ModelVersion
+
+
+class ModelTable:
+    """Versions that take requests, and those that finish theirs."""
+
+    def __init__(self) -> None:
+        self._serving: dict[tuple[str, int], ModelVersion] = {}
+        #: (name, 0) is the newest version: what a request without a version gets.
+        self._found: dict[tuple[str, int], ModelVersion] = {}
+        self._draining: list[ModelVersion] = []
+        #: How often anything was added or removed.
+        self.changes = 0
+
+    def __iter__(self) -> Iterator[ModelVersion]:
+        yield from self._serving.values()
+
+    def add(self, version: ModelVersion) -> None:
+        """From now on requests find it; a version it replaces drains."""
+        old = self._serving.pop((version.name, version.version), None)
+        self._serving[version.name, version.version] = version
+        self._index(version.name)
+        if old is not None:
+            version.statistics.succeed(old.statistics)
+            self._drain(old, version.statistics.inherit)
+
+    def remove(self, name: str, number: int, done: Callable[[], None]) -> None:
+        """No request finds it any more; ``done`` is called when its last one is answered and it is gone."""
+        version = self._serving.pop((name, number), None)
+        if version is None:
+            done()
+            return
+        self._index(name)
+        self._drain(version, done)
+
+    def discard(self, version: ModelVersion) -> None:
+        """Ends a version that was never added."""
+        self._drain(version, lambda: None)
+
+    def find(self, name: str, number: int) -> ModelVersion:
+        """Raises NotFound. ``number`` 0 is the newest."""
+        version = self._found.get((name, number))
+        if version is not None:
+            return version
+        if (name, 0) in self._found:
+            raise NotFound(f"Request for unknown model: '{name}' version {number} is not found")
+        raise NotFound(f"Request for unknown model: '{name}' is not found")
+
+    def settle(self) -> None:
+        """Moves draining versions on; called once a turn."""
+        if self._draining:
+            self._draining = [version for version in self._draining if not version.settle()]
+
+    @property
+    def draining(self) -> int:
+        """Versions that are not gone yet."""
+        return len(self._draining)
+
+    def _drain(self, version: ModelVersion, done: Callable[[], None]) -> None:
+        version.drain(done)
+        self._draining.append(version)
+
+    def _index(self, name: str) -> None:
+        self.changes += 1
+        self._found = {key: version for key, version in self._found.items() if key[0] != name}
+        versions = {key: version for key, version in self._serving.items() if key[0] == name}
+        self._found.update(versions)
+        if versions:
+            self._found[name, 0] = versions[max(versions)]
+
+    def __repr__(self) -> str:
+        return f"<ModelTable {sorted(self._serving)}, {len(self._draining)} draining>"

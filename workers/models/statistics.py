@@ -1,0 +1,250 @@
+"""What one model version did, counted from its requests themselves, in the shape of Triton's statistics extension.
+
+A refused request counts nowhere. Source: Triton docs/protocol/extension_statistics.md.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from shm.figures import Counts
+from shm.refusals import Refusal
+from workers.models.execution import Execution
+from workers.requests.request import Request
+
+
+class Turns(NamedTuple):
+    """Requests that were answered well outside of Python (``workers.dispatch.fast_path``)."""
+
+    answered: int
+    rows: int
+    #: How often the model was applied.
+    runs: int
+    request_ns: int
+    queue_ns: int
+    copied_byte_size: int
+    #: Input, infer and output of each run, once for each of its requests.
+    compute_ns: tuple[int, int, int]
+    #: Runs of one request, and what they took.
+    single_runs: int
+    single_ns: int
+    #: Batch size, how often the model was applied to such a batch, and input, infer and output of each run once.
+    batches: list[tuple[int, int, int, int, int]]
+
+
+class Failure(enum.Enum):
+    """Why a request failed, as Triton's metrics tell it."""
+
+    #: It waited longer than it may.
+    REJECTED = "REJECTED"
+    #: Its client gave it up.
+    CANCELED = "CANCELED"
+    #: The model, or its executable.
+    BACKEND = "BACKEND"
+    #: It ran, and its answer could not be given: a client's region is gone, say.
+    OTHER = "OTHER"
+
+
+class Duration:
+    """How often and how long."""
+
+    __slots__ = ("count", "ns")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.ns = 0
+
+    def add(self, ns: int) -> None:
+        self.count += 1
+        self.ns += ns
+
+
+class BatchStatistics:
+    """Executions of one batch size. Plain numbers, because they are counted with every batch."""
+
+    __slots__ = ("count", "infer_ns", "input_ns", "output_ns")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.input_ns = 0
+        self.infer_ns = 0
+        self.output_ns = 0
+
+
+class ModelStatistics:
+    """One per model version on one worker; belongs to the loop."""
+
+    def __init__(self, name: str, version: int) -> None:
+        self._name = name
+        self._version = version
+        #: When what ``counts`` tells began.
+        self.began_ns = time.monotonic_ns()
+        #: Of the load before this one, and what it came to once it was over.
+        self._former: ModelStatistics | None = None
+        self._inherited = Counts()
+        #: Requests that were answered well, and what all of them took together.
+        self.success_count = 0
+        self.request_ns = 0
+        self.queue_ns = 0
+        self.compute_input_ns = 0
+        self.compute_infer_ns = 0
+        self.compute_output_ns = 0
+        self.fail = Duration()
+        #: The same requests by reason.
+        self.failures: Counter[Failure] = Counter()
+        #: Requests that got 503 for want of room: they are in no statistics, as in Triton, but in metrics.
+        self.refused: Counter[Refusal] = Counter()
+        self.inference_count = 0
+        self.execution_count = 0
+        #: Since 1970; 0: never.
+        self.last_inference_ms = 0
+        #: Bytes of tensors that the worker copied (docs/data-plane.md): not in Triton's answer, but in ours.
+        self.copied_byte_size = 0
+        self._batches: dict[int, BatchStatistics] = {}
+
+    def executed(self, execution: Execution, failed: Mapping[Request, Failure], now_ns: int) -> None:
+        """Counts a batch whose answers are placed (or wait for room); ``failed`` are its requests that got an error, and why."""
+        began, gathered, computed = execution.began_ns, execution.gathered_ns, execution.computed_ns
+        answered: Sequence[Request] = execution.requests
+        if failed:
+            for request in failed:
+                self.fail.add(now_ns - request.arrived_ns)
+            self.failures.update(failed.values())
+            answered = [request for request in answered if request not in failed]
+        good = len(answered)
+        if not good:
+            return
+        if good == 1:
+            request = answered[0]
+            rows, arrived_ns = request.rows, request.arrived_ns
+            # One that arrived while this began has not waited.
+            waited_ns = max(0, began - arrived_ns)
+        else:
+            rows = sum([request.rows for request in answered])
+            arrived = [request.arrived_ns for request in answered]
+            arrived_ns = sum(arrived)
+            waited_ns = good * began - (
+                arrived_ns if max(arrived) <= began else sum([min(ns, began) for ns in arrived])
+            )
+        input_ns, infer_ns, output_ns, runs = gathered - began, computed - gathered, now_ns - computed, execution.runs
+        self.success_count += good
+        self.request_ns += good * now_ns - arrived_ns
+        self.queue_ns += waited_ns
+        # As in Triton every request of a batch waited for the whole batch.
+        self.compute_input_ns += input_ns * good
+        self.compute_infer_ns += infer_ns * good
+        self.compute_output_ns += output_ns * good
+        self.inference_count += rows
+        self.execution_count += runs
+        self.last_inference_ms = time.time_ns() // 1_000_000
+        self.copied_byte_size += execution.copied_byte_size
+        self._count_batches(rows // runs, runs, input_ns, infer_ns, output_ns)
+
+    def _count_batches(self, size: int, count: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
+        batch = self._batches.get(size)
+        if batch is None:
+            batch = self._batches[size] = BatchStatistics()
+        batch.count += count
+        batch.input_ns += input_ns
+        batch.infer_ns += infer_ns
+        batch.output_ns += output_ns
+
+    def add(self, turns: Turns) -> None:
+        """Adds what was counted outside of Python, of requests none of which failed."""
+        self.success_count += turns.answered
+        self.request_ns += turns.request_ns
+        self.queue_ns += turns.queue_ns
+        input_ns, infer_ns, output_ns = turns.compute_ns
+        self.compute_input_ns += input_ns
+        self.compute_infer_ns += infer_ns
+        self.compute_output_ns += output_ns
+        self.inference_count += turns.rows
+        self.execution_count += turns.runs
+        self.last_inference_ms = time.time_ns() // 1_000_000
+        self.copied_byte_size += turns.copied_byte_size
+        for size, count, input_ns, infer_ns, output_ns in turns.batches:
+            self._count_batches(size, count, input_ns, infer_ns, output_ns)
+
+    def copied(self, byte_size: int) -> None:
+        """Counts what was copied for one request alone."""
+        self.copied_byte_size += byte_size
+
+    def failed(self, lasted_ns: int) -> None:
+        """Counts a request that was queued and never ran: its time was up."""
+        self.fail.add(lasted_ns)
+        self.failures[Failure.REJECTED] += 1
+
+    def succeed(self, former: ModelStatistics) -> None:
+        """This load replaces another one, which finishes what it has: what is counted there counts here as well."""
+        self._former, self.began_ns = former, former.began_ns
+
+    def inherit(self) -> None:
+        """The other one has ended."""
+        if self._former is not None:
+            self._inherited, self._former = self._former.counts(), None
+
+    def counts(self) -> Counts:
+        """What metrics show of it: since the first of the loads that replaced each other."""
+        former = self._inherited if self._former is None else self._former.counts()
+        return former + Counts(
+            success=self.success_count,
+            rejected=self.failures[Failure.REJECTED],
+            canceled=self.failures[Failure.CANCELED],
+            backend=self.failures[Failure.BACKEND],
+            other=self.failures[Failure.OTHER],
+            inference=self.inference_count,
+            execution=self.execution_count,
+            request_ns=self.request_ns,
+            queue_ns=self.queue_ns,
+            compute_input_ns=self.compute_input_ns,
+            compute_infer_ns=self.compute_infer_ns,
+            compute_output_ns=self.compute_output_ns,
+            copied_byte_size=self.copied_byte_size,
+            queue_full=self.refused[Refusal.QUEUE_FULL],
+            compiling=self.refused[Refusal.COMPILING],
+            answer_room=self.refused[Refusal.ANSWER_ROOM],
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """One entry of ``model_stats``."""
+        good, never = self.success_count, _duration(0, 0)
+        return {
+            "name": self._name,
+            "version": str(self._version),
+            "last_inference": self.last_inference_ms,
+            "inference_count": self.inference_count,
+            "execution_count": self.execution_count,
+            "inference_stats": {
+                "success": _duration(good, self.request_ns),
+                "fail": _duration(self.fail.count, self.fail.ns),
+                "queue": _duration(good, self.queue_ns),
+                "compute_input": _duration(good, self.compute_input_ns),
+                "compute_infer": _duration(good, self.compute_infer_ns),
+                "compute_output": _duration(good, self.compute_output_ns),
+                "cache_hit": never,
+                "cache_miss": never,
+            },
+            "response_stats": {},
+            "batch_stats": [
+                {
+                    "batch_size": size,
+                    "compute_input": _duration(batch.count, batch.input_ns),
+                    "compute_infer": _duration(batch.count, batch.infer_ns),
+                    "compute_output": _duration(batch.count, batch.output_ns),
+                }
+                for size, batch in sorted(self._batches.items())
+            ],
+            "memory_usage": [],
+            "copied_byte_size": self.copied_byte_size,
+        }
+
+    def __repr__(self) -> str:
+        return f"<ModelStatistics {self._name}:{self._version} {self.success_count} ok, {self.fail.count} failed>"
+
+
+def _duration(count: int, ns: int) -> dict[str, int]:
+    return {"count": count, "ns": ns}

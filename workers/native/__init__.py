@@ -1,0 +1,1 @@
+"""What is written in C, with its faces in Python; without a compiler the worker does without."""

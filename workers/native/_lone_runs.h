@@ -1,0 +1,139 @@
+/* Large requests, each of which is run by itself: its tensors stay where they lie, in arenas.
+ *
+ *     FormSubmit ─▶ (place or bytes, ...) ─▶ plan->alone (workers/dispatch/lone_run.py) ─▶ lease, small outputs ─▶ FormCompletion
+ *
+ * What is called returns (segment, offset, generation, [small output, ...]), without a lease if the segment is -1, or None: that
+ * request is Python's affair.
+ */
+
+#ifndef TENSORD_LONE_RUNS_H
+#define TENSORD_LONE_RUNS_H
+
+#include "_lanes.h"
+
+/* Instead of a stack: in the lease. */
+#define LEASED (-1)
+
+/* ``inputs``: sizes; ``outputs``: (stack, start, size) each, where stack LEASED is the lease. */
+static int read_lone_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan) {
+    plan->inputs = (int)PyTuple_Size(inputs);
+    plan->outputs = plan->inside = (int)PyTuple_Size(outputs);
+    if (plan->inputs > MAX_TENSORS || plan->outputs > MAX_TENSORS || plan->rows < 1 || plan->rows > MAX_ROWS)
+        return refuse("too many tensors, too many rows, or none");
+    for (int i = 0; i < plan->inputs; i++) {
+        Py_ssize_t size = PyLong_AsSsize_t(PyTuple_GetItem(inputs, i));
+        if (size < 0)
+            return PyErr_Occurred() ? -1 : refuse("an input of fewer than no bytes");
+        plan->input[i].size = (size_t)size;
+    }
+    plan->answer_size = FORM_COMPLETION_HEAD + LEASE_SIZE;
+    for (int i = 0; i < plan->outputs; i++) {
+        output_t *output = &plan->output[i];
+        Py_ssize_t start, size;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(outputs, i), "inn", &output->stack, &start, &size))
+            return -1;
+        if (output->stack < LEASED || start < 0 || size < 0)
+            return refuse("an output begins nowhere");
+        output->start = (size_t)start;
+        output->size = (size_t)size;
+        if (output->stack == LEASED) {
+            plan->answer_size += SLICE_SIZE;
+        } else {
+            plan->answer_size += BIN_HEAD + output->size;
+            plan->copied += output->size;
+        }
+    }
+    return plan->answer_size > MAX_ANSWER ? refuse("an answer does not fit into a datagram") : 0;
+}
+
+/* What a request's record says of its tensors: (segment, offset), or bytes, which are copied. */
+static PyObject *places_of(const request_t *request, uint64_t *copied) {
+    reader_t reader = {request->record, request->record + request->size};
+    form_submit_t record;
+    if (read_form_submit(&reader, &record)) {
+        PyErr_SetString(PyExc_ValueError, "the record has changed");
+        return NULL;
+    }
+    PyObject *places = PyTuple_New((Py_ssize_t)record.count);
+    for (uint64_t i = 0; places != NULL && i < record.count; i++) {
+        PyObject *one = record.contents[i] == NULL
+                            ? Py_BuildValue("KK", record.places[i].segment, record.places[i].offset)
+                            : PyBytes_FromStringAndSize((const char *)record.contents[i], (Py_ssize_t)record.sizes[i]);
+        *copied += record.contents[i] == NULL ? 0 : record.sizes[i];
+        if (one == NULL || PyTuple_SetItem(places, (Py_ssize_t)i, one))
+            Py_CLEAR(places);
+    }
+    return places;
+}
+
+/* Writes the answer behind those that wait to be sent. 0: it is; else nothing was. */
+static int answer_alone(const request_t *request, PyObject *made) {
+    long long segment;
+    unsigned long long offset, generation;
+    PyObject *inside;
+    if (!PyArg_ParseTuple(made, "LKKO!", &segment, &offset, &generation, &PyList_Type, &inside))
+        return -1;
+    Py_buffer stacks[MAX_TENSORS];
+    Py_ssize_t open = 0, given = PyList_Size(inside);
+    const plan_t *plan = request->plan;
+    int wrong = given > MAX_TENSORS;
+    while (!wrong && open < given) {
+        wrong = PyObject_GetBuffer(PyList_GetItem(inside, open), &stacks[open], PyBUF_SIMPLE);
+        open += !wrong;
+    }
+    for (int i = 0; i < plan->outputs && !wrong; i++) {
+        const output_t *output = &plan->output[i];
+        if (output->stack == LEASED)
+            wrong = segment < 0;
+        else
+            wrong = output->stack >= given || output->start + output->size > (size_t)stacks[output->stack].len;
+    }
+    if (!wrong) {
+        lane_t *lane = request->lane;
+        unsigned char *at = lane->answer + lane->filled;
+        at = write_form_completion(at, request->id, plan->form, plan->outputs, segment >= 0);
+        for (int i = 0; i < plan->outputs; i++) {
+            const output_t *output = &plan->output[i];
+            if (output->stack == LEASED) {
+                at = write_slice(at, (uint64_t)segment, offset + output->start, output->size);
+                continue;
+            }
+            at = write_bin_head(at, output->size);
+            memcpy(at, (const char *)stacks[output->stack].buf + output->start, output->size);
+            at += output->size;
+        }
+        if (segment >= 0)
+            at = write_lease(at, (uint64_t)segment, offset, generation);
+        lane->filled = (size_t)(at - lane->answer);
+        lane->answers++;
+    }
+    while (open-- > 0)
+        PyBuffer_Release(&stacks[open]);
+    return wrong;
+}
+
+/* Leases that are given back, as their records have come. 0: all of them were on loan; else none is taken back. */
+static int take_back(lane_t *lane, const reader_t *records, size_t count) {
+    size_t size = DATAGRAM_HEAD;
+    for (size_t n = 0; n < count; n++)
+        size += (size_t)(records[n].end - records[n].at);
+    PyObject *datagram = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)size);
+    if (datagram != NULL) {
+        unsigned char *at = (unsigned char *)PyBytes_AsString(datagram);
+        write_datagram_head(at, count);
+        at += DATAGRAM_HEAD;
+        for (size_t n = 0; n < count; n++) {
+            size_t one = (size_t)(records[n].end - records[n].at);
+            memcpy(at, records[n].at, one);
+            at += one;
+        }
+    }
+    PyObject *taken = datagram == NULL ? NULL : PyObject_CallFunctionObjArgs(lane->take_back, datagram, NULL);
+    Py_XDECREF(datagram);
+    if (taken == NULL)
+        PyErr_Clear();
+    Py_XDECREF(taken);
+    return taken == NULL;
+}
+
+#endif

@@ -1,0 +1,250 @@
+/* What the fast path knows (workers/dispatch/fast_path.py says it): of each form of a lane a plan, and for all plans whose requests can
+ * share a run the batch they belong to, with its programs.
+ *
+ *     lane ─▶ plan of form 0, 1, ...      where inputs go and outputs lie
+ *               ╰─▶ batch                 one load of a version, one shape
+ *                     ╰─▶ programs        by the number of rows that wait
+ */
+
+#ifndef TENSORD_PLANS_H
+#define TENSORD_PLANS_H
+
+#include <Python.h>
+
+#include "_records.h"
+
+#define MAX_FORMS 1024
+/* Rows of one run; as many have room on a desk of the status page. */
+#define MAX_ROWS 128
+#define MAX_FDS 4
+
+typedef struct {
+    char *address;
+    /* From one row to the next. */
+    size_t stride;
+} argument_t;
+
+typedef struct {
+    PyObject *run;
+    int rows, count;
+    /* Whether the rows that nobody fills become zero. */
+    int clears;
+    argument_t arguments[MAX_TENSORS];
+} program_t;
+
+typedef struct {
+    uint64_t runs, ns[3];
+} size_figures_t;
+
+/* What workers/models/statistics.py counts, of requests that were answered well. */
+typedef struct {
+    uint64_t answered, rows, runs, request_ns, queue_ns, copied;
+    /* Input, infer and output of each run, once for each of its requests. */
+    uint64_t compute_ns[3];
+    /* Runs of one request, and what they took. */
+    uint64_t single_runs, single_ns;
+    /* By the size of the batch that the model saw. */
+    size_figures_t sizes[MAX_ROWS + 1];
+} figures_t;
+
+typedef struct {
+    PyObject *owner;
+    int plans;
+    uint64_t most_waiting;
+    /* Whether a run applies the model to each request by itself. */
+    int series;
+    /* By the number of rows that wait, less one; without a program: Python's affair. */
+    int most;
+    int programs[MAX_ROWS];
+    int made;
+    program_t *program;
+    figures_t figures;
+} batch_t;
+
+typedef struct {
+    int argument;
+    size_t size;
+    const char *region; /* NULL: in the record */
+} input_t;
+
+typedef struct {
+    int stack;
+    /* Of the first row of a run; from one row to the next; of the whole request. */
+    size_t start, step, size;
+    char *region; /* NULL: into the record */
+} output_t;
+
+typedef struct {
+    batch_t *batch;
+    int rows, inputs, outputs, inside;
+    /* A run of it went wrong once: it is not tried again. */
+    int failed;
+    uint64_t form;
+    input_t input[MAX_TENSORS];
+    output_t output[MAX_TENSORS];
+    size_t answer_size, copied;
+    PyObject *intact; /* NULL: no regions */
+    /* Runs one large request by itself, see _lone_runs.h. NULL: requests are gathered. */
+    PyObject *alone;
+} plan_t;
+
+static void drop_batch(batch_t *batch) {
+    if (--batch->plans > 0)
+        return;
+    for (int i = 0; i < batch->made; i++)
+        Py_XDECREF(batch->program[i].run);
+    Py_XDECREF(batch->owner);
+    PyMem_Free(batch->program);
+    PyMem_Free(batch);
+}
+
+static void drop_plan(plan_t **place) {
+    plan_t *plan = *place;
+    *place = NULL;
+    if (plan == NULL)
+        return;
+    if (plan->batch != NULL)
+        drop_batch(plan->batch);
+    Py_XDECREF(plan->intact);
+    Py_XDECREF(plan->alone);
+    PyMem_Free(plan);
+}
+
+static int refuse(const char *reason) {
+    PyErr_SetString(PyExc_ValueError, reason);
+    return -1;
+}
+
+/* (run, rows, clears, ((address, stride), ...)) */
+static int read_program(PyObject *given, program_t *program) {
+    PyObject *run, *arguments;
+    if (!PyArg_ParseTuple(given, "OipO!", &run, &program->rows, &program->clears, &PyTuple_Type, &arguments))
+        return -1;
+    program->count = (int)PyTuple_Size(arguments);
+    if (program->count > MAX_TENSORS || program->rows < 1 || program->rows > MAX_ROWS)
+        return refuse("a program has too many arguments, too many rows, or none");
+    for (int i = 0; i < program->count; i++) {
+        unsigned long long address;
+        Py_ssize_t stride;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(arguments, i), "Kn", &address, &stride))
+            return -1;
+        program->arguments[i] = (argument_t){(char *)(uintptr_t)address, (size_t)stride};
+    }
+    Py_INCREF(run);
+    program->run = run;
+    return 0;
+}
+
+/* ``programs``: each one once; ``by_rows``: which of them, by the rows that wait, or -1. */
+static int read_batch(batch_t *batch, PyObject *programs, PyObject *by_rows) {
+    Py_ssize_t made = PyTuple_Size(programs), most = PyTuple_Size(by_rows);
+    if (most < 1 || most > MAX_ROWS)
+        return refuse("programs for too many rows, or for none");
+    batch->program = PyMem_Calloc((size_t)made + 1, sizeof(program_t));
+    if (batch->program == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (; batch->made < (int)made; batch->made++)
+        if (read_program(PyTuple_GetItem(programs, batch->made), &batch->program[batch->made]))
+            return -1;
+    for (batch->most = 0; batch->most < (int)most; batch->most++) {
+        long number = PyLong_AsLong(PyTuple_GetItem(by_rows, batch->most));
+        if (number == -1 && PyErr_Occurred())
+            return -1;
+        if (number >= made)
+            return refuse("there is no such program");
+        batch->programs[batch->most] = number < 0 ? -1 : (int)number;
+    }
+    return 0;
+}
+
+static batch_t *make_batch(PyObject *owner, unsigned long long most_waiting, int series, PyObject *programs, PyObject *by_rows) {
+    batch_t *batch = PyMem_Calloc(1, sizeof(batch_t));
+    if (batch == NULL)
+        return (batch_t *)PyErr_NoMemory();
+    Py_INCREF(owner);
+    batch->owner = owner;
+    batch->most_waiting = most_waiting;
+    batch->series = series;
+    if (read_batch(batch, programs, by_rows)) {
+        drop_batch(batch);
+        return NULL;
+    }
+    return batch;
+}
+
+/* An input's bytes lie in a program's argument one row behind the other, or there is one row. */
+static int fits(const plan_t *plan, const input_t *input) {
+    for (int i = 0; i < plan->batch->made; i++) {
+        const program_t *program = &plan->batch->program[i];
+        if (input->argument < 0 || input->argument >= program->count)
+            return 0;
+        size_t stride = program->arguments[input->argument].stride;
+        if (plan->rows == 1 ? input->size > stride : input->size != stride * (size_t)plan->rows)
+            return 0;
+    }
+    return 1;
+}
+
+/* ``inputs``: (argument, size, address) each; ``outputs``: (stack, start, step, size, address) each. Address 0: in the record. */
+static int read_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan) {
+    unsigned long long address;
+    Py_ssize_t start, step, size;
+    plan->inputs = (int)PyTuple_Size(inputs);
+    plan->outputs = (int)PyTuple_Size(outputs);
+    if (plan->inputs > MAX_TENSORS || plan->outputs > MAX_TENSORS || plan->rows < 1)
+        return refuse("too many tensors, or no rows");
+    for (int i = 0; i < plan->inputs; i++) {
+        input_t *input = &plan->input[i];
+        if (!PyArg_ParseTuple(PyTuple_GetItem(inputs, i), "inK", &input->argument, &size, &address))
+            return -1;
+        input->size = (size_t)size;
+        input->region = (const char *)(uintptr_t)address;
+        plan->copied += input->size;
+        if (!fits(plan, input))
+            return refuse("an input does not fit into a program");
+    }
+    plan->answer_size = FORM_COMPLETION_HEAD;
+    for (int i = 0; i < plan->outputs; i++) {
+        output_t *output = &plan->output[i];
+        if (!PyArg_ParseTuple(PyTuple_GetItem(outputs, i), "innnK", &output->stack, &start, &step, &size, &address))
+            return -1;
+        if (output->stack < 0 || start < 0 || step < 0 || size < 0 || (plan->rows > 1 && size != step * plan->rows))
+            return refuse("an output begins nowhere");
+        output->start = (size_t)start;
+        output->step = (size_t)step;
+        output->size = (size_t)size;
+        output->region = (char *)(uintptr_t)address;
+        plan->copied += output->size;
+        if (output->region == NULL) {
+            plan->inside++;
+            plan->answer_size += BIN_HEAD + output->size;
+        }
+    }
+    return plan->answer_size > MAX_ANSWER ? refuse("an answer does not fit into a datagram") : 0;
+}
+
+/* What was done since the last time, and then nothing. */
+static PyObject *take_figures(batch_t *batch) {
+    figures_t *made = &batch->figures;
+    PyObject *sizes = PyList_New(0);
+    for (int size = 1; sizes != NULL && size <= MAX_ROWS; size++) {
+        size_figures_t *one = &made->sizes[size];
+        if (one->runs == 0)
+            continue;
+        PyObject *found = Py_BuildValue("iKKKK", size, one->runs, one->ns[0], one->ns[1], one->ns[2]);
+        if (found == NULL || PyList_Append(sizes, found))
+            Py_CLEAR(sizes);
+        Py_XDECREF(found);
+    }
+    if (sizes == NULL)
+        return NULL;
+    PyObject *found = Py_BuildValue("OKKKKKK(KKK)KKN", batch->owner, made->answered, made->rows, made->runs, made->request_ns,
+                                    made->queue_ns, made->copied, made->compute_ns[0], made->compute_ns[1], made->compute_ns[2],
+                                    made->single_runs, made->single_ns, sizes);
+    memset(made, 0, sizeof *made);
+    return found;
+}
+
+#endif

@@ -1,0 +1,1 @@
+"""Compiled programs: made, kept, stored, chosen and run."""

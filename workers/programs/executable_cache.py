@@ -1,0 +1,144 @@
+"""Compiled executables on disk, so that a second start neither traces nor compiles.
+
+    <key>.executable    whole executables as JAX serialises them: pickle of (single thread?, payload, input tree, output tree)
+    <digest>.program    what JAX's own persistent cache keeps, which spares XLA's work but not the tracing (``jax_cache``)
+
+On which of a worker's devices a program runs stands in its entry, because it is decided by what only its compilation tells.
+
+A pickle is code, and so is a compiled program: both are only ever read from a directory and from files that nobody else can have
+written (``cache_directory``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import pickle
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jaxlib.version
+from jax.experimental import serialize_executable
+
+from workers.devices.device_cpu import thread_count
+from workers.programs.cache_directory import CacheDirectory
+from workers.programs.gpu_versions import gpu_versions
+from workers.programs.jax_cache import JaxCache
+from workers.programs.placement import CompiledProgram, Placement
+from workers.programs.small_programs import SmallPrograms
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def cache_directory(configured: str) -> CacheDirectory | None:
+    """The directory for executables, this user's alone; None, with a warning, where there can be none.
+
+    Args:
+      configured: ``executables.cache_directory``; "" means systemd's cache directory, else the user's.
+    """
+    if configured:
+        path = Path(configured)
+    elif systemd := os.environ.get("CACHE_DIRECTORY"):
+        path = Path(systemd.split(":")[0])
+    else:
+        path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "tensord")
+    try:
+        return CacheDirectory(path.expanduser())
+    except (OSError, RuntimeError) as error:
+        _log.warning("executables are not cached: directory %s cannot be used: %s", path, error)
+        return None
+
+
+@functools.cache
+def _platform() -> str:
+    """What an executable depends on besides its program."""
+    device = jax.devices()[0]
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    except OSError:
+        processor = []
+    flags = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
+    threads = thread_count() if device.platform == "cpu" else 0
+    versions = [jax.__version__, jaxlib.version.__version__, *gpu_versions()]
+    return repr((versions, device.platform, device.device_kind, processor, flags, threads))
+
+
+class ExecutableCache:
+    """Executables by the digest of everything they depend on. Used by several threads; the file system orders them."""
+
+    def __init__(self, directory: CacheDirectory | None, programs: JaxCache | None = None) -> None:
+        """``programs``: JAX's own cache, where there is one."""
+        self._directory = directory
+        self._programs = programs
+        #: For tests and operators.
+        self.hits = 0
+        self.misses = 0
+
+    def compile(self, make: Callable[[], T]) -> T:
+        """Runs a compilation whose executable may be stored.
+
+        So JAX's cache must not answer it: what it answered loads, once it was serialised a second time, and then lacks functions
+        when it is run (measured with jaxlib 0.10.2 on CPU).
+        """
+        with self._programs.passed_over() if self._programs is not None else contextlib.nullcontext():
+            return make()
+
+    @staticmethod
+    def key(parts: Iterable[str | bytes]) -> str:
+        """A file name for the executable that those parts, and this platform, determine."""
+        digest = hashlib.sha256(_platform().encode())
+        for part in parts:
+            content = part.encode() if isinstance(part, str) else part
+            digest.update(len(content).to_bytes(8, "little"))
+            digest.update(content)
+        return digest.hexdigest()
+
+    def load(self, key: str, usual: Placement, small: SmallPrograms | None = None) -> CompiledProgram | None:
+        """The executable of that key, or None: also where it is for the single-thread device, and ``small`` has none."""
+        name = _name(key)
+        content = None if self._directory is None else self._directory.read(name)
+        if self._directory is None or content is None:
+            self.misses += 1
+            return None
+        try:
+            single_thread, *program = pickle.loads(content)
+            placement = usual if not single_thread else None if small is None else small.open()
+            found = None if placement is None else CompiledProgram(_loaded(program, placement.device), placement)
+        except Exception as error:  # whatever a stale entry raises, the answer is to compile again
+            self._directory.remove(name, error)
+            self.misses += 1
+            return None
+        if found is None:
+            self.misses += 1
+        else:
+            self.hits += 1
+        return found
+
+    def store(self, key: str, program: CompiledProgram) -> None:
+        """Keeps an executable. What cannot be serialised, or a full disk, only costs the next start."""
+        if self._directory is None:
+            return
+        try:
+            content = pickle.dumps(
+                (program.placement.device is not None, *serialize_executable.serialize(program.call))
+            )
+            self._directory.write(_name(key), content)
+        except Exception as error:
+            _log.info("executable %s is not cached: %s: %s", key, type(error).__name__, error)
+
+
+def _name(key: str) -> str:
+    return f"{key}.executable"
+
+
+def _loaded(program: list[Any], device: jax.Device | None) -> jax.stages.Compiled:
+    where = {} if device is None else {"backend": device.client, "execution_devices": [device]}
+    made: jax.stages.Compiled = serialize_executable.deserialize_and_load(*program, **where)
+    return made

@@ -1,0 +1,76 @@
+"""Where the inputs of several requests are laid side by side for one run of a program.
+
+slots   | request 0: its rows | request 1: its rows | ... | zeros |     one aligned buffer an input
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from shm.arena import ALIGNMENT
+from shm.arrays import Array
+from workers.regions.region_tensor import LateTensor
+from workers.requests.request import Request
+
+
+def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """An uninitialised array that starts at a multiple of ``ALIGNMENT``."""
+    byte_size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    memory = np.empty(byte_size + ALIGNMENT, np.uint8)
+    start = -memory.__array_interface__["data"][0] % ALIGNMENT
+    return memory[start : start + byte_size].view(dtype).reshape(shape)
+
+
+class GatherBuffer:
+    """One input of one program. Used by the execution thread only."""
+
+    __slots__ = ("_bytes", "_name", "_slot_byte_size", "_slots", "array")
+
+    def __init__(self, name: str, slots: int, shape: tuple[int, ...], dtype: np.dtype[Any], lead: bool) -> None:
+        """``slots`` of that shape; ``lead``: whether the program sees them as a first dimension (else there is one)."""
+        self._name = name
+        self._slots = aligned((slots, *shape), dtype)
+        #: The program's argument.
+        self.array = self._slots if lead else self._slots[0]
+        self._slot_byte_size = self._slots.nbytes // slots
+        self._bytes = self._slots.reshape(-1).view(np.uint8).data
+
+    def fill(self, requests: Sequence[Request]) -> int:
+        """Lays out the requests' tensors, a slot for each row; what they leave is zero. Returns the bytes copied."""
+        name, size, flat = self._name, self._slot_byte_size, self._bytes
+        row = at = copied = 0
+        for request in requests:
+            end = at + request.rows * size
+            content = None if request.contents is None else request.contents[name]
+            # The very bytes, unless the shape is padded: then there are fewer.
+            if isinstance(content, (bytes, memoryview)) and len(content) == end - at:
+                flat[at:end] = content
+                copied += end - at
+            else:
+                array = request.arrays[name]
+                copy_into(self._slots[row : row + request.rows], array)
+                copied += array.nbytes
+            row += request.rows
+            at = end
+        if row < len(self._slots):
+            self._slots[row:] = 0
+        return copied
+
+    def __repr__(self) -> str:
+        return f"<GatherBuffer {self._name!r} {self.array.dtype}{list(self.array.shape)}>"
+
+
+def copy_into(part: Array, array: Array) -> None:
+    """One copy; what the array does not cover becomes zero. Without a batch dimension the array is the part's one slot."""
+    if len(array.shape) < part.ndim:
+        part = part[0]
+    if array.shape != part.shape:
+        part[...] = 0
+        part[tuple(map(slice, array.shape))] = np.asarray(array)
+    elif isinstance(array, LateTensor):
+        array.copy_into(part)
+    else:
+        part[...] = array

@@ -1,0 +1,51 @@
+"""What is said of a run that failed, beyond that it did: the device is lost, or had no memory left for it.
+
+Whatever a model raises may come of its device, at the call as well as when its outputs are waited for, and in a thread of its own
+as well as on the loop: so the device is asked after every failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from shm.errors import Unavailable
+from workers.requests.request import Request
+
+#: Asks whether the device works. Raises DeviceLost: it does not, and will not again in this process.
+CheckDevice = Callable[[], None]
+_EXHAUSTED = "RESOURCE_EXHAUSTED"
+#: Of what XLA says; the rest are tables of its allocations.
+_SHOWN = 300
+
+
+def works() -> None:
+    """``CheckDevice`` of a device that cannot be lost."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether XLA found no memory on the device, for a program's run or for what compiles it."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and _EXHAUSTED in str(error)
+
+
+def memory_needed(program: Any) -> int | None:
+    """Bytes that a ``jax.stages.Compiled`` takes for its outputs and while it runs; None: its back end does not say."""
+    try:
+        found: Any = program.memory_analysis()
+        return int(found.temp_size_in_bytes + found.output_size_in_bytes)
+    except Exception:  # not every back end has the figures, and another jaxlib may have others
+        return None
+
+
+def out_of_memory(error: BaseException, requests: Sequence[Request], program: int | None) -> Unavailable:
+    """The sentence for those requests: what they needed, and what XLA says. ``program``: its bytes, if they are known."""
+    byte_size = sum([array.nbytes for request in requests for array in request.arrays.values()])
+    rows = sum([request.rows for request in requests])
+    needed = "" if program is None else f", a program that needs {program} bytes besides its parameters"
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:_SHOWN]
+    return Unavailable(
+        f"model '{requests[0].submit.model}': the device has no memory left for this request ({rows} rows, {byte_size} bytes of "
+        f"inputs{needed}): {said}"
+    )

@@ -1,0 +1,77 @@
+"""Which programs of a model version run on the single-thread device, and its parameters there.
+
+A program goes there when it is small and has run there once. A version that cannot be there (a sharding, or what its function
+calls, binds it to the worker's own device; its parameters would have to be copied) stays where it is with everything, which is
+said once in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from workers.devices.single_thread import SingleThreadDevice, share
+from workers.programs.placement import CompiledProgram, Placement
+from workers.programs.precision import precision
+from workers.tensors.signature import Signature
+
+_log = logging.getLogger(__name__)
+
+
+class SmallPrograms:
+    """Of one version. Used by whichever thread compiles it, one at a time."""
+
+    def __init__(self, signature: Signature, device: SingleThreadDevice, parameters: Any) -> None:
+        """``parameters``: on the worker's own device. They must live as long as this."""
+        self._signature = signature
+        self._device = device
+        self._given = parameters
+        self._placement: Placement | None = None
+        self._possible = True
+
+    def open(self) -> Placement | None:
+        """Where they run; None: this version has none."""
+        if self._placement is None and self._possible:
+            device = self._device.device
+            try:
+                with precision(self._signature):
+                    self._placement = Placement(share(self._given, device), device)
+            except Exception as error:
+                self._give_up(error)
+        return self._placement
+
+    def compile(
+        self,
+        lowered: jax.stages.Lowered,
+        lower: Callable[[Placement], jax.stages.Lowered],
+        zeros: Callable[[], dict[str, Any]],
+    ) -> CompiledProgram | None:
+        """Makes a program and runs it once. None: it is not small, or cannot run there.
+
+        Args:
+          lowered: the program for the worker's own device.
+          lower: makes that for another one.
+          zeros: inputs for it.
+        """
+        try:
+            if not self._possible or not self._device.suits(lowered) or (placement := self.open()) is None:
+                return None
+            with precision(self._signature):
+                made = placement.compile(lower(placement))
+                jax.block_until_ready(made(placement.parameters, zeros()))
+        except Exception as error:
+            self._give_up(error)
+            return None
+        return CompiledProgram(made, placement)
+
+    def _give_up(self, error: Exception) -> None:
+        """No further program goes there; those that are there have run."""
+        name, kind = self._signature.model, type(error).__name__
+        _log.info("model '%s': its programs get all threads, whatever their size: %s: %s", name, kind, error)
+        self._possible = False
+
+    def __repr__(self) -> str:
+        return f"<SmallPrograms of {self._device}>"

@@ -1,0 +1,89 @@
+"""What ``execute`` returns for a request: part of ``triton_python_backend_utils`` (see ``interface``)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from shm.messages import Parameter
+from workers.python_backend.errors import TritonError, TritonModelException
+from workers.python_backend.tensors import Tensor
+
+#: Names and values of one response's parameters, as JSON.
+_MAX_BYTE_SIZE = 1 << 20
+#: gRPC's int64_param.
+_MAX_INTEGER = (1 << 63) - 1
+
+
+class InferenceResponse:
+    """The answer to one request: tensors, and parameters beside them, or an error."""
+
+    def __init__(
+        self,
+        output_tensors: Iterable[Tensor] | None = None,
+        error: TritonError | Exception | str | None = None,
+        parameters: Mapping[str, bool | int | str] | None = None,
+    ) -> None:
+        """Raises TritonModelException: a parameter is of a type that no client could be sent."""
+        self._output_tensors = list(output_tensors or ())
+        self._error = error
+        self._parameters = _checked(parameters)
+
+    def output_tensors(self) -> list[Tensor]:
+        return self._output_tensors
+
+    def has_error(self) -> bool:
+        return self._error is not None
+
+    def error(self) -> Any:
+        return self._error
+
+    def parameters(self) -> str:
+        """The parameters, as JSON text."""
+        return json.dumps(self._parameters)
+
+
+def parameters_of(response: InferenceResponse) -> dict[str, Parameter]:
+    """What the client gets of them."""
+    return response._parameters
+
+
+def _checked(parameters: Any) -> dict[str, Parameter]:
+    """Raises TritonModelException, in Triton's words where it has some."""
+    if parameters is None:
+        return {}
+    if not isinstance(parameters, Mapping):
+        raise TritonModelException(f"Expect parameters to have type dict, found type {type(parameters)}")
+    checked: dict[str, Parameter] = {}
+    for key, value in parameters.items():
+        if not isinstance(key, str):
+            raise TritonModelException(f"Expect parameters keys to have type str, found type {type(key)}")
+        checked[_text(key)] = _value(key, value)
+    size = len(json.dumps(checked, ensure_ascii=False).encode())
+    if size > _MAX_BYTE_SIZE:
+        raise TritonModelException(f"the parameters of a response are {size} bytes, at most {_MAX_BYTE_SIZE} are sent")
+    return checked
+
+
+def _value(key: str, value: Any) -> Parameter:
+    """The value as one of the plain types, which subclasses (of enumerations, of numpy) are not."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        if not -_MAX_INTEGER - 1 <= value <= _MAX_INTEGER:
+            raise TritonModelException(
+                f"parameter '{key}' is an integer of {value.bit_length()} bits, those that fit into 64 with a sign are sent"
+            )
+        return int(value)
+    if isinstance(value, str):
+        return _text(value)
+    raise TritonModelException(f"Expect parameters values to have type bool/int/str, found type {type(value)}")
+
+
+def _text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise TritonModelException(f"a parameter's text cannot be sent as UTF-8: {error.reason}") from None
+    return str.__str__(text)

@@ -1,0 +1,148 @@
+"""Tensors and datatypes of Triton Python-backend models: part of ``triton_python_backend_utils`` (see ``interface``).
+
+Source: triton-inference-server/python_backend, README.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from shm.arrays import DTYPES, Array, datatype_of
+from shm.datatypes import to_model_config
+from workers.python_backend.errors import TritonModelException
+
+TRITON_STRING_TO_NUMPY: dict[str, Any] = {
+    **{to_model_config(name): dtype.type for name, dtype in DTYPES.items()},
+    "TYPE_BOOL": bool,
+}
+
+
+class Tensor:
+    """A named array. BYTES are object arrays of ``bytes``; BF16 arrays have ml_dtypes' bfloat16."""
+
+    def __init__(self, name: str, numpy_array: Array) -> None:
+        if not isinstance(numpy_array, np.ndarray):
+            raise TritonModelException(f"tensor '{name}': a numpy array is expected, not {type(numpy_array).__name__}")
+        if datatype_of(numpy_array.dtype) is None:
+            raise TritonModelException(f"tensor '{name}': dtype {numpy_array.dtype} has no name in the protocol")
+        self._name = name
+        self._array = numpy_array
+        self._borrowed = False
+
+    @classmethod
+    def borrowed(cls, name: str, content: Array) -> Tensor:
+        """An input whose bytes belong to a client or to an arena."""
+        tensor = cls(name, content)
+        tensor._borrowed = True
+        return tensor
+
+    @property
+    def content(self) -> Array:
+        """The array as it is, not to be written to."""
+        return self._array
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> Array:
+        """The model's own, to write to if it likes: the first call copies what is borrowed."""
+        if self._borrowed:
+            self._array = np.array(self._array)
+            self._borrowed = False
+        return self._array
+
+    def triton_dtype(self) -> int:
+        """The number of the datatype in ModelConfig's DataType."""
+        name = to_model_config(str(datatype_of(self._array.dtype)))
+        return list(TRITON_STRING_TO_NUMPY).index(name) + 1
+
+    def shape(self) -> list[int]:
+        return list(self._array.shape)
+
+    def is_cpu(self) -> bool:
+        return True
+
+    def to_dlpack(self) -> Any:
+        """A DLPack capsule; BF16 goes by way of jax, because numpy cannot export it."""
+        content = self.as_numpy()
+        if not content.flags.writeable:  # numpy exports nothing that is read-only
+            content = np.array(content)
+        return _exporter(content).__dlpack__()
+
+    def __dlpack__(self, *, stream: Any = None, **_: Any) -> Any:
+        return self.to_dlpack()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+    @staticmethod
+    def from_dlpack(name: str, tensor: Any) -> Tensor:
+        """From a capsule or from anything that exports DLPack (torch, jax, numpy, cupy)."""
+        return Tensor(name, _imported(tensor))
+
+    def __repr__(self) -> str:
+        return f"<Tensor {self._name!r} {self._array.dtype}{list(self._array.shape)}>"
+
+
+class _Capsule:
+    """Gives a bare capsule the interface importers ask for."""
+
+    def __init__(self, capsule: Any) -> None:
+        self._capsule = capsule
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return self._capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+
+def _exporter(array: Array) -> Any:
+    if array.dtype != ml_dtypes.bfloat16:
+        return array
+    import jax.numpy as jnp
+
+    return jnp.array(array)
+
+
+def _imported(tensor: Any) -> Array:
+    source = tensor if hasattr(tensor, "__dlpack_device__") else _Capsule(tensor)
+    if isinstance(source, np.ndarray):
+        return source
+    # jax reads every datatype of the protocol, BF16 included; its array is read-only and keeps the source alive.
+    import jax
+
+    with jax.enable_x64(True):
+        return np.asarray(jax.dlpack.from_dlpack(source))
+
+
+def triton_to_numpy_type(data_type: int) -> Any:
+    """From the number in ModelConfig's DataType."""
+    return list(TRITON_STRING_TO_NUMPY.values())[data_type - 1]
+
+
+def numpy_to_triton_type(data_type: Any) -> int:
+    """To the number in ModelConfig's DataType."""
+    name = to_model_config(np_to_triton_dtype(data_type))
+    return list(TRITON_STRING_TO_NUMPY).index(name) + 1
+
+
+def triton_string_to_numpy(triton_type_string: str) -> Any:
+    """``TYPE_FP32`` -> ``numpy.float32``; ``TYPE_STRING`` -> ``numpy.object_``."""
+    return TRITON_STRING_TO_NUMPY[triton_type_string]
+
+
+def np_to_triton_dtype(np_dtype: Any) -> str:
+    """``numpy.float32`` -> ``FP32``."""
+    name = datatype_of(np.dtype(np_dtype))
+    if name is None:
+        raise TritonModelException(f"dtype {np_dtype} has no name in the protocol")
+    return name
+
+
+def triton_to_np_dtype(dtype: str) -> Any:
+    """``FP32`` -> ``numpy.float32``."""
+    return TRITON_STRING_TO_NUMPY[to_model_config(dtype)]

@@ -1,0 +1,208 @@
+"""The client regions this worker has open, by name. The supervisor owns the names; here are the mappings and their leases.
+
+registered ──unregistered or renewed──▶ leaving: no new request finds it ──last lease ends──▶ closed, who waits for it is told
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+
+from shm import descriptors, guard
+from shm.cuda_regions import CudaRegion, Driver, NoCuda
+from shm.errors import AlreadyExists, InvalidArgument, NotFound
+from shm.operations import RegisterCudaRegion, RegisterSystemRegion
+from shm.regions import Region, check_sealed, open_object
+from shm.snapshot_region import SnapshotRegion
+from workers.devices.pinned_memory import PinnedMemory
+from workers.regions.region_policy import RegionPolicy
+
+_log = logging.getLogger(__name__)
+
+AnyRegion = Region | SnapshotRegion | CudaRegion
+
+
+class RegionTable:
+    """One per worker; belongs to its loop."""
+
+    def __init__(
+        self, policy: RegionPolicy, driver: Driver, gpu: int | None, pinned: PinnedMemory | None = None
+    ) -> None:
+        """``gpu``: the worker's, as the daemon counts; None: a CPU worker, which opens regions of any GPU it can see."""
+        self._pinned = pinned
+        self._policy = policy
+        self._driver = driver
+        self._gpu = gpu
+        self._regions: dict[str, AnyRegion] = {}
+        #: Regions whose requests are not done.
+        self._leaving: list[AnyRegion] = []
+        #: Whom to tell when those are closed.
+        self._waiting: list[tuple[list[AnyRegion], Callable[[], None]]] = []
+        #: How often anything was added or removed.
+        self.changes = 0
+
+    def register(self, record: RegisterSystemRegion, fd: int | None) -> tuple[Region | SnapshotRegion, str]:
+        """Takes up a region: of a descriptor that was checked by another worker or is sealed, or of the object with that key.
+
+        One that renews another takes its place when nothing can go wrong any more; where the object is the same and has lost
+        nothing, it stays mapped as it is.
+
+        Returns: the region and its access, "guarded", "snapshot" or "sealed".
+        Raises: AlreadyExists: the name is taken.  InvalidArgument, Internal: as ``shm.regions`` and the policy say.
+          Unavailable: so many files are open that the rest is kept for requests.
+        """
+        access = record.access
+        try:
+            self._check_free(record)
+            if fd is None:
+                fd = open_object(record.name, record.key)
+                found = os.fstat(fd)
+                self._policy.check(record, found)
+                access = self._policy.access(record, found)
+            elif access == "sealed":
+                check_sealed(record.name, fd)
+            descriptors.check_reserve(fd, f"failed to register shared memory region '{record.name}'")
+        except BaseException:
+            if fd is not None:
+                os.close(fd)
+            raise
+        held = self._regions.get(record.name)
+        if isinstance(held, Region | SnapshotRegion) and _still_holds(held, fd, record):
+            os.close(fd)
+            return held, access
+        kind = SnapshotRegion if access == "snapshot" else Region
+        region = kind(record.name, record.key, fd, record.offset, record.byte_size)
+        if self._pinned is not None and isinstance(region, Region) and region.backed:
+            self._pinned.pin(region.view(0, region.byte_size), "a region")
+        self._adopt(region)
+        return region, access
+
+    def register_cuda(self, record: RegisterCudaRegion) -> None:
+        """Opens a client's GPU memory.
+
+        Raises: AlreadyExists: the name is taken.  InvalidArgument: no such GPU here, or the handle does not open.  DeviceLost.
+        """
+        self._check_free(record)
+        if self._gpu is not None and record.device_id != self._gpu:
+            raise InvalidArgument(
+                f"failed to register shared memory region '{record.name}': it is on GPU {record.device_id}, "
+                f"this worker has GPU {self._gpu}"
+            )
+        try:
+            # A GPU worker sees one device only.
+            context = self._driver.context(record.device_id if self._gpu is None else 0)
+        except NoCuda as error:
+            _log.warning("CUDA region '%s' is refused: %s", record.name, error)
+            # What Triton answers on a host without a GPU, whatever is wrong.
+            raise InvalidArgument("failed to register shared memory region: invalid args") from error
+        self._adopt(CudaRegion(record.name, context, record.raw_handle, record.byte_size))
+
+    def _check_free(self, record: RegisterSystemRegion | RegisterCudaRegion) -> None:
+        if record.name in self._regions and not record.renews:
+            raise AlreadyExists(f"shared memory region '{record.name}' already in manager")
+
+    def _adopt(self, region: AnyRegion) -> None:
+        """Requests find it from here on; those that use the one it renews go on with that."""
+        if (renewed := self._regions.get(region.name)) is not None:
+            self._leaving.append(renewed)
+        self._regions[region.name] = region
+        self.changes += 1
+        self.settle()
+
+    def find(self, name: str) -> AnyRegion:
+        """Raises NotFound; InvalidArgument: it lost its memory during an earlier request."""
+        try:
+            region = self._regions[name]
+        except KeyError:
+            raise NotFound(f"Unable to find shared memory region: '{name}'") from None
+        if guard.any_faults():
+            check_intact((region,))
+        return region
+
+    def unregister(self, kind: str, name: str) -> int:
+        """Forgets a region at once, and closes it when no request uses it. Returns how many tensors of requests are in it."""
+        wanted = CudaRegion if kind == "cuda" else Region | SnapshotRegion
+        region = self._regions.get(name)
+        if region is None or not isinstance(region, wanted):
+            return 0
+        del self._regions[name]
+        self._leaving.append(region)
+        self.changes += 1
+        self.settle()
+        return region.leases
+
+    def when_closed(self, name: str, done: Callable[[], None]) -> None:
+        """Calls ``done`` when no region that had that name, and is leaving now, is in use any more."""
+        self._waiting.append(([region for region in self._leaving if region.name == name], done))
+        self._tell()
+
+    def uses(self, name: str) -> dict[str, tuple[int, int]]:
+        """Name, the given or every one (""), with the tensors of requests in its region, and in those that had it before."""
+        found = {key: (region.leases, 0) for key, region in self._regions.items() if name in ("", key)}
+        for region in self._leaving:
+            if name in ("", region.name):
+                held, left = found.get(region.name, (0, 0))
+                found[region.name] = held, left + region.leases
+        return found
+
+    def leases(self) -> dict[str, int]:
+        """Kind of region -> tensors of requests that are in such regions now, also in those that are leaving."""
+        found = {"system": 0, "cuda": 0}
+        for region in (*self._regions.values(), *self._leaving):
+            found["cuda" if isinstance(region, CudaRegion) else "system"] += region.leases
+        return found
+
+    def settle(self) -> None:
+        """Closes what is no longer used. Cheap when nothing is leaving; called once a turn."""
+        if not self._leaving:
+            return
+        for region in [region for region in self._leaving if not region.leases]:
+            self._leaving.remove(region)
+            self._close(region)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Whoever waits for what is closed now."""
+        for entry in list(self._waiting):
+            regions, done = entry
+            if not any(region in self._leaving for region in regions):
+                self._waiting.remove(entry)
+                done()
+
+    def close(self) -> None:
+        """Closes everything."""
+        for region in self._regions.values():
+            self._close(region)
+        self._regions.clear()
+
+    def _close(self, region: AnyRegion) -> None:
+        if self._pinned is not None and isinstance(region, Region):
+            self._pinned.unpin(region.view(0, region.byte_size))
+        region.close()
+
+    def __repr__(self) -> str:
+        return f"<RegionTable {sorted(self._regions)}, {len(self._leaving)} leaving>"
+
+
+def _still_holds(region: Region | SnapshotRegion, fd: int, record: RegisterSystemRegion) -> bool:
+    """Whether the region is of that very object, all of which is still there."""
+    found = os.fstat(fd)
+    return (
+        region.file == (found.st_dev, found.st_ino)
+        and (region.offset, region.byte_size) == (record.offset, record.byte_size)
+        and record.offset + record.byte_size <= found.st_size
+        and not region.faults
+    )
+
+
+def check_intact(regions: Iterable[AnyRegion]) -> None:
+    """Raises InvalidArgument: pages of a region were missing when they were touched, so zeros stand there since."""
+    if not guard.any_faults():
+        return
+    for region in regions:
+        if region.faults:
+            raise InvalidArgument(
+                f"shared memory region '{region.name}' lost its memory: its object was truncated, or the host had none left for "
+                "it; unregister the region and register it again"
+            )

@@ -1,0 +1,68 @@
+"""A tensor in a snapshot region: where it is and what it is, read when its batch is gathered.
+
+A request that waits in a queue then holds no copy, and the one copy is made straight into the buffer of the executable. Whoever
+wants an array gets one that is nobody else's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from shm.arrays import Array
+from shm.snapshot_region import SnapshotRegion
+from workers.devices.cuda_tensor import CudaTensor
+
+
+class RegionTensor:
+    """Stands among a request's arrays; has of an array what everybody asks of one before its content."""
+
+    __slots__ = ("_offset", "_region", "dtype", "nbytes", "shape")
+
+    def __init__(self, region: SnapshotRegion, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        """The range is the caller's to check: ``nbytes`` at ``offset`` are inside the region."""
+        self._region = region
+        self._offset = offset
+        self.dtype = dtype
+        self.shape = shape
+        count = 1
+        for size in shape:
+            count *= size
+        self.nbytes = count * dtype.itemsize
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def view(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> RegionTensor:
+        """The same bytes as another tensor."""
+        return RegionTensor(self._region, self._offset, dtype, shape)
+
+    def reshape(self, shape: tuple[int, ...]) -> RegionTensor:
+        """The same bytes in another shape."""
+        return RegionTensor(self._region, self._offset, self.dtype, shape)
+
+    def copy_into(self, array: Array) -> None:
+        """Reads into a contiguous array of the same shape and dtype. Raises InvalidArgument: the bytes are no longer there."""
+        if self.nbytes:
+            self._region.read_into(self._offset, array.reshape(-1).view(np.uint8).data)
+            if self.dtype == np.bool_:
+                # Any byte but 0 is true on the wire; in memory a truth value may only be 0 or 1.
+                np.not_equal(array.view(np.uint8), 0, out=array)
+
+    def __array__(self, dtype: np.dtype[Any] | None = None, copy: bool | None = None) -> Array:
+        """Raises InvalidArgument: the bytes are no longer there."""
+        made = np.empty(self.shape, self.dtype)
+        self.copy_into(made)
+        return made if dtype is None else made.astype(dtype, copy=False)
+
+    def __repr__(self) -> str:
+        return f"<RegionTensor {self.dtype}{list(self.shape)} of {self._region!r}>"
+
+
+#: Tensors whose bytes are fetched when it is their turn.
+LateTensor = RegionTensor | CudaTensor

@@ -1,0 +1,145 @@
+"""One request inside the worker: validated, with its tensors in reach, from the queue to its answer.
+
+Made by ``workers.dispatch.validation``, owned by the worker's loop; models only read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from shm.arrays import DTYPES, Array
+from shm.messages import FormSubmit, RequestedOutput, Submit
+from workers.regions.region_tensor import LateTensor
+from workers.requests.timeline import RequestTimeline
+from workers.scheduling.queue import Waiting
+
+if TYPE_CHECKING:
+    from workers.models.model_version import ModelVersion
+    from workers.regions.region_table import AnyRegion
+    from workers.requests.known_form import KnownForm
+    from workers.requests.submitter import Submitter
+
+
+class Request(Waiting):
+    """One client's request."""
+
+    __slots__ = (
+        "_arrays",
+        "cancelled",
+        "client_id",
+        "contents",
+        "copied_byte_size",
+        "form",
+        "outputs",
+        "regions",
+        "request_id",
+        "submit",
+        "submitter",
+        "timeline",
+        "version",
+    )
+
+    def __init__(
+        self,
+        version: ModelVersion,
+        submitter: Submitter,
+        submit: Submit,
+        key: Hashable,
+        rows: int,
+        arrays: dict[str, Array] | None,
+        outputs: Mapping[str, RequestedOutput],
+        regions: list[AnyRegion],
+        now_ns: int,
+        copied_byte_size: int = 0,
+        contents: Mapping[str, bytes | memoryview | LateTensor] | None = None,
+        form: KnownForm | None = None,
+        record: FormSubmit | None = None,
+    ) -> None:
+        """``arrays`` or ``contents`` are given; these where the tensors are plain, so that their bytes are the arrays'.
+
+        ``record``: where it came as one of a form, and ``submit`` is what those have in common.
+        """
+        own = submit if record is None else record
+        # As Waiting.__init__, which is another call for every request.
+        self.key = key
+        self.rows = rows
+        self.arrived_ns = own.received_ns or now_ns
+        self.line = -1
+        self.sequence = 0
+        self.version = version
+        self.submitter = submitter
+        self.request_id = own.request_id
+        self.client_id = own.client_id
+        #: Of a form: its template.
+        self.submit = submit
+        self.form = form
+        self._arrays = arrays
+        #: Input name -> its bytes, where they say it all.
+        self.contents = contents
+        #: What was asked for, by name; empty: everything.
+        self.outputs = outputs
+        #: Client regions in use until the completion, once per tensor.
+        self.regions = regions
+        #: Bytes of its tensors that were copied for it alone: before they are gathered, and when the outputs are placed.
+        self.copied_byte_size = copied_byte_size
+        #: The submitter no longer waits.
+        self.cancelled = False
+        self.deadline_ns = own.deadline_ns
+        self.timeout_ns = submit.timeout_us * 1000
+        self.priority = submit.priority
+        #: Of a sampled request.
+        self.timeline = RequestTimeline(submit.trace, now_ns) if submit.trace else None
+
+    @property
+    def arrays(self) -> dict[str, Array]:
+        """Input name -> array of the model's shape (after a configured reshape).
+
+        A ``LateTensor`` of GPU memory and snapshot regions; else views of the submitter's arena or of a client's region
+        wherever that is possible: nobody writes to them.
+        """
+        if self._arrays is None:
+            # Made only for who asks: what is gathered into a batch goes there as bytes.
+            assert self.contents is not None
+            self._arrays = {
+                tensor.name: _array(self.contents[tensor.name], tensor.datatype, tensor.shape)
+                for tensor in self.submit.inputs
+            }
+        return self._arrays
+
+    @property
+    def small(self) -> bool:
+        """Whether all of its tensors came inside its record."""
+        return self.contents is not None and not [one for one in self.contents.values() if type(one) is not bytes]
+
+    @property
+    def label(self) -> str:
+        """How Triton's messages begin, so that a client finds its request."""
+        return label(self.client_id)
+
+    def release(self) -> None:
+        """Ends the use of regions. Idempotent."""
+        for region in self.regions:
+            region.unlease()
+        self.regions = []
+
+    def __repr__(self) -> str:
+        return f"<Request {self.request_id} for {self.submit.model!r}, {self.rows} rows>"
+
+
+def _array(content: bytes | memoryview | LateTensor, datatype: str, shape: tuple[int, ...]) -> Array:
+    if isinstance(content, (bytes, memoryview)):
+        return np.frombuffer(content, DTYPES[datatype]).reshape(shape)
+    return cast(Array, content)
+
+
+def named(client_id: str) -> str:
+    """What begins a line of the log about a request; "": it has no id."""
+    return label(client_id) if client_id else ""
+
+
+def label(client_id: str) -> str:
+    """``[request id: X] `` with the client's id."""
+    return f"[request id: {client_id or '<id_unknown>'}] "

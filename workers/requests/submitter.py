@@ -1,0 +1,83 @@
+"""One submitter as its worker sees it: the lane, the requests in flight, and the answers that wait for room.
+
+Owned by the worker's loop. When the lane ends, so do its requests: nobody is there to take the answers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shm.arrays import Array
+from shm.forms import HeardForms
+from shm.lane import WorkerLane
+from shm.messages import Completion
+from workers.requests.known_form import KnownForm
+from workers.requests.request import Request
+
+if TYPE_CHECKING:
+    from workers.models.model_version import ModelVersion
+
+
+@dataclass(frozen=True, slots=True)
+class BlockedAnswer:
+    """A computed answer that found the response arena full."""
+
+    request: Request
+    result: dict[str, Array]
+    byte_size: int
+    give_up_ns: int
+
+
+class Submitter:
+    """``peer`` is its incarnation; request ids are unique per submitter."""
+
+    __slots__ = (
+        "blocked",
+        "blocked_byte_size",
+        "bulky",
+        "closed",
+        "forms",
+        "held",
+        "in_flight",
+        "lane",
+        "peer",
+        "unflushed",
+        "writing",
+    )
+
+    def __init__(self, peer: int, lane: WorkerLane) -> None:
+        self.peer = peer
+        self.lane = lane
+        #: Request id -> request, from its validation to its final completion.
+        self.in_flight: dict[int, Request] = {}
+        self.forms: HeardForms[KnownForm] = HeardForms()
+        #: Oldest first: none is placed before those of its kind, small or large, that wait longer.
+        self.blocked: deque[BlockedAnswer] = deque()
+        #: Bytes those answers hold in the worker's own memory.
+        self.blocked_byte_size = 0
+        #: The kinds of requests (version and key) whose answers were too large while any was blocked.
+        self.bulky: set[tuple[ModelVersion, Hashable]] = set()
+        #: Requests of those that are not run until there is room again.
+        self.held: list[Request] = []
+        #: Completions were queued since the last flush.
+        self.unflushed = False
+        #: The loop waits until the lane can be written to.
+        self.writing = False
+        self.closed = False
+
+    @property
+    def behind(self) -> bool:
+        """Whether answers wait, for room or until the lane can be written to."""
+        return bool(self.blocked or self.held or self.lane.waiting)
+
+    def answer(self, completion: Completion) -> None:
+        """Queues a completion; the loop flushes once a turn."""
+        if not self.closed:
+            self.lane.complete(completion)
+            self.unflushed = True
+
+    def __repr__(self) -> str:
+        return f"<Submitter {self.peer}: {len(self.in_flight)} in flight, {len(self.blocked)} blocked>"

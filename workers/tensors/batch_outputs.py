@@ -1,0 +1,76 @@
+"""What one run computed for all of its requests, uncut: small answers are cut out of it as bytes, without an array for each.
+
+content   | row 0 | row 1 | ... |      of one output, or of several whose rows are side by side
+
+Where each output lies is the same in every run of a program: its ``OutputLayout``, by which answers are planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from shm.arrays import Array
+from workers.tensors.packing import Packing
+from workers.tensors.signature import Signature
+
+#: All outputs of a run; more are cut as arrays, so that nothing large is copied twice.
+LIMIT = 1 << 18
+
+
+#: One output of all requests: name, datatype, which of the contents, start, step, byte size and shape of a row. Row n begins at
+#: ``start + n * step``; if others lie between its rows, each request has one. Without names for its parts, because it is
+#: taken apart for every answer.
+Output = tuple[str, str, int, int, int, int, tuple[int, ...]]
+
+
+class OutputLayout:
+    """How the outputs of a program's runs lie. Two of them are never equal."""
+
+    __slots__ = ("batches", "outputs", "row_byte_size")
+
+    def __init__(self, outputs: Sequence[Output], batches: bool) -> None:
+        #: In the order of the model.
+        self.outputs = tuple(outputs)
+        #: One row of all of them.
+        self.row_byte_size = sum([size for _, _, _, _, _, size, _ in outputs])
+        #: Whether an answer's shape begins with its number of rows: the model has a batch dimension.
+        self.batches = batches
+
+    def __repr__(self) -> str:
+        return f"<OutputLayout {len(self.outputs)} outputs, {self.row_byte_size} bytes a row>"
+
+
+class BatchOutputs(NamedTuple):
+    """The outputs of a run."""
+
+    layout: OutputLayout
+    contents: list[bytes]
+
+
+def layout_of(signature: Signature, arrays: Mapping[str, Array], slots: bool) -> OutputLayout:
+    """``slots``: each array begins with a dimension for the rows of a batch; else it is one row."""
+    outputs: list[Output] = []
+    for number, (name, array) in enumerate(arrays.items()):
+        size = array.nbytes // len(array) if slots else array.nbytes
+        shape = array.shape[1:] if slots else array.shape
+        outputs.append((name, signature.outputs[name].datatype, number, 0, size, size, shape))
+    return OutputLayout(outputs, signature.batches)
+
+
+def layout_of_rows(signature: Signature, packing: Packing) -> OutputLayout:
+    """Of packed outputs, a row for each request."""
+    outputs: list[Output] = []
+    for name, row, start, stop, shape in packing.parts:
+        dtype, elements = packing.rows[row]
+        item = dtype.itemsize
+        datatype = signature.outputs[name].datatype
+        outputs.append((name, datatype, row, start * item, elements * item, (stop - start) * item, shape))
+    return OutputLayout(outputs, signature.batches)
+
+
+def uncut(layout: OutputLayout, arrays: Sequence[Array]) -> BatchOutputs | None:
+    """None: they are too large for this."""
+    if sum([array.nbytes for array in arrays]) > LIMIT:
+        return None
+    return BatchOutputs(layout, [array.tobytes() for array in arrays])

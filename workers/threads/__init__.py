@@ -1,0 +1,1 @@
+"""Threads beside the worker's loop, and how they speak to it."""
