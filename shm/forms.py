@@ -2,7 +2,7 @@
 
     submitter                                                          worker
     RequestForm 7: model, names, datatypes, shapes, regions   ──▶      what was found when the first one was validated
-    FormSubmit 7: id, bytes   FormSubmit 7: id, slice   ...   ──▶
+    FormSubmit 7: id, bytes   FormSubmit 7: id, slice   ...   ──▶      ids, moments, priority, timeout, sequence: its own
                                                        ◀──      AnswerForm 3: names, datatypes, shapes, regions
                                                        ◀──      FormCompletion 3: id, bytes   ...
 
@@ -135,8 +135,14 @@ class HeardForms(dict[int, R]):
 
 def request_template(submit: Submit) -> Submit:
     """What a request has in common with others of its kind."""
-    return msgspec.structs.replace(
-        submit, request_id=0, inputs=_emptied(submit.inputs), client_id="", deadline_ns=0, received_ns=0, trace=0
+    return Submit(
+        0,
+        submit.model,
+        submit.version,
+        _emptied(submit.inputs),
+        submit.outputs,
+        submit.parameters,
+        strikes=submit.strikes,
     )
 
 
@@ -154,6 +160,12 @@ def whole_request(template: Submit, record: FormSubmit) -> Submit:
         client_id=record.client_id,
         deadline_ns=record.deadline_ns,
         received_ns=record.received_ns,
+        priority=record.priority,
+        timeout_us=record.timeout_us,
+        sequence_id=record.sequence_id,
+        sequence_start=record.sequence_start,
+        sequence_end=record.sequence_end,
+        trace=record.trace,
     )
 
 

@@ -11,11 +11,16 @@ between the supervisor and its children.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from shm.record import Record
 
 Parameter = bool | int | float | str
+#: Which sequence a request belongs to; 0 and "": to none. 5 and "5" are two. A string has at most that many bytes.
+MAX_SEQUENCE_ID = 128
+SequenceId = int | Annotated[str, msgspec.Meta(max_length=MAX_SEQUENCE_ID)]
 
 
 # --------------------------------------------------------------------------------------------------- places of tensors
@@ -128,7 +133,7 @@ class Submit(Record, frozen=True, tag="Q"):
     received_ns: int = 0
     priority: int = 0
     timeout_us: int = 0
-    sequence_id: int | str = 0
+    sequence_id: SequenceId = 0
     sequence_start: bool = False
     sequence_end: bool = False
     #: What to note of it: 1 when it was where, 2 its tensors, or the sum; 0: nothing, as of nearly every request.
@@ -167,7 +172,7 @@ class Completion(Record, frozen=True, tag="C"):
 class RequestForm(Record, frozen=True, tag="Q+"):
     """What requests of one kind have in common (``shm.forms``); from now on the number stands for it.
 
-    ``submit`` is one of them without what each has of its own: its id and its client's, its moments, the tensors in no region.
+    ``submit`` is one of them without what each has of its own: everything that a FormSubmit says.
     """
 
     number: int
@@ -184,6 +189,12 @@ class FormSubmit(Record, frozen=True, tag="q"):
     client_id: str = ""
     deadline_ns: int = 0
     received_ns: int = 0
+    priority: int = 0
+    timeout_us: int = 0
+    sequence_id: SequenceId = 0
+    sequence_start: bool = False
+    sequence_end: bool = False
+    trace: int = 0
 
 
 class AnswerForm(Record, frozen=True, tag="C+"):

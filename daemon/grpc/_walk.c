@@ -1,7 +1,7 @@
-/* One walk over a ModelInferRequest: what is its own, its id and its raw tensors, and the rest, by which its form is found.
+/* One walk over a ModelInferRequest: what is its own, its id, scheduling and raw tensors, and the rest, by which its form is found.
  *
- *     | model_name | id | inputs | outputs | ... | raw_input_contents | raw_input_contents |
- *           rest    own    rest     rest                 own                  own
+ *     | model_name | id | parameters: priority | inputs | outputs | ... | raw_input_contents | raw_input_contents |
+ *           rest    own            own            rest     rest                 own                  own
  *
  * Python's walk (daemon/grpc/walk.py) says in words what is found; both find the same, and both take only what clients write:
  * fields of the message whose tag is one byte. Everything else, malformed or merely unusual, is None, and the exact reader's.
@@ -16,9 +16,11 @@
 #include <string.h>
 
 #define ID 0x1A
+#define PARAMETER 0x22
 #define RAW 0x3A
 /* As in daemon/grpc/walk.py. */
 #define MAX_REST 2048
+#define MAX_SCHEDULING 512
 #define MAX_RAWS 256
 /* A field is shorter than a message, which is below 2^32. */
 #define MAX_LENGTH_BYTES 5
@@ -28,11 +30,13 @@ struct own {
     /* Whether the walk ends where the first raw tensor's bytes begin, which need not be there. */
     int stops;
     Py_ssize_t id, id_size;
-    Py_ssize_t rest_size;
+    Py_ssize_t rest_size, scheduling_size;
     Py_ssize_t raws;
     Py_ssize_t at[MAX_RAWS], size[MAX_RAWS];
-    unsigned char rest[MAX_REST];
+    unsigned char rest[MAX_REST], scheduling[MAX_SCHEDULING];
 };
+
+static const char *const KEYS[] = {"priority", "timeout", "sequence_id", "sequence_start", "sequence_end"};
 
 static int is_known(unsigned char tag) {
     switch (tag) {
@@ -41,6 +45,25 @@ static int is_known(unsigned char tag) {
     default:
         return 0;
     }
+}
+
+/* Whether a parameter says how the request is scheduled: its entry begins with its key, as clients write it. */
+static int is_scheduling(const unsigned char *entry, Py_ssize_t size) {
+    if (size < 2 || entry[0] != 0x0A || entry[1] > size - 2)
+        return 0;
+    for (size_t i = 0; i < sizeof KEYS / sizeof *KEYS; i++)
+        if (strlen(KEYS[i]) == entry[1] && memcmp(KEYS[i], entry + 2, entry[1]) == 0)
+            return 1;
+    return 0;
+}
+
+/* Appends what is at most ``most`` bytes then. */
+static int keep(unsigned char *kept, Py_ssize_t *kept_size, Py_ssize_t most, const unsigned char *field, Py_ssize_t size) {
+    if (size > most - *kept_size)
+        return 0;
+    memcpy(kept + *kept_size, field, (size_t)size);
+    *kept_size += size;
+    return 1;
 }
 
 /* Whether it is such a message; positions are from its start. */
@@ -79,11 +102,11 @@ static int find(const unsigned char *message, Py_ssize_t end, struct own *own) {
         } else if (tag == ID) {
             own->id = at;
             own->id_size = (Py_ssize_t)size;
-        } else {
-            if (next - start > MAX_REST - own->rest_size)
+        } else if (tag == PARAMETER && !own->stops && is_scheduling(message + at, next - at)) {
+            if (!keep(own->scheduling, &own->scheduling_size, MAX_SCHEDULING, message + start, next - start))
                 return 0;
-            memcpy(own->rest + own->rest_size, message + start, (size_t)(next - start));
-            own->rest_size += next - start;
+        } else if (!keep(own->rest, &own->rest_size, MAX_REST, message + start, next - start)) {
+            return 0;
         }
         at = next;
     }
@@ -128,7 +151,8 @@ static PyObject *found(PyObject *content, const char *message, Py_ssize_t start,
     PyObject *raws = tensors(content, message, start, own, inline_size, &lent);
     if (raws == NULL)
         return NULL;
-    return Py_BuildValue("y#y#Nn", (const char *)own->rest, own->rest_size, message + own->id, own->id_size, raws, lent);
+    return Py_BuildValue("y#y#y#Nn", (const char *)own->rest, own->rest_size, message + own->id, own->id_size,
+                         (const char *)own->scheduling, own->scheduling_size, raws, lent);
 }
 
 static PyObject *begun(const char *message, const struct own *own) {
@@ -154,7 +178,7 @@ static PyObject *walk_over(PyObject *const *arguments, Py_ssize_t count, Py_ssiz
         const char *message = (const char *)buffer.buf + start;
         struct own own;
         own.stops = count == 3;
-        own.id = own.id_size = own.rest_size = own.raws = 0;
+        own.id = own.id_size = own.rest_size = own.scheduling_size = own.raws = 0;
         if (find((const unsigned char *)message, end - start, &own)) {
             result = own.stops ? begun(message, &own) : found(arguments[0], message, start, &own, inline_size);
         } else {

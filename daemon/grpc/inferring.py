@@ -16,6 +16,7 @@ from daemon.grpc.request_fields import RefusedRequest
 from daemon.grpc.request_reader import RequestReader, Understood
 from daemon.grpc.stream import Stream
 from daemon.grpc.walk import walk
+from daemon.scheduling import UNSCHEDULED, Scheduling
 from daemon.submit.inference import InferenceRequest
 from daemon.submit.model_table import ModelTable
 from daemon.submit.submitter import Submitter
@@ -107,9 +108,12 @@ class Inferring:
         walked = None if self._all_read else walk(content, start, end, self._inline)
         if walked is None:
             return None
-        rest, client_id, raws, lent = walked
+        rest, client_id, parameters, raws, lent = walked
         form = self._forms.find(rest, len(raws))
         if form is None or (form.decoupled and not decoupled):
+            return None
+        scheduling = self._forms.scheduling(parameters) if parameters else UNSCHEDULED
+        if scheduling is None:
             return None
         try:
             text = client_id.decode()
@@ -123,27 +127,31 @@ class Inferring:
             except BaseException:
                 self.submitter.give_back(lease)
                 raise
-            return self._send(call, form, client_id, text, contents, (lease,), deadline_ns)
+            return self._send(call, form, client_id, text, scheduling, contents, (lease,), deadline_ns)
         if lent:
             # Whoever reads it waits for room.
             return None
-        return self._send(call, form, client_id, text, raws, (), deadline_ns)  # type: ignore[arg-type]
+        return self._send(call, form, client_id, text, scheduling, raws, (), deadline_ns)  # type: ignore[arg-type]
 
     def ask_received(self, call: Asking, message: Reception, deadline_ns: int, decoupled: bool) -> FormedAsked | None:
         """The same of a message that was placed while it arrived. Its lease is the request's, or still the message's."""
         if self._all_read:
             return None
         try:
-            rest, client_id, contents = message.fields()
+            head, client_id, contents = message.fields()
             text = client_id.decode()
         except (RefusedRequest, UnicodeDecodeError):
             return None
-        form = self._forms.find(rest, len(contents))
-        if form is None or (form.decoupled and not decoupled):
+        walked = walk(head, 0, len(head), 0)
+        if walked is None:
+            return None
+        rest, _, parameters, _, _ = walked
+        form, scheduling = self._forms.find(rest, len(contents)), self._forms.scheduling(parameters)
+        if form is None or scheduling is None or (form.decoupled and not decoupled):
             return None
         lease = message.take_lease()
         assert lease is not None
-        return self._send(call, form, client_id, text, tuple(contents), (lease,), deadline_ns)
+        return self._send(call, form, client_id, text, scheduling, tuple(contents), (lease,), deadline_ns)
 
     def _send(
         self,
@@ -151,6 +159,7 @@ class Inferring:
         form: MessageForm,
         client_id: bytes,
         text: str,
+        scheduling: Scheduling,
         contents: tuple[Content, ...],
         leases: tuple[Lease, ...],
         deadline_ns: int,
@@ -160,7 +169,9 @@ class Inferring:
         if not client_id and self._makes_ids:
             text = request_id.made()
             client_id = text.encode()
-        record = FormSubmit(submitter.next_id(), lane_form.number, contents, text, deadline_ns, monotonic_ns())
+        record = FormSubmit(
+            submitter.next_id(), lane_form.number, contents, text, deadline_ns, monotonic_ns(), *scheduling
+        )
         asked = FormedAsked(call=call, message_form=form, id=client_id, record=record, form=lane_form, leases=leases)
         submitter.send(asked)
         return asked

@@ -1,4 +1,4 @@
-"""The forms of messages that came: what they mean that differ in their id and raw tensors alone. Known by the rest's bytes.
+"""The forms of messages that came: what they mean that differ in their id, scheduling and raw tensors alone, by the rest's bytes.
 
 A message's rest (``walk``) is read once, by protobuf. Whoever sends the same rest again, on any connection, with whatever id and
 tensors, asks for the same, and that request is one of the form. What the rest means never changes; whether its model is there is
@@ -8,8 +8,9 @@ asked again whenever any model has changed.
 from __future__ import annotations
 
 from daemon.grpc.answer_form import AnswerForm
-from daemon.grpc.request_codec import DecodedHead
-from daemon.grpc.walk import MAX_REST
+from daemon.grpc.request_codec import DecodedHead, decode_scheduling
+from daemon.http.memo import Memo
+from daemon.scheduling import UNSCHEDULED, Scheduling
 from daemon.submit.inference import form_of
 from daemon.submit.model_table import ModelTable
 from daemon.submit.submitter import Submitter
@@ -63,6 +64,8 @@ class MessageForms:
         self._submitter = submitter
         self._younger: dict[bytes, MessageForm] = {}
         self._older: dict[bytes, MessageForm] = {}
+        #: What parameters say that schedule, by their bytes.
+        self._schedulings: Memo[bytes, Scheduling] = Memo(self.MAX_COUNT)
 
     def find(self, rest: bytes, raws: int) -> MessageForm | None:
         """The form of messages with that rest and so many raw tensors, and of a model that serves. None: read it."""
@@ -81,9 +84,21 @@ class MessageForms:
         form = self._younger.get(rest) or self._older.get(rest)
         return None if form is None or form.decoded.raw_count != raws else form.decoded
 
+    def scheduling(self, parameters: bytes) -> Scheduling | None:
+        """What parameters say that a message had of its own. None: read the message."""
+        if not parameters:
+            return UNSCHEDULED
+        found = self._schedulings[parameters]
+        if found is None:
+            found = decode_scheduling(parameters)
+            if found is not None:
+                self._schedulings.put(parameters, found)
+        return found
+
     def learn(self, rest: bytes, decoded: DecodedHead) -> None:
         """A message with that rest became a request."""
-        if len(rest) <= MAX_REST and decoded.is_raw and rest not in self._younger:
+        # Parameters that schedule are in the rest only where clients do not write them like that.
+        if rest not in self._younger and decoded.is_raw and decoded.scheduling == UNSCHEDULED:
             self._keep(rest, MessageForm(decoded))
 
     def _keep(self, rest: bytes, form: MessageForm) -> None:
@@ -99,7 +114,7 @@ class MessageForms:
         except NotFound:
             return False
         if form.form is None:
-            form.form = form_of(self._submitter, decoded.request("", [b""] * decoded.raw_count))
+            form.form = form_of(self._submitter, decoded.request("", [b""] * decoded.raw_count, UNSCHEDULED))
         form.edition = self._table.edition
         return True
 

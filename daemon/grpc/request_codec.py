@@ -6,7 +6,7 @@ Source: grpc_service.proto; texts as recorded against a real Triton.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,11 +14,12 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from daemon.grpc.request_tensors import content, requested
+from daemon.scheduling import KEYS, UNSCHEDULED, Scheduling
 from daemon.submit.inference import Content, InferenceRequest
 from daemon.submit.model_table import ModelTable, parse_version
 from shm.datatypes import wire_name
-from shm.errors import InvalidArgument, Unsupported
-from shm.messages import Parameter, RegionSlice, RequestedOutput
+from shm.errors import InvalidArgument, ServingError, Unsupported
+from shm.messages import MAX_SEQUENCE_ID, Parameter, RegionSlice, RequestedOutput
 
 _INT64 = (1 << 63) - 1
 
@@ -35,11 +36,7 @@ class DecodedHead:
     raw_count: int = 0
     outputs: tuple[RequestedOutput, ...] = ()
     parameters: dict[str, Parameter] = field(default_factory=dict)
-    priority: int = 0
-    timeout_us: int = 0
-    sequence_id: int | str = 0
-    sequence_start: bool = False
-    sequence_end: bool = False
+    scheduling: Scheduling = UNSCHEDULED
     #: The client wants a last, empty response where the model's last one does not say that it is.
     empty_final: bool = False
 
@@ -48,7 +45,7 @@ class DecodedHead:
         """Whether all tensors are raw, or in regions: then it says nothing that belongs to one request alone."""
         return all(content is None or type(content) is RegionSlice for _, _, _, content in self.inputs)
 
-    def request(self, client_id: str, raws: Sequence[Content]) -> InferenceRequest:
+    def request(self, client_id: str, raws: Sequence[Content], scheduling: Scheduling) -> InferenceRequest:
         """With the raw tensors where they belong. Raises InvalidArgument: too many, or too few."""
         if len(raws) > self.raw_count:
             raise InvalidArgument(
@@ -65,19 +62,7 @@ class DecodedHead:
                 source = raws[number]
                 number += 1
             inputs.append((name, datatype, shape, source))
-        return InferenceRequest(
-            self.model,
-            self.version,
-            inputs,
-            self.outputs,
-            self.parameters,
-            client_id,
-            self.priority,
-            self.timeout_us,
-            self.sequence_id,
-            self.sequence_start,
-            self.sequence_end,
-        )
+        return InferenceRequest(self.model, self.version, inputs, self.outputs, self.parameters, client_id, scheduling)
 
 
 def decode_head(head: bytes, has_raw: bool, table: ModelTable) -> DecodedHead:
@@ -129,29 +114,26 @@ def read_version(model: str, text: str) -> int:
 # ---------------------------------------------------------------------------------------------------------- parameters
 
 
+def decode_scheduling(parameters: bytes) -> Scheduling | None:
+    """What the fields of a message say that hold such parameters alone. None: ``decode_head`` is to read them."""
+    try:
+        given = service_pb2.ModelInferRequest.FromString(parameters).parameters
+        if KEYS.issuperset(given):
+            decoded = DecodedHead("", 0)
+            for key, value in given.items():
+                _read_parameter(key, value, decoded)
+            return decoded.scheduling
+    except (DecodeError, ServingError):
+        pass
+    return None
+
+
 def _read_parameter(key: str, value: Any, decoded: DecodedHead) -> None:
     kind = value.WhichOneof("parameter_choice")
     match key:
-        case "sequence_id":
-            decoded.sequence_id = _sequence_id(value, kind)
-        case "sequence_start":
-            decoded.sequence_start = _bool(key, value, kind)
-        case "sequence_end":
-            decoded.sequence_end = _bool(key, value, kind)
-        case "priority":
-            if kind not in ("int64_param", "uint64_param"):
-                raise InvalidArgument(
-                    "invalid value type for 'priority' parameter, expected int64_param or uint64_param."
-                )
-            decoded.priority = getattr(value, kind)
-            if not 0 <= decoded.priority <= _INT64:
-                raise InvalidArgument("invalid value for 'priority', expected value >= 0.")
-        case "timeout":
-            if kind != "int64_param":
-                raise InvalidArgument("invalid value type for 'timeout' parameter, expected int64_param.")
-            if value.int64_param < 0:
-                raise InvalidArgument("invalid value for 'timeout', expected value >= 0.")
-            decoded.timeout_us = value.int64_param
+        case "sequence_id" | "sequence_start" | "sequence_end" | "priority" | "timeout":
+            field, read = _SCHEDULING[key]
+            decoded.scheduling = decoded.scheduling._replace(**{field: read(key, value, kind)})
         case "triton_enable_empty_final_response":
             decoded.empty_final = _bool(key, value, kind)
         case _ if key.startswith("triton_"):
@@ -173,15 +155,42 @@ def _bool(key: str, value: Any, kind: str | None) -> bool:
     return bool(value.bool_param)
 
 
-def _sequence_id(value: Any, kind: str | None) -> int | str:
+def _priority(key: str, value: Any, kind: str | None) -> int:
+    if kind not in ("int64_param", "uint64_param"):
+        raise InvalidArgument(f"invalid value type for '{key}' parameter, expected int64_param or uint64_param.")
+    number: int = getattr(value, kind)
+    if not 0 <= number <= _INT64:
+        raise InvalidArgument(f"invalid value for '{key}', expected value >= 0.")
+    return number
+
+
+def _timeout(key: str, value: Any, kind: str | None) -> int:
+    if kind != "int64_param":
+        raise InvalidArgument(f"invalid value type for '{key}' parameter, expected int64_param.")
+    if value.int64_param < 0:
+        raise InvalidArgument(f"invalid value for '{key}', expected value >= 0.")
+    return int(value.int64_param)
+
+
+def _sequence_id(key: str, value: Any, kind: str | None) -> int | str:
     if kind == "string_param":
         text: str = value.string_param
-        if len(text.encode()) > 128:
-            raise Unsupported("string correlation ID cannot be longer than 128 characters")
+        if len(text.encode()) > MAX_SEQUENCE_ID:
+            raise Unsupported(f"string correlation ID cannot be longer than {MAX_SEQUENCE_ID} characters")
         return text
     if kind != "int64_param":
-        raise InvalidArgument("invalid value type for 'sequence_id' parameter, expected int64_param or string_param.")
+        raise InvalidArgument(f"invalid value type for '{key}' parameter, expected int64_param or string_param.")
     number: int = value.int64_param
     if number < 0:
-        raise InvalidArgument("invalid value for 'sequence_id', expected value >= 0.")
+        raise InvalidArgument(f"invalid value for '{key}', expected value >= 0.")
     return number
+
+
+#: Name of a parameter -> the field of Scheduling that it fills, and what reads it.
+_SCHEDULING: dict[str, tuple[str, Callable[[str, Any, str | None], Any]]] = {
+    "priority": ("priority", _priority),
+    "timeout": ("timeout_us", _timeout),
+    "sequence_id": ("sequence_id", _sequence_id),
+    "sequence_start": ("sequence_start", _bool),
+    "sequence_end": ("sequence_end", _bool),
+}

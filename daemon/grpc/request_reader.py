@@ -1,6 +1,7 @@
 """Messages read exactly: by their fields, protobuf and checks, which word what is wrong. What is found is learned as a form.
 
-    message ─▶ | id | raw tensors | rest ─▶ what it says ─▶ request
+    message ─▶ | id | raw tensors | head ─▶ what it says ─▶ request
+                                     ╰─▶ | scheduling | rest ─▶ form
 
 This is the way of the first message of a form, of what is malformed or unusual, and of what carries its values beside its raw
 tensors. All others are walked over, and are of a form (``message_forms``).
@@ -8,12 +9,14 @@ tensors. All others are walked over, and are of a form (``message_forms``).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 from daemon.grpc.message_forms import MessageForms
 from daemon.grpc.reception import Reception
 from daemon.grpc.request_codec import DecodedHead, decode_head
 from daemon.grpc.request_fields import Buffer, RefusedRequest, split
+from daemon.grpc.walk import walk
 from daemon.submit.inference import Content, InferenceRequest
 from daemon.submit.model_table import ModelTable
 from shm.control_records import ModelState
@@ -50,11 +53,19 @@ class RequestReader:
             text = client_id.decode()
         except UnicodeDecodeError:
             raise RefusedRequest(InvalidArgument("the request id is not UTF-8 text")) from None
+        forms, parted = self._forms, walk(head, 0, len(head), 0)
+        rest, parameters = (head, b"") if parted is None else (parted[0], parted[2])
+        decoded = None if parted is None else forms.decoded(rest, len(raws))
+        scheduling = None if decoded is None else forms.scheduling(parameters)
         try:
-            decoded = self._forms.decoded(head, len(raws)) or decode_head(head, bool(raws), self._table)
+            if decoded is None or scheduling is None:
+                decoded = decode_head(head, bool(raws), self._table)
+                scheduling = decoded.scheduling
             state = self._table.find(decoded.model, decoded.version)
-            request = decoded.request(text, raws)
+            request = decoded.request(text, raws, scheduling)
         except ServingError as error:
             raise RefusedRequest(error, text) from None
-        self._forms.learn(head, decoded)
+        if parted is not None:
+            with contextlib.suppress(ServingError):  # what comes twice, in two spellings, may be right only together
+                forms.learn(rest, decode_head(rest, bool(raws), self._table) if parameters else decoded)
         return decoded, request, state

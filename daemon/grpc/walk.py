@@ -1,12 +1,12 @@
 """One walk over a ModelInferRequest: what is its own, and the rest, by which its form is found. Sans-I/O.
 
-    | model_name | id | inputs | outputs | ... | raw_input_contents | raw_input_contents |
-          rest    own    rest     rest                 own                  own
+    | model_name | id | parameters: priority | inputs | outputs | ... | raw_input_contents | raw_input_contents |
+          rest    own            own            rest     rest                 own                  own
 
-Messages of one form differ in their id and in their tensors' bytes alone, wherever these lie, however long they are. What clients
-write is walked over: fields of the message whose tag is one byte. Everything else, malformed or merely unusual, is the exact
-reader's (``request_reader``). In C (``daemon/grpc/_walk.c``) where it could be built, because in Python it is the dearest step of
-a small request; both find the same.
+Messages of one form differ in their id, in how they are scheduled and in their tensors' bytes alone, wherever these lie, however
+long they are. What clients write is walked over: fields of the message whose tag is one byte. Everything else, malformed or
+merely unusual, is the exact reader's (``request_reader``). In C (``daemon/grpc/_walk.c``) where it could be built, because in
+Python it is the dearest step of a small request; both find the same.
 """
 
 from __future__ import annotations
@@ -14,16 +14,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from daemon.grpc.request_fields import Buffer
+from daemon.scheduling import KEYS
 
-#: Rest, id, raw tensors, and the room that those need which do not travel in a record.
-Walked = tuple[bytes, bytes, "tuple[Buffer, ...]", int]
+#: Rest, id, parameters that schedule, raw tensors, and the room that those need which do not travel in a record.
+Walked = tuple[bytes, bytes, bytes, "tuple[Buffer, ...]", int]
 #: Rest and id before the first raw tensor, where that begins, and its size.
 Begun = tuple[bytes, bytes, int, int]
 #: Longer rests hold data, or are rare; more raw tensors than that have few models.
 MAX_REST = 2048
+MAX_SCHEDULING = 512
 MAX_RAWS = 256
-_ID, _RAW = 0x1A, 0x3A
-_TAGS = frozenset((0x0A, 0x12, _ID, 0x22, 0x2A, 0x32, _RAW))
+_ID, _PARAMETER, _RAW = 0x1A, 0x22, 0x3A
+_TAGS = frozenset((0x0A, 0x12, _ID, _PARAMETER, 0x2A, 0x32, _RAW))
+#: How their entries begin, as clients write them.
+_SCHEDULING = tuple(b"\x0a" + bytes((len(key),)) + key.encode() for key in KEYS)
 #: A field is shorter than a message, which is below 2^32.
 _MAX_SHIFT = 28
 #: Of tensors in the arena, what an executable needs to use one in place.
@@ -36,7 +40,7 @@ def walk_in_python(content: Buffer, start: int, end: int, inline: int) -> Walked
     Args:
       inline: raw tensors of at most so many bytes are bytes, larger ones views of ``content``.
     """
-    own = _Own()
+    own = _Own(parts=True)
     at = start
     view = memoryview(content)
     raws: list[Buffer] = []
@@ -59,7 +63,7 @@ def walk_in_python(content: Buffer, start: int, end: int, inline: int) -> Walked
             raws.append(view[begin : begin + size])
             lent += -(-size // _ALIGNMENT) * _ALIGNMENT
         at = begin + size
-    return own.rest, own.client_id, tuple(raws), lent
+    return own.rest, own.client_id, own.scheduling, tuple(raws), lent
 
 
 def walk_beginning_in_python(content: Buffer, start: int, end: int) -> Begun | None:
@@ -67,7 +71,7 @@ def walk_beginning_in_python(content: Buffer, start: int, end: int) -> Begun | N
 
     None: none begins there, or it is to be read by the exact reader.
     """
-    own = _Own()
+    own = _Own(parts=False)
     at = start
     view = memoryview(content)
     while at < end:
@@ -86,16 +90,21 @@ def walk_beginning_in_python(content: Buffer, start: int, end: int) -> Begun | N
 class _Own:
     """What was found besides raw tensors."""
 
-    def __init__(self) -> None:
-        self.rest = self.client_id = b""
+    def __init__(self, parts: bool) -> None:
+        """``parts``: whether parameters that schedule are no part of the rest."""
+        self._parts = parts
+        self.rest = self.client_id = self.scheduling = b""
 
     def take(self, tag: int, view: memoryview, at: int, begin: int, size: int) -> bool:
         """A field. False: there is too much beside the id."""
+        end = begin + size
         if tag == _ID:
-            self.client_id = bytes(view[begin : begin + size])
+            self.client_id = bytes(view[begin:end])
+        elif tag == _PARAMETER and self._parts and bytes(view[begin:end]).startswith(_SCHEDULING):
+            self.scheduling += view[at:end]
         else:
-            self.rest += view[at : begin + size]
-        return len(self.rest) <= MAX_REST
+            self.rest += view[at:end]
+        return len(self.rest) <= MAX_REST and len(self.scheduling) <= MAX_SCHEDULING
 
 
 def _field(content: Buffer, at: int, end: int) -> tuple[int, int, int] | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from daemon.http.json_array import JsonArray
 from daemon.http.json_base64 import JsonBase64
 from daemon.http.json_strings import JsonStrings
+from daemon.scheduling import UNSCHEDULED, Scheduling
 from shm.messages import Inline, Parameter, RegionSlice, RequestedOutput, Submit, Tensor
 
 if TYPE_CHECKING:
@@ -42,11 +43,7 @@ class DecodedRequest:
     binary: dict[str, bool]
     all_binary: bool
     parameters: dict[str, Parameter]
-    priority: int = 0
-    timeout_us: int = 0
-    sequence_id: int | str = 0
-    sequence_start: bool = False
-    sequence_end: bool = False
+    scheduling: Scheduling = UNSCHEDULED
 
     def template(self, head: InferHead) -> Submit:
         """What requests that say so have in common on a lane (``shm.forms``)."""
@@ -61,9 +58,4 @@ class DecodedRequest:
             tuple(inputs),
             self.outputs,
             {**self.parameters, **head.forwarded} if head.forwarded else self.parameters,
-            priority=self.priority,
-            timeout_us=self.timeout_us,
-            sequence_id=self.sequence_id,
-            sequence_start=self.sequence_start,
-            sequence_end=self.sequence_end,
         )

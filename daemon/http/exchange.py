@@ -117,10 +117,11 @@ class Exchange(Answering):
                 client_id = request_id.made()
             self._asked, self._client_id = form, client_id
             contents = form.unpack(body, text_size)
+            submitter = serving.submitter
             self.record = FormSubmit(
-                serving.submitter.next_id(), lane_form.number, contents, client_id, 0, monotonic_ns()
+                submitter.next_id(), lane_form.number, contents, client_id, 0, monotonic_ns(), *request.scheduling
             )
-            serving.submitter.send(self)
+            submitter.send(self)
         except ServingError as error:
             self._answer_error(http_status(error), error.message)
         except Exception:
@@ -244,23 +245,20 @@ class Exchange(Answering):
             reception.drop_body()
             self._leases = (*reception.take_leases(), *self._leases)
         submitter, form, trace = self._serving.submitter, request.form, self._trace
-        lane_form = form.lane_form
-        if trace is not None:
-            lane_form = None
-        elif lane_form is None:
-            lane_form = form.on_lane(submitter.forms, submitter.inline_byte_size)
+        lane_form = form.lane_form or form.on_lane(submitter.forms, submitter.inline_byte_size)
         number = 0 if lane_form is None else lane_form.number
-        record = FormSubmit(submitter.next_id(), number, tuple(contents), request.id, 0, monotonic_ns())
+        noted = 0
+        if trace is not None:
+            noted = trace.level
+            trace.client_id = request.id
+            trace.stamp("REQUEST_START")
+        record = FormSubmit(
+            submitter.next_id(), number, tuple(contents), request.id, 0, monotonic_ns(), *request.scheduling, noted
+        )
         if lane_form is not None:
             self.record, self.form = record, lane_form
         else:
-            whole = whole_request(form.template, record)
-            if trace is not None:
-                # What is to be noted of it is said in the record, which is its own then.
-                whole = msgspec.structs.replace(whole, trace=trace.level)
-                trace.client_id = request.id
-                trace.stamp("REQUEST_START")
-            self.record = whole
+            self.record = whole_request(form.template, record)
         self.leases, self._leases = self._leases, ()
         submitter.send(self)
         self.phase = Phase.SUBMITTED

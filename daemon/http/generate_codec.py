@@ -68,11 +68,7 @@ def decode(body: bytes, model: str, version: int, metadata: bytes) -> InferenceR
         found,
         parameters=decoded.parameters,
         id=decoded.id,
-        priority=decoded.priority,
-        timeout_us=decoded.timeout_us,
-        sequence_id=decoded.sequence_id,
-        sequence_start=decoded.sequence_start,
-        sequence_end=decoded.sequence_end,
+        scheduling=decoded.scheduling,
     )
 
 

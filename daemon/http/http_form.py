@@ -4,8 +4,8 @@
              ├▶ sources                          where its tensors are: in the body, a region, the JSON
              ╰▶ AnswerText, a few                what the answers say but for their ids and tensors
 
-Two texts that mean the same are one form: its id, the values of its tensors, the order of its keys and the head that it came with
-are no part of it.
+Two texts that mean the same are one form: its id, how it is scheduled (``daemon.scheduling``), the values of its tensors, the
+order of its keys and the head that it came with are no part of it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import msgspec
 from daemon.http.answer_text import AnswerText
 from daemon.http.decoded_request import DecodedRequest, Part, Source
 from daemon.http.message_head import InferHead
+from daemon.scheduling import UNSCHEDULED, Scheduling
 from shm.forms import Form, Forms
 from shm.messages import Completion, FormCompletion, RegionSlice, Slice, Submit
 
@@ -36,7 +37,7 @@ class HttpForm:
         "asked",
         "has_values",
         "lane_form",
-        "last_id",
+        "last_said",
         "model",
         "sources",
         "tail_size",
@@ -48,7 +49,7 @@ class HttpForm:
         #: As requests name it.
         self.model = head.model
         self.template: Submit = asked.template(head)
-        #: What the JSON said; not its id, nor the values in it.
+        #: What the JSON said; not its id, its scheduling, nor the values in it.
         self.asked = asked
         self.sources: list[Source] = [
             source if isinstance(source, Part | RegionSlice) else VALUES for _, _, _, source in asked.inputs
@@ -60,8 +61,8 @@ class HttpForm:
         self.lane_form: Form[Submit] | None = None
         #: Takes the tensors out of a small body; None: not all of them travel in the record.
         self.unpack: Callable[[bytes, int], tuple[Any, ...]] | None = None
-        #: Of the last request whose text was not known.
-        self.last_id = ""
+        #: What the last request whose text was not known said of itself.
+        self.last_said: tuple[str, Scheduling] = "", UNSCHEDULED
         self._answers: dict[int, AnswerText] = {}
 
     def on_lane(self, forms: Forms[Submit], inline_byte_size: int) -> Form[Submit] | None:
@@ -93,3 +94,4 @@ class Request(msgspec.Struct, frozen=True):
     id: str
     #: Of each input: where the form says that it is, or its values.
     sources: list[Source]
+    scheduling: Scheduling = UNSCHEDULED

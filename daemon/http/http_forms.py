@@ -6,7 +6,7 @@
          ╰▶ exact: what the quick way does not understand ───────────────────▶
 
 Forms are found by what requests mean, on whichever connection: model, version, names, datatypes, shapes, sizes, regions, outputs
-and parameters. A known one is not checked again but for the sizes and values that are the request's own.
+and parameters. A known one is not checked again but for what is the request's own: sizes, values, priority, timeout, sequence.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from daemon.http.json_cut import Cut
 from daemon.http.memo import Memo
 from daemon.http.message_head import InferHead
 from daemon.http.request_head import ABSENT, Malformed, RequestHead
+from daemon.http.request_parameters import part
+from daemon.scheduling import UNSCHEDULED
 from shm.datatypes import element_count
 from shm.open_shape import is_open
 
@@ -36,7 +38,7 @@ class HttpForms:
     def __init__(self) -> None:
         #: By what is said.
         self._forms: Memo[Any, HttpForm] = Memo(_COUNT)
-        #: By model, version and text: of those that come again with the same id.
+        #: By model, version and text: of those that come again with the same id and scheduling.
         self._texts: Memo[tuple[str, int, bytes], Request] = Memo(_COUNT)
 
     def read(self, head: InferHead, text: bytes | memoryview, tail_size: int, apart: Cut | None = None) -> Request:
@@ -52,8 +54,9 @@ class HttpForms:
         if request is None or request.form.tail_size != tail_size:
             request = self._read(head, text, tail_size, apart)
             form = request.form
-            if form.last_id != request.id:
-                form.last_id = request.id
+            said = request.id, request.scheduling
+            if form.last_said != said:
+                form.last_said = said
             elif not form.has_values:
                 self._texts.put(key, request)
         return request
@@ -61,17 +64,19 @@ class HttpForms:
     def _read(self, head: InferHead, text: bytes | memoryview, tail_size: int, apart: Cut | None) -> Request:
         try:
             said = request_head.quick(text)
+            scheduling, parameters = part(said.parameters) if said.parameters else (UNSCHEDULED, None)
             key = (
                 head.model,
                 head.version,
                 tuple([(of.name, of.datatype, of.shape, of.parameters, of.data is ABSENT) for of in said.inputs]),
                 said.outputs,
                 # As text: 1, 1.0 and true are equal, and not the same.
-                repr((said.parameters, head.forwarded)) if said.parameters or head.forwarded else None,
+                repr((parameters, head.forwarded)) if parameters or head.forwarded else None,
             )
             form = self._forms[key]
             if form is not None and form.tail_size == tail_size:
-                return Request(form, said.id, _values(form, said, apart) if form.has_values else form.sources)
+                sources = _values(form, said, apart) if form.has_values else form.sources
+                return Request(form, said.id, sources, scheduling)
             decoded = request_codec.decode_head(said, apart, tail_size, head.model)
         except Malformed as reason:
             return request_of(head, request_codec.decode_exactly(text, apart, tail_size, head.model, reason))
@@ -87,7 +92,7 @@ class HttpForms:
 def request_of(head: InferHead, decoded: DecodedRequest) -> Request:
     """One whose form is not looked for by what its text says."""
     sources = [source for _, _, _, source in decoded.inputs]
-    return Request(HttpForm(head, decoded), decoded.id, sources)
+    return Request(HttpForm(head, decoded), decoded.id, sources, decoded.scheduling)
 
 
 def _values(form: HttpForm, said: RequestHead, apart: Cut | None) -> list[Source]:

@@ -5,35 +5,46 @@ Source: Triton docs/protocol/extension_parameters.md, extension_sequence.md, ext
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from daemon.http.decoded_request import DecodedRequest
 from daemon.http.json_values import boolean, is_unsigned, text, unsigned
-from shm.errors import InvalidArgument, Unsupported
-from shm.messages import Parameter
+from daemon.scheduling import UNSCHEDULED, Scheduling
+from shm.errors import InvalidArgument, ServingError, Unsupported
+from shm.messages import MAX_SEQUENCE_ID, Parameter
 
 _INT64_MAX = (1 << 63) - 1
-_MAX_SEQUENCE_ID = 128
 
 
 def read_parameters(given: dict[str, Any], decoded: DecodedRequest) -> None:
     """Fills in what the parameters say. Raises InvalidArgument, Unsupported: string sequence ids that are too long."""
     for key, value in given.items():
-        match key:
-            case "binary_data_output":
-                decoded.all_binary = boolean(key, value)
-            case "sequence_start":
-                decoded.sequence_start = boolean(key, value)
-            case "sequence_end":
-                decoded.sequence_end = boolean(key, value)
-            case "sequence_id":
-                decoded.sequence_id = _sequence_id(value)
-            case "priority":
-                decoded.priority = unsigned(key, value)
-            case "timeout":
-                decoded.timeout_us = unsigned(key, value)
-            case _:
-                decoded.parameters[key] = _parameter(key, value)
+        if key in _SCHEDULING:
+            field, read = _SCHEDULING[key]
+            decoded.scheduling = decoded.scheduling._replace(**{field: read(key, value)})
+        elif key == "binary_data_output":
+            decoded.all_binary = boolean(key, value)
+        else:
+            decoded.parameters[key] = _parameter(key, value)
+
+
+def part(given: dict[str, Any]) -> tuple[Scheduling, dict[str, Any]]:
+    """What parameters say of one request alone, and the others. What is wrong is among these: ``read_parameters`` says why."""
+    if _SCHEDULING.keys().isdisjoint(given):
+        return UNSCHEDULED, given
+    own: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    for key, value in given.items():
+        if key in _SCHEDULING:
+            field, read = _SCHEDULING[key]
+            try:
+                own[field] = read(key, value)
+                continue
+            except ServingError:
+                pass
+        others[key] = value
+    return Scheduling(**own), others
 
 
 def _parameter(key: str, value: Any) -> Parameter:
@@ -53,10 +64,20 @@ def _parameter(key: str, value: Any) -> Parameter:
     raise InvalidArgument(f"parameter '{key}' has invalid type. It should be either 'int', 'bool', or 'string'.")
 
 
-def _sequence_id(value: Any) -> int | str:
+def _sequence_id(key: str, value: Any) -> int | str:
     if is_unsigned(value):
         return int(value)
-    identifier = text("sequence_id", value)
-    if len(identifier.encode()) > _MAX_SEQUENCE_ID:
-        raise Unsupported(f"string correlation ID cannot be longer than {_MAX_SEQUENCE_ID} characters")
+    identifier = text(key, value)
+    if len(identifier.encode()) > MAX_SEQUENCE_ID:
+        raise Unsupported(f"string correlation ID cannot be longer than {MAX_SEQUENCE_ID} characters")
     return identifier
+
+
+#: Name of a parameter -> the field of Scheduling that it fills, and what reads it.
+_SCHEDULING: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
+    "priority": ("priority", unsigned),
+    "timeout": ("timeout_us", unsigned),
+    "sequence_id": ("sequence_id", _sequence_id),
+    "sequence_start": ("sequence_start", boolean),
+    "sequence_end": ("sequence_end", boolean),
+}

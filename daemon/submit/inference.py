@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from daemon.scheduling import UNSCHEDULED, Scheduling
 from daemon.submit.pending import DEFECT, OnCompletion
 from daemon.submit.submitter import Submitter
 from daemon.tracing.tracer import Trace
@@ -48,11 +49,7 @@ class InferenceRequest(msgspec.Struct):
     outputs: tuple[RequestedOutput, ...] = ()
     parameters: dict[str, Parameter] = {}
     id: str = ""
-    priority: int = 0
-    timeout_us: int = 0
-    sequence_id: int | str = 0
-    sequence_start: bool = False
-    sequence_end: bool = False
+    scheduling: Scheduling = UNSCHEDULED
     #: CLOCK_MONOTONIC; a request that still queues then is not run. 0: none.
     deadline_ns: int = 0
     #: Where it is a sampled one. Whoever answers ends it.
@@ -146,7 +143,7 @@ def begin(submitter: Submitter, request: InferenceRequest, on_completion: OnComp
 
 
 def form_of(submitter: Submitter, request: InferenceRequest) -> Form[Submit]:
-    """The form of requests that differ from that one in ids, deadlines, and tensors that lie in no region."""
+    """The form of requests that differ from that one in ids, deadlines, scheduling, and tensors that lie in no region."""
     tensors = tuple(
         [
             Tensor(name, datatype, shape, content if isinstance(content, RegionSlice) else _EMPTY)
@@ -165,13 +162,10 @@ def _record(request: InferenceRequest, request_id: int, tensors: tuple[Tensor, .
         request.outputs,
         request.parameters,
         request.id,
-        deadline_ns=request.deadline_ns,
-        received_ns=received_ns,
-        priority=request.priority,
-        timeout_us=request.timeout_us,
-        sequence_id=request.sequence_id,
-        sequence_start=request.sequence_start,
-        sequence_end=request.sequence_end,
+        0,
+        request.deadline_ns,
+        received_ns,
+        *request.scheduling,
     )
 
 

@@ -84,6 +84,18 @@ def with_id_and_trace(number: int) -> bytes:
     return head("addsub", text, 128, b"traceparent: 00-%032x-%016x-01\r\n" % (number, number)) + text + bytes(128)
 
 
+def with_scheduling(number: int) -> bytes:
+    """Priority, timeout and sequence are each request's own, whatever else it says."""
+    said = b'"parameters": {"priority": %d, "timeout": %d, "sequence_id": %d, "sequence_start": true}'
+    text = _SMALL.replace(b'"id": ""', said % (number % 9 + 1, 10000 + number, 10000 + number))
+    return binary("addsub", text, 128)
+
+
+def with_priority_and_timeout(number: int) -> bytes:
+    said = b'"parameters": {"priority": %d, "timeout": %d}' % (number % 9 + 1, 10000 + number)
+    return binary("addsub", _SMALL.replace(b'"id": ""', said), 128)
+
+
 def of_models_in_turn(number: int) -> bytes:
     return binary(("addsub", "identity")[number % 2], _SMALL, 128)
 
@@ -164,6 +176,8 @@ ROWS = [
     Row("small-ids", with_id, two_small, 1156),
     Row("small-trace", with_trace, two_small, 1044),
     Row("small-all", with_id_and_trace, two_small, 1243),
+    Row("small-priority", with_priority_and_timeout, two_small, 1300),
+    Row("small-sequences", with_scheduling, two_small, 1395),
     Row("small-models", of_models_in_turn, two_small, 957, warm=4),
     Row("small-shapes", of_shapes_in_turn, two_small, 957, warm=24),
     # As on a connection that is used once.

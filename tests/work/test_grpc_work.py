@@ -7,7 +7,7 @@ import gc
 import itertools
 import sys
 import tracemalloc
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,13 +240,19 @@ def other_model(client_id: str, **fields: Any) -> bytes:
 
 
 def instructions(
-    row: Row, contents: list[bytes], heads: list[bytes] | None = None, warm: int = 1, connections: int = 1
+    row: Row,
+    contents: list[bytes],
+    heads: list[bytes] | None = None,
+    warm: int = 1,
+    connections: int = 1,
+    others: Iterator[bytes] | None = None,
 ) -> float:
     """Of each message, where those come in turn; they have come so often, on other connections too.
 
     Args:
       heads: of calls, in turn.
       connections: each of as many messages comes on another one, of which it is the first.
+      others: messages that are counted instead.
     """
     counted: list[float] = []
 
@@ -273,11 +279,33 @@ def instructions(
                 transport = asking._bench.connect()
                 await asyncio.sleep(0)
                 transport.writes.clear()
-            await ask(contents[turn % len(contents)], work, turn)
+            await ask(contents[turn % len(contents)] if others is None else next(others), work, turn)
         counted.append(work.instructions / COUNT)
 
     on_a_bench(row, test)
     return counted[0]
+
+
+def scheduled(number: int) -> bytes:
+    """Another priority, timeout and sequence each time."""
+    parameters = {
+        "priority": Parameter(int64_param=number % 9 + 1),
+        "timeout": Parameter(int64_param=10000 + number),
+        "sequence_id": Parameter(string_param=f"sequence {number}"),
+        "sequence_start": Parameter(bool_param=True),
+    }
+    return small("", parameters=parameters)
+
+
+@counts
+@pytest.mark.parametrize("row", [row for row in ROWS if row.name in ("stream", "unary")], ids=lambda row: row.name)
+def test_scheduling_that_differs(row: Row) -> None:
+    """What came before is known by its bytes; what did not is read by protobuf."""
+    repeated = instructions(row, [scheduled(number) for number in range(4)])
+    assert repeated <= 1.1 * instructions(row, [small("")])
+    # None of those that are counted has come before.
+    never_twice = (scheduled(number) for number in itertools.count())
+    assert instructions(row, [next(never_twice)], others=never_twice) <= MAX_MORE * instructions(row, [small("")])
 
 
 @counts

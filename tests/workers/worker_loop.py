@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +84,19 @@ class WorkerLoop:
         outputs: tuple[RequestedOutput, ...] = (),
         lane: SubmitterLane | None = None,
         leases: Sequence[Lease] = (),
+        own: Mapping[str, Any] | None = None,
     ) -> int:
-        """Queues a request as a front does it with what a client repeats; ``flush`` sends it. ``leases``: of its Slices."""
+        """Queues a request as a front does it with what a client repeats; ``flush`` sends it.
+
+        Args:
+          leases: of its Slices.
+          own: fields of its record.
+        """
         self.number += 1
         submit = Submit(self.number, model, 0, tuple(inputs), outputs, received_ns=time.monotonic_ns())
         form = self.forms.form(request_template(submit))
-        record = FormSubmit(self.number, form.number, own_contents(submit.inputs), received_ns=submit.received_ns)
+        given = {"received_ns": submit.received_ns, **(own or {})}
+        record = FormSubmit(self.number, form.number, own_contents(submit.inputs), **given)
         (lane or self.front).announce(leases)
         (lane or self.front).submit_formed(form, record)
         return self.number

@@ -193,12 +193,12 @@ class Outbox:
         # Parameters are each answer's own: it has no form.
         formed = form is not None and completion.lease is not None and not completion.parameters
         try:
-            if form is not None and formed and form.familiar is version.familiar:
+            if request.timeline is not None:
+                request.submitter.answer(request.timeline.attach(completion))
+            elif form is not None and formed and form.familiar is version.familiar:
                 _answer_formed(request.submitter, form, completion)
             else:
-                request.submitter.answer(
-                    completion if request.timeline is None else request.timeline.attach(completion)
-                )
+                request.submitter.answer(completion)
         except Exception as error:  # it cannot be written as a record: nothing of it is on the lane
             if completion.lease is not None:
                 request.submitter.lane.arena.release(completion.lease)

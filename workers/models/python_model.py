@@ -93,16 +93,16 @@ class PythonModel:
         execution.results = [self._result(*each) for each in zip(requests, responses, strict=True)]
 
     def _request(self, request: Request) -> interface.InferenceRequest:
-        submit = request.submit
+        submit, own = request.submit, request.own
         return interface.InferenceRequest(
             request_id=request.client_id,
-            correlation_id=submit.sequence_id,
+            correlation_id=own.sequence_id,
             # What is fetched when it is its turn is fetched here, in the model's own thread.
             inputs=[interface.Tensor.borrowed(name, np.asarray(array)) for name, array in request.arrays.items()],
             requested_output_names=request.outputs or self._signature.outputs,
             model_name=submit.model,
-            flags=submit.sequence_start | submit.sequence_end << 1,
-            timeout=submit.timeout_us,
+            flags=own.sequence_start | own.sequence_end << 1,
+            timeout=own.timeout_us,
             parameters=submit.parameters,
             cancelled=lambda: request.cancelled,
         )

@@ -76,8 +76,8 @@ static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *d
         /* Ids of a submitter grow, but for those of requests that another worker had before. */
         if (record.id <= last_id)
             self->doubtful = 1;
-        if (plan == NULL || plan->failed || (record.deadline_ns && record.deadline_ns <= now) || record.id <= last_id ||
-            in_flight(lane, record.id) || make_room(self))
+        if (plan == NULL || plan->failed || record.trace || (record.deadline_ns && record.deadline_ns <= now) ||
+            record.id <= last_id || in_flight(lane, record.id) || make_room(self))
             goto refused;
         last_id = record.id;
         request_t *request = &self->waiting[self->count];

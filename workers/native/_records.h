@@ -1,6 +1,7 @@
 /* The records of requests and answers of a form, as shm/messages.py has them: the subset of msgpack that they need.
  *
- *     FormSubmit      ["q", request id, form, [content, ...], client id, deadline, received]
+ *     FormSubmit      ["q", request id, form, [content, ...], client id, deadline, received,
+ *                      priority, timeout, sequence id, starts it, ends it, trace]
  *     FormCompletion  ["c", request id, form, [content, ...]], and a lease
  *     Release         ["L", [lease, ...]]                         lease: [segment, offset, generation]
  *     content         bytes, or where they are: ["a", segment, offset, byte size]
@@ -15,6 +16,7 @@
 #include <string.h>
 
 #define MAX_TENSORS 16
+#define MAX_SEQUENCE_ID 128
 #define MAX_DATAGRAM (64 << 10)
 /* Kind, and an array's head for up to 65535 records. */
 #define DATAGRAM_HEAD 4
@@ -75,7 +77,8 @@ static inline int read_bin(reader_t *reader, const unsigned char **content, uint
     return read_bytes(reader, *size, content);
 }
 
-static inline int skip_str(reader_t *reader) {
+/* Of at most so many bytes. */
+static inline int skip_str(reader_t *reader, uint64_t most) {
     uint64_t head, size;
     const unsigned char *content;
     if (read_number(reader, 1, &head))
@@ -84,7 +87,22 @@ static inline int skip_str(reader_t *reader) {
         size = head & 0x1f;
     else if (head < 0xd9 || head > 0xdb || read_number(reader, 1 << (head - 0xd9), &size))
         return -1;
-    return read_bytes(reader, size, &content);
+    return size > most || read_bytes(reader, size, &content);
+}
+
+static inline int skip_bool(reader_t *reader) {
+    uint64_t head;
+    return read_number(reader, 1, &head) || (head != 0xc2 && head != 0xc3);
+}
+
+/* A number, or a string that is not too long (shm/messages.py). */
+static inline int skip_sequence_id(reader_t *reader) {
+    reader_t start = *reader;
+    uint64_t number;
+    if (!read_uint(reader, &number))
+        return 0;
+    *reader = start;
+    return skip_str(reader, MAX_SEQUENCE_ID);
 }
 
 typedef struct {
@@ -92,7 +110,7 @@ typedef struct {
 } place_t;
 
 typedef struct {
-    uint64_t id, form, deadline_ns, received_ns, count;
+    uint64_t id, form, deadline_ns, received_ns, trace, count;
     /* NULL: they are at its place. */
     const unsigned char *contents[MAX_TENSORS];
     place_t places[MAX_TENSORS];
@@ -112,13 +130,17 @@ static inline int read_content(reader_t *reader, form_submit_t *record, uint64_t
 
 static inline int read_form_submit(reader_t *reader, form_submit_t *record) {
     const unsigned char *head;
-    if (read_bytes(reader, 3, &head) || memcmp(head, "\x97\xa1q", 3) || read_uint(reader, &record->id) ||
+    uint64_t priority, timeout;
+    if (read_bytes(reader, 3, &head) || memcmp(head, "\x9d\xa1q", 3) || read_uint(reader, &record->id) ||
         read_uint(reader, &record->form) || read_array(reader, &record->count) || record->count > MAX_TENSORS)
         return -1;
     for (uint64_t i = 0; i < record->count; i++)
         if (read_content(reader, record, i))
             return -1;
-    return skip_str(reader) || read_uint(reader, &record->deadline_ns) || read_uint(reader, &record->received_ns);
+    /* How it is scheduled is not looked at: whatever is run here stands in one line, and belongs to no sequence. */
+    return skip_str(reader, MAX_DATAGRAM) || read_uint(reader, &record->deadline_ns) || read_uint(reader, &record->received_ns) ||
+           read_uint(reader, &priority) || read_uint(reader, &timeout) || skip_sequence_id(reader) || skip_bool(reader) ||
+           skip_bool(reader) || read_uint(reader, &record->trace);
 }
 
 #define RELEASE "\x92\xa1" "L"

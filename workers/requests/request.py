@@ -34,6 +34,7 @@ class Request(Waiting):
         "copied_byte_size",
         "form",
         "outputs",
+        "own",
         "regions",
         "request_id",
         "submit",
@@ -62,7 +63,8 @@ class Request(Waiting):
 
         ``record``: where it came as one of a form, and ``submit`` is what those have in common.
         """
-        own = submit if record is None else record
+        #: What it says of itself: ids, moments, priority, timeout, sequence.
+        self.own = own = submit if record is None else record
         # As Waiting.__init__, which is another call for every request.
         self.key = key
         self.rows = rows
@@ -88,10 +90,10 @@ class Request(Waiting):
         #: The submitter no longer waits.
         self.cancelled = False
         self.deadline_ns = own.deadline_ns
-        self.timeout_ns = submit.timeout_us * 1000
-        self.priority = submit.priority
+        self.timeout_ns = own.timeout_us * 1000
+        self.priority = own.priority
         #: Of a sampled request.
-        self.timeline = RequestTimeline(submit.trace, now_ns) if submit.trace else None
+        self.timeline = RequestTimeline(own.trace, now_ns) if own.trace else None
 
     @property
     def arrays(self) -> dict[str, Array]:

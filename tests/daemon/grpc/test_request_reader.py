@@ -12,12 +12,13 @@ from daemon.grpc.message_forms import MessageForm, MessageForms
 from daemon.grpc.request_fields import Buffer, RefusedRequest
 from daemon.grpc.request_reader import RequestReader
 from daemon.grpc.walk import MAX_REST, walk_in_python
+from daemon.scheduling import UNSCHEDULED, Scheduling
 from daemon.submit.model_table import ModelTable
 from shm.control_records import ModelState
 from shm.errors import NotFound
 from shm.forms import whole_request
 from shm.messages import FormSubmit, Inline
-from tests.daemon.grpc.requests import REQUESTS
+from tests.daemon.grpc.requests import REQUESTS, Parameter
 from tests.daemon.grpc.test_request_codec import forms_of, located, message, reader, table, tensor
 
 
@@ -29,13 +30,14 @@ class Front:
         self.forms: MessageForms = forms_of(models)
         self.reader = RequestReader(models, self.forms)
 
-    def formed(self, content: bytes) -> tuple[MessageForm, bytes, tuple[Buffer, ...]] | None:
-        """The form of a message, its id and its tensors. None: it is to be read."""
+    def formed(self, content: bytes) -> tuple[MessageForm, bytes, tuple[Buffer, ...], Scheduling] | None:
+        """The form of a message, its id, its tensors and its scheduling. None: it is to be read."""
         walked = walk_in_python(content, 0, len(content), 4096)
         if walked is None:
             return None
-        form = self.forms.find(walked[0], len(walked[2]))
-        return None if form is None else (form, walked[1], walked[2])
+        rest, client_id, parameters, raws, _ = walked
+        form, scheduling = self.forms.find(rest, len(raws)), self.forms.scheduling(parameters)
+        return None if form is None or scheduling is None else (form, client_id, raws, scheduling)
 
 
 def meaning(reader: RequestReader, content: bytes | memoryview) -> Any:
@@ -48,8 +50,8 @@ def meaning(reader: RequestReader, content: bytes | memoryview) -> Any:
         (name, datatype, shape, bytes(raw) if isinstance(raw, bytes | memoryview) else raw)
         for name, datatype, shape, raw in request.inputs
     ]
-    fields = (request.priority, request.timeout_us, request.sequence_id, request.sequence_start, request.sequence_end)
-    return request.model, request.version, request.id, inputs, request.outputs, repr(request.parameters), fields, state
+    said = request.outputs, repr(request.parameters), request.scheduling
+    return request.model, request.version, request.id, inputs, *said, state
 
 
 @given(st.lists(REQUESTS, min_size=1, max_size=3), st.data())
@@ -73,14 +75,15 @@ def test_whichever_way_a_message_goes(requests: list[Any], data: st.DataObject) 
         assert meaning(front.reader, memoryview(content)) == expected
         if found is None:
             continue
-        form, client_id, raws = found
+        form, client_id, raws, scheduling = found
         try:
             text = client_id.decode()
         except UnicodeDecodeError:
             assert "UTF-8" in expected[1]
             continue
         assert form.form is not None
-        whole = whole_request(form.form.template, FormSubmit(1, 0, raws, text))  # type: ignore[arg-type]
+        own = FormSubmit(1, 0, raws, text, 0, 0, *scheduling)  # type: ignore[arg-type]
+        whole = whole_request(form.form.template, own)
         places = [place.content if isinstance(place := tensor.place, Inline) else place for tensor in whole.inputs]
         inputs = [
             (tensor.name, tensor.datatype, tensor.shape, place)
@@ -105,7 +108,7 @@ def test_the_second_is_of_a_form_whatever_its_id_and_tensors(client_id: str) -> 
         if found is None:
             front.reader.read(content)
         else:
-            assert found[1:] == (given_.encode(), (bytes([number] * (number + 1)),))
+            assert found[1:3] == (given_.encode(), (bytes([number] * (number + 1)),))
     # The same rest without tensors is another request.
     without = message(tensor(), id="late")
     assert front.formed(without) is None
@@ -125,6 +128,69 @@ def test_forms_in_turn() -> None:
     assert len({each[0] for each in found if each}) == len(contents)
 
 
+def test_ids_of_sequences_priorities_and_timeouts_are_each_message_s_own() -> None:
+    """They differ from one message to the next, and are of one form; so is one that says nothing of it."""
+    front = Front()
+    for number in range(100):
+        sequence = {"string_param": f"s{number}"} if number % 2 else {"int64_param": number}
+        given_ = {
+            "priority": Parameter(int64_param=number % 7),
+            "timeout": Parameter(int64_param=number * 11),
+            "sequence_id": Parameter(**sequence),
+            "sequence_start": Parameter(bool_param=number % 3 == 0),
+            "sequence_end": Parameter(bool_param=number % 5 == 0),
+            "x": Parameter(int64_param=1),
+        }
+        content = message(tensor(), raw=(b"ab",), parameters=given_)
+        found = front.formed(content)
+        request = front.reader.read(content)[1]
+        wanted = (number % 7, number * 11, f"s{number}" if number % 2 else number, number % 3 == 0, number % 5 == 0)
+        assert request.scheduling == wanted
+        assert request.parameters == {"x": 1}
+        assert (found is not None) == (number > 0)
+        if found is not None:
+            assert found[3] == wanted
+            assert found[0].decoded.scheduling == UNSCHEDULED
+    assert front.formed(message(tensor(), raw=(b"ab",), parameters={"x": Parameter(int64_param=1)}))
+    assert repr(front.forms._submitter.forms) == "<Forms 1, 1 minted, 0 evicted>"
+
+
+@pytest.mark.parametrize("name", ["priority", "timeout", "sequence_id"])
+def test_parameters_that_schedule_as_no_client_writes_them(name: str) -> None:
+    """Their value before their key, their key twice, both ways in one message: read as protobuf reads them, and of no form."""
+    key, value = b"\x0a%c%s" % (len(name), name.encode()), b"\x12\x02\x10\x07"
+    written = message(tensor(), raw=(b"ab",))
+    other = b"\x0a\x01x"
+    entries = {
+        value + key: {"scheduled": 7},
+        other + key + value: {"scheduled": 7},
+        key + other + value: {"x": 7},
+        key + b"\x12\x02\x10\x05" + value: {"scheduled": 7},
+    }
+    for entry, meant in entries.items():
+        front, content = Front(), written + b"\x22" + bytes((len(entry),)) + entry
+        for _ in range(3):
+            request = front.reader.read(content)[1]
+            assert getattr(request.scheduling, {"timeout": "timeout_us"}.get(name, name)) == meant.get("scheduled", 0)
+            assert request.parameters == ({"x": 7} if "x" in meant else {})
+            found = front.formed(content)
+            assert found is None or found[3] == request.scheduling
+        # Whoever says nothing of it is not taken for one that does.
+        assert front.reader.read(written)[1].scheduling == UNSCHEDULED
+        assert (found := front.formed(written)) is None or found[3] == UNSCHEDULED
+
+
+def test_a_wrong_one_beside_a_right_one() -> None:
+    """The last one holds, as protobuf reads them, in whichever spelling it is written."""
+    front = Front()
+    right = b"\x22\x0e\x0a\x08priority\x12\x02\x10\x05"
+    wrong = b"\x22\x17\x12\x0b\x10\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01\x0a\x08priority"
+    for _ in range(3):
+        assert front.reader.read(message(tensor(), raw=(b"ab",)) + wrong + right)[1].scheduling == Scheduling(5)
+        with pytest.raises(RefusedRequest, match="invalid value for 'priority'"):
+            front.reader.read(message(tensor(), raw=(b"ab",)) + right + wrong)
+
+
 def test_one_in_regions_alone() -> None:
     front = Front()
     for number in range(3):
@@ -133,7 +199,7 @@ def test_one_in_regions_alone() -> None:
         assert (found is not None) == (number > 0)
         front.reader.read(content)
     assert found is not None
-    assert found[1:] == (b"id-2", ())
+    assert found[1:3] == (b"id-2", ())
 
 
 def test_a_typed_one_is_of_none() -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from daemon.grpc import walk as walks
 from daemon.grpc.request_fields import RefusedRequest, split
-from daemon.grpc.walk import MAX_RAWS, MAX_REST, walk_beginning_in_python, walk_in_python
+from daemon.grpc.walk import MAX_RAWS, MAX_REST, MAX_SCHEDULING, walk_beginning_in_python, walk_in_python
+from daemon.scheduling import KEYS
 from tests.daemon.grpc.requests import REQUESTS, Infer, fields
 
 _walk = pytest.importorskip("daemon.grpc._walk", reason="no compiler was there")
@@ -43,7 +44,7 @@ def messages(draw: st.DrawFn) -> bytes:
 
 def spelled(found: Any) -> Any:
     """With views as the bytes they are of."""
-    return None if found is None else (*found[:2], [(type(raw), bytes(raw)) for raw in found[2]], found[3])
+    return None if found is None else (*found[:3], [(type(raw), bytes(raw)) for raw in found[3]], found[4])
 
 
 @given(
@@ -70,9 +71,12 @@ def test_what_is_found_is_what_the_exact_reader_finds(message: bytes) -> None:
         return
     if found is None:
         return
-    assert found[:2] == (head, client_id)
-    assert [bytes(raw) for raw in found[2]] == [message[begin:end] for begin, end in places]
-    assert found[3] == sum(-(-(end - begin) // 64) * 64 for begin, end in places if end - begin > 100)
+    assert found[1] == client_id
+    # Parameters are looked up by their names, wherever they stand among the others.
+    assert sorted(found[0] + found[2]) == sorted(head)
+    assert (found[0] + found[2] == head) == (not found[2] or head.endswith(found[2]))
+    assert [bytes(raw) for raw in found[3]] == [message[begin:end] for begin, end in places]
+    assert found[4] == sum(-(-(end - begin) // 64) * 64 for begin, end in places if end - begin > 100)
 
 
 @given(REQUESTS)
@@ -83,10 +87,12 @@ def test_whatever_protobuf_writes_is_walked_over(request_: Any) -> None:
     assert found is not None or len(message) > MAX_REST
     if found is None:
         return
-    assert (found[1].decode(), list(found[2])) == (request_.id, list(request_.raw_input_contents))
+    assert (found[1].decode(), list(found[3])) == (request_.id, list(request_.raw_input_contents))
     request_.ClearField("id")
     request_.ClearField("raw_input_contents")
-    assert Infer.FromString(found[0]) == request_ or request_ != request_  # a NaN equals nothing
+    assert Infer.FromString(found[0] + found[2]) == request_ or request_ != request_  # a NaN equals nothing
+    assert KEYS.isdisjoint(Infer.FromString(found[0]).parameters)
+    assert KEYS.issuperset(Infer.FromString(found[2]).parameters)
 
 
 @given(REQUESTS, st.integers(0, 600))
@@ -105,7 +111,10 @@ def test_a_beginning(request_: Any, end: int) -> None:
     assert at + size <= len(message)
     whole = walk_in_python(message, 0, len(message), 4096)
     assert whole is not None
-    assert rest == whole[0]
+    # What stands before the tensors is not parted there: the rest of it may still come.
+    parted = walk_in_python(rest, 0, len(rest), 0)
+    assert parted is not None
+    assert (parted[0], parted[2]) == (whole[0], whole[2])
 
 
 @pytest.mark.parametrize("walk", [walk_in_python, _walk.walk], ids=["python", "c"])
@@ -115,6 +124,10 @@ def test_limits(walk: Any) -> None:
         assert (walk(message, 0, len(message), 4096) is not None) == found
     for rest, found in ((MAX_REST, True), (MAX_REST + 1, False)):
         message = b"\x0a" + bytes(((rest - 3) & 127 | 128, rest - 3 >> 7)) + bytes(rest - 3)
+        assert (walk(message, 0, len(message), 4096) is not None) == found
+    for size, found in ((MAX_SCHEDULING, True), (MAX_SCHEDULING + 1, False)):
+        entry = b"\x0a\x08priority" + bytes(size - 13)
+        message = b"\x22" + bytes((len(entry) & 127 | 128, len(entry) >> 7)) + entry
         assert (walk(message, 0, len(message), 4096) is not None) == found
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from daemon.http.generate_codec import decode, encode
+from daemon.scheduling import Scheduling
 from daemon.submit.inference import Answer
 from shm.errors import InvalidArgument
 from shm.messages import Completion, Inline, RegionSlice, Tensor
@@ -37,7 +38,7 @@ def test_inputs_parameters_and_id() -> None:
 def test_reserved_parameters_are_what_they_are_everywhere() -> None:
     body = b'{"parameters": {"sequence_id": 5, "sequence_start": true, "priority": 1, "timeout": 9}}'
     request = decode(body, "m", 0, TEXT)
-    assert (request.sequence_id, request.sequence_start, request.priority, request.timeout_us) == (5, True, 1, 9)
+    assert request.scheduling == Scheduling(1, 9, 5, sequence_start=True)
     assert request.parameters == {}
 
 

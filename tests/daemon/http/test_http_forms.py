@@ -16,6 +16,7 @@ from daemon.http.http_form import HttpForm, Request
 from daemon.http.http_forms import HttpForms, request_of
 from daemon.http.message_head import InferHead
 from daemon.http.request_head import Malformed
+from daemon.scheduling import Scheduling
 from shm.errors import ServingError
 from shm.forms import Forms
 from shm.messages import RegionSlice, Submit
@@ -170,7 +171,7 @@ def outcome(read: Any) -> Any:
         return ""
     if isinstance(found, Request):
         asked, model = found.form.asked, found.form.template
-        return (found.id, found.sources, model, asked.binary, asked.all_binary)
+        return (found.id, found.scheduling, found.sources, model, asked.binary, asked.all_binary)
     return found
 
 
@@ -224,9 +225,35 @@ def test_requests_that_mean_the_same_are_one_form() -> None:
         (text(dict(reversed(PLAIN.items())), VALUED, outputs=OUTPUTS), head()),
         (text(PLAIN, VALUED, outputs=OUTPUTS).replace(b" ", b""), head(json_size=9)),
         (text(PLAIN, VALUED, outputs=OUTPUTS, model_name="m"), head(content_length=99)),
+        (text(PLAIN, VALUED, outputs=OUTPUTS, parameters={"priority": 3, "timeout": 9}), head()),
+        (text(PLAIN, VALUED, outputs=OUTPUTS, parameters={"sequence_id": 7, "sequence_start": True}), head()),
+        (text(PLAIN, VALUED, outputs=OUTPUTS, parameters={"sequence_end": True, "sequence_id": "7"}), head()),
     ]
     for said, meaning in others:
         assert forms.read(meaning, said, 4).form is first
+
+
+def test_ids_of_sequences_priorities_and_timeouts_are_each_request_s_own() -> None:
+    """They differ from one request to the next, and nothing is minted for that; in texts that came before as well."""
+    forms, lane = HttpForms(), Forms[Submit]()
+    for _ in range(3):
+        for number in range(100):
+            parameters = {
+                "sequence_id": number if number % 2 else f"s{number}",
+                "sequence_start": number % 3 == 0,
+                "sequence_end": number % 5 == 0,
+                "priority": number % 7,
+                "timeout": number * 11,
+                "x": 1,
+            }
+            request = forms.read(head(), text(PLAIN, parameters=parameters), 4)
+            request.form.on_lane(lane, 8)
+            wanted = [
+                parameters[name] for name in ("priority", "timeout", "sequence_id", "sequence_start", "sequence_end")
+            ]
+            assert list(request.scheduling) == wanted
+            assert request.form.template.parameters == {"x": 1}
+    assert lane.minted == 1
 
 
 @pytest.mark.parametrize(
@@ -241,7 +268,6 @@ def test_requests_that_mean_the_same_are_one_form() -> None:
         ([{**PLAIN, "parameters": {"binary_data_size": 5}}], {}, {}, 5),
         ([PLAIN, REGION], {}, {}, 4),
         ([PLAIN], {"outputs": OUTPUTS}, {}, 4),
-        ([PLAIN], {"parameters": {"priority": 1}}, {}, 4),
         ([PLAIN], {"parameters": {"x": 1}}, {}, 4),
         ([PLAIN], {"parameters": {"x": True}}, {}, 4),
         ([PLAIN], {"parameters": {"x": 1.0}}, {}, 4),
@@ -268,8 +294,8 @@ def test_a_form_says_all_that_the_request_does() -> None:
     request = HttpForms().read(head(version=5, forwarded={"b": "of the head"}), text(PLAIN, REGION, **fields), 4)
     whole = request.form.template
     assert (request.id, whole.client_id) == ("me", "")
-    assert (whole.version, whole.priority, whole.timeout_us) == (5, 3, 9)
-    assert (whole.sequence_id, whole.sequence_end) == (7, True)
+    assert (whole.version, whole.priority, whole.timeout_us, whole.sequence_id) == (5, 0, 0, 0)
+    assert request.scheduling == Scheduling(3, 9, 7, sequence_end=True)
     assert whole.parameters == {"a": 1, "b": "of the head"}
     assert request.sources == [Part(0, 4), RegionSlice("region", 0, 4)]
 

@@ -131,9 +131,10 @@ def only_refuses(head: bytes, tail_size: int) -> None:
             decoded.outputs,
             decoded.parameters,
             decoded.id,
-            priority=decoded.priority,
-            timeout_us=decoded.timeout_us,
-            sequence_id=decoded.sequence_id,
+            0,
+            0,
+            0,
+            *decoded.scheduling,
         )
     )
 

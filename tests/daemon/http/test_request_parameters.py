@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from daemon.http.request_parameters import part
+from daemon.scheduling import KEYS, Scheduling
 from shm.errors import InvalidArgument, Unsupported
 from tests.daemon.http.heads import decode, request_of
 
@@ -31,14 +33,14 @@ def test_reserved_parameters_are_taken_out() -> None:
         0,
     )
     assert decoded.id == "abc"
-    assert (decoded.sequence_id, decoded.sequence_start, decoded.sequence_end) == (2**64 - 1, True, True)
-    assert (decoded.priority, decoded.timeout_us, decoded.all_binary) == (3, 5, True)
+    assert decoded.scheduling == Scheduling(3, 5, 2**64 - 1, sequence_start=True, sequence_end=True)
+    assert decoded.all_binary
     assert decoded.parameters == {"a": "text", "b": False, "c": -(2**63), "d": 1.5, "e": float(2**63)}
 
 
 @pytest.mark.parametrize("value", ["", "s" * 128, 0])
 def test_sequence_ids(value: int | str) -> None:
-    assert decode(request_of(parameters={"sequence_id": value}), 0).sequence_id == value
+    assert decode(request_of(parameters={"sequence_id": value}), 0).scheduling.sequence_id == value
 
 
 def test_a_sequence_id_that_is_too_long() -> None:
@@ -68,3 +70,12 @@ def test_a_sequence_id_that_is_too_long() -> None:
 def test_parameters_that_are_refused(parameters: dict[str, Any], found: str) -> None:
     with pytest.raises(InvalidArgument, match=found):
         decode(request_of(parameters=parameters), 0)
+    rest = part(parameters)[1]
+    assert rest == parameters, "what is wrong is nobody's own"
+
+
+def test_what_is_a_request_s_own_is_parted_from_what_it_has_in_common_with_others() -> None:
+    own = {"priority": 3, "timeout": 5, "sequence_id": "s", "sequence_start": True, "sequence_end": False}
+    assert own.keys() == KEYS
+    assert part({"a": 1, **own, "b": 2}) == (Scheduling(3, 5, "s", sequence_start=True), {"a": 1, "b": 2})
+    assert part({**own, "priority": -1})[1] == {"priority": -1}

@@ -188,8 +188,26 @@ def test_figures(native: Native) -> None:
         request(44),
         Cancel(1),
         FormSubmit(2, 3, tuple([b"12345678"] * 17)),
+        request(2, trace=1),
+        request(2, sequence_id="s" * 129),
+        request(2, sequence_id=-1),
+        request(2, priority=-1),
     ],
-    ids=["form", "size", "none", "two", "late", "id again", "in flight", "cancel", "many"],
+    ids=[
+        "form",
+        "size",
+        "none",
+        "two",
+        "late",
+        "id again",
+        "in flight",
+        "cancel",
+        "many",
+        "traced",
+        "long",
+        "id",
+        "priority",
+    ],
 )
 @pytest.mark.parametrize("last", [True, False])
 def test_a_datagram_with_anything_else_is_python_s_affair(native: Native, odd: Any, last: bool) -> None:
@@ -199,6 +217,23 @@ def test_a_datagram_with_anything_else_is_python_s_affair(native: Native, odd: A
     datagram = native.send(*records)
     assert native.fast.wait(0, True) == ([], [(native.lane.fileno(), (datagram, [], False))], [])
     assert (native.runs, native.answers()) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "scheduling",
+    [
+        {"priority": 3, "timeout_us": 70_000},
+        {"priority": (1 << 64) - 1, "timeout_us": (1 << 64) - 1},
+        {"sequence_id": (1 << 64) - 1, "sequence_start": True},
+        {"sequence_id": "s" * 128, "sequence_end": True},
+    ],
+    ids=["small", "largest", "number", "string"],
+)
+def test_scheduling_is_nothing_where_all_stand_in_one_line(native: Native, scheduling: dict[str, Any]) -> None:
+    native.learn()
+    native.send(request(1), request(2, **scheduling), request(3))
+    assert native.fast.wait(0, True) == ([], [], [])
+    assert [answer.request_id for answer in native.answers()] == [1, 2, 3]
 
 
 def test_an_id_that_came_already_in_this_turn_is_python_s_affair_with_all_that_waits(native: Native) -> None:
@@ -412,6 +447,16 @@ records = st.one_of(
     ),
     st.builds(request, st.integers(1, 1 << 63), st.binary(min_size=8, max_size=8), client_id=st.text(max_size=300)),
     st.builds(
+        request,
+        st.integers(1, 1 << 63),
+        priority=NUMBERS,
+        timeout_us=NUMBERS,
+        sequence_id=NUMBERS | st.text(max_size=128),
+        sequence_start=st.booleans(),
+        sequence_end=st.booleans(),
+        trace=st.sampled_from([0, 0, 0, 1]),
+    ),
+    st.builds(
         FormSubmit,
         st.integers(1, 1 << 63),
         st.integers(3, 4),
@@ -540,6 +585,22 @@ def test_answers_are_those_of_python(loop: WorkerLoop, together: int) -> None:
     assert firsts(answers) == [(3.5 + n, 1.5 + n) for n in range(together)]
     assert answers[0].outputs == first[0].outputs
     assert (served(loop), version(loop).statistics.success_count) == (before, counted + together)
+
+
+def test_requests_that_differ_in_scheduling_alone_are_of_one_form(loop: WorkerLoop) -> None:
+    """And answered in C, as long as the model has one line and no sequences; one that is traced is Python's."""
+    loop.load(MODELS / "addsub")
+    known(loop, lambda: ask(loop, 1.0))
+    before, minted = served(loop), loop.forms.minted
+    for number in range(20):
+        own = {"priority": number, "timeout_us": 7 * number, "sequence_id": f"s{number}", "sequence_start": True}
+        assert firsts(ask(loop, float(number), own=own)) == [(number + 1, number - 1)]
+    assert (served(loop), loop.forms.minted) == (before, minted)
+    (traced,) = ask(loop, 2.0, own={"trace": 1})
+    assert firsts([traced]) == [(3.0, 1.0)]
+    assert traced.trace is not None
+    assert [name for name, _ in traced.trace.moments][:2] == ["QUEUE_START", "COMPUTE_START"]
+    assert (served(loop), loop.forms.minted) == (before + 1, minted)
 
 
 @pytest.mark.parametrize("fast", [True, False])

@@ -44,15 +44,16 @@ def form_of(submit: Submit) -> KnownForm:
 
 
 def record_of(submit: Submit) -> FormSubmit:
-    contents = own_contents(submit.inputs)
-    return FormSubmit(submit.request_id, 0, contents, submit.client_id, submit.deadline_ns, submit.received_ns)
+    given = {name: getattr(submit, name) for name in FormSubmit.__struct_fields__ if hasattr(submit, name)}
+    return FormSubmit(form=0, contents=own_contents(submit.inputs), **given)
 
 
 def meaning(request: Request) -> dict[str, Any]:
     """All that a request is, its leases too; it is over then."""
     found = {
         "id": (request.request_id, request.client_id, request.label),
-        "kind": (request.submit.model, request.submit.version, request.submit.parameters, request.submit.sequence_id),
+        "kind": (request.submit.model, request.submit.version, request.submit.parameters),
+        "sequence": (request.own.sequence_id, request.own.sequence_start, request.own.sequence_end),
         "key": request.key,
         "rows": request.rows,
         "arrays": {name: (array.dtype, array.shape, array.tolist()) for name, array in request.arrays.items()},

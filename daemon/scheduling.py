@@ -1,0 +1,26 @@
+"""What a request says of when it is to be run, and as a part of what: Triton's extensions of schedule policy and sequences."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shm.messages import SequenceId
+
+#: Parameters of a request that say it, by their names over either protocol.
+KEYS = frozenset({"priority", "timeout", "sequence_id", "sequence_start", "sequence_end"})
+
+
+class Scheduling(NamedTuple):
+    """Of one request; in the order in which records have it (``shm.messages.FormSubmit``)."""
+
+    #: 1 is the most urgent; 0: the model's default.
+    priority: int = 0
+    #: How long it may wait in its queue; 0: as its model says.
+    timeout_us: int = 0
+    sequence_id: SequenceId = 0
+    sequence_start: bool = False
+    sequence_end: bool = False
+
+
+#: Of a request that says nothing of it.
+UNSCHEDULED = Scheduling()
