@@ -182,8 +182,6 @@ def _complete_scheduling(message: ModelConfig) -> None:
     elif message.HasField("sequence_batching"):
         sequences = message.sequence_batching
         sequences.max_sequence_idle_microseconds = sequences.max_sequence_idle_microseconds or _SEQUENCE_IDLE_US
-        if sequences.WhichOneof("strategy_choice") is None:
-            sequences.direct.SetInParent()
         if sequences.HasField("oldest") and not sequences.oldest.preferred_batch_size:
             sequences.oldest.preferred_batch_size.extend(whole_batch)
 

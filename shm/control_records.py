@@ -126,10 +126,12 @@ class ModelState(Record, frozen=True, tag="model"):
     #: Metadata answer (without "versions") and full ModelConfig, both JSON; empty unless READY.
     metadata: bytes = b""
     config: bytes = b""
-    #: False where a request may not be run twice (sequences, decoupled models).
-    stateless: bool = True
-    #: Answers a request with any number of responses.
-    decoupled: bool = False
+    #: Whether a request may be run again where a worker died or a batch failed: not if the model keeps anything between requests.
+    repeatable: bool = True
+    #: Whether requests of a sequence have to reach the worker that has it.
+    sticky: bool = False
+    #: Whether it answers a request with any number of responses (Triton: decoupled).
+    streams: bool = False
 
 
 class ModelGone(Record, frozen=True, tag="gone"):
@@ -169,8 +171,10 @@ class Loaded(Record, frozen=True, tag="loaded"):
     reason: str = ""
     metadata: bytes = b""
     config: bytes = b""
-    stateless: bool = True
-    decoupled: bool = False
+    #: As in ModelState.
+    repeatable: bool = True
+    sticky: bool = False
+    streams: bool = False
 
 
 class Unload(Record, frozen=True, tag="unload"):

@@ -124,8 +124,9 @@ class Control:
                     record.version,
                     metadata=outcome.metadata,
                     config=outcome.config,
-                    stateless=outcome.stateless,
-                    decoupled=outcome.decoupled,
+                    repeatable=outcome.repeatable,
+                    sticky=outcome.sticky,
+                    streams=outcome.streams,
                 )
             )
 

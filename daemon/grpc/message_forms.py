@@ -110,7 +110,7 @@ class MessageForms:
         """The table has changed: whether the model is still there, and as what."""
         decoded = form.decoded
         try:
-            form.decoupled = self._table.find(decoded.model, decoded.version).decoupled
+            form.decoupled = self._table.find(decoded.model, decoded.version).streams
         except NotFound:
             return False
         if form.form is None:

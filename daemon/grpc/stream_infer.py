@@ -130,7 +130,7 @@ class StreamInfer(Call):
             decoded, request, state = self._inferring.read(self._stream, message)
             client_id = request.id
             request.deadline_ns = self._stream.deadline_ns
-            asked = Asked(self, decoded, request, state.decoupled)
+            asked = Asked(self, decoded, request, state.streams)
             if read_ns:
                 self._inferring.sample(request, waited_ns or read_ns, read_ns)
             asked.inference = begin(self._inferring.submitter, request, asked.completed)

@@ -99,7 +99,7 @@ class UnaryInfer(Call):
         read_ns = time.monotonic_ns() if self._waits_since else 0
         decoded, request, state = inferring.read(stream, message)
         try:
-            if state.decoupled:
+            if state.streams:
                 raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
             asked = self._asked = Asked(self, decoded, request, False)
             if read_ns:

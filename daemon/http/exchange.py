@@ -60,7 +60,7 @@ class Exchange(Answering):
         """Raises NotFound, Unsupported: there is no such model for HTTP."""
         head, table = self._head, self._serving.table
         if head.edition != table.edition:
-            if table.find(head.model, head.version).decoupled:
+            if table.find(head.model, head.version).streams:
                 raise Unsupported("HTTP end point doesn't support models with decoupled transaction policy")
             head.edition = table.edition
         tracer = self._serving.tracer

@@ -85,6 +85,8 @@ class Generation:
         async with inference.answers(self._serving.submitter, asked) as each:
             try:
                 async for answer in each:
+                    if isinstance(answer, ServingError):
+                        raise answer
                     if found:
                         raise InvalidArgument(_NOT_ONE)
                     found.append(generate_codec.encode(answer, asked.model, asked.id))
@@ -126,6 +128,8 @@ class _Stream(Response):
             status, first = 200, None
             try:
                 answer = await anext(each, None)
+                if isinstance(answer, ServingError):
+                    status = 400
                 first = None if answer is None else self._event(answer)
             except Internal as error:
                 # The model's own; what was wrong with the request before it ran is no event.
@@ -133,7 +137,7 @@ class _Stream(Response):
             with _sending(self._asked.trace):
                 await EventStream(self._events(first, each), status)(scope, receive, send)
 
-    async def _events(self, first: bytes | None, each: AsyncIterator[Answer]) -> AsyncIterator[bytes]:
+    async def _events(self, first: bytes | None, each: AsyncIterator[Answer | ServingError]) -> AsyncIterator[bytes]:
         if first is not None:
             yield first
         try:
@@ -142,7 +146,9 @@ class _Stream(Response):
         except ServingError as error:
             yield _error(error)
 
-    def _event(self, answer: Answer) -> bytes:
+    def _event(self, answer: Answer | ServingError) -> bytes:
+        if isinstance(answer, ServingError):
+            return _error(answer)
         return generate_codec.encode(answer, self._asked.model, self._asked.id)
 
 

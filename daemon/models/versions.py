@@ -70,8 +70,9 @@ class Version:
             tuple(sorted(self.ready)),
             described.metadata,
             described.config,
-            described.stateless,
-            described.decoupled,
+            described.repeatable,
+            described.sticky,
+            described.streams,
         )
 
 

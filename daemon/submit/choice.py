@@ -1,7 +1,8 @@
 """Which worker a request goes to: of those that have its model and its regions, the one with the fewest requests in flight.
 
 What requests of a form can be run by is remembered until anything changes that it depends on: the table of models, the places of
-regions, the lanes.
+regions, the lanes. Of a model that keeps sequences nothing is remembered: each request goes to the worker that has its own
+(``daemon.routing``), and waits for its replacement where that one is gone.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import contextlib
 
 import msgspec
 
+from daemon.routing import home
 from daemon.submit.model_table import ModelTable
 from daemon.submit.pending import Pending, Worker
 from daemon.submit.region_places import RegionPlaces
 from shm.control_records import ModelGone, ModelState, RegionPlace
 from shm.errors import InvalidArgument, NotFound
 from shm.forms import MAX_FORMS, Form
-from shm.messages import Submit
+from shm.messages import SequenceId, Submit
 
 
 class Choice:
@@ -28,6 +30,8 @@ class Choice:
         self._row = row
         self._places = RegionPlaces()
         self._workers: dict[int, Worker] = {}
+        #: Of every worker that there ever was: whoever replaces one has its device.
+        self._devices: set[str] = set()
         #: Whoever looks here finds some, or nothing.
         self.remembered: dict[Form[Submit] | None, tuple[Worker, ...]] = {}
 
@@ -39,6 +43,7 @@ class Choice:
     def add(self, worker: Worker) -> None:
         """Its lane is open."""
         self._workers[worker.incarnation] = worker
+        self._devices.add(worker.device)
         self.remembered.clear()
 
     def close(self, worker: Worker) -> None:
@@ -66,11 +71,14 @@ class Choice:
     def find(self, pending: Pending) -> Worker | None:
         """The one for that request; None: there is none now.
 
-        Raises: NotFound: there is no such model.  InvalidArgument: it names regions of two GPUs.
+        Raises: NotFound: there is no such model.  InvalidArgument: it names regions of two GPUs, or of another one than its
+          sequence is on.
         """
         submit, form = pending.submit, pending.form
         state = self._table.find(submit.model, submit.version)
         device = self._places.device_of(submit) if self._places else ""
+        if state.sticky:
+            device, form = self._home(state, pending.record.sequence_id, device), None
         workers: list[Worker] = []
         for incarnation in state.workers:
             worker = self._workers.get(incarnation)
@@ -84,12 +92,24 @@ class Choice:
             self.remembered[form] = tuple(workers)
         return min(workers, key=load)
 
-    def stateless(self, submit: Submit) -> bool:
-        """Whether it may be run twice."""
-        try:
-            return self._table.find(submit.model, submit.version).stateless
-        except NotFound:
-            return True
+    def _home(self, state: ModelState, sequence: SequenceId, device: str) -> str:
+        """The device of a sequence. A request of none goes anywhere, to be refused. ``device``: of the request's regions."""
+        if not sequence:
+            return device
+        living = {worker.device: worker for worker in self._workers.values() if not worker.closed}
+        posts = [name for name in self._devices if name not in living or living[name].incarnation in state.workers]
+        found = home(state.name, state.version, sequence, posts) if posts else device
+        if device and device != found:
+            raise InvalidArgument(
+                f"sequence {sequence} of model '{state.name}' is on {found}, its request names a region that is on {device}"
+            )
+        return found
+
+    def state_of(self, submit: Submit) -> ModelState | None:
+        """Of its model; None: that is gone."""
+        with contextlib.suppress(NotFound):
+            return self._table.find(submit.model, submit.version)
+        return None
 
     def device_of(self, submit: Submit) -> str:
         """Where all of its regions are; "": anywhere, or nowhere."""

@@ -223,11 +223,14 @@ class Answer:
 
 
 @contextlib.asynccontextmanager
-async def answers(submitter: Submitter, request: InferenceRequest) -> AsyncIterator[AsyncIterator[Answer]]:
+async def answers(
+    submitter: Submitter, request: InferenceRequest
+) -> AsyncIterator[AsyncIterator[Answer | ServingError]]:
     """``async with answers(...) as each: async for answer in each``; one answer, or for a decoupled model any number.
 
-    Leaving the block early, by an error or a cancellation too, cancels the request.
-    Raises, also while iterating: the ServingError the request was refused or answered with.
+    An error among several answers is an answer, and others may follow. Leaving the block early, by an error or a cancellation
+    too, cancels the request.
+    Raises, also while iterating: the ServingError the request was refused with, or that is its last answer.
     """
     arrived: asyncio.Queue[tuple[Completion, SubmitterLane | None]] = asyncio.Queue()
     inference = begin(submitter, request, lambda completion, lane: arrived.put_nowait((completion, lane)))
@@ -243,13 +246,16 @@ async def answers(submitter: Submitter, request: InferenceRequest) -> AsyncItera
 
 async def _iterate(
     submitter: Submitter, arrived: asyncio.Queue[tuple[Completion, SubmitterLane | None]]
-) -> AsyncGenerator[Answer, None]:
+) -> AsyncGenerator[Answer | ServingError, None]:
     while True:
         completion, lane = await arrived.get()
         try:
             if completion.code:
-                raise from_code(completion.code, completion.message)
-            if lane is not None and (completion.outputs or not completion.final):
+                error = from_code(completion.code, completion.message)
+                if completion.final:
+                    raise error
+                yield error
+            elif lane is not None and (completion.outputs or not completion.final):
                 yield Answer(completion, lane)
         finally:
             _release(submitter, completion, lane)

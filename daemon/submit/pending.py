@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from shm.arena import Lease
-from shm.errors import Internal
+from shm.control_records import ModelState
+from shm.errors import Internal, ServingError, Unavailable
 from shm.forms import Form, whole_answer, whole_request
 from shm.lane import SubmitterLane
 from shm.messages import Completion, FormCompletion, FormSubmit, Submit
@@ -23,6 +24,8 @@ _log = logging.getLogger(__name__)
 #: The owner of a request: the completion, and the lane whose response arena holds its slices (None: nothing to view).
 OnCompletion = Callable[[Completion, SubmitterLane | None], None]
 
+#: Deaths of workers that a request is taken to be the cause of.
+_STRIKES = 2
 #: What a client is told of a defect of ours.
 DEFECT = "internal error; the server's log has the details"
 _UNSENT = FormSubmit(0, 0, ())
@@ -60,6 +63,8 @@ class Pending(msgspec.Struct, eq=False, kw_only=True):
     sent_at: float = 0.0
     #: Nobody waits for it any more.
     cancelled: bool = False
+    #: It has an answer, which was not its last one.
+    answered: bool = False
 
     def completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
         """An answer; the lane whose response arena holds its slices, None: nothing to view. Its last call where ``final``."""
@@ -81,6 +86,26 @@ class Pending(msgspec.Struct, eq=False, kw_only=True):
             self.record = whole_request(self.form.template, self.record)  # type: ignore[arg-type]
             self.form = None
         return self.record  # type: ignore[return-value]
+
+    def orphaned(self, was_executing: bool, state: ModelState | None) -> ServingError | None:
+        """Its worker died. Returns its answer, where it may not be run again. ``state``: of its model; None: that is gone.
+
+        What waited for its turn was not begun. But a request of a sequence follows others, and what those came to is gone.
+        """
+        if state is not None and state.sticky and self.record.sequence_id:
+            return Unavailable(
+                f"sequence {self.record.sequence_id} of model '{state.name}' was lost when its worker died; "
+                "start it again with the START flag"
+            )
+        if (was_executing or self.answered) and state is not None and not state.repeatable:
+            return Internal("the worker process died while it executed the request, which may not be run twice")
+        if was_executing:
+            record = self.unform()
+            strikes = record.strikes + 1
+            if strikes >= _STRIKES:
+                return Internal(f"the request was given up: {strikes} worker processes died while they executed it")
+            self.record = msgspec.structs.replace(record, strikes=strikes)
+        return None
 
     def tell(self, completion: Completion, lane: SubmitterLane | None) -> bool:
         """``completed``. One owner's defect costs that owner its answer, not the others in the same datagram theirs.

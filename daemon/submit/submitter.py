@@ -23,8 +23,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
 
-import msgspec
-
 from config.options import Options
 from daemon.control.refusals import OnRefusal, Refusals, uncounted
 from daemon.submit.arena_space import ArenaSpace, OnLease
@@ -47,7 +45,6 @@ from shm.status_page import StatusPage
 
 _log = logging.getLogger(__name__)
 
-_STRIKES = 2
 _SWEEP_SECONDS = 0.1
 
 
@@ -235,23 +232,10 @@ class Submitter:
     def _run_again(self, pending: Pending, was_executing: bool) -> None:
         if pending.cancelled:
             self._finish(pending)
-            return
-        if was_executing:
-            record = pending.unform()
-            strikes = record.strikes + 1
-            if strikes >= _STRIKES:
-                self._fail(
-                    pending,
-                    Internal(f"the request was given up: {strikes} worker processes died while they executed it"),
-                )
-                return
-            if not self._choice.stateless(record):
-                self._fail(
-                    pending, Internal("the worker process died while it executed the request; its sequence is lost")
-                )
-                return
-            pending.record = msgspec.structs.replace(record, strikes=strikes)
-        self._send_again(pending)
+        elif (error := pending.orphaned(was_executing, self._choice.state_of(pending.submit))) is not None:
+            self._fail(pending, error)
+        else:
+            self._send_again(pending)
 
     # ----------------------------------------------------------------------------------------------- sending
 
@@ -328,8 +312,10 @@ class Submitter:
             del worker.in_flight[completion.request_id]
         if lease is not None:
             self._lent.note((worker.lane, lease))
-        if pending is not None and not pending.cancelled and pending.tell(completion, worker.lane):
-            lease = None  # its taker's
+        if pending is not None and not pending.cancelled:
+            pending.answered = True
+            if pending.tell(completion, worker.lane):
+                lease = None  # its taker's
         if lease is not None:
             self.release(worker.lane, lease)
         if pending is not None and completion.final:

@@ -161,7 +161,8 @@ def test_sequences_get_tritons_defaults() -> None:
     message = parsed('name: "m" sequence_batching { }')
     model_config.complete(message)
     assert message.sequence_batching.max_sequence_idle_microseconds == 1_000_000
-    assert message.sequence_batching.WhichOneof("strategy_choice") == "direct"
+    # The default strategy is not printed where nobody has asked for it.
+    assert message.sequence_batching.WhichOneof("strategy_choice") is None
 
 
 def test_completing_twice_changes_nothing() -> None:

@@ -189,7 +189,8 @@ class FastPath(Poller):
 
     def learn(self, version: ModelVersion, execution: Execution) -> None:
         model, made = version.jitted, execution.outputs
-        if model is None or version.loaded.instances or not version.loaded.queue_rules.plain:
+        loaded = version.loaded
+        if model is None or loaded.instances or not loaded.queue_rules.plain or not loaded.repeatable:
             return
         if len(execution.requests) == 1 and (made is None or not execution.requests[0].small):
             self._learn_alone(version, model, execution)

@@ -1,7 +1,8 @@
 """One run of a model over a batch, and the rule that a bad request costs only its own answer.
 
 ``run`` catches twice: an error of our family keeps its code, anything else is a defect of the model and becomes one calm
-sentence, with the traceback in the worker's log. A batch that fails as a whole is run again request by request.
+sentence, with the traceback in the worker's log. A batch that fails as a whole is run again request by request; of a model that
+keeps anything between requests, or may have answered some, it fails for all of them.
 """
 
 from __future__ import annotations
@@ -110,8 +111,8 @@ def run(model: Model, execution: Execution, check: CheckDevice = works) -> None:
         model.execute(execution)
     except BaseException as error:  # also sys.exit() in a model: it must cost its request an answer, not the thread
         requests = execution.requests
-        if len(requests) == 1:
-            execution.results = [_own(model, error, execution, check)]
+        if len(requests) == 1 or not requests[0].version.loaded.repeatable:
+            execution.results = [_own(model, error, execution, check)] * len(requests)
         else:
             execution.results = []
             for request in requests:

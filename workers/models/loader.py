@@ -68,9 +68,10 @@ class LoadedModel:
     signature: Signature
     metadata: bytes
     config: bytes
-    #: Requests may be run again on another worker.
-    stateless: bool
-    decoupled: bool
+    #: As in ``shm.control_records.ModelState``.
+    repeatable: bool
+    sticky: bool
+    streams: bool
     #: The jitted model, if it is one.
     jitted: JaxModel | None
     #: The threads that run it; none where the worker's loop does.
@@ -199,14 +200,16 @@ class Loader:
             instances = self._python_instances(record, message, module, described)
         else:
             jitted, instances = self._create(record, message, module, described, progress)
+        sticky, streams = message.HasField("sequence_batching"), message.model_transaction_policy.decoupled
         return LoadedModel(
             record.name,
             record.version,
             described,
             model_config.metadata(message),
             model_config.to_json(message),
-            not message.HasField("sequence_batching") and not message.model_transaction_policy.decoupled,
-            message.model_transaction_policy.decoupled,
+            not sticky and not streams,
+            sticky,
+            streams,
             jitted,
             instances,
             queue_rules(message, self._max_queue_size),

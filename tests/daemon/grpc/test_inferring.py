@@ -21,8 +21,8 @@ from tests.fakes import EchoWorker, until
 BEGIN = ["GRPC_WAITREAD_START", "GRPC_WAITREAD_END", "REQUEST_START"]
 END = ["REQUEST_END", "GRPC_SEND_START", "GRPC_SEND_END"]
 MANY = {
-    "stateless": False,
-    "decoupled": True,
+    "repeatable": False,
+    "streams": True,
     "config": json.dumps({"name": "many", "model_transaction_policy": {"decoupled": True}}).encode(),
 }
 

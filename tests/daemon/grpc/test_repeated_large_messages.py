@@ -253,7 +253,7 @@ def test_the_model_is_another_one_now(served: Served, path: str) -> None:
         text = answer.text if path == INFER else answer.streamed()[0].error_message
         assert text == "Request for unknown model: 'echo' is not found"
         front.model(worker)
-    front.model(worker, stateless=False, decoupled=True)
+    front.model(worker, repeatable=False, streams=True)
     stream = sent(client, path, values(FULL))
     if path == INFER:
         text = "ModelInfer RPC doesn't support models with decoupled transaction policy"

@@ -291,7 +291,7 @@ def test_a_known_message_of_a_model_that_is_another_now(path: str) -> None:
         answer = client.answer(client.call(message(b"abcd"), path))
         text = answer.text if path == INFER else answer.streamed()[0].error_message
         assert text == "Request for unknown model: 'echo' is not found"
-        front.model(worker, stateless=False, decoupled=True)
+        front.model(worker, repeatable=False, streams=True)
         stream = client.call(message(b"abcd"), path)
         if path == INFER:
             assert (

@@ -91,7 +91,7 @@ def test_whichever_way_a_message_goes(requests: list[Any], data: st.DataObject) 
         ]
         fields = (whole.priority, whole.timeout_us, whole.sequence_id, whole.sequence_start, whole.sequence_end)
         model, state = whole.model, expected[-1]
-        assert form.decoupled == state.decoupled
+        assert form.decoupled == state.streams
         assert expected == (
             *(model, whole.version, whole.client_id, inputs, whole.outputs, repr(whole.parameters), fields, state),
         )
@@ -265,9 +265,9 @@ def test_a_model_that_changes() -> None:
 
     front.reader.read(content)
     for value in (False, True, False):
-        models.update(ModelState("m", 1, "READY", workers=(1,), decoupled=value))
+        models.update(ModelState("m", 1, "READY", workers=(1,), streams=value))
         assert decoupled() is value
-        assert front.reader.read(content)[2].decoupled is value
+        assert front.reader.read(content)[2].streams is value
         models.update(ModelState("m", 1, "UNLOADING"))
         assert decoupled() is None
         assert decoupled() is None

@@ -218,14 +218,18 @@ def test_a_request_that_kills_two_workers_is_given_up() -> None:
 
 def test_a_sequence_is_not_run_twice() -> None:
     with serving(2) as (front, workers), front.client() as client:
-        front.model(*workers, stateless=False)
-        client.send(json_request(b"\1"))
+        front.model(*workers, repeatable=False, sticky=True)
+        client.send(json_request(b"\1", parameters={"sequence_id": 5, "sequence_start": True}))
         until(lambda: not (workers[0].idle(0.01) and workers[1].idle(0.01)))
         dead, other = workers if not workers[0].idle(0.01) else workers[::-1]
-        dead.page.begin(0, [(INCARNATION, dead.next().request_id)])
+        assert dead.next().sequence_id == 5
         dead.die()
         front.fence(dead)
-        assert client.answer().status == 500
+        answer = client.answer()
+        assert answer.status == 503
+        assert answer.error == (
+            "sequence 5 of model 'echo' was lost when its worker died; start it again with the START flag"
+        )
         assert other.idle()
 
 

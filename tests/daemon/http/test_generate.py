@@ -119,6 +119,32 @@ def test_an_error_in_the_middle_is_an_event(client: Client, worker: EchoWorker) 
     assert (status, [event.get("error") for event in each]) == (200, [None, "bad word"])
 
 
+@pytest.mark.parametrize(("first", "status"), [(True, 400), (False, 200)])
+def test_after_an_error_that_is_not_the_last_answer_others_follow(
+    client: Client, worker: EchoWorker, first: bool, status: int
+) -> None:
+    """As Triton's decoupled models may answer; what comes first decides the status."""
+    client.send(asked("generate_stream", b'{"x":1}'))
+    request = worker.next()
+    if not first:
+        one(worker, request.request_id, b"\1", False)
+    worker.complete(request.request_id, code="INTERNAL", message="bad word", final=False)
+    one(worker, request.request_id, b"\2", False)
+    one(worker, request.request_id, b"", True)
+    found, _, each = events(client)
+    told = [event.get("error") or event["y"] for event in each]
+    assert (found, told) == (status, ["bad word", 2] if first else [1, "bad word", 2])
+
+
+def test_generate_answers_with_the_first_error_among_several_answers(client: Client, worker: EchoWorker) -> None:
+    client.send(asked("generate", b'{"x":1}'))
+    request = worker.next()
+    worker.complete(request.request_id, code="INTERNAL", message="bad word", final=False)
+    answer = client.answer()
+    assert (answer.status, answer.error) == (400, "bad word")
+    one(worker, request.request_id, b"", True)
+
+
 def test_a_models_error_at_once_is_an_event_with_a_status(client: Client, worker: EchoWorker) -> None:
     client.send(asked("generate_stream", b'{"x":1}'))
     worker.complete(worker.next().request_id, code="INTERNAL", message="bad word")

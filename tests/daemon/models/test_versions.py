@@ -8,7 +8,7 @@ from daemon.models.versions import Version, VersionState
 from shm.control_records import Load, Loaded, ModelState
 
 LOAD = Load("m", 3, "/m", "/m/3", b"")
-DESCRIBED = Loaded("m", 3, metadata=b"{}", config=b"[]", stateless=False, decoupled=True)
+DESCRIBED = Loaded("m", 3, metadata=b"{}", config=b"[]", repeatable=False, streams=True)
 
 
 @pytest.mark.parametrize(
@@ -17,12 +17,12 @@ DESCRIBED = Loaded("m", 3, metadata=b"{}", config=b"[]", stateless=False, decoup
         (Version(LOAD), ModelState("m", 3, "UNKNOWN")),
         (
             Version(LOAD, VersionState.READY, ready={7: DESCRIBED, 2: DESCRIBED}, described=DESCRIBED),
-            ModelState("m", 3, "READY", "", (2, 7), b"{}", b"[]", False, True),
+            ModelState("m", 3, "READY", "", (2, 7), b"{}", b"[]", False, False, True),
         ),
         # Its last worker has died: it is still described, and waits for the next.
         (
             Version(LOAD, VersionState.READY, described=DESCRIBED),
-            ModelState("m", 3, "READY", "", (), b"{}", b"[]", False, True),
+            ModelState("m", 3, "READY", "", (), b"{}", b"[]", False, False, True),
         ),
         (
             Version(LOAD, VersionState.UNAVAILABLE, "it is broken", described=DESCRIBED),

@@ -96,11 +96,13 @@ class Setting:
         self.workers[self._last] = worker
         return worker
 
-    def ready(self, *workers: EchoWorker, stateless: bool = True) -> None:
+    def ready(self, *workers: EchoWorker, **kind: bool) -> None:
+        """``kind``: as ModelState names it."""
         incarnations = tuple(worker.incarnation for worker in workers)
-        self.submitter.model_changed(ModelState("m", 1, "READY", workers=incarnations, stateless=stateless))
+        self.submitter.model_changed(ModelState("m", 1, "READY", workers=incarnations, **kind))
 
-    def ask(self, size: int = 5000) -> Asked:
+    def ask(self, size: int = 5000, **own: Any) -> Asked:
+        """``own``: fields of its record."""
         lease = self.submitter.loan(size)
         assert lease is not None
         lease.view[:] = bytes([size % 251]) * size
@@ -117,7 +119,7 @@ class Setting:
                 self.submitter.release(lane, completion.lease)
 
         inputs = (Tensor("x", "UINT8", (size,), lease.place),)
-        self.submitter.submit(Submit(asked.request_id, "m", 0, inputs), [lease], completed)
+        self.submitter.submit(Submit(asked.request_id, "m", 0, inputs, **own), [lease], completed)
         assert not asked.finals, "never from within submit"
         return asked
 
@@ -414,18 +416,53 @@ def test_what_can_never_fit(setting: Setting) -> None:
         setting.submitter.loan(2 * MIB)
 
 
-def test_a_sequence_that_was_executing_is_not_run_again(setting: Setting) -> None:
-    first = setting.open_worker()
-    setting.ready(first, stateless=False)
-    executing, queued = setting.ask(), setting.ask()
-    setting.turn()
-    first.page.begin(0, [(INCARNATION, executing.request_id)])
+def replaced(setting: Setting, first: EchoWorker, executing: list[Asked], **kind: bool) -> EchoWorker:
+    """The worker has died while it executed those; returns the one that has taken its place."""
+    first.page.begin(0, [(INCARNATION, asked.request_id) for asked in executing])
     first.die()
     second = setting.open_worker()
-    setting.ready(second, stateless=False)
+    setting.ready(second, **kind)
     setting.submitter.fence(WorkerFenced(first.incarnation))
     setting.turn()
-    assert [final.code for final in executing.finals] == ["INTERNAL"]
+    return second
+
+
+def test_nothing_of_a_sequence_is_run_again(setting: Setting) -> None:
+    """Neither what was executing nor what waited: its worker had its state. The next START begins anew."""
+    kind = {"repeatable": False, "sticky": True}
+    first = setting.open_worker()
+    setting.ready(first, **kind)
+    lost = [setting.ask(sequence_id=5, sequence_start=True), setting.ask(sequence_id=5), setting.ask(sequence_id="six")]
+    without = setting.ask()
+    setting.turn()
+    second = replaced(setting, first, lost[:1], **kind)
+    for asked, sequence in zip(lost, ("5", "5", "six"), strict=True):
+        (final,) = asked.finals
+        assert (final.code, final.message) == (
+            "UNAVAILABLE",
+            f"sequence {sequence} of model 'm' was lost when its worker died; start it again with the START flag",
+        )
+    # It belongs to no sequence, and whoever is asked says so.
+    assert second.next().request_id == without.request_id
+    again = setting.ask(sequence_id=5, sequence_start=True)
+    setting.turn()
+    assert second.next().request_id == again.request_id
+    assert second.idle(0.01)
+
+
+def test_what_may_not_be_run_twice_is_not(setting: Setting) -> None:
+    """What was executing, and what had a first response; but what waited was not begun."""
+    kind = {"repeatable": False, "streams": True}
+    first = setting.open_worker()
+    setting.ready(first, **kind)
+    executing, begun, queued = setting.ask(), setting.ask(), setting.ask()
+    setting.turn()
+    first.complete(begun.request_id, final=False)
+    setting.turn()
+    second = replaced(setting, first, [executing], **kind)
+    message = "the worker process died while it executed the request, which may not be run twice"
+    assert [(final.code, final.message) for final in executing.finals] == [("INTERNAL", message)]
+    assert [final.message for final in begun.finals] == ["", message]
     assert second.next().request_id == queued.request_id
     assert second.idle(0.01)
 
@@ -480,7 +517,7 @@ class Formed(Pending):
 
     @staticmethod
     def ask(setting: Setting, form: Form[Submit], number: int = 0) -> Formed:
-        record = FormSubmit(setting.submitter.next_id(), form.number, (b"%04d" % number,), f"id{number}", 5, 6)
+        record = FormSubmit(setting.submitter.next_id(), form.number, (b"%04d" % number,), f"id{number}", 5, 6, 2)
         asked = Formed(record=record, form=form, number=number)
         setting.submitter.send(asked)
         assert not asked.answers + asked.finals, "never from within send"

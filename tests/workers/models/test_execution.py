@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -35,7 +36,8 @@ class Picky:
 
 def execute(*values: int) -> tuple[Picky, list[object]]:
     model = Picky()
-    execution = Execution([request_of({"x": np.array([value])}) for value in values], 5)
+    version = SimpleNamespace(loaded=SimpleNamespace(repeatable=True))
+    execution = Execution([request_of({"x": np.array([value])}, version=version) for value in values], 5)
     run(model, execution)
     assert execution.began_ns <= execution.gathered_ns <= execution.computed_ns
     return model, [
@@ -62,6 +64,20 @@ def test_everyone_gets_his_own(caplog: pytest.LogCaptureFixture) -> None:
     ]
     assert model.sizes == [5, 1, 1, 1, 1, 1]
     assert "secret" in caplog.text
+
+
+def test_a_batch_of_a_model_that_keeps_something_is_run_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Who was computed before it failed would be computed again."""
+    model, version = Picky(), SimpleNamespace(loaded=SimpleNamespace(repeatable=False))
+    requests = [request_of({"x": np.array([value])}, version=version) for value in (7, 2, 8)]
+    execution = Execution(requests, 5)
+    with caplog.at_level(logging.ERROR):
+        run(model, execution)
+    assert [(type(result), str(result)) for result in execution.results] == [
+        (Internal, "picky failed with ValueError")
+    ] * 3
+    assert model.sizes == [3]
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_jax_from_declarations_alone(load: Loading) -> None:
     config = json.loads(model.config)
     assert (config["backend"], config["max_batch_size"], config["input"][0]["data_type"]) == ("jax", 4, "TYPE_FP32")
     assert model.batch_rules == BatchRules(4)
-    assert model.stateless
+    assert (model.repeatable, model.sticky, model.streams) == (True, False, False)
 
 
 def test_config_pbtxt_comes_first(load: Loading) -> None:
