@@ -16,9 +16,9 @@ from daemon.grpc.request_fields import RefusedRequest
 from daemon.grpc.request_reader import RequestReader, Understood
 from daemon.grpc.stream import Stream
 from daemon.grpc.walk import walk
-from daemon.scheduling import UNSCHEDULED, Scheduling
 from daemon.submit.inference import InferenceRequest
 from daemon.submit.model_table import ModelTable
+from daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from daemon.submit.submitter import Submitter
 from daemon.tracing.tracer import Trace, Tracer
 from shm.arena import Lease

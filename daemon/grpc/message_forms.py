@@ -10,9 +10,9 @@ from __future__ import annotations
 from daemon.grpc.answer_form import AnswerForm
 from daemon.grpc.request_codec import DecodedHead, decode_scheduling
 from daemon.http.memo import Memo
-from daemon.scheduling import UNSCHEDULED, Scheduling
 from daemon.submit.inference import form_of
 from daemon.submit.model_table import ModelTable
+from daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from daemon.submit.submitter import Submitter
 from shm.errors import NotFound
 from shm.forms import Form

@@ -14,9 +14,9 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
 from daemon.grpc.request_tensors import content, requested
-from daemon.scheduling import KEYS, UNSCHEDULED, Scheduling
 from daemon.submit.inference import Content, InferenceRequest
 from daemon.submit.model_table import ModelTable, parse_version
+from daemon.submit.scheduling import KEYS, UNSCHEDULED, Scheduling
 from shm.datatypes import wire_name
 from shm.errors import InvalidArgument, ServingError, Unsupported
 from shm.messages import MAX_SEQUENCE_ID, Parameter, RegionSlice, RequestedOutput

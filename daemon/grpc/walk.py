@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from daemon.grpc.request_fields import Buffer
-from daemon.scheduling import KEYS
+from daemon.submit.scheduling import KEYS
 
 #: Rest, id, parameters that schedule, raw tensors, and the room that those need which do not travel in a record.
 Walked = tuple[bytes, bytes, bytes, "tuple[Buffer, ...]", int]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from daemon.http.json_array import JsonArray
 from daemon.http.json_base64 import JsonBase64
 from daemon.http.json_strings import JsonStrings
-from daemon.scheduling import UNSCHEDULED, Scheduling
+from daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from shm.messages import Inline, Parameter, RegionSlice, RequestedOutput, Submit, Tensor
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@
              ├▶ sources                          where its tensors are: in the body, a region, the JSON
              ╰▶ AnswerText, a few                what the answers say but for their ids and tensors
 
-Two texts that mean the same are one form: its id, how it is scheduled (``daemon.scheduling``), the values of its tensors, the
-order of its keys and the head that it came with are no part of it.
+Two texts that mean the same are one form: its id, what schedules it (``submit.scheduling``), the values of its tensors, the order
+of its keys and the head that it came with are no part of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 from daemon.http.answer_text import AnswerText
 from daemon.http.decoded_request import DecodedRequest, Part, Source
 from daemon.http.message_head import InferHead
-from daemon.scheduling import UNSCHEDULED, Scheduling
+from daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from shm.forms import Form, Forms
 from shm.messages import Completion, FormCompletion, RegionSlice, Slice, Submit
 

@@ -21,7 +21,7 @@ from daemon.http.memo import Memo
 from daemon.http.message_head import InferHead
 from daemon.http.request_head import ABSENT, Malformed, RequestHead
 from daemon.http.request_parameters import part
-from daemon.scheduling import UNSCHEDULED
+from daemon.submit.scheduling import UNSCHEDULED
 from shm.datatypes import element_count
 from shm.open_shape import is_open
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from daemon.http.decoded_request import DecodedRequest
 from daemon.http.json_values import boolean, is_unsigned, text, unsigned
-from daemon.scheduling import UNSCHEDULED, Scheduling
+from daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from shm.errors import InvalidArgument, ServingError, Unsupported
 from shm.messages import MAX_SEQUENCE_ID, Parameter
 

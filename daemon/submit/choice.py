@@ -2,7 +2,7 @@
 
 What requests of a form can be run by is remembered until anything changes that it depends on: the table of models, the places of
 regions, the lanes. Of a model that keeps sequences nothing is remembered: each request goes to the worker that has its own
-(``daemon.routing``), and waits for its replacement where that one is gone.
+(``daemon.submit.routing``), and waits for its replacement where that one is gone.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import contextlib
 
 import msgspec
 
-from daemon.routing import home
 from daemon.submit.model_table import ModelTable
 from daemon.submit.pending import Pending, Worker
 from daemon.submit.region_places import RegionPlaces
+from daemon.submit.routing import home
 from shm.control_records import ModelGone, ModelState, RegionPlace
 from shm.errors import InvalidArgument, NotFound
 from shm.forms import MAX_FORMS, Form

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from daemon.scheduling import UNSCHEDULED, Scheduling
 from daemon.submit.pending import DEFECT, OnCompletion
+from daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from daemon.submit.submitter import Submitter
 from daemon.tracing.tracer import Trace
 from shm.arena import ALIGNMENT, Lease

@@ -12,8 +12,8 @@ from daemon.grpc.message_forms import MessageForm, MessageForms
 from daemon.grpc.request_fields import Buffer, RefusedRequest
 from daemon.grpc.request_reader import RequestReader
 from daemon.grpc.walk import MAX_REST, walk_in_python
-from daemon.scheduling import UNSCHEDULED, Scheduling
 from daemon.submit.model_table import ModelTable
+from daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from shm.control_records import ModelState
 from shm.errors import NotFound
 from shm.forms import whole_request

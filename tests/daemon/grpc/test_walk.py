@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from daemon.grpc import walk as walks
 from daemon.grpc.request_fields import RefusedRequest, split
 from daemon.grpc.walk import MAX_RAWS, MAX_REST, MAX_SCHEDULING, walk_beginning_in_python, walk_in_python
-from daemon.scheduling import KEYS
+from daemon.submit.scheduling import KEYS
 from tests.daemon.grpc.requests import REQUESTS, Infer, fields
 
 _walk = pytest.importorskip("daemon.grpc._walk", reason="no compiler was there")

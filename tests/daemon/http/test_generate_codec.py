@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from daemon.http.generate_codec import decode, encode
-from daemon.scheduling import Scheduling
 from daemon.submit.inference import Answer
+from daemon.submit.scheduling import Scheduling
 from shm.errors import InvalidArgument
 from shm.messages import Completion, Inline, RegionSlice, Tensor
 

@@ -16,7 +16,7 @@ from daemon.http.http_form import HttpForm, Request
 from daemon.http.http_forms import HttpForms, request_of
 from daemon.http.message_head import InferHead
 from daemon.http.request_head import Malformed
-from daemon.scheduling import Scheduling
+from daemon.submit.scheduling import Scheduling
 from shm.errors import ServingError
 from shm.forms import Forms
 from shm.messages import RegionSlice, Submit

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from daemon.http.request_parameters import part
-from daemon.scheduling import KEYS, Scheduling
+from daemon.submit.scheduling import KEYS, Scheduling
 from shm.errors import InvalidArgument, Unsupported
 from tests.daemon.http.heads import decode, request_of
 

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.routing import home
+from daemon.submit.routing import home
 
 DEVICES = [f"cpu:{number}" for number in range(5)]
 SEQUENCES = st.one_of(st.integers(0, (1 << 64) - 1), st.text(max_size=128))
