@@ -31,6 +31,7 @@ def check(message: ModelConfig, *, whole: bool = False) -> None:
     Raises: InvalidArgument, Unsupported: the first finding, naming the model and the values.
     """
     name = message.name
+    _check_cache(message)
     model_fields.refuse(message)
     if message.platform and not message.backend:
         raise Unsupported(
@@ -180,6 +181,21 @@ def _check_dynamic_batching(message: ModelConfig) -> None:
             raise InvalidArgument(f"{what}: priority_queue_policy for level {level}, but there are {levels} levels")
     if batching.preserve_ordering:
         _check_order(message)
+
+
+def _check_cache(message: ModelConfig) -> None:
+    """What cannot be answered again, in Triton's words."""
+    if not message.response_cache.enable:
+        return
+    if message.HasField("sequence_batching"):
+        asked = "sequence batching scheduler"
+    elif message.model_transaction_policy.decoupled:
+        asked = "'decoupled' transaction policy"
+    else:
+        return
+    raise InvalidArgument(
+        f"Response Cache does not currently support model {message.name} with {asked}. Please disable the response cache."
+    )
 
 
 def _check_order(message: ModelConfig) -> None:

@@ -49,6 +49,7 @@ HONOURED = frozenset(
         "dynamic_batching.priority_queue_policy.value.default_timeout_microseconds",
         "dynamic_batching.priority_queue_policy.value.allow_timeout_override",
         "dynamic_batching.priority_queue_policy.value.max_queue_size",
+        "response_cache.enable",
         "instance_group.name",
         "instance_group.kind",
         "instance_group.count",
@@ -106,7 +107,6 @@ WITHOUT_EFFECT = {
     "cc_model_filenames": "default_model_filename is loaded on every device",
     "metric_tags": "metrics are labelled with model and version only",
     "model_operations": "no libraries are loaded for a model",
-    "response_cache.enable": "there is no response cache",
     "model_metrics": "a model's metrics are the same for all models",
 }
 

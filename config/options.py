@@ -200,6 +200,13 @@ class Requests(Section, frozen=True):
     make_ids: bool = False
 
 
+class ResponseCache(Section, frozen=True):
+    """Answers that are given again, of models that ask for it."""
+
+    #: Inputs and outputs of all answers kept, of all workers together: each has its share; 0: none are.
+    byte_size: ByteSize = 0
+
+
 class Executables(Section, frozen=True):
     """Compilation."""
 
@@ -296,6 +303,7 @@ class Options(Section, frozen=True):
     arenas: Arenas = Arenas()
     lanes: Lanes = Lanes()
     requests: Requests = Requests()
+    response_cache: ResponseCache = ResponseCache()
     executables: Executables = Executables()
     regions: Regions = Regions()
     supervisor: Supervisor = Supervisor()

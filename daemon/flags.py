@@ -183,6 +183,12 @@ FLAGS = (
     Flag(
         "cache-directory", "executables.cache_directory", "Where compiled code is kept between starts.", metavar="DIR"
     ),
+    Flag(
+        "response-cache-byte-size",
+        "response_cache.byte_size",
+        "Bytes of answers that are given again; also --cache-config=local,size=BYTES.",
+        metavar="BYTES",
+    ),
     Flag("control-socket", "supervisor.control_socket", "Unix socket for tensorctl.", metavar="PATH"),
     Flag(
         "exit-timeout-secs",
@@ -245,8 +251,6 @@ _REFUSED = {
     "repository-poll-secs": "polling is not offered: SIGHUP reads the repositories again",
     "backend-directory": "back ends are part of tensord: jax and python",
     "backend-config": "back ends take no settings of their own; see [workers] and [executables] in the configuration",
-    "cache-config": "the response cache comes with a later version",
-    "response-cache-byte-size": "the response cache comes with a later version",
     "cuda-memory-pool-byte-size": "XLA manages device memory: set XLA_PYTHON_CLIENT_MEM_FRACTION",
     "model-load-thread-count": "each worker loads its models one after the other",
     "allow-sagemaker": "the SageMaker endpoint is not offered",
@@ -274,8 +278,8 @@ def parse(arguments: Sequence[str]) -> list[Setting]:
             and not (is_switch and not _is_bool(waiting[0]))
         ):
             value = waiting.pop(0)
-        if name == "trace-config":
-            if (stands_for := _of_trace_config(value or "")) is not None:
+        if name in _STANDING_FOR:
+            if (stands_for := _STANDING_FOR[name](value or "")) is not None:
                 waiting.insert(0, stands_for)
             continue
         if flag is None:
@@ -318,6 +322,21 @@ def _of_trace_config(value: str) -> str | None:
             f"--trace-config={value}: expected [triton,]SETTING=VALUE, with {', '.join(_TRACE_FLAGS)}"
         )
     return f"--{_TRACE_FLAGS[name]}={given}"
+
+
+def _of_cache_config(value: str) -> str:
+    """``local,size=BYTES`` as the flag it stands for."""
+    cache, _, setting = value.partition(",")
+    name, _, size = setting.partition("=")
+    if cache != "local":
+        raise ConfigurationError(f"--cache-config={value}: the one response cache is local,size=BYTES")
+    if name != "size" or not (size.isascii() and size.isdigit()):
+        raise ConfigurationError(f"--cache-config={value}: expected local,size=BYTES")
+    return f"--response-cache-byte-size={size}"
+
+
+#: Flags that stand for others.
+_STANDING_FOR = {"trace-config": _of_trace_config, "cache-config": _of_cache_config}
 
 
 def _split(argument: str) -> tuple[str, str | None]:

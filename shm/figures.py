@@ -35,6 +35,11 @@ class Counts(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
     queue_full: int = 0
     compiling: int = 0
     answer_room: int = 0
+    #: Of the response cache: requests it answered, answers it took, and the time of each.
+    cache_hit: int = 0
+    cache_hit_ns: int = 0
+    cache_miss: int = 0
+    cache_miss_ns: int = 0
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*map(operator.add, msgspec.structs.astuple(self), msgspec.structs.astuple(other)))
@@ -50,6 +55,8 @@ class VersionFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknow
     #: Requests that wait for their turn now, or for their shape to be compiled.
     pending: int
     counts: Counts
+    #: Whether the response cache is used for it.
+    cached: bool = False
 
 
 class Figures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):

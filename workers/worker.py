@@ -46,6 +46,7 @@ from workers.programs.run_errors import works
 from workers.regions.region_policy import RegionPolicy
 from workers.regions.region_table import RegionTable
 from workers.requests.known_form import KnownForm
+from workers.requests.response_cache import ResponseCache
 from workers.requests.submitter import Submitter
 from workers.threads.inbox import Inbox
 from workers.threads.work_thread import WorkThread
@@ -115,6 +116,7 @@ class Worker:
             self._adopt,
             self._stop,
         )
+        self._cache = ResponseCache(options.response_cache.byte_size)
         self._submitters: dict[int, Submitter] = {}
         self._free_desks = list(range(DESKS - 1, FIRST_INSTANCE_DESK - 1, -1))
         self._epoll = select.epoll()
@@ -303,6 +305,12 @@ class Worker:
         for instance in loaded.instances:
             instance.desk = self._free_desks.pop() if self._free_desks else DESKS
         version = ModelVersion(loaded)
+        if loaded.cached and self._cache.max_byte_size:
+            version.use(self._cache)
+        elif loaded.cached:
+            _log.warning(
+                "model '%s' asks for the response cache, and there is none: response_cache.byte_size is 0", loaded.name
+            )
         version.when_closed(
             lambda: self._free_desks.extend(instance.desk for instance in loaded.instances if instance.desk < DESKS)
         )

@@ -47,6 +47,17 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Counts], int]], ...] = (
         lambda c: c.compute_output_ns // 1000,
     ),
 )
+#: The same of models with a response cache.
+_CACHE_COUNTERS: tuple[tuple[str, str, Callable[[Counts], int]], ...] = (
+    ("nv_cache_num_hits_per_model", "Requests that the response cache answered", lambda c: c.cache_hit),
+    ("nv_cache_num_misses_per_model", "Requests whose answers the response cache took", lambda c: c.cache_miss),
+    ("nv_cache_hit_duration_per_model", "Time of those it answered, in microseconds", lambda c: c.cache_hit_ns // 1000),
+    (
+        "nv_cache_miss_duration_per_model",
+        "Time of looking for those it did not know, and of keeping their answers, in microseconds",
+        lambda c: c.cache_miss_ns // 1000,
+    ),
+)
 _FAILURES: tuple[tuple[str, Callable[[Counts], int]], ...] = (
     ("REJECTED", lambda c: c.rejected + c.queue_full),
     ("CANCELED", lambda c: c.canceled),
@@ -118,9 +129,11 @@ def _models(snapshot: Snapshot) -> Iterator[Metric]:
     )
     rows = [((*labels, why.value), of(total.counts)) for labels, total in models for why, of in _REFUSALS]
     yield _filled(refused, rows)
-    for name, text, of in _COUNTERS:
-        family = UnknownMetricFamily(name, text, labels=_MODEL)
-        yield _filled(family, [(labels, of(total.counts)) for labels, total in models])
+    cached = [(labels, total) for labels, total in models if total.cached]
+    for counters, counted in ((_COUNTERS, models), (_CACHE_COUNTERS, cached)):
+        for name, text, of in counters:
+            family = UnknownMetricFamily(name, text, labels=_MODEL)
+            yield _filled(family, [(labels, of(total.counts)) for labels, total in counted])
     pending = GaugeMetricFamily(
         "nv_inference_pending_request_count", "Inference requests that wait for their turn now", labels=_MODEL
     )

@@ -27,6 +27,8 @@ class Total:
     counts: Counts
     #: Requests that wait now.
     pending: int
+    #: Whether the response cache is used for it.
+    cached: bool = False
 
 
 class Ledger:
@@ -59,10 +61,11 @@ class Ledger:
         """Of each version that is served."""
         found = []
         for key in served:
-            counts, pending = self._ended.get(key, Counts()), 0
+            counts, pending, cached = self._ended.get(key, Counts()), 0, False
             for versions in self._workers.values():
                 if (version := versions.get(key)) is not None:
                     counts += version.counts
                     pending += version.pending
-            found.append(Total(*key, counts, pending))
+                    cached |= version.cached
+            found.append(Total(*key, counts, pending, cached))
         return found

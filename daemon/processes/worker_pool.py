@@ -68,8 +68,16 @@ class WorkerPool:
             self._died(worker, device)
 
         worker = Worker(self._program, name, self._incarnation(), device.name, self._received, exited)
-        worker.spawn(msgspec.msgpack.encode(self._options()), ["--device", device.name], device.environment)
+        worker.spawn(msgspec.msgpack.encode(self._shared()), ["--device", device.name], device.environment)
         self.by_incarnation[worker.incarnation] = worker
+
+    def _shared(self) -> Options:
+        """The options of one worker: of what is for all of them its share."""
+        options = self._options()
+        cache = msgspec.structs.replace(
+            options.response_cache, byte_size=options.response_cache.byte_size // max(1, len(self.posts))
+        )
+        return msgspec.structs.replace(options, response_cache=cache)
 
     def ready(self) -> list[Worker]:
         """Those that answer calls now."""

@@ -17,9 +17,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from config.layers import ConfigurationError
-from daemon import flags
-
 ROOT = Path(__file__).parents[2]
 
 #: Groups of cases, in the order of replay.
@@ -42,6 +39,8 @@ GROUPS = (
     "model_errors",
     "versions",
     "statistics",
+    "schedule",
+    "cache_warmup",
     "repository",
     "settings_log",
     "settings_trace",
@@ -62,7 +61,6 @@ LATER_FEATURES = {
     "sequences": re.compile(r"\bsequence_batching\b"),
     "ensembles": re.compile(r"\bensemble_scheduling\b"),
     "decoupled models": re.compile(r"\bdecoupled\W{1,3}true\b"),
-    "the response cache": re.compile(r"\bresponse_cache\b"),
 }
 
 Case = dict[str, Any]
@@ -142,7 +140,7 @@ def _later_feature(configuration: str) -> str | None:
 
 
 def arguments(profile: str) -> list[str]:
-    """The command line of a profile's server, without the flags and models that come later."""
+    """The command line of a profile's server, without the models that come later."""
     wanted = profiles()[profile]
     given: list[list[str]] = []
     for word in wanted["flags"]:
@@ -150,17 +148,8 @@ def arguments(profile: str) -> list[str]:
             given.append([word])
         else:
             given[-1].append(word)
-    given = [flag for flag in given if not _comes_later(flag)]
     given += [[f"--load-model={name}"] for name in wanted.get("load", ()) if name not in later_models()]
     return [word for flag in given for word in flag]
-
-
-def _comes_later(flag: list[str]) -> bool:
-    try:
-        flags.parse(flag)
-    except ConfigurationError as error:
-        return "later version" in str(error)
-    return False
 
 
 def is_left_for_later(case: Case) -> str | None:

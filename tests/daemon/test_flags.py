@@ -76,6 +76,9 @@ def test_switches_take_a_value_or_none() -> None:
         (["--trace-config", "opentelemetry,url=x"], "traces are written to files only"),
         (["--trace-config=mode=opentelemetry"], "traces are written to files only"),
         (["--trace-config=nonsense"], r"expected \[triton,\]SETTING=VALUE"),
+        (["--cache-config=redis,host=x"], "the one response cache is local,size=BYTES"),
+        (["--cache-config", "local,size=1G"], "expected local,size=BYTES"),
+        (["--cache-config=local"], "expected local,size=BYTES"),
         (["--backend-directory=/x"], "back ends are part of tensord"),
         (["--model-control-mode=poll"], "--model-control-mode: repository.control_mode: invalid enum value 'poll'"),
         (["--http-prot=1"], r"--http-prot: unknown flag; did you mean --http-port\?"),
@@ -90,6 +93,12 @@ def test_switches_take_a_value_or_none() -> None:
 def test_what_an_operator_reads(arguments: list[str], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         parsed(*arguments)
+
+
+def test_the_response_cache_has_two_spellings() -> None:
+    for line in (["--cache-config", "local,size=1048576"], ["--response-cache-byte-size=1048576"]):
+        assert parsed(*line).response_cache.byte_size == 1 << 20
+    assert parsed().response_cache.byte_size == 0
 
 
 def test_every_flag_names_a_key_and_stands_in_the_help() -> None:

@@ -20,6 +20,7 @@ from shm.messages import FormSubmit, Submit
 from shm.refusals import Refusal
 from shm.status_page import StatusPage, WorkerState
 from workers.dispatch.answers import failure
+from workers.dispatch.cached_answers import CachedAnswers
 from workers.dispatch.outbox import Outbox
 from workers.dispatch.validation import validate, validate_formed
 from workers.models.execution import Execution, run
@@ -28,7 +29,7 @@ from workers.models.model_table import ModelTable
 from workers.models.model_version import ModelVersion
 from workers.models.statistics import Failure
 from workers.programs.executables import Executable, Executables, Wanted
-from workers.programs.run_errors import CheckDevice, is_out_of_memory, out_of_memory, works
+from workers.programs.run_errors import CheckDevice, compile_error, works
 from workers.programs.series import Series
 from workers.programs.series_program import SeriesProgram
 from workers.regions.region_table import RegionTable
@@ -67,6 +68,7 @@ class Dispatcher:
         self._compiler = compiler
         self._clock = clock
         self._outbox = Outbox(options.arenas)
+        self._cached = CachedAnswers(self._outbox, clock)
         #: Executions whose answers are placed, and when they were; see ``count``.
         self._uncounted: list[tuple[ModelVersion, Execution, dict[Request, Failure], int]] = []
         #: What the status page says between executions.
@@ -101,7 +103,8 @@ class Dispatcher:
             submitter.answer(failure(record.request_id, Internal(f"the request failed with {type(error).__name__}")))
             return
         submitter.in_flight[record.request_id] = request
-        self._queue(request)
+        if version.cache is None or not self._cached.answer(request, version.cache):
+            self._queue(request)
 
     def _queue(self, request: Request) -> None:
         """Puts a request where it waits; a full queue answers it."""
@@ -246,7 +249,8 @@ class Dispatcher:
             self._park(version, batch, model.wanted_by(batch))
             return True
         execution = Execution(batch, now_ns, executable)
-        sizes = model.sizes(executable, batch)
+        # What is kept as an answer for others must not lie where a client can write to it.
+        sizes = model.sizes(executable, batch) if version.cache is None else None
         if sizes is not None:
             self._outbox.prepare(execution, sizes)
         # Written before and cleared after, so that a batch that kills this process is known by its requests.
@@ -318,7 +322,7 @@ class Dispatcher:
             requests = version.compiling.pop(key)
             if isinstance(outcome, Exception) or version.jitted is None:
                 failed = outcome if isinstance(outcome, Exception) else Internal("no executable")
-                error = _compile_error(version, failed, requests)
+                error = compile_error(failed, requests, version.version)
                 for request in requests:
                     self._outbox.fail(request, error)
                 return
@@ -354,6 +358,8 @@ class Dispatcher:
     # ---------------------------------------------------------------------------------------------------------- answers
 
     def _finish(self, version: ModelVersion, execution: Execution) -> None:
+        if version.cache is not None:
+            self._cached.keep(execution, version.cache)
         failed = self._outbox.answer_all(execution, self._clock())
         self._uncounted.append((version, execution, failed, self._clock()))
 
@@ -387,12 +393,3 @@ def _by_version(requests: list[Request]) -> dict[ModelVersion, list[Request]]:
 
 def _earlier(a: int | None, b: int) -> int:
     return b if a is None else min(a, b)
-
-
-def _compile_error(version: ModelVersion, error: Exception, requests: list[Request]) -> ServingError:
-    if isinstance(error, ServingError):
-        return error
-    if is_out_of_memory(error):
-        return out_of_memory(error, requests, None)
-    _log.error("compiling model '%s' version %d failed", version.name, version.version, exc_info=error)
-    return Internal(f"model '{version.name}' cannot be compiled for these shapes: {type(error).__name__}")

@@ -192,6 +192,8 @@ class FastPath(Poller):
         loaded = version.loaded
         if model is None or loaded.instances or not loaded.queue_rules.plain or not loaded.repeatable:
             return
+        if version.cache is not None:
+            return
         if len(execution.requests) == 1 and (made is None or not execution.requests[0].small):
             self._learn_alone(version, model, execution)
         if made is None:

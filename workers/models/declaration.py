@@ -36,6 +36,13 @@ def declare_tensors(message: ModelConfig, module: ModuleType) -> dict[str, tuple
     if type(limit) is not int or limit < 0:
         raise InvalidArgument(f"model '{message.name}': max_batch_size of model.py is {limit!r}, a number is expected")
     message.max_batch_size = message.max_batch_size or limit
+    cached = getattr(module, "response_cache", False)
+    if type(cached) is not bool:
+        raise InvalidArgument(
+            f"model '{message.name}': response_cache of model.py is {cached!r}, True or False is expected"
+        )
+    if cached and not message.HasField("response_cache"):
+        message.response_cache.enable = True
     return {name: tensor.axes for group in tensors.values() for name, tensor in group.items()}
 
 

@@ -80,6 +80,9 @@ class LoadedModel:
     batch_rules: BatchRules
     #: Its code, to be forgotten when the version is gone.
     imports: ModelImports
+    #: Whether it asks for the response cache, and whether it is told which outputs a client wants.
+    cached: bool = False
+    sees_outputs: bool = False
 
 
 class Loader:
@@ -215,6 +218,8 @@ class Loader:
             queue_rules(message, self._max_queue_size),
             batch_rules(message),
             imports,
+            message.response_cache.enable,
+            message.backend == "python",
         )
 
     def _create(

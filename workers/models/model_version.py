@@ -16,6 +16,7 @@ from workers.models.loader import LoadedModel
 from workers.models.statistics import ModelStatistics
 from workers.requests.familiar import Familiar
 from workers.requests.request import Request
+from workers.requests.response_cache import ResponseCache
 from workers.scheduling.dynamic_batcher import DynamicBatcher
 from workers.scheduling.queue import RequestQueue
 
@@ -45,6 +46,8 @@ class ModelVersion:
         self.batcher = DynamicBatcher(loaded.batch_rules, self.queue)
         self.statistics = ModelStatistics(loaded.name, loaded.version)
         self.familiar = Familiar()
+        #: The worker's, where it is used for this model.
+        self.cache: ResponseCache | None = None
         #: Batches given to instances and not done.
         self.executing = 0
         #: Shapes being compiled, with the requests that wait for them.
@@ -57,6 +60,11 @@ class ModelVersion:
         if self.jitted is not None:
             return self.jitted.key(arrays)
         return shapes_key(arrays, self.signature.batches)
+
+    def use(self, cache: ResponseCache) -> None:
+        """Its answers may be given again."""
+        self.cache = cache
+        self.when_closed(lambda: cache.forget(self))
 
     @property
     def free_instance(self) -> Instance | None:
@@ -73,7 +81,8 @@ class ModelVersion:
     def figures(self) -> VersionFigures:
         """For metrics."""
         statistics = self.statistics
-        return VersionFigures(self.name, self.version, statistics.began_ns, self.pending, statistics.counts())
+        cached = self.cache is not None
+        return VersionFigures(self.name, self.version, statistics.began_ns, self.pending, statistics.counts(), cached)
 
     @property
     def busy(self) -> bool:

@@ -93,6 +93,9 @@ class ModelStatistics:
         self.compute_input_ns = 0
         self.compute_infer_ns = 0
         self.compute_output_ns = 0
+        #: Of them, those that the response cache answered; and those that were computed and kept there, with the time that took.
+        self.cache_hit = Duration()
+        self.cache_miss = Duration()
         self.fail = Duration()
         #: The same requests by reason.
         self.failures: Counter[Failure] = Counter()
@@ -173,10 +176,17 @@ class ModelStatistics:
         """Counts what was copied for one request alone."""
         self.copied_byte_size += byte_size
 
-    def failed(self, lasted_ns: int) -> None:
-        """Counts a request that was queued and never ran: its time was up."""
+    def failed(self, lasted_ns: int, why: Failure = Failure.REJECTED) -> None:
+        """Counts a request that was accepted and never ran: unless said otherwise its time was up."""
         self.fail.add(lasted_ns)
-        self.failures[Failure.REJECTED] += 1
+        self.failures[why] += 1
+
+    def found(self, request: Request, began_ns: int, now_ns: int) -> None:
+        """Counts a request that the response cache answered; ``began_ns``: when it was looked up there."""
+        self.success_count += 1
+        self.request_ns += now_ns - request.arrived_ns
+        self.queue_ns += max(0, began_ns - request.arrived_ns)
+        self.cache_hit.add(now_ns - began_ns)
 
     def succeed(self, former: ModelStatistics) -> None:
         """This load replaces another one, which finishes what it has: what is counted there counts here as well."""
@@ -204,6 +214,10 @@ class ModelStatistics:
             compute_infer_ns=self.compute_infer_ns,
             compute_output_ns=self.compute_output_ns,
             copied_byte_size=self.copied_byte_size,
+            cache_hit=self.cache_hit.count,
+            cache_hit_ns=self.cache_hit.ns,
+            cache_miss=self.cache_miss.count,
+            cache_miss_ns=self.cache_miss.ns,
             queue_full=self.refused[Refusal.QUEUE_FULL],
             compiling=self.refused[Refusal.COMPILING],
             answer_room=self.refused[Refusal.ANSWER_ROOM],
@@ -211,7 +225,8 @@ class ModelStatistics:
 
     def to_dict(self) -> dict[str, Any]:
         """One entry of ``model_stats``."""
-        good, never = self.success_count, _duration(0, 0)
+        good = self.success_count
+        computed = good - self.cache_hit.count
         return {
             "name": self._name,
             "version": str(self._version),
@@ -222,11 +237,11 @@ class ModelStatistics:
                 "success": _duration(good, self.request_ns),
                 "fail": _duration(self.fail.count, self.fail.ns),
                 "queue": _duration(good, self.queue_ns),
-                "compute_input": _duration(good, self.compute_input_ns),
-                "compute_infer": _duration(good, self.compute_infer_ns),
-                "compute_output": _duration(good, self.compute_output_ns),
-                "cache_hit": never,
-                "cache_miss": never,
+                "compute_input": _duration(computed, self.compute_input_ns),
+                "compute_infer": _duration(computed, self.compute_infer_ns),
+                "compute_output": _duration(computed, self.compute_output_ns),
+                "cache_hit": _duration(self.cache_hit.count, self.cache_hit.ns),
+                "cache_miss": _duration(self.cache_miss.count, self.cache_miss.ns),
             },
             "response_stats": {},
             "batch_stats": [

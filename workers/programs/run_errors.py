@@ -6,13 +6,16 @@ as well as on the loop: so the device is asked after every failure.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from shm.errors import Unavailable
+from shm.errors import Internal, ServingError, Unavailable
 from workers.requests.request import Request
+
+_log = logging.getLogger(__name__)
 
 #: Asks whether the device works. Raises DeviceLost: it does not, and will not again in this process.
 CheckDevice = Callable[[], None]
@@ -49,3 +52,14 @@ def out_of_memory(error: BaseException, requests: Sequence[Request], program: in
         f"model '{requests[0].submit.model}': the device has no memory left for this request ({rows} rows, {byte_size} bytes of "
         f"inputs{needed}): {said}"
     )
+
+
+def compile_error(error: Exception, requests: Sequence[Request], version: int) -> ServingError:
+    """The sentence for requests whose program could not be compiled."""
+    if isinstance(error, ServingError):
+        return error
+    if is_out_of_memory(error):
+        return out_of_memory(error, requests, None)
+    name = requests[0].submit.model
+    _log.error("compiling model '%s' version %d failed", name, version, exc_info=error)
+    return Internal(f"model '{name}' cannot be compiled for these shapes: {type(error).__name__}")

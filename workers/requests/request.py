@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from workers.models.model_version import ModelVersion
     from workers.regions.region_table import AnyRegion
     from workers.requests.known_form import KnownForm
+    from workers.requests.response_cache import Question
     from workers.requests.submitter import Submitter
 
 
@@ -28,6 +29,7 @@ class Request(Waiting):
 
     __slots__ = (
         "_arrays",
+        "asked",
         "cancelled",
         "client_id",
         "contents",
@@ -42,6 +44,9 @@ class Request(Waiting):
         "timeline",
         "version",
     )
+
+    #: Of a version with a response cache: what was looked up there, and for how long, in ns. Others do without.
+    asked: tuple[Question, int]
 
     def __init__(
         self,
@@ -110,6 +115,10 @@ class Request(Waiting):
                 for tensor in self.submit.inputs
             }
         return self._arrays
+
+    def keep(self, arrays: dict[str, Array]) -> None:
+        """The same tensors in memory that is nobody else's."""
+        self._arrays, self.contents = arrays, None
 
     @property
     def small(self) -> bool:

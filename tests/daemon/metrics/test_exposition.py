@@ -15,11 +15,11 @@ from daemon.metrics.snapshot import FrontPost, Regions, Snapshot, WorkerPost
 from shm.figures import Counts
 from shm.refusals import Refusal
 
-COUNTS = Counts(10, 1, 2, 3, 4, 40, 20, 11_999, 22_000, 33_000, 44_000, 55_000, 1 << 40, 5, 6, 7)
+COUNTS = Counts(10, 1, 2, 3, 4, 40, 20, 11_999, 22_000, 33_000, 44_000, 55_000, 1 << 40, 5, 6, 7, 8, 66_000, 9, 77_000)
 SNAPSHOT = Snapshot(
     False,
     {"m": True, "broken": False},
-    [Total("m", 3, COUNTS, 7), Total('a "b"\n\\', 1, Counts(), 0)],
+    [Total("m", 3, COUNTS, 7, True), Total('a "b"\n\\', 1, Counts(), 0)],
     [WorkerPost("worker-0", "cpu:0", True, False, 2)],
     [FrontPost("http-0", "http", True, 5, 1, {Refusal.IN_FLIGHT: 9})],
     [Regions("system", 2, 8192, 3), Regions("cuda", 0, 0, 0)],
@@ -50,8 +50,14 @@ def test_tritons_names() -> None:
         'nv_inference_compute_infer_duration_us{model="m",version="3"} 44.0',
         'nv_inference_compute_output_duration_us{model="m",version="3"} 55.0',
         'nv_inference_pending_request_count{model="m",version="3"} 7.0',
+        'nv_cache_num_hits_per_model{model="m",version="3"} 8.0',
+        'nv_cache_num_misses_per_model{model="m",version="3"} 9.0',
+        'nv_cache_hit_duration_per_model{model="m",version="3"} 66.0',
+        'nv_cache_miss_duration_per_model{model="m",version="3"} 77.0',
     ):
         assert line in lines
+    # A model without a response cache has no such lines.
+    assert sum(line.startswith("nv_cache_") for line in lines) == 4
     counters = {line.split()[2] for line in lines if re.fullmatch("# TYPE nv_.* counter", line)}
     assert "# TYPE nv_inference_pending_request_count gauge" in lines
     assert counters == {line.split("{")[0] for line in lines if line.startswith("nv_")} - {

@@ -1,0 +1,81 @@
+"""A request that was answered before is answered without its model, where that has a response cache.
+
+Belongs to the worker's loop.
+
+    request ─▶ its inputs, where a client could still write to them, are copied ─▶ known: answered at once
+                                                                             └▶ not known: queued, run, kept, answered
+
+An answer is kept before it leaves: whoever repeats a request that was answered gets that answer. Errors are not kept.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+
+from shm.errors import ServingError
+from workers.dispatch.outbox import Outbox
+from workers.models.execution import Execution
+from workers.models.statistics import Failure
+from workers.regions.region_table import check_intact
+from workers.requests.request import Request, named
+from workers.requests.response_cache import Insertion, Question, ResponseCache
+
+_log = logging.getLogger(__name__)
+
+
+class CachedAnswers:
+    """One per worker."""
+
+    def __init__(self, outbox: Outbox, clock: Callable[[], int]) -> None:
+        self._outbox = outbox
+        self._clock = clock
+
+    def answer(self, request: Request, cache: ResponseCache) -> bool:
+        """Answers a request as one that was the same. From now on its inputs are nobody else's. False: there was none."""
+        version, began_ns = request.version, self._clock()
+        if request.regions:
+            try:
+                request.keep({name: np.array(array) for name, array in request.arrays.items()})
+                check_intact(request.regions)
+            except ServingError as error:
+                self._outbox.fail(request, error.with_traceback(None))
+                return True
+        wanted = tuple(request.outputs) if version.loaded.sees_outputs else ()
+        question = Question.of(version, wanted, request.arrays)
+        found = cache.find(question)
+        if found is None:
+            request.asked = question, self._clock() - began_ns
+            return False
+        if isinstance(self._outbox.answer(request, found, began_ns), ServingError):
+            version.statistics.failed(self._clock() - request.arrived_ns, Failure.OTHER)
+        else:
+            version.statistics.found(request, began_ns, self._clock())
+        return True
+
+    def keep(self, execution: Execution, cache: ResponseCache) -> None:
+        """Keeps what was computed, as far as it is no error."""
+        for request, result in zip(execution.requests, execution.results, strict=True):
+            if isinstance(result, ServingError):
+                continue
+            question, looked_ns = request.asked
+            began_ns = self._clock()
+            try:
+                kept = cache.insert(question, result)
+            except (
+                Exception
+            ) as error:  # no memory, or an array no one expected: what is not kept is answered nevertheless
+                name = request.version.name
+                _log.error("%san answer of model '%s' is not kept: %r", named(request.client_id), name, error)
+                continue
+            if kept is Insertion.TOO_LARGE:
+                _log.warning(
+                    "%san answer of model '%s' is too large for the response cache, which holds %d bytes on this worker",
+                    named(request.client_id),
+                    request.version.name,
+                    cache.max_byte_size,
+                )
+            if kept is not Insertion.KNOWN:
+                request.version.statistics.cache_miss.add(looked_ns + self._clock() - began_ns)

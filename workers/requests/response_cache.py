@@ -1,0 +1,179 @@
+"""Answers that can be given again: the response cache of one worker, shared by all of its models that ask for one.
+
+    digest of a question ─▶ entry ─▶ its question, compared as a whole ─▶ its answer
+
+Pure. A digest only finds an entry; what decides is that every input is the same, byte for byte, and that the same load of a model
+is asked for the same outputs. Entries are private copies: nobody else can write to them. Where there is no room the entry goes
+that was not used for the longest time.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shm.arrays import Array, byte_content
+from workers.requests.result import Response
+
+#: What an entry takes besides its tensors: many small answers must not hold more memory than was asked for.
+ENTRY_BYTE_SIZE = 1024
+_DIGEST_BYTE_SIZE = 16
+
+
+class Input(NamedTuple):
+    """One input of a question."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    #: Its bytes; BYTES as they are on the wire.
+    content: Array
+
+    def same(self, other: Input) -> bool:
+        """Whether it is the same tensor."""
+        return self[:3] == other[:3] and np.array_equal(self.content, other.content)
+
+    def copy(self) -> Input:
+        """The same in memory of its own."""
+        return self._replace(content=self.content.copy())
+
+
+class Question(NamedTuple):
+    """What an answer depends on."""
+
+    digest: bytes
+    #: Stands for the load of the model version that is asked: another load may answer differently.
+    load: object
+    #: The outputs that the model was asked for, sorted; empty: all, or it is not told.
+    outputs: tuple[str, ...]
+    #: Sorted by name.
+    inputs: tuple[Input, ...]
+
+    @classmethod
+    def of(cls, load: object, outputs: Sequence[str], arrays: Mapping[str, Array]) -> Question:
+        """The question that these tensors are. It reads them where they are, and keeps them."""
+        wanted = tuple(sorted(outputs))
+        digest = hashlib.blake2b(repr((id(load), wanted)).encode(), digest_size=_DIGEST_BYTE_SIZE)
+        inputs: list[Input] = []
+        for name in sorted(arrays):
+            array = arrays[name]
+            each = Input(name, array.dtype.str, array.shape, _content(array))
+            digest.update(repr((*each[:3], len(each.content))).encode())
+            digest.update(each.content.data)
+            inputs.append(each)
+        return cls(digest.digest(), load, wanted, tuple(inputs))
+
+    def same(self, other: Question) -> bool:
+        """Whether both have the same answer."""
+        if self.load is not other.load or self.outputs != other.outputs or len(self.inputs) != len(other.inputs):
+            return False
+        return all(one.same(two) for one, two in zip(self.inputs, other.inputs, strict=True))
+
+    @property
+    def byte_size(self) -> int:
+        """Of its inputs."""
+        return sum(each.content.nbytes for each in self.inputs)
+
+
+class Insertion(enum.Enum):
+    """What became of an answer."""
+
+    KEPT = enum.auto()
+    #: Its question was answered meanwhile.
+    KNOWN = enum.auto()
+    TOO_LARGE = enum.auto()
+
+
+class _Entry(NamedTuple):
+    question: Question
+    answer: Response
+    byte_size: int
+
+
+class ResponseCache:
+    """One per worker; belongs to its loop."""
+
+    def __init__(self, max_byte_size: int) -> None:
+        """``max_byte_size``: inputs and outputs of all entries together, and ``ENTRY_BYTE_SIZE`` for each."""
+        self._max_byte_size = max_byte_size
+        self._byte_size = 0
+        #: By digest, least recently used first.
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def max_byte_size(self) -> int:
+        """What all entries together may take; 0: there is no cache."""
+        return self._max_byte_size
+
+    @property
+    def byte_size(self) -> int:
+        """What all entries together take."""
+        return self._byte_size
+
+    def find(self, question: Question) -> Response | None:
+        """The answer that was given to that question, if it is known. Only to be read."""
+        entry = self._entries.get(question.digest)
+        if entry is None or not entry.question.same(question):
+            return None
+        self._entries.move_to_end(question.digest)
+        return entry.answer
+
+    def insert(self, question: Question, answer: Mapping[str, Array]) -> Insertion:
+        """Keeps a copy of an answer, and forgets what it leaves no room for."""
+        known = self._entries.get(question.digest)
+        if known is not None and known.question.same(question):
+            return Insertion.KNOWN
+        byte_size = ENTRY_BYTE_SIZE + question.byte_size + sum(map(_byte_size, answer.values()))
+        if byte_size > self._max_byte_size:
+            return Insertion.TOO_LARGE
+        if known is not None:
+            self._remove(question.digest)
+        while self._byte_size + byte_size > self._max_byte_size:
+            self._remove(next(iter(self._entries)))
+        kept = question._replace(inputs=tuple(each.copy() for each in question.inputs))
+        outputs = {name: _private(array) for name, array in answer.items()}
+        parameters = dict(answer.parameters) if isinstance(answer, Response) else {}
+        self._entries[question.digest] = _Entry(kept, Response(outputs, parameters), byte_size)
+        self._byte_size += byte_size
+        return Insertion.KEPT
+
+    def forget(self, load: object) -> None:
+        """That load answers nothing any more."""
+        for digest in [digest for digest, entry in self._entries.items() if entry.question.load is load]:
+            self._remove(digest)
+
+    def _remove(self, digest: bytes) -> None:
+        self._byte_size -= self._entries.pop(digest).byte_size
+
+    def check_invariants(self) -> None:
+        """For tests: the sum is that of the entries, and within the bound."""
+        assert self._byte_size == sum(entry.byte_size for entry in self._entries.values())
+        assert self._byte_size <= self._max_byte_size
+
+    def __repr__(self) -> str:
+        return f"<ResponseCache {len(self._entries)} answers, {self._byte_size} of {self._max_byte_size} bytes>"
+
+
+def _content(array: Array) -> Array:
+    if array.dtype.kind == "O":
+        return np.frombuffer(byte_content(array), np.uint8)
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _byte_size(array: Array) -> int:
+    # An array of objects knows only the size of its pointers.
+    return len(byte_content(array)) if array.dtype.kind == "O" else array.nbytes
+
+
+def _private(array: Array) -> Array:
+    made = np.array(array)
+    made.flags.writeable = False
+    return made
