@@ -70,9 +70,10 @@ class _Printer:
         models = result["models"]
         ready = f"{'ready' if result['ready'] else 'not ready'}, {models['served']} of {models['wanted']} models served"
         click.echo(f"{result['server_name']}: {result['phase']}, {ready}, {', '.join(urls)}")
-        _print_table(_PROCESS_COLUMNS, [*result["fronts"], *result["workers"]])
-        # All workers are of one installation.
-        for missing in {"; ".join(worker["missing"]): None for worker in result["workers"] if worker["missing"]}:
+        processes = [*result["fronts"], *result["workers"]]
+        _print_table(_PROCESS_COLUMNS, processes)
+        # All of a kind are of one installation.
+        for missing in {"; ".join(process["missing"]): None for process in processes if process["missing"]}:
             click.echo(f"off: {missing}")
         for model in result["not_served"]:
             served = f" (version {_shown(model['served'])} serves)" if model["served"] else ""

@@ -47,7 +47,7 @@ class ChildReady(Record, frozen=True, tag="ready"):
     """
 
     incarnation: int
-    #: A worker: what it goes without, for want of a C extension; a sentence each.
+    #: What it goes without, for want of a C extension; a sentence each.
     missing: tuple[str, ...] = ()
 
 

@@ -46,10 +46,15 @@ class Form(Generic[T]):
         return f"<Form {self.number} of {type(self.template).__name__}>"
 
 
+#: Forms that have a number now, and those that were forgotten for the last of them.
+OnMint = Callable[[int, int], object]
+
+
 class Forms(Generic[T]):
     """The forms of one sender: equal templates are one form."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_mint: OnMint | None = None) -> None:
+        self._on_mint = on_mint
         self._known: dict[bytes, Form[T]] = {}
         #: Templates that came once so far.
         self._once: set[bytes] = set()
@@ -78,12 +83,16 @@ class Forms(Generic[T]):
         return self._mint(key, template)
 
     def _mint(self, key: bytes, template: T) -> Form[T]:
+        evicted = 0
         if len(self._known) >= MAX_FORMS:
-            self.evicted += len(self._known)
+            evicted = len(self._known)
+            self.evicted += evicted
             self._known.clear()
         form = self._known[key] = Form(self._next, template)
         self._next = (self._next + 1) % MAX_FORMS
         self.minted += 1
+        if self._on_mint is not None:
+            self._on_mint(len(self._known), evicted)
         return form
 
     def __repr__(self) -> str:

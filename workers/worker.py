@@ -26,6 +26,7 @@ from shm.channel import Channel, ChannelClosed, DescriptorsLost
 from shm.control_records import ChildReady
 from shm.cuda_regions import DeviceLost, Driver, NoCuda
 from shm.errors import InvalidArgument
+from shm.extensions import missing
 from shm.lane import WorkerLane
 from shm.messages import Cancel, FormSubmit, RequestForm, Submit
 from shm.status_page import DESKS, Outputs, StatusPage, WorkerState
@@ -141,7 +142,7 @@ class Worker:
         Raises: DeviceLost: the GPU failed for good; what it failed is answered, what waits will run elsewhere.
         """
         self._page.set_state(WorkerState.IDLE, time.monotonic_ns())
-        self._channel.put(ChildReady(incarnation, extensions.missing()), self._page.fd)
+        self._channel.put(ChildReady(incarnation, missing(extensions.PARTS)), self._page.fd)
         # Our modules live as long as the process: the collector need not look at them again and again. Those of models do not, so
         # this comes before the first is loaded. It must go on looking at the rest as often as ever: arrays of XLA can be in
         # cycles, and each may hold megabytes (measured: with rare collections a 16 MiB request took 3 ms more, for fresh pages).

@@ -3,10 +3,11 @@
 A client's connection is taken by whichever front is quickest, so they have to know of each other to share them out evenly and to
 keep one limit together, without asking anybody. Nameless and sealed against resizing. Layout, u64 each:
 
-    row k at word 8 * k:   serves (0 or 1), connections, refused requests by reason (``daemon.control.refusals.OF_FRONTS``)
-                           a row is a cache line; only its front writes it
+    row k at word 16 * k:   serves (0 or 1), connections, forms, forms minted, forms evicted,
+                            refused requests by reason (``daemon.control.refusals.OF_FRONTS``)
+                            a row is two cache lines; only its front writes it
 
-The supervisor clears what a front that is dead had, before its replacement starts; refused requests go on being counted.
+The supervisor clears what a front that is dead had, before its replacement starts; what only grows goes on being counted.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from config.options import MAX_PROCESSES
 from daemon.control.refusals import OF_FRONTS
 from shm.refusals import Refusal
 
-_WORDS = 8
-#: Where a row's counts of refused requests begin.
-_REFUSED = 2
+_WORDS = 16
+#: Where a row's counts of forms begin, and those of refused requests.
+_FORMS, _REFUSED = 2, 5
 _BYTE_SIZE = MAX_PROCESSES * _WORDS * 8
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -55,6 +56,11 @@ class Tally:
         """Of one front."""
         return self._words[row * _WORDS + 1]
 
+    def forms(self, row: int) -> tuple[int, int, int]:
+        """Of that row: the forms that have a number now; those that were given one, and those that were forgotten, ever."""
+        at = row * _WORDS + _FORMS
+        return self._words[at], self._words[at + 1], self._words[at + 2]
+
     def refused(self, row: int) -> dict[Refusal, int]:
         """Requests that the fronts of that row have refused, by reason."""
         at = row * _WORDS + _REFUSED
@@ -62,7 +68,8 @@ class Tally:
 
     def clear(self, row: int) -> None:
         """That front is gone."""
-        self._words[row * _WORDS] = self._words[row * _WORDS + 1] = 0
+        at = row * _WORDS
+        self._words[at] = self._words[at + 1] = self._words[at + _FORMS] = 0
 
     def close(self) -> None:
         """Once; seats must not be used any more."""
@@ -86,6 +93,13 @@ class Seat:
     def count(self, connections: int) -> None:
         """This front has that many now."""
         self._words[self._at + 1] = connections
+
+    def mint(self, forms: int, evicted: int) -> None:
+        """This front has given a form a number, and forgotten so many others for that; it has so many forms now."""
+        at = self._at + _FORMS
+        self._words[at] = forms
+        self._words[at + 1] += 1
+        self._words[at + 2] += evicted
 
     def refuse(self, refusal: Refusal) -> None:
         """This front refuses a request."""

@@ -14,9 +14,9 @@ import os
 import signal
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import uvloop
@@ -50,6 +50,7 @@ from shm.control_records import (
     TraceCleared,
     WorkerFenced,
 )
+from shm.extensions import missing
 from shm.parent import die_with_parent
 from shm.progress import Readiness
 from shm.record import decoder
@@ -72,6 +73,8 @@ class Front(ABC):
 
     #: There from Start on.
     tracer: Tracer
+    #: Its parts that are written in C: module -> what is so without it.
+    parts: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, control: socket.socket, place: Place) -> None:
         self.place = place
@@ -102,7 +105,7 @@ class Front(ABC):
         # What was imported and built lives as long as the process: the collector need not look at it again and again.
         gc.collect()
         gc.freeze()
-        self._connection.send(ChildReady(start.incarnation))
+        self._connection.send(ChildReady(start.incarnation, missing(self.parts)))
         stop = await self._stop
         endpoints.stopping = True
         await self.drain(stop.grace_ns)
@@ -129,8 +132,9 @@ class Front(ABC):
                 options = msgspec.msgpack.decode(record.options, type=Options)
                 log.configure(options.log, record.name)
                 self.tracer = Tracer(record.incarnation, options.trace.max_byte_size)
-                counted = self.place.tally.seat(self.place.row).refuse
-                self._submitter = Submitter(record.incarnation, options, self.table, self.place.row, counted)
+                row = self.place.row
+                seat = self.place.tally.seat(row)
+                self._submitter = Submitter(record.incarnation, options, self.table, row, seat.refuse, seat.mint)
                 self._started.set_result(record)
             case Serve():
                 self._serve.set_result(None)

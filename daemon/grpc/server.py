@@ -7,7 +7,8 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 from config import restrictions
 from config.options import Options
@@ -26,7 +27,6 @@ from daemon.grpc.standard_services import StandardServices
 from daemon.grpc.stream import Stream
 from daemon.grpc.stream_infer import StreamInfer
 from daemon.grpc.unary_infer import UnaryInfer
-from daemon.grpc.walk import walk, walk_in_python
 
 _log = logging.getLogger(__name__)
 _CHECK_SECONDS = 1.0
@@ -38,11 +38,9 @@ _LAST_CALL_NS = 250_000_000
 class GrpcFront(Front):
     """A front that speaks gRPC."""
 
+    parts: ClassVar[Mapping[str, str]] = {"daemon.grpc._walk": "messages are walked over in Python"}
+
     async def open(self, options: Options, endpoints: Endpoints) -> None:
-        if walk is walk_in_python:
-            _log.warning(
-                "messages are read more slowly: daemon.grpc._walk was not built; install a C compiler, then tensord again"
-            )
         pattern = options.grpc.header_forward_pattern
         inferring = Inferring(
             self.submitter,

@@ -111,7 +111,8 @@ class Collection:
             connections = self._fronts.connections(front) if front is not None else 0
             up = front is not None and front.ready
             refused = self._fronts.refused(name)
-            found.append(FrontPost(name, protocol, up, connections, self._posts.restarts(name), refused))
+            forms = self._fronts.forms(name)
+            found.append(FrontPost(name, protocol, up, connections, self._posts.restarts(name), refused, *forms))
         return found
 
     def _region_kinds(self) -> list[Regions]:

@@ -187,6 +187,18 @@ def _fronts(snapshot: Snapshot) -> Iterator[Metric]:
     )
     rows = [((*of, why.value), count) for of, post in fronts for why, count in post.refused.items()]
     yield _filled(refused, rows)
+    known = GaugeMetricFamily(
+        "tensord_front_forms", "Kinds of requests that came again and have a number on the lanes now", labels=labels
+    )
+    yield _filled(known, [(of, post.forms) for of, post in fronts])
+    minted = CounterMetricFamily("tensord_front_forms_minted_total", "Kinds that were given a number", labels=labels)
+    yield _filled(minted, [(of, post.forms_minted) for of, post in fronts])
+    evicted = CounterMetricFamily(
+        "tensord_front_forms_evicted_total",
+        "Kinds that were forgotten because others took their numbers",
+        labels=labels,
+    )
+    yield _filled(evicted, [(of, post.forms_evicted) for of, post in fronts])
     restarts = CounterMetricFamily("tensord_front_restarts_total", "How often it died and was replaced", labels=labels)
     yield _filled(restarts, [(of, post.restarts) for of, post in fronts])
 

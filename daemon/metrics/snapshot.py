@@ -34,6 +34,10 @@ class FrontPost:
     restarts: int
     #: Requests that it has refused, by reason.
     refused: Mapping[Refusal, int]
+    #: Kinds of requests that have a number now; that were given one, and that had to give it to others, ever.
+    forms: int = 0
+    forms_minted: int = 0
+    forms_evicted: int = 0
 
 
 @dataclass(frozen=True, slots=True)

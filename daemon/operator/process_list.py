@@ -25,7 +25,6 @@ def of_workers(workers: Iterable[Worker], posts: Posts, now_ns: int) -> list[dic
             "device": worker.device,
             "state": _state(worker),
             "outputs": _outputs(worker),
-            "missing": list(worker.missing),
         }
         | _cores(worker.pid)
         for worker in workers
@@ -59,4 +58,5 @@ def _entry(child: Child, posts: Posts, now_ns: int) -> dict[str, Any]:
         "ready": child.ready,
         "uptime_s": round((now_ns - child.started_ns) / 1e9, 1),
         "deaths": posts.deaths(child.name),
+        "missing": list(child.missing),
     }

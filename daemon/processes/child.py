@@ -57,6 +57,8 @@ class Child:
         self.incarnation = incarnation
         #: It reported ChildReady.
         self.ready = False
+        #: What it goes without, as it reported.
+        self.missing: tuple[str, ...] = ()
         #: It was told to stop, so its death is no accident.
         self.stopping = False
         self.started_ns = 0
@@ -143,7 +145,7 @@ class Child:
             if record.incarnation != self.incarnation or self.ready:
                 descriptors.close(fds)
                 return self.kill("reported as somebody else")
-            self.ready = True
+            self.ready, self.missing = True, record.missing
         self._on_record(self, record, fds)
         return None
 
@@ -255,8 +257,6 @@ class Worker(Child):
         self.load_progress_ns = 0
         #: How far the first of them is, as it said last.
         self.loading: Loading | None = None
-        #: What it goes without, as it reported.
-        self.missing: tuple[str, ...] = ()
         self._calls: dict[int, asyncio.Future[tuple[Reply, list[int]]]] = {}
         self._next_call = 1
 

@@ -21,6 +21,7 @@ from daemon.control.tally import Tally
 from daemon.processes import front_limits, listening, socket_activation
 from daemon.processes.child import Front, front_name
 from daemon.processes.listening import Listener, ListenError
+from daemon.processes.missing_parts import MissingParts
 from shm import descriptors
 from shm.control_records import Call, ChildReady, Seen, Serve
 from shm.record import Record
@@ -52,6 +53,7 @@ class Fronts:
         #: By protocol.
         self._listeners: dict[str, list[Listener]] = {}
         self._tallies: dict[str, Tally] = {}
+        self._missing = MissingParts()
         #: Grows with everything that is sent to all.
         self._edition = 0
 
@@ -141,7 +143,8 @@ class Fronts:
                 else:
                     front.serves = True
                     front.send(Serve())
-            case ChildReady():
+            case ChildReady(_, missing):
+                self._missing.say(missing)
                 urls = " and ".join(self.urls(front.protocol))
                 _log.info("%s (process %d) is up, serving %s on %s", front.name, front.pid, front.protocol, urls)
 
@@ -184,6 +187,11 @@ class Fronts:
         """Requests that the fronts of that post have refused, by reason."""
         protocol, _, row = name.rpartition("-")
         return self._tallies[protocol].refused(int(row))
+
+    def forms(self, name: str) -> tuple[int, int, int]:
+        """Kinds of requests that the front of that post has numbers for; that it minted, and evicted."""
+        protocol, _, row = name.rpartition("-")
+        return self._tallies[protocol].forms(int(row))
 
     def connections(self, front: Front) -> int:
         """Clients that it has now."""

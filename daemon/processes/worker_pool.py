@@ -14,6 +14,7 @@ import msgspec
 from config.options import Options
 from daemon.processes.child import Worker
 from daemon.processes.devices import Device
+from daemon.processes.missing_parts import MissingParts
 from shm import descriptors
 from shm.control_records import ChildReady, Loaded, Reply, Unloaded
 from shm.errors import InvalidArgument
@@ -45,8 +46,7 @@ class WorkerPool:
         self._joined = joined
         self._answered = answered
         self._died = died
-        #: What workers go without, as it was logged last.
-        self._said: tuple[str, ...] = ()
+        self._missing = MissingParts()
 
     def start_all(self, devices: Sequence[Device]) -> None:
         """A worker for each. Raises OSError: there is no room for a process."""
@@ -106,16 +106,9 @@ class WorkerPool:
             worker.page = StatusPage.attach(fds[0])
         except InvalidArgument as error:
             return worker.kill(f"reported with a bad status page ({error.message})")
-        worker.missing = record.missing
-        self._say_missing(record.missing)
+        self._missing.say(record.missing)
         _log.info("%s (process %d) is up on %s", worker.name, worker.pid, worker.device)
         return self._joined(worker)
-
-    def _say_missing(self, missing: tuple[str, ...]) -> None:
-        """Once, whatever workers come: all are of one installation."""
-        if missing and missing != self._said:
-            self._said = missing
-            _log.warning("parts of tensord that are written in C are off: %s", "; ".join(missing))
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(self.by_incarnation.values())

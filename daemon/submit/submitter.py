@@ -37,7 +37,7 @@ from shm.arena import Arena, Lease, LeaseKey
 from shm.channel import ChannelClosed
 from shm.control_records import LaneOpened, ModelGone, ModelState, RegionPlace, WorkerFenced
 from shm.errors import Internal, InvalidArgument, ServingError, Unavailable
-from shm.forms import Forms
+from shm.forms import Forms, OnMint
 from shm.lane import SubmitterLane
 from shm.messages import Completion, Submit
 from shm.refusals import Refusal
@@ -52,9 +52,20 @@ class Submitter:
     """All requests of one front. Owns the request arena."""
 
     def __init__(
-        self, incarnation: int, options: Options, table: ModelTable, row: int = 0, counted: OnRefusal = uncounted
+        self,
+        incarnation: int,
+        options: Options,
+        table: ModelTable,
+        row: int = 0,
+        counted: OnRefusal = uncounted,
+        minted: OnMint | None = None,
     ) -> None:
-        """``row``: this front's place among those of its protocol. ``counted`` hears of every request that is refused."""
+        """
+        Args:
+          row: this front's place among those of its protocol.
+          counted: hears of every request that is refused.
+          minted: hears of every form that gets a number.
+        """
         self._incarnation = incarnation
         self._max_in_flight = options.requests.max_in_flight
         self._timeout = options.requests.timeout
@@ -62,7 +73,7 @@ class Submitter:
         #: Tensors up to this size travel inside their record.
         self.inline_byte_size = arenas.inline_byte_size
         #: The kinds of requests that its clients repeat.
-        self.forms: Forms[Submit] = Forms()
+        self.forms: Forms[Submit] = Forms(minted)
         #: An id for the next request; never used again.
         self.next_id: Callable[[], int] = count(1).__next__
         self._arena = Arena(arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)

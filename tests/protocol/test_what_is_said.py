@@ -130,7 +130,7 @@ def test_parts_in_c_that_are_missing(start_daemon: Start, tmp_path: Path, broken
             class Without:
                 @staticmethod
                 def find_spec(name, path=None, target=None):
-                    if name == "shm._guard" or name.startswith("workers.native._"):
+                    if name in ("shm._guard", "daemon.grpc._walk") or name.startswith("workers.native._"):
                         raise {error}
 
             sys.meta_path.insert(0, Without)
@@ -146,7 +146,11 @@ def test_parts_in_c_that_are_missing(start_daemon: Start, tmp_path: Path, broken
     with daemon:
         daemon.wait_ready()
         reason = "GLIBC_9.99 not found" if broken else "it was not built"
-        (said,) = re.findall(r"supervisor\W+parts of tensord that are written in C are off: (.*)\n", daemon.log)
+        both = re.findall(r"supervisor\W+parts of tensord that are written in C are off: (.*)\n", daemon.log)
+        (of_front,) = [each for each in both if "walk" in each]
+        (said,) = [each for each in both if "walk" not in each]
+        advice = "install a C compiler and Python's headers, then install tensord again"
+        assert of_front == f"messages are walked over in Python (daemon.grpc._walk: {reason}); {advice}"
         for part in (
             "shm._guard",
             "workers.native._fast_path",
@@ -154,9 +158,11 @@ def test_parts_in_c_that_are_missing(start_daemon: Start, tmp_path: Path, broken
             "workers.native._output_memory",
         ):
             assert f"({part}: {reason})" in said
-        assert said.endswith("; install a C compiler and Python's headers, then install tensord again")
+        assert said.endswith(f"; {advice}")
         assert "takes its memory in another way" not in daemon.log
         command = [sys.executable, "-m", "daemon.ctl", "--socket", str(control), "status"]
-        assert f"off: {said}\n" in subprocess.check_output(command, cwd=ROOT, text=True)
+        status = subprocess.check_output(command, cwd=ROOT, text=True)
+        assert f"off: {said}\n" in status
+        assert f"off: {of_front}\n" in status
         given = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [0, 1, 2, 3]}
         assert daemon.infer("scale", [given])[1]["outputs"][0]["data"] == [1, 4, 7, 10]

@@ -189,7 +189,8 @@ class Bench(LaneBench):
 
     def __init__(self) -> None:
         super().__init__()
-        self._kind = protocol_for(Serving(OPTIONS, self.table, self.submitter, self.tally.seat(0)))
+        self.serving = Serving(OPTIONS, self.table, self.submitter, self.tally.seat(0))
+        self._kind = protocol_for(self.serving)
         self._config = Config(
             cast(Any, _no_application), interface="asgi3", http=self._kind, ws="none", log_config=None
         )

@@ -14,6 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from daemon.http import request_codec
+from daemon.http.http_form import Request
+from daemon.http.http_forms import request_of
+from daemon.http.message_head import InferHead
 from shm.lane import WorkerLane
 from shm.messages import Completion, Inline, RegionSlice, Slice, Submit, Tensor
 from tests.work.connection import MIB, Bench, KeptTransport
@@ -225,6 +229,40 @@ def test_instructions(row: Row) -> None:
         assert 0 < work.instructions / COUNT <= row.instructions
 
     on_a_bench(test)
+
+
+class Unremembering:
+    """Reads every request as if it were the first: the ordinary way, with nothing beside it."""
+
+    @staticmethod
+    def read(head: InferHead, text: bytes, tail_size: int, apart: None = None) -> Request:
+        return request_of(head, request_codec.decode(text, tail_size, head.model, apart))
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions of Python have other instructions")
+def test_what_is_never_seen_again_costs_little_more_than_the_ordinary_way() -> None:
+    """Looking for its form, and remembering it for a while, is for nothing."""
+    row = next(row for row in ROWS if row.name == "small-forms")
+    counted: list[float] = []
+
+    async def count(bench: Bench) -> None:
+        work = Work()
+        transport = await ask(bench, row, row.warm, Work())
+        for number in range(row.warm, row.warm + COUNT):
+            await bench.answer(work, [(transport, row.request(number))], row.complete)
+            transport.writes.clear()
+        assert bench.submitter.forms.minted == 0
+        counted.append(work.instructions / COUNT)
+
+    async def count_ordinary(bench: Bench) -> None:
+        bench.serving.forms = Unremembering()  # type: ignore[assignment]
+        bench.submitter.forms.form_again = lambda template: None  # type: ignore[method-assign]
+        await count(bench)
+
+    on_a_bench(count)
+    on_a_bench(count_ordinary)
+    never_again, ordinary = counted
+    assert 0 < never_again <= 1.3 * ordinary
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions of Python have other instructions")

@@ -15,7 +15,9 @@ import pytest
 from tritonclient.grpc import service_pb2
 
 from daemon.grpc import frames
+from daemon.grpc.message_forms import MessageForms
 from daemon.grpc.walk import walk, walk_in_python
+from daemon.submit.scheduling import UNSCHEDULED
 from shm.lane import WorkerLane
 from shm.messages import Completion, Submit
 from tests.daemon.grpc.frame_client import INFER, STREAM
@@ -306,6 +308,24 @@ def test_scheduling_that_differs(row: Row) -> None:
     # None of those that are counted has come before.
     never_twice = (scheduled(number) for number in itertools.count())
     assert instructions(row, [next(never_twice)], others=never_twice) <= MAX_MORE * instructions(row, [small("")])
+
+
+@counts
+@pytest.mark.parametrize("row", [row for row in ROWS if row.name in ("stream", "unary")], ids=lambda row: row.name)
+def test_what_is_never_seen_again_costs_little_more_than_the_ordinary_way(
+    row: Row, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking for its form, and remembering it for a while, is for nothing."""
+
+    def cost() -> float:
+        # Ids of requests inside a parameter: no two of them mean the same.
+        others = (small("", parameters={"request": Parameter(int64_param=number)}) for number in itertools.count())
+        return instructions(row, [small("")], others=others)
+
+    never_again = cost()
+    for name, nothing in (("find", None), ("decoded", None), ("learn", None), ("scheduling", UNSCHEDULED)):
+        monkeypatch.setattr(MessageForms, name, lambda *arguments, found=nothing: found)
+    assert 0 < never_again <= 1.3 * cost()
 
 
 @counts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ from shm.messages import Completion, Inline, Tensor
 from tests.daemon_process import ROOT
 from tests.work.counter import Work
 from tests.workers.worker_loop import OPTIONS, WorkerLoop
+from workers.dispatch.fast_path import FastPath
 
 MIB = 1 << 20
 COUNT = 10
@@ -107,6 +108,35 @@ def test_instructions(loop: WorkerLoop, row: Row) -> None:
     assert 0 < work.instructions / COUNT / row.together <= row.instructions
     # Received, looked for more, answered.
     assert work.system_calls.total() <= 3 * COUNT, work.system_calls
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions of Python have other instructions")
+def test_what_is_never_seen_again_costs_little_more_than_the_ordinary_way(
+    loop: WorkerLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told whole, or as a form that stands for no other request; beside one of a known form that is answered in Python."""
+    content = np.zeros((1, 16), np.float32).tobytes()
+    inputs = [Tensor(name, "FP32", (1, 16), Inline(content)) for name in ("INPUT0", "INPUT1")]
+    numbers = iter(range(1 << 30))
+
+    def cost(send: Callable[[], int]) -> float:
+        for _ in range(WARM):
+            send()
+            loop.answers(1)
+        work = Work()
+        for _ in range(COUNT):
+            send()
+            assert loop.answers(1, work=work)[0].code == ""
+        return work.instructions / COUNT
+
+    warm(loop, ROWS[0])
+    if isinstance(poller := loop.worker._poller, FastPath):
+        monkeypatch.setattr(poller, "learn", lambda version, execution: None)
+        poller._forget()
+    known = cost(lambda: loop.submit("addsub", inputs))
+    whole = cost(lambda: loop.submit_whole("addsub", inputs, parameters={"request": next(numbers)}))
+    told = cost(lambda: loop.submit("addsub", inputs, parameters={"request": next(numbers)}))
+    assert 0 < max(whole, told) <= 1.3 * known, (known, whole, told)
 
 
 @rows

@@ -16,7 +16,7 @@ from shm.channel import Channel, pair
 from shm.control_records import FromWorker, LaneOpened, Load, Loaded, ToWorkerControl
 from shm.forms import Forms, own_contents, request_template
 from shm.lane import SubmitterLane
-from shm.messages import Completion, FormSubmit, RequestedOutput, Submit, Tensor
+from shm.messages import Completion, FormSubmit, Parameter, RequestedOutput, Submit, Tensor
 from shm.record import Record, decoder
 from tests.fakes import whole_answers
 from tests.work.counter import Work
@@ -85,6 +85,7 @@ class WorkerLoop:
         lane: SubmitterLane | None = None,
         leases: Sequence[Lease] = (),
         own: Mapping[str, Any] | None = None,
+        parameters: dict[str, Parameter] | None = None,
     ) -> int:
         """Queues a request as a front does it with what a client repeats; ``flush`` sends it.
 
@@ -93,7 +94,9 @@ class WorkerLoop:
           own: fields of its record.
         """
         self.number += 1
-        submit = Submit(self.number, model, 0, tuple(inputs), outputs, received_ns=time.monotonic_ns())
+        submit = Submit(
+            self.number, model, 0, tuple(inputs), outputs, parameters or {}, received_ns=time.monotonic_ns()
+        )
         form = self.forms.form(request_template(submit))
         given = {"received_ns": submit.received_ns, **(own or {})}
         record = FormSubmit(self.number, form.number, own_contents(submit.inputs), **given)
@@ -101,10 +104,12 @@ class WorkerLoop:
         (lane or self.front).submit_formed(form, record)
         return self.number
 
-    def submit_whole(self, model: str, inputs: Sequence[Tensor]) -> int:
+    def submit_whole(self, model: str, inputs: Sequence[Tensor], parameters: dict[str, Parameter] | None = None) -> int:
         """The same of a request that is told with everything it says."""
         self.number += 1
-        self.front.submit(Submit(self.number, model, 0, tuple(inputs), received_ns=time.monotonic_ns()))
+        self.front.submit(
+            Submit(self.number, model, 0, tuple(inputs), (), parameters or {}, received_ns=time.monotonic_ns())
+        )
         return self.number
 
     def answers(self, count: int, lane: SubmitterLane | None = None, work: Work | None = None) -> list[Completion]:

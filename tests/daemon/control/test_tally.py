@@ -50,3 +50,19 @@ def test_another_descriptor() -> None:
         Tally(read)
     os.close(read)
     os.close(write)
+
+
+def test_forms_are_counted_over_the_fronts_of_a_row() -> None:
+    """How many there are is the present front's; how many there ever were are all of them's."""
+    tally = Tally.create()
+    first, other = tally.seat(0), tally.seat(1)
+    for forms, evicted in ((1, 0), (2, 0), (1, 2)):
+        first.mint(forms, evicted)
+    other.mint(1, 0)
+    assert (tally.forms(0), tally.forms(1), tally.forms(2)) == ((1, 3, 2), (1, 1, 0), (0, 0, 0))
+    tally.clear(0)
+    assert tally.forms(0) == (0, 3, 2)
+    tally.seat(0).mint(1, 0)
+    assert (tally.forms(0), tally.forms(1)) == ((1, 4, 2), (1, 1, 0))
+    assert (tally.connections(0), set(tally.refused(0).values())) == (0, {0})
+    tally.close()

@@ -21,7 +21,7 @@ SNAPSHOT = Snapshot(
     {"m": True, "broken": False},
     [Total("m", 3, COUNTS, 7, True), Total('a "b"\n\\', 1, Counts(), 0)],
     [WorkerPost("worker-0", "cpu:0", True, False, 2)],
-    [FrontPost("http-0", "http", True, 5, 1, {Refusal.IN_FLIGHT: 9})],
+    [FrontPost("http-0", "http", True, 5, 1, {Refusal.IN_FLIGHT: 9}, 3, 8, 5)],
     [Regions("system", 2, 8192, 3), Regions("cuda", 0, 0, 0)],
     4096,
     1 << 44,
@@ -90,6 +90,9 @@ def test_ours() -> None:
         'tensord_front_up{front="http-0",protocol="http"} 1.0',
         'tensord_front_connections{front="http-0",protocol="http"} 5.0',
         'tensord_front_restarts_total{front="http-0",protocol="http"} 1.0',
+        'tensord_front_forms{front="http-0",protocol="http"} 3.0',
+        'tensord_front_forms_minted_total{front="http-0",protocol="http"} 8.0',
+        'tensord_front_forms_evicted_total{front="http-0",protocol="http"} 5.0',
     ):
         assert line in lines
     assert 'tensord_process_resident_memory_bytes{process="supervisor"}' in text()
