@@ -167,7 +167,7 @@ KNOWN_CIRCLES: tuple[set[str], ...] = (
         "workers.programs.series",
         "workers.programs.series_program",
         "workers.models.warmup",
-        "workers.dispatch.places",
+        "workers.requests.places",
         "workers.requests.request",
         "workers.models.statistics",
         "workers.requests.submitter",

@@ -47,6 +47,7 @@ from workers.programs.run_errors import works
 from workers.regions.region_policy import RegionPolicy
 from workers.regions.region_table import RegionTable
 from workers.requests.known_form import KnownForm
+from workers.requests.request import Request
 from workers.requests.response_cache import ResponseCache
 from workers.requests.submitter import Submitter
 from workers.threads.inbox import Inbox
@@ -118,7 +119,7 @@ class Worker:
             self._stop,
         )
         self._cache = ResponseCache(options.response_cache.byte_size)
-        self._submitters: dict[int, Submitter] = {}
+        self._submitters: dict[int, Submitter[Request]] = {}
         self._free_desks = list(range(DESKS - 1, FIRST_INSTANCE_DESK - 1, -1))
         self._epoll = select.epoll()
         self._epoll.register(channel.fileno(), select.EPOLLIN)
@@ -203,7 +204,7 @@ class Worker:
         elif events & ~select.EPOLLOUT:
             self._receive_control()
 
-    def _receive(self, submitter: Submitter, datagram: Datagram | None = None) -> None:
+    def _receive(self, submitter: Submitter[Request], datagram: Datagram | None = None) -> None:
         """Takes what came on a lane. ``datagram``: it was received already."""
         now_ns = time.monotonic_ns()
         fd = submitter.lane.fileno()
@@ -226,7 +227,7 @@ class Worker:
             self._close_lane(submitter)
 
     def _take(
-        self, submitter: Submitter, records: Iterable[Submit | RequestForm | FormSubmit | Cancel], now_ns: int
+        self, submitter: Submitter[Request], records: Iterable[Submit | RequestForm | FormSubmit | Cancel], now_ns: int
     ) -> None:
         for record in records:
             if type(record) is Cancel:
@@ -275,7 +276,7 @@ class Worker:
         self._epoll.register(lane.fileno(), select.EPOLLIN)
         self._poller.open(submitter)
 
-    def _close_lane(self, submitter: Submitter) -> None:
+    def _close_lane(self, submitter: Submitter[Request]) -> None:
         fd = submitter.lane.fileno()
         self._dispatcher.drop(submitter)
         self._poller.close_lane(submitter)

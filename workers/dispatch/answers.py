@@ -1,6 +1,6 @@
 """From a result to a Completion: every output is put where its client wants it, and only then it is announced.
 
-    places found (workers/dispatch/places.py) ─▶ written, unless the program has done so itself ─▶ announced
+    places found (workers/requests/places.py) ─▶ written, unless the program has done so itself ─▶ announced
 
 This is the one copy on the way out (docs/data-plane.md). It also parts the answer from whatever memory the model returned. Copies
 into a GPU's memory are waited for.
@@ -20,10 +20,10 @@ from shm.messages import Completion, FormCompletion, Inline, RegionSlice, Slice,
 from shm.snapshot_region import SnapshotRegion
 from workers.devices.device_array import DeviceArray
 from workers.dispatch.classification import classify
-from workers.dispatch.places import Places, leased
 from workers.native import large_copy
 from workers.regions.region_table import check_intact
 from workers.requests.known_form import AnswerPlan, Part
+from workers.requests.places import Places, leased
 from workers.requests.request import Request
 from workers.requests.result import Response
 from workers.tensors.batch_outputs import BatchOutputs, OutputLayout

@@ -18,6 +18,7 @@ import numpy as np
 from shm.errors import ServingError
 from workers.dispatch.outbox import Outbox
 from workers.models.execution import Execution
+from workers.models.model_version import ModelVersion
 from workers.models.statistics import Failure
 from workers.regions.region_table import check_intact
 from workers.requests.request import Request, named
@@ -33,9 +34,9 @@ class CachedAnswers:
         self._outbox = outbox
         self._clock = clock
 
-    def answer(self, request: Request, cache: ResponseCache) -> bool:
+    def answer(self, version: ModelVersion, request: Request, cache: ResponseCache) -> bool:
         """Answers a request as one that was the same. From now on its inputs are nobody else's. False: there was none."""
-        version, began_ns = request.version, self._clock()
+        began_ns = self._clock()
         if request.regions:
             try:
                 request.keep({name: np.array(array) for name, array in request.arrays.items()})
@@ -55,7 +56,7 @@ class CachedAnswers:
             version.statistics.found(request, began_ns, self._clock())
         return True
 
-    def keep(self, execution: Execution, cache: ResponseCache) -> None:
+    def keep(self, version: ModelVersion, execution: Execution, cache: ResponseCache) -> None:
         """Keeps what was computed, as far as it is no error."""
         for request, result in zip(execution.requests, execution.results, strict=True):
             if isinstance(result, ServingError):
@@ -67,15 +68,14 @@ class CachedAnswers:
             except (
                 Exception
             ) as error:  # no memory, or an array no one expected: what is not kept is answered nevertheless
-                name = request.version.name
-                _log.error("%san answer of model '%s' is not kept: %r", named(request.client_id), name, error)
+                _log.error("%san answer of model '%s' is not kept: %r", named(request.client_id), version.name, error)
                 continue
             if kept is Insertion.TOO_LARGE:
                 _log.warning(
                     "%san answer of model '%s' is too large for the response cache, which holds %d bytes on this worker",
                     named(request.client_id),
-                    request.version.name,
+                    version.name,
                     cache.max_byte_size,
                 )
             if kept is not Insertion.KNOWN:
-                request.version.statistics.cache_miss.add(looked_ns + self._clock() - began_ns)
+                version.statistics.cache_miss.add(looked_ns + self._clock() - began_ns)

@@ -80,7 +80,7 @@ class Dispatcher:
 
     # ---------------------------------------------------------------------------------------------------------- arrival
 
-    def submit(self, submitter: Submitter, record: Submit | FormSubmit, now_ns: int) -> None:
+    def submit(self, submitter: Submitter[Request], record: Submit | FormSubmit, now_ns: int) -> None:
         """Queues a request, or answers it with what is wrong.
 
         Raises: InvalidArgument: its id is in flight already, or nothing was said of its form.
@@ -103,12 +103,11 @@ class Dispatcher:
             submitter.answer(failure(record.request_id, Internal(f"the request failed with {type(error).__name__}")))
             return
         submitter.in_flight[record.request_id] = request
-        if version.cache is None or not self._cached.answer(request, version.cache):
-            self._queue(request)
+        if version.cache is None or not self._cached.answer(version, request, version.cache):
+            self._queue(version, request)
 
-    def _queue(self, request: Request) -> None:
+    def _queue(self, version: ModelVersion, request: Request) -> None:
         """Puts a request where it waits; a full queue answers it."""
-        version = request.version
         waiting = version.compiling.get(request.key)
         try:
             if waiting is None:
@@ -124,7 +123,7 @@ class Dispatcher:
             return
         self._active[version] = None
 
-    def cancel(self, submitter: Submitter, request_id: int) -> None:
+    def cancel(self, submitter: Submitter[Request], request_id: int) -> None:
         """Drops a request that waits; one that runs is answered when it is done. Ignores what is not in flight."""
         request = submitter.in_flight.get(request_id)
         if request is None:
@@ -133,7 +132,7 @@ class Dispatcher:
         if request.version.queue.remove(request):
             self._outbox.fail(request, Cancelled("the request was cancelled"))
 
-    def drop(self, submitter: Submitter) -> None:
+    def drop(self, submitter: Submitter[Request]) -> None:
         """The submitter is gone: its waiting requests go, its running ones are forgotten when they end."""
         submitter.closed = True
         for request in list(submitter.in_flight.values()):
@@ -359,7 +358,7 @@ class Dispatcher:
 
     def _finish(self, version: ModelVersion, execution: Execution) -> None:
         if version.cache is not None:
-            self._cached.keep(execution, version.cache)
+            self._cached.keep(version, execution, version.cache)
         failed = self._outbox.answer_all(execution, self._clock())
         self._uncounted.append((version, execution, failed, self._clock()))
 
@@ -387,7 +386,9 @@ def _by_version(requests: list[Request]) -> dict[ModelVersion, list[Request]]:
     """In the order in which their submitters sent them."""
     found: dict[ModelVersion, list[Request]] = {}
     for request in sorted(requests, key=lambda request: request.sequence):
-        found.setdefault(request.version, []).append(request)
+        version = request.version
+        assert isinstance(version, ModelVersion)
+        found.setdefault(version, []).append(request)
     return found
 
 

@@ -164,13 +164,13 @@ class FastPath(Poller):
         #: (descriptor of the lane, number) of what was learned.
         self._forms: set[tuple[int, int]] = set()
 
-    def open(self, submitter: Submitter) -> None:
+    def open(self, submitter: Submitter[Request]) -> None:
         lane = submitter.lane
         self._native.open(
             lane.fileno(), submitter.peer, submitter.in_flight, lambda datagram: lane.read(datagram, [], False)
         )
 
-    def close_lane(self, submitter: Submitter) -> None:
+    def close_lane(self, submitter: Submitter[Request]) -> None:
         self._settle()
         self._native.close(submitter.lane.fileno())
         self._seen = _NEVER
@@ -183,7 +183,7 @@ class FastPath(Poller):
             self._settle()
         return woken
 
-    def forget(self, submitter: Submitter, number: int) -> None:
+    def forget(self, submitter: Submitter[Request], number: int) -> None:
         self._native.forget_form(submitter.lane.fileno(), number)
         self._forms.discard((submitter.lane.fileno(), number))
 

@@ -24,11 +24,11 @@ from shm.forms import answer_template, own_contents
 from shm.messages import Completion, FormCompletion
 from shm.refusals import Refusal, RefusalLog
 from workers.dispatch.answers import complete, complete_planned, complete_small, failure, plan_answer
-from workers.dispatch.places import Places
 from workers.models.execution import Execution
 from workers.models.statistics import Failure
 from workers.programs.executables import Executable
 from workers.requests.known_form import KnownForm
+from workers.requests.places import Places
 from workers.requests.request import Request, named
 from workers.requests.result import Result
 from workers.requests.submitter import BlockedAnswer, Submitter
@@ -53,7 +53,7 @@ class Outbox:
         self._options = options
         self._wait_ns = int(options.wait * 1e9)
         #: Submitters with blocked answers.
-        self._blocked: dict[Submitter, None] = {}
+        self._blocked: dict[Submitter[Request], None] = {}
         self.refusals = RefusalLog()
 
     def fail(self, request: Request, error: ServingError) -> None:
@@ -210,7 +210,7 @@ class Outbox:
 
     # ---------------------------------------------------------------------------------------------------------- waiting
 
-    def _block(self, answer: BlockedAnswer, now_ns: int) -> ServingError | None:
+    def _block(self, answer: BlockedAnswer[Request], now_ns: int) -> ServingError | None:
         """Keeps it. Returns the error that is its answer instead, where too much is kept."""
         submitter, request = answer.request.submitter, answer.request
         if (
@@ -255,7 +255,7 @@ class Outbox:
                 del self._blocked[submitter]
         return freed
 
-    def _retry(self, submitter: Submitter, now_ns: int) -> None:
+    def _retry(self, submitter: Submitter[Request], now_ns: int) -> None:
         small_byte_size = submitter.lane.arena.small_byte_size
         #: Whether there is no room for small ones, and for large ones: none is placed before those that wait longer.
         full = [False, False]
@@ -283,7 +283,7 @@ class Outbox:
         """When ``retry`` must be called although no room came."""
         return min((submitter.blocked[0].give_up_ns for submitter in self._blocked), default=None)
 
-    def drop(self, submitter: Submitter) -> None:
+    def drop(self, submitter: Submitter[Request]) -> None:
         """Ends everything that waits for a submitter that is gone."""
         for waiting in submitter.blocked:
             self.end(waiting.request)
@@ -299,7 +299,7 @@ class Outbox:
         return f"<Outbox {len(self._blocked)} submitters blocked>"
 
 
-def _answer_formed(submitter: Submitter, form: KnownForm, completion: Completion) -> None:
+def _answer_formed(submitter: Submitter[Request], form: KnownForm, completion: Completion) -> None:
     """Queues a large answer as one of its form."""
     kind = form.large = submitter.lane.answer_form(answer_template(completion))
     contents = own_contents(completion.outputs)
@@ -313,7 +313,7 @@ def _reason(error: ServingError, result: Result) -> Failure:
     return Failure.CANCELED if isinstance(error, Cancelled) else Failure.OTHER
 
 
-def _describe_full(submitter: Submitter, byte_size: int) -> str:
+def _describe_full(submitter: Submitter[Request], byte_size: int) -> str:
     found = submitter.lane.arena.statistics()
     return (
         f"no room for an answer of {byte_size} bytes in the response arena: "

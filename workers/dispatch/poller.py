@@ -13,6 +13,7 @@ from typing import NamedTuple
 from shm.spin import Spin
 from workers.models.execution import Execution
 from workers.models.model_version import ModelVersion
+from workers.requests.request import Request
 from workers.requests.submitter import Submitter
 
 #: A datagram of a lane that was received already: content, descriptors in it, ``recvmsg``'s flags that say what is missing.
@@ -41,16 +42,16 @@ class Poller:
         self._spin = Spin(look_ns)
         self._ended_ns = 0
 
-    def open(self, submitter: Submitter) -> None:
+    def open(self, submitter: Submitter[Request]) -> None:
         """A lane whose descriptor is in the epoll."""
 
-    def close_lane(self, submitter: Submitter) -> None:
+    def close_lane(self, submitter: Submitter[Request]) -> None:
         """That lane is gone."""
 
     def learn(self, version: ModelVersion, execution: Execution) -> None:
         """Requests were answered; the next ones like them may be answered while it waits."""
 
-    def forget(self, submitter: Submitter, number: int) -> None:
+    def forget(self, submitter: Submitter[Request], number: int) -> None:
         """The number of a form of that submitter stands for another one from now on."""
 
     def close(self) -> None:

@@ -43,7 +43,9 @@ _BATCH_NOTE = (
 Content = bytes | memoryview | LateTensor
 
 
-def validate(submit: Submit, submitter: Submitter, version: ModelVersion, regions: RegionTable, now_ns: int) -> Request:
+def validate(
+    submit: Submit, submitter: Submitter[Request], version: ModelVersion, regions: RegionTable, now_ns: int
+) -> Request:
     """Raises ServingError: what is wrong, in a sentence for the client; nothing stays leased."""
     signature = version.signature
     leased: list[AnyRegion] = []
@@ -94,7 +96,7 @@ def validate(submit: Submit, submitter: Submitter, version: ModelVersion, region
 def validate_formed(
     record: FormSubmit,
     form: KnownForm,
-    submitter: Submitter,
+    submitter: Submitter[Request],
     version: ModelVersion,
     regions: RegionTable,
     now_ns: int,
@@ -148,7 +150,7 @@ def _formed(
     record: FormSubmit,
     form: KnownForm,
     known: Known,
-    submitter: Submitter,
+    submitter: Submitter[Request],
     regions: RegionTable,
     leased: list[AnyRegion],
 ) -> Mapping[str, Content] | None:
@@ -167,7 +169,7 @@ def _formed(
 
 
 def _familiar(
-    submit: Submit, submitter: Submitter, known: Known, regions: RegionTable, leased: list[AnyRegion]
+    submit: Submit, submitter: Submitter[Request], known: Known, regions: RegionTable, leased: list[AnyRegion]
 ) -> dict[str, Content] | None:
     """The inputs of a request whose names, datatypes and shapes were found right before: only their places are new.
 
@@ -200,7 +202,9 @@ def _familiar(
     return contents
 
 
-def _contents(submit: Submit, submitter: Submitter, regions: RegionTable, leased: list[AnyRegion]) -> list[Content]:
+def _contents(
+    submit: Submit, submitter: Submitter[Request], regions: RegionTable, leased: list[AnyRegion]
+) -> list[Content]:
     """Where the bytes of each input are, in the order of the request."""
     contents: list[Content] = []
     for tensor in submit.inputs:

@@ -11,18 +11,16 @@ import logging
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from shm.errors import Internal, ServingError
+from workers.programs.executables import Executable
 from workers.programs.run_errors import CheckDevice, is_out_of_memory, out_of_memory, works
+from workers.programs.series_program import SeriesProgram
+from workers.requests.places import Places
 from workers.requests.request import Request, named
 from workers.requests.result import Result
-
-if TYPE_CHECKING:
-    from workers.dispatch.places import Places
-    from workers.programs.executables import Executable
-    from workers.programs.series_program import SeriesProgram
-    from workers.tensors.batch_outputs import BatchOutputs
+from workers.tensors.batch_outputs import BatchOutputs
 
 _log = logging.getLogger(__name__)
 #: A link, which stays, or a path of this host: in quotes with whatever is in it, or to the end of a word.
@@ -111,7 +109,7 @@ def run(model: Model, execution: Execution, check: CheckDevice = works) -> None:
         model.execute(execution)
     except BaseException as error:  # also sys.exit() in a model: it must cost its request an answer, not the thread
         requests = execution.requests
-        if len(requests) == 1 or not requests[0].version.loaded.repeatable:
+        if len(requests) == 1 or not requests[0].version.repeatable:
             execution.results = [_own(model, error, execution, check)] * len(requests)
         else:
             execution.results = []

@@ -40,6 +40,7 @@ class ModelVersion:
         self.name = loaded.name
         self.version = loaded.version
         self.signature = loaded.signature
+        self.repeatable = loaded.repeatable
         self.jitted = loaded.jitted
         self.state = VersionState.SERVING
         self.queue: RequestQueue[Request] = RequestQueue(loaded.queue_rules)

@@ -5,23 +5,55 @@ Made by ``workers.dispatch.validation``, owned by the worker's loop; models only
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from typing import TYPE_CHECKING, cast
+from collections.abc import Hashable, Mapping, MutableMapping
+from typing import Protocol, cast
 
 import numpy as np
 
 from shm.arrays import DTYPES, Array
 from shm.messages import FormSubmit, RequestedOutput, Submit
+from shm.refusals import Refusal
+from workers.regions.region_table import AnyRegion
 from workers.regions.region_tensor import LateTensor
+from workers.requests.familiar import Familiar
+from workers.requests.known_form import KnownForm
+from workers.requests.response_cache import Question
+from workers.requests.submitter import Submitter
 from workers.requests.timeline import RequestTimeline
-from workers.scheduling.queue import Waiting
+from workers.scheduling.queue import RequestQueue, Waiting
+from workers.tensors.signature import Signature
 
-if TYPE_CHECKING:
-    from workers.models.model_version import ModelVersion
-    from workers.regions.region_table import AnyRegion
-    from workers.requests.known_form import KnownForm
-    from workers.requests.response_cache import Question
-    from workers.requests.submitter import Submitter
+
+class Counts(Protocol):
+    """What is counted of requests when they are answered."""
+
+    @property
+    def refused(self) -> MutableMapping[Refusal, int]:
+        """For want of room or time."""
+
+    def copied(self, byte_size: int) -> None:
+        """So many bytes of a request's tensors were copied for it alone."""
+
+
+class Version(Protocol):
+    """The model version that a request is for, as far as its answer needs it."""
+
+    name: str
+    version: int
+    #: Batches given to instances and not done.
+    executing: int
+    signature: Signature
+    familiar: Familiar
+    queue: RequestQueue[Request]
+    #: Whether a request may be run again, by itself, where its batch has failed.
+    repeatable: bool
+
+    @property
+    def statistics(self) -> Counts:
+        """What is counted of it."""
+
+    def __hash__(self) -> int:
+        """It is known by being itself."""
 
 
 class Request(Waiting):
@@ -50,8 +82,8 @@ class Request(Waiting):
 
     def __init__(
         self,
-        version: ModelVersion,
-        submitter: Submitter,
+        version: Version,
+        submitter: Submitter[Request],
         submit: Submit,
         key: Hashable,
         rows: int,

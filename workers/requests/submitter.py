@@ -8,30 +8,29 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Generic, TypeVar
 
 from shm.arrays import Array
 from shm.forms import HeardForms
 from shm.lane import WorkerLane
 from shm.messages import Completion
 from workers.requests.known_form import KnownForm
-from workers.requests.request import Request
 
-if TYPE_CHECKING:
-    from workers.models.model_version import ModelVersion
+#: A request.
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
-class BlockedAnswer:
+class BlockedAnswer(Generic[R]):
     """A computed answer that found the response arena full."""
 
-    request: Request
+    request: R
     result: dict[str, Array]
     byte_size: int
     give_up_ns: int
 
 
-class Submitter:
+class Submitter(Generic[R]):
     """``peer`` is its incarnation; request ids are unique per submitter."""
 
     __slots__ = (
@@ -52,16 +51,16 @@ class Submitter:
         self.peer = peer
         self.lane = lane
         #: Request id -> request, from its validation to its final completion.
-        self.in_flight: dict[int, Request] = {}
+        self.in_flight: dict[int, R] = {}
         self.forms: HeardForms[KnownForm] = HeardForms()
         #: Oldest first: none is placed before those of its kind, small or large, that wait longer.
-        self.blocked: deque[BlockedAnswer] = deque()
+        self.blocked: deque[BlockedAnswer[R]] = deque()
         #: Bytes those answers hold in the worker's own memory.
         self.blocked_byte_size = 0
         #: The kinds of requests (version and key) whose answers were too large while any was blocked.
-        self.bulky: set[tuple[ModelVersion, Hashable]] = set()
+        self.bulky: set[tuple[Hashable, Hashable]] = set()
         #: Requests of those that are not run until there is room again.
-        self.held: list[Request] = []
+        self.held: list[R] = []
         #: Completions were queued since the last flush.
         self.unflushed = False
         #: The loop waits until the lane can be written to.

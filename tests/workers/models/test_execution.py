@@ -36,7 +36,7 @@ class Picky:
 
 def execute(*values: int) -> tuple[Picky, list[object]]:
     model = Picky()
-    version = SimpleNamespace(loaded=SimpleNamespace(repeatable=True))
+    version = SimpleNamespace(repeatable=True)
     execution = Execution([request_of({"x": np.array([value])}, version=version) for value in values], 5)
     run(model, execution)
     assert execution.began_ns <= execution.gathered_ns <= execution.computed_ns
@@ -68,7 +68,7 @@ def test_everyone_gets_his_own(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_batch_of_a_model_that_keeps_something_is_run_once(caplog: pytest.LogCaptureFixture) -> None:
     """Who was computed before it failed would be computed again."""
-    model, version = Picky(), SimpleNamespace(loaded=SimpleNamespace(repeatable=False))
+    model, version = Picky(), SimpleNamespace(repeatable=False)
     requests = [request_of({"x": np.array([value])}, version=version) for value in (7, 2, 8)]
     execution = Execution(requests, 5)
     with caplog.at_level(logging.ERROR):

@@ -8,7 +8,7 @@ the rest           one lease in the lane's response arena, each tensor at a mult
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from shm.arena import ALIGNMENT, Lease, LeaseKey
 from shm.arrays import address_of
@@ -18,17 +18,27 @@ from shm.messages import RegionSlice, Slice
 from shm.regions import Region, check_range
 from shm.snapshot_region import SnapshotRegion
 from workers.native import output_memory
+from workers.native.output_memory import OutputMemory
 from workers.regions.region_table import AnyRegion
 from workers.requests.request import Request
-
-if TYPE_CHECKING:
-    from workers.programs.executables import Executable
 
 #: All inline tensors of an answer together, in units of the limit for one: more would burst the datagram.
 _INLINE_TENSORS = 8
 
 #: A range of a file: which one, start, end.
 _Range = tuple[tuple[int, int], int, int]
+
+
+class Program(Protocol):
+    """What the outputs come from."""
+
+    @property
+    def memory_of_outputs(self) -> OutputMemory | None:
+        """What was learned of its allocations; None: nothing."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether all it does is compute."""
 
 
 class Places:
@@ -96,13 +106,13 @@ class Places:
         place, region = self.in_regions.get(name, (None, None))
         return region.view(place.offset, size) if place is not None and type(region) is Region else None
 
-    def offer(self, request: Request, executable: Executable) -> None:
+    def offer(self, request: Request, program: Program) -> None:
         """Finds which outputs the program may write to their places by itself: large and aligned ones.
 
         A region's owner may write to it while the program runs and reads it again, so only a plain one is let there; nor may it
         write where it reads, or two outputs to the same bytes. Regions are the same memory where their files are.
         """
-        outputs = executable.memory_of_outputs
+        outputs = program.memory_of_outputs
         if outputs is None:
             return
         used, offerable = self._ranges(request) if self.in_regions else [], outputs.offerable
@@ -115,7 +125,7 @@ class Places:
                 place, region = self.in_regions[name]
                 assert isinstance(region, Region)
                 # One of those used is its own.
-                if not executable.plain or _overlapping(_range(region, place.offset, size), used) > 1:
+                if not program.plain or _overlapping(_range(region, place.offset, size), used) > 1:
                     continue
             self.offered[name] = memory
             self.addresses[name] = address

@@ -24,12 +24,12 @@ from shm.regions import Region, open_object
 from shm.snapshot_region import SnapshotRegion
 from tests.workers.made_requests import request_of
 from tests.workers.worker_loop import DEVICE
-from workers.dispatch.places import Places
 from workers.native import output_memory
 from workers.native.output_memory import OutputMemory
 from workers.programs.executables import Executable, Wanted
 from workers.programs.placement import CompiledProgram, Placement
 from workers.regions.region_table import AnyRegion
+from workers.requests.places import Places
 from workers.requests.request import Request
 from workers.tensors.signature import Signature, signature
 
