@@ -7,9 +7,9 @@ asked again whenever any model has changed.
 
 from __future__ import annotations
 
+from daemon.front.memo import Memo
 from daemon.grpc.answer_form import AnswerForm
 from daemon.grpc.request_codec import DecodedHead, decode_scheduling
-from daemon.http.memo import Memo
 from daemon.submit.inference import form_of
 from daemon.submit.model_table import ModelTable
 from daemon.submit.scheduling import UNSCHEDULED, Scheduling

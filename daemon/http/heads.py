@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 
-from daemon.http.memo import Memo
+from daemon.front.memo import Memo
 from daemon.http.message_head import InferHead
 
 #: Longer heads are parsed each time.

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from daemon.front.memo import Memo
 from daemon.http import request_codec, request_head
 from daemon.http.decoded_request import DecodedRequest, Source
 from daemon.http.http_form import VALUES, HttpForm, Request
 from daemon.http.json_cut import Cut
-from daemon.http.memo import Memo
 from daemon.http.message_head import InferHead
 from daemon.http.request_head import ABSENT, Malformed, RequestHead
 from daemon.http.request_parameters import part

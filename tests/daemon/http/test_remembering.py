@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from daemon.front.memo import Memo
 from daemon.http.heads import Heads
-from daemon.http.memo import Memo
 from daemon.http.message_head import InferHead
 from shm.control_records import ModelGone, ModelState
 from shm.messages import Submit
