@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -252,8 +251,7 @@ class Supervisor:
         try:
             front.send(await self._operations.reply(call, fds[0] if fds else -1))
         finally:
-            for fd in fds:
-                os.close(fd)
+            descriptors.close(fds)
 
     def _log_changed(self, options: Log) -> None:
         """Here, in every process, and in those that start later."""

@@ -10,6 +10,9 @@ import msgspec
 from shm.record import Record
 from shm.settings import ChangeLog, ChangeTrace
 
+#: What is answered where an operation met a defect of ours.
+FAILED = "the server failed to carry out the operation"
+
 
 class LoadModel(Record, frozen=True, tag="c.load"):
     """Repository load by name; ``config`` is a JSON override, ``files`` override version files (path -> content)."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -88,8 +87,7 @@ class Control:
             else:
                 raise InvalidArgument(f"{type(record).__name__} with {len(fds)} descriptors is not expected here")
         finally:
-            for fd in fds:
-                os.close(fd)
+            descriptors.close(fds)
 
     # ----------------------------------------------------------------------------------------------------------- models
 

@@ -21,6 +21,7 @@ from daemon.processes.fronts import Fronts
 from daemon.processes.posts import Posts
 from daemon.processes.worker_pool import WorkerPool
 from daemon.regions.region_registry import RegionRegistry
+from shm import descriptors
 from shm.errors import ServingError
 from shm.figures import Figures
 from shm.operations import WorkerFigures
@@ -80,8 +81,7 @@ class Collection:
         try:
             async with asyncio.timeout(_PATIENCE):
                 answer, fds = await worker.call(WorkerFigures())
-            for fd in fds:
-                os.close(fd)
+            descriptors.close(fds)
             figures = msgspec.json.decode(answer, type=Figures)
         except (ServingError, TimeoutError):
             return False

@@ -22,6 +22,7 @@ from daemon.control import runtime_directory, unix_socket
 from daemon.operator.operations import Operations
 from shm.errors import InvalidArgument, ServingError
 from shm.operations import (
+    FAILED,
     LoadModel,
     ModelStatistics,
     Operation,
@@ -126,7 +127,7 @@ class ControlSocket:
             return msgspec.json.encode({"error": error.message})
         except Exception:
             _log.exception("a question on the control socket failed")
-            return msgspec.json.encode({"error": "the server failed to carry out the operation"})
+            return msgspec.json.encode({"error": FAILED})
 
 
 def _operation(question: Question) -> Operation:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
@@ -15,9 +14,11 @@ from daemon.models.changes import Models
 from daemon.processes.child import Worker
 from daemon.regions.region_registry import RegionRegistry
 from daemon.tracing.trace_settings import TraceSettings
+from shm import descriptors
 from shm.control_records import Call, Reply
 from shm.errors import Internal, InvalidArgument, ServingError, Unavailable
 from shm.operations import (
+    FAILED,
     LoadModel,
     ModelStatistics,
     Operation,
@@ -68,7 +69,7 @@ class Operations:
             return Reply(call_id, error.code, error.message)
         except Exception:
             _log.exception("%s failed", type(operation).__name__)
-            return Reply(call_id, Internal.code, "the server failed to carry out the operation")
+            return Reply(call_id, Internal.code, FAILED)
 
     async def answer(self, operation: Operation, peer: Peer, end: int = -1) -> bytes:
         """The result, JSON or empty. Every front acts upon whatever it tells of: the next request may come to any of them.
@@ -136,6 +137,5 @@ class Operations:
 
 async def _ask(worker: Worker, operation: Operation) -> bytes:
     result, fds = await worker.call(operation)
-    for fd in fds:
-        os.close(fd)
+    descriptors.close(fds)
     return result

@@ -7,12 +7,12 @@ Where its name has a new region already, clients are told of that one.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from daemon.regions.region_record import Region, RegionHolder, RegionState, Registration
+from shm import descriptors
 from shm.errors import NotFound, ServingError
 from shm.operations import RegionRecords, RegionStatus, RegisterCudaRegion
 
@@ -74,8 +74,7 @@ async def _ask_use(worker: RegionHolder, name: str) -> dict[str, tuple[int, int]
         answer, fds = await worker.call(RegionRecords(name))
     except ServingError:
         return {}
-    for fd in fds:
-        os.close(fd)
+    descriptors.close(fds)
     return msgspec.json.decode(answer, type=dict[str, tuple[int, int]])
 
 

@@ -25,7 +25,7 @@ from daemon.front.peer import end_of, peer_of
 from daemon.regions.region_registry import RegionRegistry
 from shm import descriptors
 from shm.errors import InvalidArgument, ServingError
-from shm.operations import Peer, RegisterSystemRegion, UnregisterRegion
+from shm.operations import FAILED, Peer, RegisterSystemRegion, UnregisterRegion
 from shm.regions import check_sealed
 
 _log = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class RegionSocket:
             return {"error": error.message}
         except Exception:
             _log.exception("a request on the region socket failed")
-            return {"error": "the server failed to carry out the operation"}
+            return {"error": FAILED}
         return {}
 
     async def _register(self, wanted: Register, fds: list[int], peer: Peer, end: int) -> None:

@@ -140,6 +140,11 @@ def _own(model: Model, error: BaseException, execution: Execution, check: CheckD
     return Internal(model.describe(error))
 
 
+def describe_failure(model: str, version: int, error: BaseException) -> str:
+    """The sentence for a client: what kind of error it was, and nothing of what that says."""
+    return f"model '{model}' version {version} failed with {type(error).__name__}"
+
+
 def describe_exception(error: BaseException) -> str:
     """Type and message of a model's own exception, on one line and without the paths in it."""
     text = " ".join(str(error).split())

@@ -13,7 +13,7 @@ import numpy as np
 
 from shm.arrays import Array, datatype_of
 from shm.errors import Internal
-from workers.models.execution import Execution
+from workers.models.execution import Execution, describe_failure
 from workers.programs.executables import check_output
 from workers.requests.result import Result
 from workers.tensors.signature import Signature, TensorSpec
@@ -73,7 +73,7 @@ class HostModel:
         return array.reshape(lead + spec.to_client(array.shape[len(lead) :]))
 
     def describe(self, error: BaseException) -> str:
-        return f"model '{self._signature.model}' version {self._version} failed with {type(error).__name__}"
+        return describe_failure(self._signature.model, self._version, error)
 
     def initialize(self) -> None:
         """Nothing to start."""

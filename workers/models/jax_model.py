@@ -11,7 +11,7 @@ import numpy as np
 
 from shm.arrays import Array
 from shm.errors import InvalidArgument, Unsupported
-from workers.models.execution import Execution
+from workers.models.execution import Execution, describe_failure
 from workers.native import output_memory
 from workers.programs.executables import Executable, Executables, Wanted, is_numeric
 from workers.programs.series import MOST, Series
@@ -217,4 +217,4 @@ class JaxModel:
         return results
 
     def describe(self, error: BaseException) -> str:
-        return f"model '{self._signature.model}' version {self._version} failed with {type(error).__name__}"
+        return describe_failure(self._signature.model, self._version, error)
