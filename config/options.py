@@ -27,6 +27,10 @@ MAX_PROCESSES = 64
 Processes = Annotated[int, Meta(ge=1, le=MAX_PROCESSES)]
 #: Bounded, so that every time is also a number of nanoseconds.
 Seconds = Annotated[float, Meta(ge=0, le=1e8)]
+#: Bytes a second.
+Rate = Annotated[int, Meta(ge=0, le=1 << 40)]
+#: Of something; 1: all of it.
+Share = Annotated[float, Meta(gt=0, le=1)]
 Compression = Literal["none", "low", "medium", "high"]
 #: What zlib calls each of them; 0: answers are not compressed.
 COMPRESSION_LEVELS: dict[Compression, int] = {"none": 0, "low": 1, "medium": 6, "high": 9}
@@ -72,7 +76,9 @@ class Http(Section, frozen=True):
     #: A request whose head / body is not whole by then is answered 408 and its connection closed.
     head_timeout: Seconds = 10.0
     body_timeout: Seconds = 60.0
-    #: A client that takes none of its answer for that long is cut off.
+    #: Bytes a second that a body must come with, after its first seconds; 0: any rate.
+    min_rate: Rate = 8192
+    #: A client that takes none of its answer for that long, or less than ``min_rate``, is cut off.
     write_timeout: Seconds = 30.0
     keep_alive_timeout: Seconds = 75.0
     #: "GROUP[,GROUP...]:KEY=VALUE" each: these calls need the header KEY with VALUE (config.restrictions).
@@ -108,7 +114,9 @@ class Grpc(Section, frozen=True):
     #: A connection that has not opened, or a message that is not whole, by then is given up.
     head_timeout: Seconds = 10.0
     body_timeout: Seconds = 60.0
-    #: A client that takes none of its answers for that long is cut off.
+    #: As for http.
+    min_rate: Rate = 8192
+    #: A client that takes none of an answer for that long, or less than ``min_rate``, is cut off.
     write_timeout: Seconds = 30.0
     #: A connection silent for so long is asked for a sign of life, and cut off without one.
     keepalive_time: Seconds = 7200.0
@@ -177,6 +185,12 @@ class Arenas(Section, frozen=True):
     inline_byte_size: Annotated[int, Meta(ge=0, le=8192)] = 4096
     #: How long a request waits for room before it is refused with 503.
     wait: Seconds = 5.0
+    #: Of ``max_byte_size``, what one connection may hold of a front's request arena, and of answers that it has not taken.
+    connection_share: Share = 0.25
+    #: The same of all connections of one client: a user on unix sockets, a host on TCP.
+    client_share: Share = 0.5
+    #: Of ``max_byte_size`` of a request arena, what bodies that are not whole may take together.
+    arriving_share: Share = 0.75
 
 
 class Lanes(Section, frozen=True):

@@ -37,7 +37,7 @@ OnSegment = Callable[[Segment], None]
 class Lease:
     """A block on loan: write, send, and release exactly once, when no reader can still look at it."""
 
-    __slots__ = ("_arena", "_block", "generation", "place", "view")
+    __slots__ = ("_arena", "_block", "arriving", "generation", "holder", "place", "view")
 
     def __init__(self, arena: Arena, place: Slice, generation: int, view: memoryview, block: int) -> None:
         self._arena: Arena | None = arena
@@ -46,6 +46,9 @@ class Lease:
         self.generation = generation
         #: Writable, exactly ``place.byte_size`` bytes.
         self.view = view
+        #: For who lends it on: whom it counts for, and whether what belongs there is still to come.
+        self.holder: object | None = None
+        self.arriving = False
 
     @property
     def key(self) -> LeaseKey:
@@ -80,6 +83,8 @@ class Arena:
         self._on_segment = on_segment
         self._segments: dict[int, Segment] = {0: self._create(first)}
         self._next_segment = 1
+        #: Leases up to this size lie in segment 0, where it has room.
+        self.shared_byte_size = self._buddies.largest
         #: Leases up to this size are small.
         self.small_byte_size = first // _SMALL_PART
         self._reserve_byte_size = max(first // _RESERVE_PART, BLOCK * 4)

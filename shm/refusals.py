@@ -37,6 +37,8 @@ class Refusal(enum.Enum):
     IN_FLIGHT = "in_flight"
     #: No worker that serves the model was up in time.
     NO_WORKER = "no_worker"
+    #: Its client has not taken its answers, and holds its share of the arenas for them.
+    ANSWERS_HELD = "answers_held"
     #: No answer within ``requests.timeout``.
     NO_ANSWER = "no_answer"
 

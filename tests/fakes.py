@@ -340,7 +340,8 @@ def front_process(
     **options: Any,
 ) -> Iterator[Front]:
     """A front with these options, section by section. A test of a bound sets it; a busy machine reaches none of the others."""
-    patient = dict.fromkeys(("head_timeout", "body_timeout", "write_timeout"), 2 * PATIENCE_SECONDS)
+    patient: dict[str, Any] = dict.fromkeys(("head_timeout", "body_timeout", "write_timeout"), 2 * PATIENCE_SECONDS)
+    patient["min_rate"] = 0
     sections: dict[str, dict[str, Any]] = {
         "http": {**patient, "keep_alive_timeout": 4 * PATIENCE_SECONDS},
         "grpc": patient,

@@ -11,7 +11,14 @@ from shm.errors import ServingError
 from shm.refusals import Refusal, RefusalLog
 
 #: Those of fronts, in the order of their words in a tally (``daemon.control.tally``).
-OF_FRONTS = (Refusal.REQUEST_ROOM, Refusal.BODIES, Refusal.IN_FLIGHT, Refusal.NO_WORKER, Refusal.NO_ANSWER)
+OF_FRONTS = (
+    Refusal.REQUEST_ROOM,
+    Refusal.BODIES,
+    Refusal.IN_FLIGHT,
+    Refusal.NO_WORKER,
+    Refusal.NO_ANSWER,
+    Refusal.ANSWERS_HELD,
+)
 
 OnRefusal = Callable[[Refusal], None]
 T = TypeVar("T")

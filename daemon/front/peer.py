@@ -6,6 +6,7 @@ TCP           the address, which says nothing about who it is
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import select
@@ -42,6 +43,15 @@ def peer_of(fd: int) -> Peer:
             return Peer("unix", "", pid, uid, gid, _groups(sock))
     except OSError:
         return ANONYMOUS
+
+
+def client_of(transport: asyncio.BaseTransport) -> Peer:
+    """The same of a transport's; of a client of TCP without a question to the kernel."""
+    name = transport.get_extra_info("peername")
+    if isinstance(name, tuple):
+        return Peer("tcp", f"{name[0]}:{name[1]}")
+    sock = transport.get_extra_info("socket")
+    return ANONYMOUS if sock is None else peer_of(sock.fileno())
 
 
 def _groups(sock: socket.socket) -> tuple[int, ...]:

@@ -43,6 +43,11 @@ class ArrivingMessage:
         return self.byte_size - self._received
 
     @property
+    def received_byte_size(self) -> int:
+        """Bytes that came."""
+        return self._received
+
+    @property
     def kept_byte_size(self) -> int:
         """What it has in ordinary memory."""
         kept = 0 if self._content is None else self._received

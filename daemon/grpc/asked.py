@@ -6,6 +6,7 @@ from typing import Protocol
 
 from daemon.grpc.message_forms import MessageForm
 from daemon.grpc.request_codec import DecodedHead
+from daemon.submit.accounts import Account
 from daemon.submit.inference import Inference, InferenceRequest
 from daemon.submit.pending import Pending
 from daemon.submit.submitter import Submitter
@@ -16,6 +17,10 @@ from shm.messages import Completion, FormCompletion
 
 class Asking(Protocol):
     """The call."""
+
+    @property
+    def account(self) -> Account | None:
+        """Whose memory its requests and answers take."""
 
     def completed(self, asked: Asked | FormedAsked, completion: Completion, lane: SubmitterLane | None) -> None:
         """An answer to it."""
@@ -81,6 +86,10 @@ class FormedAsked(Pending):
     @property
     def client_id(self) -> str:
         return self.record.client_id
+
+    @property
+    def account(self) -> Account | None:
+        return self.call.account
 
     @property
     def trace(self) -> Trace | None:

@@ -16,8 +16,8 @@ from typing import cast
 
 from daemon.front.connection_end import ConnectionEnd
 from daemon.front.each import call_each
+from daemon.front.peer import client_of
 from daemon.grpc import frames
-from daemon.grpc.codes import UNAVAILABLE
 from daemon.grpc.data_frames import CONNECTION_WINDOW, STREAM_WINDOW
 from daemon.grpc.frame_reader import FRAME_SIZE, FrameReader
 from daemon.grpc.frames import DATA, HEADERS, STREAM_ID, WINDOW_UPDATE, Violation
@@ -71,6 +71,7 @@ class Connection(FrameReader):
             transport.close()
             return
         connections.add(self)
+        self.account = self.serving.accounts.open(client_of(transport))
         seat.count(len(connections))
         transport.write(
             frames.settings(
@@ -86,6 +87,8 @@ class Connection(FrameReader):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.connection_end.close()
+        if self.account is not None:
+            self.serving.accounts.close(self.account)
         self.phase = Phase.CLOSED
         self.serving.connections.discard(self)
         self.serving.seat.count(len(self.serving.connections))
@@ -278,17 +281,14 @@ class Connection(FrameReader):
     def check(self, now: float) -> None:
         """Looks at every deadline of the connection; called about once a second."""
         options = self.serving.options
-        if self._paused_since and now - self._paused_since > options.write_timeout:
+        if self._takes_too_little(now):
             return self.abort()
         if self.phase is CLOSED:
             return self.abort() if self._left_at and now - self._left_at > _LEAVE_SECONDS else None
         if self.phase is Phase.OPENING and now - self._opened_at > options.head_timeout:
             return self._close()
         for stream in list(self.streams.values()):
-            if stream.waits_for_room:
-                continue  # it is we who hold it up, for ``arenas.wait`` at most
-            if stream.partial_since and now - stream.partial_since > options.body_timeout:
-                stream.refuse(UNAVAILABLE, f"a message did not arrive within {options.body_timeout:g} s")
+            stream.check(now, self._taken_directly(stream))
         try:
             self._check_frames(now, now - self._checked_at)
         except Violation as violation:

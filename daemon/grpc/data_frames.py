@@ -133,6 +133,10 @@ class DataFrames(Outgoing):
                 self._reader = None
                 reader.leave()
 
+    def _taken_directly(self, stream: Stream) -> int:
+        """Bytes of that stream that were read past us, and that it was not told of."""
+        return self._payload.taken if self._payload is not None and stream is self._data_stream else 0
+
     def _heard(self) -> None:
         self._heard_at = self.loop.time()
 

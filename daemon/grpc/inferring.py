@@ -16,6 +16,7 @@ from daemon.grpc.request_fields import RefusedRequest
 from daemon.grpc.request_reader import RequestReader, Understood
 from daemon.grpc.stream import Stream
 from daemon.grpc.walk import walk
+from daemon.submit.accounts import Account
 from daemon.submit.inference import InferenceRequest
 from daemon.submit.model_table import ModelTable
 from daemon.submit.scheduling import UNSCHEDULED, Scheduling
@@ -54,18 +55,21 @@ class Inferring:
         self._all_read = forwarding is not None
         self.tracer = tracer
 
-    def reception(self, byte_size: int) -> Reception:
-        """Who takes a large message of that size."""
-        return Reception(self.submitter, byte_size)
+    def reception(self, byte_size: int, account: Account | None) -> Reception:
+        """Who takes a large message of that size. ``account``: whose memory it takes."""
+        return Reception(self.submitter, byte_size, account)
 
     def read(self, stream: Stream, message: Message) -> Understood:
         """A message as a request, with the caller's headers that are parameters. Raises RefusedRequest: nothing stays on loan."""
         reader = self._reader
         understood = reader.read_received(message) if isinstance(message, Reception) else reader.read(message)
-        if self._makes_ids and not understood[1].id:
-            understood[1].id = request_id.made()
+        request = understood[1]
+        request.account = stream.connection.account
+        if request.lease is not None:
+            self.submitter.arrived(request.lease)
+        if self._makes_ids and not request.id:
+            request.id = request_id.made()
         if self._forwarding is not None:
-            request = understood[1]
             headers = [(name.encode(), value.encode("latin-1")) for name, value in stream.head.metadata]
             try:
                 # The request's own may be shared with others of the same form.
@@ -117,7 +121,7 @@ class Inferring:
             return None
         try:
             text = client_id.decode()
-            lease = self.submitter.loan(lent) if lent else None
+            lease = self.submitter.loan(lent, call.account) if lent else None
         except (UnicodeDecodeError, ServingError):
             # Whoever reads it says what is wrong.
             return None
@@ -151,6 +155,7 @@ class Inferring:
             return None
         lease = message.take_lease()
         assert lease is not None
+        self.submitter.arrived(lease)
         return self._send(call, form, client_id, text, scheduling, tuple(contents), (lease,), deadline_ns)
 
     def _send(

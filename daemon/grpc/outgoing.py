@@ -12,10 +12,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from daemon.front.each import call_each
+from daemon.front.pace import Pace
 from daemon.grpc import frames
 from daemon.grpc.call import Buffer
 from daemon.grpc.frames import MAX_WINDOW, STREAM_ID, Violation
 from daemon.grpc.stream_numbers import Past, StreamNumbers
+from daemon.submit.accounts import Account
 
 if TYPE_CHECKING:
     from daemon.grpc.reply import Reply
@@ -76,6 +78,9 @@ class Outgoing(asyncio.Protocol):
         #: What is written now leaves without being asked: at the end of this turn, or when everything that came was looked at.
         self._flushing = False
         self._paused_since = 0.0
+        self._pace = Pace()
+        #: What it holds of the arenas, while it is open.
+        self.account: Account | None = None
 
     def fileno(self) -> int:
         """The client's connection; -1: it is gone already."""
@@ -104,6 +109,12 @@ class Outgoing(asyncio.Protocol):
         """What the client sends is welcome again."""
         assert self._transport is not None
         self._transport.resume_reading()
+
+    def _takes_too_little(self, now: float) -> bool:
+        """Whether its client takes too little of what the socket was given."""
+        assert self._transport is not None
+        options, left = self.serving.options, self._transport.get_write_buffer_size()
+        return self._pace.is_slow(self._paused_since, left, now, options.write_timeout, options.min_rate)
 
     def when_written(self, on_written: Callable[[], None]) -> None:
         """Called when nothing that was written so far is looked at any more."""

@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 from daemon.grpc.request_fields import ArrivingFields, RefusedRequest
 from daemon.grpc.walk import walk_beginning
+from daemon.submit.accounts import Account
 from daemon.submit.pending import DEFECT
 from daemon.submit.submitter import Submitter
 from shm.arena import Lease
@@ -53,9 +54,11 @@ class Reception:
 
     Args:
       byte_size: the whole message's.
+      account: whose memory it takes.
     """
 
     __slots__ = (
+        "_account",
         "_at",
         "_dropped",
         "_error",
@@ -69,8 +72,9 @@ class Reception:
         "phase",
     )
 
-    def __init__(self, submitter: Submitter, byte_size: int) -> None:
+    def __init__(self, submitter: Submitter, byte_size: int, account: Account | None = None) -> None:
         self._submitter = submitter
+        self._account = account
         self._fields = ArrivingFields(byte_size)
         self.phase = Phase.HEAD
         self._on_room: Callable[[], None] | None = None
@@ -138,7 +142,7 @@ class Reception:
     def _ask_for_room(self, on_room: Callable[[], None]) -> None:
         size = self._room_size()
         try:
-            lease = self._submitter.loan(size)
+            lease = self._submitter.loan(size, self._account, True)
         except ServingError as error:
             self._refuse(RefusedRequest(error, self.client_id))
             return
@@ -161,7 +165,7 @@ class Reception:
             if not self._dropped:
                 on_room()
 
-        self._submitter.wait_for_room(size, granted)
+        self._submitter.wait_for_room(size, granted, "", self._account, True)
 
     def _room_size(self) -> int:
         """Of the lease, with the first tensor about to come."""

@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from daemon.front.each import call_each
+from daemon.front.pace import Pace
 from daemon.grpc import frames, header_blocks
 from daemon.grpc.call import Buffer
 from daemon.grpc.codes import OK
@@ -47,6 +48,10 @@ class Reply(ABC):
     #: What waits for a window, or for the socket.
     _unsent: deque[Buffer] | None = None
     unsent_size = 0
+    #: Since when some of it has not left, loop time, while it is blocked; how much has left that was; and whether that is enough.
+    _blocked_since = 0.0
+    _taken = 0
+    _pace: Pace | None = None
     #: Who waits for all of that to have left.
     _on_sent: list[Callable[[], None]] | None = None
     _trailers = b""
@@ -185,7 +190,9 @@ class Reply(ABC):
         while unsent:
             room = min(self.send_window, connection.send_window, connection.max_frame_size, connection.room)
             if room <= 0:
-                self.blocked = True
+                if not self.blocked:
+                    self.blocked = True
+                    self._blocked_since = connection.loop.time()
                 if self.send_window > 0:
                     connection.blocked[self.id] = self
                 else:
@@ -206,6 +213,7 @@ class Reply(ABC):
             connection.send_window -= size
             connection.sent += size
             self.unsent_size -= size
+            self._taken += size
             header = frames.head(frames.DATA, 0, self.id, size)
             if size < SMALL // 2:
                 connection.write(b"".join((header, *pieces)))
@@ -215,6 +223,7 @@ class Reply(ABC):
                     connection.write(piece)
         if self.blocked:
             self.blocked = False
+            self._blocked_since = 0.0
             connection.blocked.pop(self.id, None)
         self._sent()
         if self._trailers:
@@ -228,6 +237,15 @@ class Reply(ABC):
             waiting, self._on_sent = self._on_sent, None
             when_written = self.connection.when_written
             call_each((partial(when_written, on_sent) for on_sent in waiting), "what follows an answer")
+
+    def _is_stalled(self, now: float) -> bool:
+        """Whether its client lets too little of an answer go, by whatever: the stream's window, the connection's, the socket."""
+        if not self.blocked:
+            return False
+        if self._pace is None:
+            self._pace = Pace()
+        options = self.connection.serving.options
+        return self._pace.is_slow(self._blocked_since, -self._taken, now, options.write_timeout, options.min_rate)
 
     def _send_head(self) -> None:
         self._head_sent = True

@@ -58,7 +58,9 @@ class GrpcFront(Front):
         }
         access = grpc_access(restrictions.parse(options.grpc.restricted_protocol))
         rules = {path: rule for path in methods if (rule := access.rule(path.rpartition("/")[2])) is not None}
-        serving = self._serving = Serving(options.grpc, methods, self.place.tally.seat(self.place.row), rules)
+        serving = self._serving = Serving(
+            options.grpc, methods, self.place.tally.seat(self.place.row), self.submitter.accounts, rules
+        )
         self._acceptor = Acceptor(
             self.place.listeners, serving.seat, lambda: Connection(serving), tls.context(options.grpc)
         )

@@ -12,6 +12,7 @@ from daemon.front.access import Rule
 from daemon.front.longest_idle import LongestIdle
 from daemon.grpc.call import Call
 from daemon.grpc.stream import Stream
+from daemon.submit.accounts import Accounts
 
 if TYPE_CHECKING:
     from daemon.grpc.connection import Connection
@@ -26,6 +27,8 @@ class Serving:
     methods: dict[str, Callable[[Stream], Call]]
     #: Where this front's connections are counted, and the others' stand.
     seat: Seat
+    #: What its clients hold.
+    accounts: Accounts
     #: What a path needs to be let in; those that are not here need nothing.
     rules: dict[str, Rule] = field(default_factory=dict)
     connections: set[Connection] = field(default_factory=set)

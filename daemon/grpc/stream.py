@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 
+from daemon.front.pace import GRACE_SECONDS
 from daemon.grpc import frames
 from daemon.grpc.arriving_message import ArrivingMessage
 from daemon.grpc.call import Buffer, Call
@@ -239,6 +240,27 @@ class Stream(Reply):
         """Ours, and no reason to leave a client without its answer."""
         _log.exception("a call of %s met a defect of the server", self.head.path)
         self.refuse(INTERNAL, "internal error; the server's log has the details")
+
+    # -------------------------------------------------------------------------------------------------- bounds
+
+    def check(self, now: float, direct: int) -> None:
+        """Ends the call if its client sends a message, or takes an answer, too slowly; called about once a second.
+
+        Args:
+          direct: bytes of its message that were read and not told of yet.
+        """
+        options = self.connection.serving.options
+        if self._is_stalled(now):
+            self.connection.write(frames.rst_stream(self.id, frames.ENHANCE_YOUR_CALM))
+            self.abandon()
+        elif self.partial_since and not self.waits_for_room:
+            # Else it is we who hold it up, for ``arenas.wait`` at most.
+            elapsed, arriving = now - self.partial_since, self._arriving
+            came = direct + (0 if arriving is None else arriving.received_byte_size)
+            if elapsed > options.body_timeout:
+                self.refuse(UNAVAILABLE, f"a message did not arrive within {options.body_timeout:g} s")
+            elif came < options.min_rate * (elapsed - GRACE_SECONDS) and not self.held:
+                self.refuse(UNAVAILABLE, f"a message came at fewer than {options.min_rate} bytes a second")
 
     # -------------------------------------------------------------------------------------------------- ending
 

@@ -21,6 +21,7 @@ from daemon.grpc.inferring import Inferring, Message, Sent
 from daemon.grpc.reception import Reception
 from daemon.grpc.request_fields import RefusedRequest, client_id_of
 from daemon.grpc.stream import Stream
+from daemon.submit.accounts import Account
 from daemon.submit.inference import InferenceRequest, begin
 from daemon.submit.pending import DEFECT
 from daemon.tracing.tracer import Trace
@@ -42,6 +43,8 @@ class StreamInfer(Call):
         self._in_flight: set[Asked | FormedAsked] = set()
         #: Messages that came before there was room for them; bounded by the stream's window.
         self._waiting: deque[Message] = deque()
+        #: Its last request waits for room: what comes later is sent later.
+        self._placing = False
         self._half_closed = False
         #: Nothing more is taken.
         self._stopping = False
@@ -49,8 +52,12 @@ class StreamInfer(Call):
         self._waits_since = time.monotonic_ns() if inferring.tracer.on else 0
         self._grpc_errors = ("triton_grpc_error", "true") in stream.head.metadata
 
+    @property
+    def account(self) -> Account | None:
+        return self._stream.connection.account
+
     def reception(self, byte_size: int) -> Reception:
-        return self._inferring.reception(byte_size)
+        return self._inferring.reception(byte_size, self._stream.connection.account)
 
     def message(self, content: Buffer, start: int, end: int) -> None:
         inferring = self._inferring
@@ -110,6 +117,8 @@ class StreamInfer(Call):
     # ------------------------------------------------------------------------------------------------- requests
 
     def _has_room(self) -> bool:
+        if self._placing:
+            return False
         return len(self._in_flight) < self._inferring.max_stream_requests and self._stream.unsent_size < _MAX_UNSENT
 
     def _wait(self, message: Message) -> None:
@@ -135,6 +144,9 @@ class StreamInfer(Call):
                 self._inferring.sample(request, waited_ns or read_ns, read_ns)
             asked.inference = begin(self._inferring.submitter, request, asked.completed)
             self._in_flight.add(asked)
+            if asked.inference.waits_for_room:
+                self._placing = self._stream.held = True
+                asked.inference.on_room = self._placed
         except RefusedRequest as refused:
             self._not_sent(refused.error, refused.client_id)
         except Exception as error:
@@ -150,6 +162,10 @@ class StreamInfer(Call):
         else:
             _log.error("a request of a stream met a defect of the server", exc_info=error)
             self._refused(INTERNAL, DEFECT, client_id, sent=sent)
+
+    def _placed(self) -> None:
+        self._placing = False
+        self._go_on()
 
     def _go_on(self) -> None:
         """Takes what waited, now that there may be room, and lets the client send more."""

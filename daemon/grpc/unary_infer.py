@@ -14,6 +14,7 @@ from daemon.grpc.inferring import Inferring, Message, Sent
 from daemon.grpc.reception import Reception
 from daemon.grpc.request_fields import RefusedRequest
 from daemon.grpc.stream import Stream
+from daemon.submit.accounts import Account
 from daemon.submit.inference import begin
 from daemon.submit.pending import DEFECT
 from shm.errors import ServingError, Unsupported
@@ -36,8 +37,12 @@ class UnaryInfer(Call):
         #: CLOCK_MONOTONIC ns, if it may be traced.
         self._waits_since = time.monotonic_ns() if inferring.tracer.on else 0
 
+    @property
+    def account(self) -> Account | None:
+        return self._stream.connection.account
+
     def reception(self, byte_size: int) -> Reception:
-        return self._inferring.reception(byte_size)
+        return self._inferring.reception(byte_size, self._stream.connection.account)
 
     def message(self, content: Buffer, start: int, end: int) -> None:
         if self._message is not None:

@@ -27,6 +27,7 @@ from daemon.http.deadlines import Deadlines, Late
 from daemon.http.exchange import Exchange
 from daemon.http.response_codec import CLOSE, Buffer, error_response
 from daemon.http.serving import Serving
+from daemon.submit.accounts import Account
 
 
 class AnswerOrder(HttpToolsProtocol):
@@ -53,8 +54,6 @@ class AnswerOrder(HttpToolsProtocol):
         #: Exchanges whose answers are partly in the transport's buffer.
         self._unwritten: list[Exchange] = []
         self._write_paused = False
-        #: The body that is arriving has no place yet.
-        self._body_waits = False
         self._closing = False
         self._refusal: bytes | None = None
         #: The client has ended its sending side.
@@ -63,9 +62,17 @@ class AnswerOrder(HttpToolsProtocol):
         self._reader: BodyReader | None = None
         self._times = Deadlines(monotonic())
         self._end = ConnectionEnd()
+        #: Since when the body that is arriving has no place, monotonic seconds; 0: it has.
+        self._body_waits_since = 0.0
+        #: The next request may be begun once the client takes its answers.
+        self._turn_due = False
+        #: What it holds of the arenas.
+        self.account: Account | None = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end.close()
+        if self.account is not None:
+            self.serving.submitter.accounts.close(self.account)
         ends = {*self._order, *self._unwritten}
         call_each(
             (each.abandon if isinstance(each, Exchange) else partial(_disconnect, each) for each in ends),
@@ -131,14 +138,11 @@ class AnswerOrder(HttpToolsProtocol):
                 self._hang_up()
             return
         if self._order:
-            following = self._order[0]
-            if isinstance(following, Exchange):
-                if following is self._receiving and self.expect_100_continue:
-                    self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-                self._steer_reading()
-                self._give_turn(following)
+            if self._write_paused:
+                # What it asks next would lie beside what it has not taken.
+                self._turn_due = True
             else:
-                self._start_asgi_task(following, self.app)
+                self._next_turn()
             return
         if self._refusal is not None:
             self._write_refusal()
@@ -146,6 +150,18 @@ class AnswerOrder(HttpToolsProtocol):
         self._times.idle_since = monotonic() if not self._times.head_since else 0.0
         if not self._write_paused:
             self.flow.resume_reading()
+
+    def _next_turn(self) -> None:
+        if not self._order:
+            return
+        following = self._order[0]
+        if isinstance(following, Exchange):
+            if following is self._receiving and self.expect_100_continue:
+                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._steer_reading()
+            self._give_turn(following)
+        else:
+            self._start_asgi_task(following, self.app)
 
     def owes(self, exchange: Answering) -> bool:
         """Whether the answer that is written next is that exchange's."""
@@ -181,16 +197,25 @@ class AnswerOrder(HttpToolsProtocol):
         unwritten, self._unwritten = self._unwritten, []
         call_each((exchange.written for exchange in unwritten), "what follows an answer")
         super().resume_writing()
+        if self._turn_due:
+            self._turn_due = False
+            self._next_turn()
         if not self._closing:
             self._steer_reading()
 
     def pause_body(self, pause: bool) -> None:
-        self._body_waits = pause
+        if pause:
+            self._body_waits_since = monotonic()
+        elif self._body_waits_since:
+            # It is we who held it up: the client's time runs from now on.
+            if self._times.body_since:
+                self._times.body_since += monotonic() - self._body_waits_since
+            self._body_waits_since = 0.0
         self._steer_reading()
 
     def _steer_reading(self) -> None:
         """Reads while a body arrives, or nothing waits for its answer; not while the client or the arena is full."""
-        if self._write_paused or self._body_waits:
+        if self._write_paused or self._body_waits_since:
             self.flow.pause_reading()
         elif isinstance(self._receiving, Exchange) or not self._order:
             self.flow.resume_reading()
@@ -239,13 +264,18 @@ class AnswerOrder(HttpToolsProtocol):
     def check(self, now: float) -> None:
         """Ends what has waited too long; called about once a second by the server."""
         http, times = self.serving.options.http, self._times
-        match times.late(http, now, self.transport.get_write_buffer_size(), self._closing):
+        received = -1
+        if isinstance(self._receiving, Exchange) and not self._body_waits_since:
+            received = self._receiving.received
+        match times.late(http, now, self.transport.get_write_buffer_size(), received, self._closing):
             case None:
                 pass
             case Late.HEAD:
                 self._refuse(408, f"the request line and headers were not whole within {http.head_timeout:g} s")
             case Late.BODY:
                 self._refuse(408, f"the request body was not whole within {http.body_timeout:g} s")
+            case Late.SLOW:
+                self._refuse(408, f"the request body came at fewer than {http.min_rate} bytes a second")
             case Late.IDLE if self._order:
                 pass
             case _:

@@ -22,6 +22,7 @@ from daemon.http.conversions import Job
 from daemon.http.http_form import HttpForm
 from daemon.http.message_head import InferHead
 from daemon.http.serving import Serving
+from daemon.submit.accounts import Account
 from daemon.submit.pending import DEFECT, Pending
 from daemon.tracing.tracer import Trace
 from shm.errors import ServingError
@@ -46,6 +47,8 @@ class Phase(enum.Enum):
 
 class Outlet(Protocol):
     """What an exchange needs of its connection."""
+
+    account: Account | None
 
     def write_answer(self, pieces: list[response_codec.Buffer]) -> bool:
         """Returns whether they are all out; else ``written`` is called later."""
@@ -90,6 +93,10 @@ class Answering(Pending):
     _deflation: Deflation | None = None
     #: Where the request is a sampled one.
     _trace: Trace | None = None
+
+    @property
+    def account(self) -> Account | None:
+        return self._outlet.account
 
     def _give_back(self) -> None:
         """Whatever the request takes in memory."""

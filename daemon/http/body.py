@@ -8,6 +8,8 @@ lease    | pad | JSON head | part | part | ...      pad = -head size mod 64, so 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from daemon.http.decoded_request import Part
@@ -17,6 +19,8 @@ from shm.messages import Content, Slice
 ALIGNMENT = 64
 #: Bodies up to this size are collected; larger binary ones of known length go straight into the arena.
 COLLECT_BYTE_SIZE = 4096
+#: Where what is thrown away is read to.
+_THROWN_AWAY = 64 << 10
 
 
 class CollectedBody:
@@ -54,28 +58,41 @@ class CollectedBody:
 
 
 class TextBody:
-    """A large JSON body of known length, in ordinary memory until it is read. Pages that have not arrived take none."""
+    """A large JSON body of known length, in ordinary memory until it is read. Pages that have not arrived take none.
 
-    __slots__ = ("_memory", "received")
+    Args:
+      grown: told how much more came. False: nothing of it is kept any more, and what comes is thrown away.
+    """
 
-    def __init__(self, byte_size: int) -> None:
+    __slots__ = ("_byte_size", "_grown", "_kept", "_memory", "received")
+
+    def __init__(self, byte_size: int, grown: Callable[[int], bool]) -> None:
+        self._byte_size = byte_size
         self._memory: memoryview = np.empty(byte_size, np.uint8).data
+        self._grown = grown
+        self._kept = True
         self.received = 0
 
     def write(self, chunk: bytes) -> None:
-        self._memory[self.received : self.received + len(chunk)] = chunk
-        self.received += len(chunk)
+        if self._kept:
+            self._memory[self.received : self.received + len(chunk)] = chunk
+        self.advance(len(chunk))
 
     def rest(self) -> memoryview:
         """As of ``PlacedBody``."""
-        return self._memory[self.received :]
+        if self._kept:
+            return self._memory[self.received :]
+        return self._memory[: self._byte_size - self.received]
 
     def advance(self, byte_size: int) -> None:
         """As of ``PlacedBody``."""
         self.received += byte_size
+        if self._kept and not self._grown(byte_size):
+            self._kept = False
+            self._memory = memoryview(bytearray(_THROWN_AWAY))
 
     def whole(self) -> memoryview:
-        """Everything received."""
+        """Everything received, while it is kept."""
         return self._memory[: self.received]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 
 from config.options import Http
+from daemon.front.pace import GRACE_SECONDS, Pace
 
 #: After a refusal the rest of what the client sends is thrown away for that long, so that it can read the answer.
 LINGER_SECONDS = 2.0
@@ -21,6 +22,8 @@ class Late(enum.Enum):
     HEAD = "head"
     #: Its body is not whole.
     BODY = "body"
+    #: Its body comes too slowly.
+    SLOW = "slow"
     #: It asks nothing.
     IDLE = "idle"
 
@@ -28,7 +31,7 @@ class Late(enum.Enum):
 class Deadlines:
     """One connection's. Each time is since when it waits for that; 0: it does not."""
 
-    __slots__ = ("_unsent", "body_since", "head_since", "idle_since", "linger_since", "stalled_since")
+    __slots__ = ("_pace", "body_since", "head_since", "idle_since", "linger_since", "stalled_since")
 
     def __init__(self, now: float) -> None:
         self.idle_since = now
@@ -36,21 +39,19 @@ class Deadlines:
         self.body_since = 0.0
         self.stalled_since = 0.0
         self.linger_since = 0.0
-        #: What the client had still to take when that was last looked at.
-        self._unsent = 0
+        self._pace = Pace()
 
-    def late(self, http: Http, now: float, unsent: int, refused: bool) -> Late | None:
+    def late(self, http: Http, now: float, unsent: int, received: int, refused: bool) -> Late | None:
         """The first that took too long.
 
         Args:
-          unsent: bytes of answers that the client has still to take; as long as they change it is taking them.
+          unsent: bytes of answers that the client has still to take.
+          received: bytes of the body that is arriving; below 0: none is, or it is not the client who holds it up.
           refused: nothing more is expected from the client.
         """
-        if self.stalled_since and unsent != self._unsent:
-            self._unsent, self.stalled_since = unsent, now
         if _over(self.linger_since, LINGER_SECONDS, now):
             return Late.LINGER
-        if _over(self.stalled_since, http.write_timeout, now):
+        if self._pace.is_slow(self.stalled_since, unsent, now, http.write_timeout, http.min_rate):
             return Late.ANSWER
         if refused:
             return None
@@ -58,6 +59,8 @@ class Deadlines:
             return Late.HEAD
         if _over(self.body_since, http.body_timeout, now):
             return Late.BODY
+        if received >= 0 and self.body_since and received < http.min_rate * (now - self.body_since - GRACE_SECONDS):
+            return Late.SLOW
         return Late.IDLE if _over(self.idle_since, http.keep_alive_timeout, now) else None
 
 

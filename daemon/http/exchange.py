@@ -47,7 +47,9 @@ class Exchange(Answering):
 
     def begin(self) -> None:
         """The head is complete: prepare a place for the body."""
-        reception = self._reception = Reception(self._serving, self._head, self._outlet.pause_body, self._go_on)
+        reception = self._reception = Reception(
+            self._serving, self._head, self._outlet.pause_body, self._go_on, self._outlet.account
+        )
         try:
             if self._head.error is not None:
                 raise self._head.error
@@ -74,6 +76,11 @@ class Exchange(Answering):
         """The body that is arriving."""
         assert self._reception is not None
         return self._reception
+
+    @property
+    def received(self) -> int:
+        """Bytes of the body that came."""
+        return self.reception.received
 
     @property
     def refused(self) -> bool:
@@ -129,7 +136,7 @@ class Exchange(Answering):
 
     def begin_now(self) -> bool:
         """As ``begin``, of a large binary body. False: nothing happened; it has no place now, or is refused."""
-        reception = Reception(self._serving, self._head, self._outlet.pause_body, self._go_on)
+        reception = Reception(self._serving, self._head, self._outlet.pause_body, self._go_on, self._outlet.account)
         try:
             if not reception.begin_now():
                 return False
@@ -205,7 +212,7 @@ class Exchange(Answering):
         if size == 0:
             self._place(request, body, None)
             return
-        lease = self._serving.submitter.loan(size)
+        lease = self._serving.submitter.loan(size, self._outlet.account)
         if lease is not None:
             self._place(request, body, lease)
             return
@@ -216,7 +223,7 @@ class Exchange(Answering):
             elif not self._gone:
                 self._answer_if_refused(self._place_granted, request, body, lease)
 
-        self._serving.submitter.wait_for_room(size, granted, self._head.model)
+        self._serving.submitter.wait_for_room(size, granted, self._head.model, self._outlet.account)
 
     def _place_granted(self, request: Request, body: Body, lease: Lease | ServingError) -> None:
         if isinstance(lease, ServingError):

@@ -78,6 +78,7 @@ class Generation:
         if self._serving.options.requests.make_ids and not asked.id:
             asked.id = request_id.made()
         asked.trace = trace
+        asked.account = request.scope["tensord.account"]
         return asked
 
     async def _one(self, asked: InferenceRequest) -> bytes:

@@ -22,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
 from daemon.front.access import Restricted
+from daemon.front.peer import client_of
 from daemon.http import message_head
 from daemon.http.answering import Phase
 from daemon.http.body import COLLECT_BYTE_SIZE, PlacedBody, TextBody
@@ -72,6 +73,7 @@ class InferProtocol(ParserFeed):
         super().connection_made(transport)
         # With no room to buffer, a write goes to the socket at once and says whether all of it went.
         transport.set_write_buffer_limits(high=0)
+        self.account = self.serving.submitter.accounts.open(client_of(transport))
         seat.count(len(self.connections))
         if full:
             self._refuse(503, f"{seat.total()} connections are open, at most {limit} are allowed")
@@ -291,6 +293,7 @@ class InferProtocol(ParserFeed):
         self.scope["http_version"] = version
         # Who asks: read from it only where that matters (daemon.front.peer).
         self.scope["tensord.socket"] = self.transport.get_extra_info("socket")  # type: ignore[typeddict-unknown-key]
+        self.scope["tensord.account"] = self.account  # type: ignore[typeddict-unknown-key]
         self.scope["tensord.end"] = self._end  # type: ignore[typeddict-unknown-key]
         self.scope["tensord.forwarded"] = self._forwarded  # type: ignore[typeddict-unknown-key]
         self.scope["path"], self.scope["raw_path"], self.scope["query_string"] = message_head.path_and_query(url)

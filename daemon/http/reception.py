@@ -15,6 +15,7 @@ from daemon.http.body import COLLECT_BYTE_SIZE, Body, CollectedBody, PlacedBody,
 from daemon.http.compression import Inflation
 from daemon.http.message_head import InferHead
 from daemon.http.serving import Serving
+from daemon.submit.accounts import Account
 from daemon.submit.pending import DEFECT
 from shm.arena import Lease
 from shm.errors import Internal, InvalidArgument, ServingError, Unavailable
@@ -32,9 +33,11 @@ class Reception:
     Args:
       pause: stop (True) and go on (False) reading from the socket.
       progressed: it may have become ``ready`` outside of a call of its owner's.
+      account: whose memory it takes.
     """
 
     __slots__ = (
+        "_account",
         "_collected_byte_size",
         "_dropped",
         "_head",
@@ -51,12 +54,18 @@ class Reception:
     )
 
     def __init__(
-        self, serving: Serving, head: InferHead, pause: Callable[[bool], None], progressed: Callable[[], None]
+        self,
+        serving: Serving,
+        head: InferHead,
+        pause: Callable[[bool], None],
+        progressed: Callable[[], None],
+        account: Account | None = None,
     ) -> None:
         self._serving = serving
         self._head = head
         self._pause = pause
         self._progressed = progressed
+        self._account = account
         self.body: Body = CollectedBody()
         #: What is wrong with the request; the rest of its body is only counted.
         self.error: ServingError | None = None
@@ -95,15 +104,14 @@ class Reception:
         if length is not None and json_size is not None and length > COLLECT_BYTE_SIZE:
             self._borrow(length, json_size)
         elif length is not None and json_size is None and length > COLLECT_JSON_BYTE_SIZE:
-            self._collect(length)
-            self.body = TextBody(length)
+            self.body = TextBody(length, self._grown)
 
     def begin_now(self) -> bool:
         """As ``begin``, of a large binary body that is not compressed. False: nothing happened, because there is no room now."""
         length, json_size = self._head.content_length, self._head.json_size
         assert length is not None
         assert json_size is not None
-        lease = self._serving.submitter.loan(PlacedBody.lease_size(length))
+        lease = self._serving.submitter.loan(PlacedBody.lease_size(length), self._account, True)
         if lease is None:
             return False
         self._leases.append(lease)
@@ -113,7 +121,7 @@ class Reception:
     def _borrow(self, length: int, json_size: int) -> None:
         submitter = self._serving.submitter
         size = PlacedBody.lease_size(length)
-        lease = submitter.loan(size)
+        lease = submitter.loan(size, self._account, True)
         if lease is not None:
             self._leases.append(lease)
             self.body = PlacedBody(lease, length, json_size)
@@ -141,7 +149,7 @@ class Reception:
             self._pause(False)
             self._progressed()
 
-        submitter.wait_for_room(size, granted, self._head.model)
+        submitter.wait_for_room(size, granted, self._head.model, self._account, True)
 
     def _collect(self, byte_size: int) -> None:
         """Counts so many bytes more. Raises Unavailable: all connections together would collect too many."""
@@ -154,6 +162,16 @@ class Reception:
             )
         serving.collected_byte_size += byte_size
         self._collected_byte_size += byte_size
+
+    def _grown(self, byte_size: int) -> bool:
+        """So much more of a text came. False: it is not kept."""
+        if self.error is None and not self._dropped:
+            try:
+                self._collect(byte_size)
+            except ServingError as error:
+                self.error = error
+                self._drop_collected()
+        return self.error is None and not self._dropped
 
     # -------------------------------------------------------------------------------------------------------- receive
 
@@ -172,7 +190,7 @@ class Reception:
                 self.error = error
                 self.drop_body()
                 self.body.received = body.received
-        if self.error is None:
+        if self.error is None or isinstance(self.body, TextBody):
             self.body.write(chunk)
         else:
             self.body.received += byte_size
@@ -180,6 +198,8 @@ class Reception:
     def complete(self) -> None:
         """The body is whole."""
         self._whole = True
+        for lease in self._leases:
+            self._serving.submitter.arrived(lease)
         if self._inflation is not None and not self._inflating:
             self._inflate()
 

@@ -1,6 +1,8 @@
 """Room for inputs in a front's request arena, and who waits for it.
 
-Whoever comes first is served first: nobody gets room while others wait.
+small, medium, large     each size has a line of its own: what a small one needs is not what large ones wait for
+a line                   first come, first served; who holds its share (``daemon.submit.accounts``) is passed over
+arriving                 bodies that are not whole have a part of the arena together, so that whole ones find room
 """
 
 from __future__ import annotations
@@ -8,7 +10,9 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from daemon.submit.accounts import Account
 from shm.arena import Arena, Lease
 from shm.errors import ServingError, Unavailable
 
@@ -17,58 +21,182 @@ _log = logging.getLogger(__name__)
 OnLease = Callable[[Lease | ServingError], None]
 
 
+def _nobody() -> None:
+    """Nobody has to know."""
+
+
+@dataclass(slots=True)
+class _Waiter:
+    """Somebody who waits for room."""
+
+    give_up: float
+    byte_size: int
+    on_lease: OnLease
+    account: Account | None
+    arriving: bool
+
+
 class ArenaSpace:
-    """One per front. ``wait_seconds``: how long somebody waits at most."""
+    """One per front.
 
-    def __init__(self, arena: Arena, wait_seconds: float) -> None:
+    Args:
+      wait_seconds: how long somebody waits at most.
+      arriving_byte_size: what all that is not whole may take.
+      closed: called when a segment of the arena was closed.
+    """
+
+    def __init__(
+        self, arena: Arena, wait_seconds: float, arriving_byte_size: int, closed: Callable[[], None] = _nobody
+    ) -> None:
         self._arena = arena
+        self._closed = closed
+        self._closures = arena.closures
         self._wait_seconds = wait_seconds
-        #: In order of arrival, with the time they give up.
-        self._waiting: deque[tuple[float, int, OnLease]] = deque()
+        self._arriving_limit = arriving_byte_size
+        #: Bytes of all leases of what is not whole.
+        self._arriving_byte_size = 0
+        self._lines: tuple[deque[_Waiter], ...] = (deque(), deque(), deque())
+        #: Those in all lines.
+        self._count = 0
+        self._serving = self._again = False
 
-    def loan(self, byte_size: int) -> Lease | None:
-        """None: there is none now, or others wait already.
+    def loan(self, byte_size: int, account: Account | None = None, arriving: bool = False) -> Lease | None:
+        """Room for inputs. None: there is none now, or others wait already.
 
+        Args:
+          account: whose it is.
+          arriving: its bytes are still to come from a client; until ``arrived`` is called, or it is given back.
         Raises: InvalidArgument: it could never fit.  Unavailable: the host has no memory.
         """
-        return None if self._waiting else self._arena.loan(byte_size)
+        if self._count and any(self._admitted(waiter) for waiter in self._line(byte_size)):
+            return None
+        if account is not None and not account.admits(byte_size):
+            return None
+        if (
+            arriving
+            and self._arriving_byte_size + byte_size > self._arriving_limit
+            and self._too_much_arrives(byte_size)
+        ):
+            return None
+        lease = self._arena.loan(byte_size)
+        if lease is not None:
+            if account is not None:
+                lease.holder = account
+                account.requests += byte_size
+                account.client.requests += byte_size
+            if arriving:
+                lease.arriving = True
+                self._arriving_byte_size += byte_size
+        return lease
 
-    def wait(self, byte_size: int, on_lease: OnLease, now: float) -> None:
+    def wait(
+        self, byte_size: int, on_lease: OnLease, now: float, account: Account | None = None, arriving: bool = False
+    ) -> None:
         """Calls back with a lease, or with Unavailable when there was none for too long."""
-        self._waiting.append((now + self._wait_seconds, byte_size, on_lease))
+        self._line(byte_size).append(_Waiter(now + self._wait_seconds, byte_size, on_lease, account, arriving))
+        self._count += 1
+
+    def arrived(self, lease: Lease) -> None:
+        """All bytes of one that was arriving are there."""
+        if lease.arriving:
+            lease.arriving = False
+            self._arriving_byte_size -= lease.place.byte_size
+            if self._count:
+                self._serve()
 
     def give_back(self, lease: Lease) -> None:
-        """Serves who waits."""
+        """Takes back one that was not submitted, or whose request is done, and serves who waits. Harmless a second time."""
+        account = lease.holder
+        if account is not None:
+            assert isinstance(account, Account)
+            lease.holder = None
+            byte_size = lease.place.byte_size
+            account.requests -= byte_size
+            account.client.requests -= byte_size
+        if lease.arriving:
+            lease.arriving = False
+            self._arriving_byte_size -= lease.place.byte_size
         lease.release()
-        while self._waiting:
-            _, byte_size, on_lease = self._waiting[0]
-            granted = self._arena.loan(byte_size)
-            if granted is None:
-                return
-            self._waiting.popleft()
-            _tell(on_lease, granted)
+        if self._count:
+            self._serve()
+        if self._closures != self._arena.closures:
+            self._closures = self._arena.closures
+            self._closed()
 
     def expire(self, now: float) -> bool:
         """Ends what waited too long. Returns whether somebody still waits."""
-        while self._waiting and self._waiting[0][0] <= now:
-            _, byte_size, on_lease = self._waiting.popleft()
-            _tell(
-                on_lease,
-                Unavailable(
-                    f"{self._arena.describe_full(byte_size)}, and none came free within {self._wait_seconds:g} s"
-                ),
-            )
-        return bool(self._waiting)
+        for line in self._lines:
+            while line and line[0].give_up <= now:
+                waiter = line.popleft()
+                self._count -= 1
+                _tell(waiter.on_lease, Unavailable(f"{self._describe(waiter)} within {self._wait_seconds:g} s"))
+        return bool(self._count)
+
+    def _describe(self, waiter: _Waiter) -> str:
+        size, account = waiter.byte_size, waiter.account
+        if account is not None and not account.admits(size):
+            return f"{account.describe_requests(size)}, and nothing was given back"
+        if not self._admitted(waiter):
+            arriving = self._arriving_byte_size
+            limit = self._arriving_limit
+            return f"bodies that are not whole take {arriving} bytes, {size} more make over {limit}, and none ended"
+        return f"{self._arena.describe_full(size)}, and none came free"
+
+    def _line(self, byte_size: int) -> deque[_Waiter]:
+        arena = self._arena
+        if byte_size <= arena.small_byte_size:
+            return self._lines[0]
+        return self._lines[1 if byte_size <= arena.shared_byte_size else 2]
+
+    def _admitted(self, waiter: _Waiter) -> bool:
+        """Whether it may have what it wants, if there is room."""
+        if waiter.account is not None and not waiter.account.admits(waiter.byte_size):
+            return False
+        return not (waiter.arriving and self._too_much_arrives(waiter.byte_size))
+
+    def _too_much_arrives(self, byte_size: int) -> bool:
+        others = self._arriving_byte_size
+        return bool(others) and others + byte_size > self._arriving_limit and byte_size > self._arena.small_byte_size
+
+    def _serve(self) -> None:
+        """Gives room to those who wait, as far as there is some."""
+        if self._serving:
+            self._again = True  # whoever got some gave it back at once, from within
+            return
+        self._serving = self._again = True
+        while self._again:
+            self._again = False
+            self._serve_lines()
+        self._serving = False
+
+    def _serve_lines(self) -> None:
+        for line in self._lines:
+            for waiter in list(line):
+                if not self._admitted(waiter):
+                    continue
+                granted: Lease | ServingError | None
+                count, self._count = self._count, 0  # it is its turn: nobody is before it
+                try:
+                    granted = self.loan(waiter.byte_size, waiter.account, waiter.arriving)
+                except ServingError as error:
+                    granted = error
+                self._count = count
+                if granted is None:
+                    break
+                line.remove(waiter)
+                self._count -= 1
+                if not _tell(waiter.on_lease, granted) and isinstance(granted, Lease):
+                    self.give_back(granted)
 
     def __repr__(self) -> str:
-        return f"<ArenaSpace {self._arena!r}, {len(self._waiting)} wait>"
+        return f"<ArenaSpace {self._arena!r}, {self._count} wait>"
 
 
-def _tell(on_lease: OnLease, given: Lease | ServingError) -> None:
-    """One's defect is no reason for the others to wait."""
+def _tell(on_lease: OnLease, given: Lease | ServingError) -> bool:
+    """One's defect is no reason for the others to wait. Returns whether it was taken."""
     try:
         on_lease(given)
     except Exception:
         _log.exception("room for a request came, and could not be used")
-        if isinstance(given, Lease):
-            given.release()
+        return False
+    return True

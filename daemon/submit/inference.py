@@ -14,11 +14,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 
 import msgspec
 
+from daemon.submit.accounts import Account
 from daemon.submit.pending import DEFECT, OnCompletion
 from daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from daemon.submit.submitter import Submitter
@@ -54,6 +55,8 @@ class InferenceRequest(msgspec.Struct):
     deadline_ns: int = 0
     #: Where it is a sampled one. Whoever answers ends it.
     trace: Trace | None = None
+    #: Whose memory it takes.
+    account: Account | None = None
     #: Where the Slices among its inputs lie. ``begin`` takes it over, also where it raises.
     lease: Lease | None = None
 
@@ -61,7 +64,7 @@ class InferenceRequest(msgspec.Struct):
 class Inference:
     """A request under way. Its owner may ``cancel`` it; after that no callback comes."""
 
-    __slots__ = ("_cancelled", "_on_completion", "_request", "_request_id", "_submitter")
+    __slots__ = ("_cancelled", "_on_completion", "_request", "_request_id", "_submitter", "on_room")
 
     def __init__(self, submitter: Submitter, request: InferenceRequest, on_completion: OnCompletion) -> None:
         self._submitter = submitter
@@ -70,6 +73,13 @@ class Inference:
         #: 0: not sent yet.
         self._request_id = 0
         self._cancelled = False
+        #: Called when it waits for room no longer, unless it was cancelled.
+        self.on_room: Callable[[], None] | None = None
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether it was not sent yet."""
+        return not self._request_id
 
     def cancel(self) -> None:
         """Nobody waits for it any more. Harmless once it is answered."""
@@ -93,6 +103,9 @@ class Inference:
         except Exception:
             _log.exception("a request for model '%s' could not be sent", self._request.model)
             self._on_completion(Completion(0, Internal.code, DEFECT), None)
+        on_room, self.on_room = self.on_room, None
+        if on_room is not None and not self._cancelled:
+            on_room()
 
     def send(self, lease: Lease | None) -> None:
         """Puts the tensors into their places and submits. Raises as ``Submitter.submit``; leases are given back."""
@@ -112,7 +125,7 @@ class Inference:
             for each in leases:
                 submitter.give_back(each)
             raise
-        submitter.submit(record, leases, self._on_completion)
+        submitter.submit(record, leases, self._on_completion, request.account)
         self._request_id = record.request_id
 
 
@@ -131,14 +144,14 @@ def begin(submitter: Submitter, request: InferenceRequest, on_completion: OnComp
         inference.send(None)
         return inference
     try:
-        lease = submitter.loan(size)
+        lease = submitter.loan(size, request.account)
     except BaseException:
         _give_back(submitter, request)
         raise
     if lease is not None:
         inference.send(lease)
     else:
-        submitter.wait_for_room(size, inference.granted, request.model)
+        submitter.wait_for_room(size, inference.granted, request.model, request.account)
     return inference
 
 

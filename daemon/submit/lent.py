@@ -2,26 +2,56 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
+
+from daemon.submit.accounts import Account, Client, Holdings
+from daemon.submit.pending import Pending
 from shm.arena import LeaseKey
 from shm.lane import SubmitterLane
+from shm.messages import Slice
 
 
 class Lent:
     """One per front. Whoever took an answer gives its lease back; the submitter does where that met a defect."""
 
     def __init__(self) -> None:
-        self._leases: set[tuple[SubmitterLane, LeaseKey]] = set()
-        #: A lease came with an answer: its lane and its key.
-        self.note = self._leases.add
+        #: Whose it is, and how large.
+        self._leases: dict[tuple[SubmitterLane, LeaseKey], tuple[Account, int]] = {}
+        self._nobody = Account(Client("nobody", sys.maxsize, (0, 0, 0)), sys.maxsize)
+        #: Connections, and clients, that hold their share.
+        self.full: set[Holdings] = set()
 
-    def take_back(self, lane: SubmitterLane, key: LeaseKey) -> bool:
-        """Gives it to its worker with what next leaves on the lane. False: that was done before."""
-        one = (lane, key)
-        if one not in self._leases:
-            return False
-        self._leases.remove(one)
+    def note(self, lane: SubmitterLane, key: LeaseKey, pending: Pending | None, contents: Iterable[object]) -> bool:
+        """An answer came in a lease. True: with it its connection, or its client, holds its share.
+
+        Args:
+          pending: the request; None: nobody waits for it.
+          contents: what it consists of.
+        """
+        size = 0
+        for content in contents:
+            if type(content) is Slice:
+                size += content.byte_size
+        account = (None if pending is None else pending.account) or self._nobody
+        self._leases[lane, key] = account, size
+        client, account.last = account.client, size
+        account.answers += size
+        client.answers += size
+        return account.answers >= account.limit or client.answers >= client.limit
+
+    def take_back(self, lane: SubmitterLane, key: LeaseKey) -> Account | None:
+        """Gives it to its worker with what next leaves on the lane. Returns whose it was; None: that was done before."""
+        found = self._leases.pop((lane, key), None)
+        if found is None:
+            return None
         lane.release(key)
-        return True
+        account, byte_size = found
+        account.answers -= byte_size
+        account.client.answers -= byte_size
+        if self.full:
+            self.full -= {each for each in (account, account.client) if each.answers < each.limit}
+        return account
 
     def __len__(self) -> int:
         return len(self._leases)

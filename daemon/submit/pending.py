@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from daemon.submit.accounts import Account
 from shm.arena import Lease
 from shm.control_records import ModelState
 from shm.errors import Internal, ServingError, Unavailable
@@ -65,6 +66,13 @@ class Pending(msgspec.Struct, eq=False, kw_only=True):
     cancelled: bool = False
     #: It has an answer, which was not its last one.
     answered: bool = False
+    #: Its worker was asked not to run it, if it has not begun: its client holds its share of answers.
+    recalled: bool = False
+
+    @property
+    def account(self) -> Account | None:
+        """Whose memory it takes; None: nobody's."""
+        return None
 
     def completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
         """An answer; the lane whose response arena holds its slices, None: nothing to view. Its last call where ``final``."""
@@ -140,6 +148,11 @@ class Calling(Pending):
     """One whose owner is called back."""
 
     on_completion: OnCompletion
+    holder: Account | None = None
+
+    @property
+    def account(self) -> Account | None:
+        return self.holder
 
     def completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
         self.on_completion(completion, lane)

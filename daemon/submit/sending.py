@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from daemon.submit.busy_poll import BusyPoll
 from daemon.submit.pending import Pending, Worker
@@ -74,6 +74,12 @@ class Sending:
             if not self._turning:
                 self._turning = True
                 self._loop.call_soon(self._end_turn)
+
+    def flush_all_later(self, workers: Iterable[Worker]) -> None:
+        """Those that are not closed: where a lane itself has something to say."""
+        for worker in workers:
+            if not worker.closed:
+                self.flush_later(worker)
 
     def stop(self, worker: Worker) -> None:
         """It is closed."""

@@ -21,13 +21,16 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 
 from config.options import Options
 from daemon.control.refusals import OnRefusal, Refusals, uncounted
+from daemon.submit.accounts import Account, Accounts, part
 from daemon.submit.arena_space import ArenaSpace, OnLease
 from daemon.submit.busy_poll import BusyPoll
 from daemon.submit.choice import Choice, load
+from daemon.submit.held_back import HeldBack
 from daemon.submit.lent import Lent
 from daemon.submit.model_table import ModelTable
 from daemon.submit.pending import DEFECT, Calling, OnCompletion, Pending, Worker
@@ -36,7 +39,7 @@ from daemon.submit.workerless import Workerless
 from shm.arena import Arena, Lease, LeaseKey
 from shm.channel import ChannelClosed
 from shm.control_records import LaneOpened, ModelGone, ModelState, RegionPlace, WorkerFenced
-from shm.errors import Internal, InvalidArgument, ServingError, Unavailable
+from shm.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable
 from shm.forms import Forms, OnMint
 from shm.lane import SubmitterLane
 from shm.messages import Completion, Submit
@@ -77,7 +80,6 @@ class Submitter:
         #: An id for the next request; never used again.
         self.next_id: Callable[[], int] = count(1).__next__
         self._arena = Arena(arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
-        self._space = ArenaSpace(self._arena, arenas.wait)
         #: All that are in flight, in order of arrival.
         self._pending: dict[int, Pending] = {}
         self._lent = Lent()
@@ -87,31 +89,42 @@ class Submitter:
         self._choice = Choice(table, row)
         self._workerless = Workerless(self._pending, self._choice, options.requests.worker_wait)
         self._sending = Sending(self._loop, self._busy_poll, self._pending, self._readable)
+        # Workers that still map a segment that was closed keep its pages: they are told.
+        closed = partial(self._sending.flush_all_later, self._choice.workers.values())
+        self._space = ArenaSpace(self._arena, arenas.wait, part(arenas, arenas.arriving_share), closed)
+        #: Room for inputs; see there.
+        self.loan, self.arrived, self.give_back = self._space.loan, self._space.arrived, self._space.give_back
+        #: Whom the connections belong to, and what they hold.
+        self.accounts = Accounts(arenas, self._arena.small_byte_size, self._arena.shared_byte_size)
+        self._held_back = HeldBack(self._pending, arenas.wait, self._lent, self._choice, self._sending)
         self._sweeper: asyncio.TimerHandle | None = None
 
     # -------------------------------------------------------------------------------------------- requests
 
-    def submit(self, record: Submit, leases: Sequence[Lease], on_completion: OnCompletion) -> None:
+    def submit(
+        self, record: Submit, leases: Sequence[Lease], on_completion: OnCompletion, account: Account | None = None
+    ) -> None:
         """Sends a request whose inputs are in place; ``on_completion`` is called exactly once with ``final``, never from here.
 
         Raises: Unavailable: too many requests are in flight. Or whatever is wrong: nothing was sent then, and no callback comes.
           The leases are the submitter's from now on, also then.
         """
-        self.send(Calling(on_completion, record=record, leases=leases))
+        self.send(Calling(on_completion, record=record, leases=leases, holder=account))
 
     def send(self, pending: Pending) -> None:
         """The same of a request that knows itself what to do with its answer. Raises as ``submit``."""
         everything = self._pending
         try:
-            if len(everything) >= self._max_in_flight:
+            if len(everything) >= (limit := self._max_in_flight):
                 self.refusals.note(pending.submit.model, Refusal.IN_FLIGHT)
-                raise Unavailable(
-                    f"{len(everything)} requests are in flight, at most {self._max_in_flight} are allowed"
-                )
+                raise Unavailable(f"{len(everything)} requests are in flight, at most {limit} are allowed")
             everything[pending.record.request_id] = pending
             if self._timeout:
                 pending.sent_at = self._loop.time()
                 self._sweep_later()
+            if (self._lent.full or self._held_back.lines) and self._held_back.holds(pending):
+                self._held_back.add(pending, self._loop.time())
+                return self._sweep_later()
             workers = self._choice.remembered.get(pending.form)
             if workers is None:
                 self._dispatch(pending)
@@ -127,7 +140,7 @@ class Submitter:
         pending = self._pending.get(request_id)
         if pending is None or pending.cancelled:
             return
-        pending.cancelled = True
+        pending.cancelled, pending.recalled = True, False
         if pending.worker is not None:
             pending.worker.lane.cancel(request_id)
             self._sending.flush_later(pending.worker)
@@ -136,12 +149,11 @@ class Submitter:
 
     def release(self, lane: SubmitterLane, key: LeaseKey) -> None:
         """The bytes of an answer have left. Harmless where it was said before."""
-        if not self._lent.take_back(lane, key):
+        if (account := self._lent.take_back(lane, key)) is None:
             return
-        for worker in self._choice.workers.values():
-            if worker.lane is lane:
-                self._sending.flush_later(worker)
-                return
+        self._sending.flush_all_later(each for each in self._choice.workers.values() if each.lane is lane)
+        if self._held_back.lines:
+            self._held_back.let_go(account, self._send_again)
 
     def in_flight(self) -> int:
         """Requests accepted and not yet answered."""
@@ -149,32 +161,19 @@ class Submitter:
 
     def statistics(self) -> dict[str, int]:
         """Counts for operators."""
-        counts = {"in_flight": len(self._pending), "waiting_for_worker": len(self._workerless)}
+        waiting = {"waiting_for_worker": len(self._workerless), "held_back": len(self._held_back)}
         forms = {"forms_minted": self.forms.minted, "forms_evicted": self.forms.evicted}
-        return {**counts, **forms, "answers_held": len(self._lent), **self._arena.statistics()}
+        held = {"answers_held": len(self._lent), **self._arena.statistics()}
+        return {"in_flight": len(self._pending), **waiting, **forms, **held}
 
     # ------------------------------------------------------------------------------------------------ room
 
-    def loan(self, byte_size: int) -> Lease | None:
-        """Room for inputs, or None when there is none now or others wait already.
-
-        Raises: InvalidArgument: it could never fit.  Unavailable: the host has no memory.
-        """
-        return self._space.loan(byte_size)
-
-    def wait_for_room(self, byte_size: int, on_lease: OnLease, model: str = "") -> None:
+    def wait_for_room(
+        self, byte_size: int, on_lease: OnLease, model: str = "", account: Account | None = None, arriving: bool = False
+    ) -> None:
         """Calls back with a lease, or with Unavailable when there is no room for ``arenas.wait`` seconds; ``model``: if known."""
-        self._space.wait(byte_size, self.refusals.of_room(model, on_lease), self._loop.time())
+        self._space.wait(byte_size, self.refusals.of_room(model, on_lease), self._loop.time(), account, arriving)
         self._sweep_later()
-
-    def give_back(self, lease: Lease) -> None:
-        """Returns a lease that was not submitted, or whose request is done, and serves who waits for room."""
-        closures = self._arena.closures
-        self._space.give_back(lease)
-        if self._arena.closures != closures:
-            # Workers that still map a closed segment keep its pages.
-            for worker in self._choice.workers.values():
-                self._sending.flush_later(worker)
 
     # -------------------------------------------------------------------------------------- workers and models
 
@@ -201,12 +200,11 @@ class Submitter:
         worker = self._choice.workers.pop(fenced.worker, None)
         if worker is None:
             return
+        # What it answered before it died is still in the socket, all of it: the process is gone.
+        while not worker.closed and self._readable(worker):
+            pass
         if not worker.closed:
-            # What it answered before it died is still in the socket, all of it: the process is gone.
-            while self._readable(worker):
-                pass
-            if not worker.closed:
-                self._close(worker)
+            self._close(worker)
         executing = {request for submitter, request in worker.page.executing() if submitter == self._incarnation}
         orphans, worker.in_flight = worker.in_flight, {}
         models = Counter(pending.submit.model for number, pending in orphans.items() if number in executing)
@@ -235,8 +233,7 @@ class Submitter:
             worker.lane.close()
         self._choice.workers.clear()
         held = sum(len(pending.leases) for pending in self._pending.values())
-        forgotten = self._arena.statistics()["leases"] - held
-        if forgotten:
+        if forgotten := self._arena.statistics()["leases"] - held:
             _log.warning("%d leases of the request arena belong to no request and were never given back", forgotten)
         self._arena.close()
 
@@ -265,6 +262,7 @@ class Submitter:
 
     def _send_again(self, pending: Pending) -> None:
         """The same of one whose sender is not there any more."""
+        pending.recalled = False
         try:
             self._dispatch(pending)
         except ServingError as error:
@@ -300,7 +298,7 @@ class Submitter:
                 continue
             pending = in_flight.pop(own.request_id, None)
             if own.lease is not None:
-                self._lent.note((worker.lane, own.lease))
+                self._held_back.note(worker.lane, own.lease, pending, own.contents)
                 if pending is None or pending.cancelled:
                     self.release(worker.lane, own.lease)
             if pending is None:
@@ -318,11 +316,14 @@ class Submitter:
         return True
 
     def _complete(self, worker: Worker, completion: Completion) -> None:
-        pending, lease = worker.in_flight.get(completion.request_id), completion.lease
-        if pending is not None and completion.final:
-            del worker.in_flight[completion.request_id]
+        take, lease = worker.in_flight.pop if completion.final else worker.in_flight.get, completion.lease
+        pending = take(completion.request_id, None)
         if lease is not None:
-            self._lent.note((worker.lane, lease))
+            self._held_back.note(worker.lane, lease, pending, [tensor.place for tensor in completion.outputs])
+        if pending is not None and pending.recalled and completion.code == Cancelled.code:
+            self._held_back.came_back(pending, self._loop.time())
+            self._sweep_later()
+            return
         if pending is not None and not pending.cancelled:
             pending.answered = True
             if pending.tell(completion, worker.lane):
@@ -374,10 +375,14 @@ class Submitter:
         for pending in self._workerless.expired(now):
             self.refusals.note(pending.submit.model, Refusal.NO_WORKER)
             self._fail(pending, self._workerless.refusal(pending.submit))
+        for pending, error in self._held_back.expired(now):
+            self.refusals.note(pending.submit.model, Refusal.ANSWERS_HELD)
+            self._fail(pending, error)
+        self._held_back.let_all_go(self._send_again)
         room_wanted = self._space.expire(now)
         if self._timeout:
             self._sweep_timeouts(now - self._timeout)
-        if self._workerless or room_wanted or (self._timeout and self._pending):
+        if self._workerless or self._held_back.lines or room_wanted or (self._timeout and self._pending):
             self._sweep_later()
 
     def _sweep_timeouts(self, sent_before: float) -> None:

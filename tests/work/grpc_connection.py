@@ -55,7 +55,7 @@ class GrpcBench(LaneBench):
             INFER: functools.partial(UnaryInfer, inferring),
             STREAM: functools.partial(StreamInfer, inferring),
         }
-        self._serving = Serving(OPTIONS.grpc, methods, self.tally.seat(0))
+        self._serving = Serving(OPTIONS.grpc, methods, self.tally.seat(0), self.submitter.accounts)
 
     def connect(self) -> KeptTransport:
         connection = Connection(self._serving)

@@ -19,13 +19,15 @@ from tests.fakes import MIB, EchoWorker, until
 #: One request of this size fills the arena.
 FULL = 2 * MIB
 ARENAS = {"byte_size": MIB, "max_byte_size": 3 * MIB, "keep_byte_size": 0, "wait": 60.0}
+#: All clients here are one, and it may have all.
+WHOLE = {**ARENAS, "connection_share": 1.0, "client_share": 1.0, "arriving_share": 1.0}
 
 Served = tuple[GrpcFrontProcess, EchoWorker, FrameClient]
 
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    with serving(arenas=ARENAS) as (front, (worker,)), front.frames() as client:
+    with serving(arenas=WHOLE) as (front, (worker,)), front.frames() as client:
         yield front, worker, client
 
 
@@ -112,9 +114,14 @@ def test_a_compressed_one(served: Served) -> None:
     assert answered(client, worker, stream) == content[:100]
 
 
-def test_many_on_one_stream_between_small_ones(served: Served) -> None:
-    """In one go, frames cut anywhere: each is a request of its own, in the order they were sent."""
-    _, worker, client = served
+@pytest.mark.parametrize("arenas", [WHOLE, ARENAS])
+def test_many_on_one_stream_between_small_ones(arenas: dict[str, Any]) -> None:
+    """In one go, frames cut anywhere: each is a request of its own, in the order they were sent, also where one has to wait."""
+    with serving(arenas=arenas) as (front, (worker,)), front.frames() as client:
+        stream_of_both(worker, client)
+
+
+def stream_of_both(worker: EchoWorker, client: FrameClient) -> None:
     large = [values(200_000 + n, n) for n in range(4)]
     messages = [piece for n in range(4) for piece in (prefixed(request(large[n])), prefixed(request(bytes([n]))))]
     stream = client.open(STREAM)
@@ -133,7 +140,7 @@ def test_many_on_one_stream_between_small_ones(served: Served) -> None:
 
 def test_a_long_one_is_granted_at_once() -> None:
     """More than a window: the client learns in one WINDOW_UPDATE that all of it may come, once its place is known."""
-    with serving(arenas={**ARENAS, "max_byte_size": 32 * MIB}) as (front, (worker,)), front.frames() as client:
+    with serving(arenas={**WHOLE, "max_byte_size": 32 * MIB}) as (front, (worker,)), front.frames() as client:
         content = prefixed(request(values(12 * MIB)))
         stream = client.open()
         send(client, stream, content[:1000], 1000, end=False)
@@ -199,7 +206,7 @@ def test_waiting_for_room_is_not_the_clients_fault() -> None:
 
     The first message and the last have to be as quick, on whatever machine: so the bound is no shorter.
     """
-    with serving(arenas=ARENAS, grpc={"body_timeout": 4.0}) as (front, (worker,)), front.frames() as client:
+    with serving(arenas=WHOLE, grpc={"body_timeout": 4.0}) as (front, (worker,)), front.frames() as client:
         first = client.open()
         send(client, first, prefixed(request(values(FULL))), MIB)
         held = worker.next()
@@ -220,7 +227,7 @@ def test_waiting_for_room_is_not_the_clients_fault() -> None:
 
 
 def test_no_room_in_time() -> None:
-    with serving(arenas={**ARENAS, "wait": 0.2}) as (front, (worker,)), front.frames() as client:
+    with serving(arenas={**WHOLE, "wait": 0.2}) as (front, (worker,)), front.frames() as client:
         first = client.open()
         send(client, first, prefixed(request(values(FULL))), MIB)
         held = worker.next()
@@ -303,7 +310,7 @@ def test_the_deadline_passes_in_the_middle(served: Served, frame_size: int) -> N
 
 @pytest.mark.parametrize("frame_size", [10_000, 4 * MIB])
 def test_it_does_not_go_on(frame_size: int) -> None:
-    with serving(arenas=ARENAS, grpc={"body_timeout": 0.2}) as (front, (worker,)), front.frames() as client:
+    with serving(arenas=WHOLE, grpc={"body_timeout": 0.2}) as (front, (worker,)), front.frames() as client:
         whole = prefixed(request(values(FULL)))
         stream = client.open()
         content = b"".join(
@@ -317,7 +324,7 @@ def test_it_does_not_go_on(frame_size: int) -> None:
 
 def test_a_held_streams_large_messages_are_given_back(served: Served) -> None:
     """One request of a stream may be in flight; a large one waits behind it when the client goes."""
-    with serving(arenas=ARENAS, grpc={"max_stream_requests": 1}) as (front, (worker,)):
+    with serving(arenas=WHOLE, grpc={"max_stream_requests": 1}) as (front, (worker,)):
         with front.frames() as client:
             stream = client.open(STREAM)
             client.data(stream, prefixed(request(b"\1")))

@@ -37,7 +37,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 @pytest.fixture(scope="module")
 def submitter(loop: asyncio.AbstractEventLoop) -> Iterator[Submitter]:
     async def make() -> Submitter:
-        arenas = Arenas(byte_size=MIB, max_byte_size=2 * MIB, wait=0.2, inline_byte_size=INLINE)
+        arenas = Arenas(byte_size=MIB, max_byte_size=2 * MIB, wait=0.2, inline_byte_size=INLINE, arriving_share=1)
         return Submitter(INCARNATION, Options(arenas=arenas), ModelTable())
 
     submitter = loop.run_until_complete(make())
@@ -59,6 +59,7 @@ class Arrival:
     """A message under way."""
 
     def __init__(self, submitter: Submitter, byte_size: int) -> None:
+        self._submitter = submitter
         self.reception = Reception(submitter, byte_size)
         self.rooms = 0
         self.message = ArrivingMessage(0, byte_size, self.reception, self._room)
@@ -100,7 +101,7 @@ class Arrival:
             else:
                 assert len(raw) <= INLINE
             found.append(raw)
-        lease.release()
+        self._submitter.give_back(lease)
         return head, client_id, found
 
 
@@ -161,7 +162,7 @@ def test_tensors_are_aligned(submitter: Submitter) -> None:
     lease = arrival.reception.take_lease()
     assert lease is not None
     assert lease.place.byte_size == 70_001
-    lease.release()
+    submitter.give_back(lease)
 
 
 def test_most_of_it_takes_no_ordinary_memory(submitter: Submitter) -> None:

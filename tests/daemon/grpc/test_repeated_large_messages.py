@@ -27,7 +27,7 @@ from tests.daemon.grpc.frame_client import (
 )
 from tests.daemon.grpc.requests import Infer
 from tests.daemon.grpc.test_inferring import BEGIN, END, traces
-from tests.daemon.grpc.test_large_messages import ARENAS, FULL, is_served, send, values
+from tests.daemon.grpc.test_large_messages import FULL, WHOLE, is_served, send, values
 from tests.daemon.grpc.test_repeated_messages import inner_of, said
 from tests.fakes import MIB, SMALL_BUFFER, EchoWorker, front_process, until
 
@@ -39,7 +39,7 @@ paths = pytest.mark.parametrize("path", [INFER, STREAM])
 
 @pytest.fixture
 def served() -> Iterator[Served]:
-    with serving(arenas=ARENAS) as (front, (worker,)), front.frames(WIDE) as client:
+    with serving(arenas=WHOLE) as (front, (worker,)), front.frames(WIDE) as client:
         worker.formed = True
         yield front, worker, client
 
@@ -84,7 +84,7 @@ def test_answers_are_those_that_were_written_whole(path: str, client_id: str) ->
     """The same messages to two fronts, of which one gets answers of forms: byte by byte the same, the first and the last."""
     found: list[list[Any]] = []
     for formed in (False, True):
-        with serving(arenas=ARENAS) as (front, (worker,)), front.frames(WIDE) as client:
+        with serving(arenas=WHOLE) as (front, (worker,)), front.frames(WIDE) as client:
             worker.formed = formed
             got = [ask(client, worker, path, number, client_id) for number in range(4)]
             assert isinstance(worker.record, FormSubmit)
@@ -133,7 +133,7 @@ def test_two_tensors_a_large_and_a_small_one(served: Served, frame_size: int) ->
 
 def test_many_of_a_stream_at_a_time() -> None:
     """They come back in any order, some in a form, some not, one with an error."""
-    with serving(arenas={**ARENAS, "max_byte_size": 32 * MIB}) as (front, (worker,)), front.frames(WIDE) as client:
+    with serving(arenas={**WHOLE, "max_byte_size": 32 * MIB}) as (front, (worker,)), front.frames(WIDE) as client:
         worker.formed = True
         known(client, worker, STREAM)
         come_back_in_any_order(client, worker)
@@ -217,7 +217,7 @@ def test_a_slow_reader_of_a_known_answer(path: str) -> None:
 
 @paths
 def test_errors_and_defects_of_workers(path: str) -> None:
-    with serving(workers=2, arenas=ARENAS) as (front, (first, second)), front.frames(WIDE) as client:
+    with serving(workers=2, arenas=WHOLE) as (front, (first, second)), front.frames(WIDE) as client:
         first.formed = second.formed = True
         front.model(first)
         known(client, first, path)
@@ -301,7 +301,7 @@ def test_no_room_for_a_known_one(served: Served, path: str) -> None:
 
 @paths
 def test_a_known_one_among_too_many(path: str) -> None:
-    with serving(requests={"max_in_flight": 1}, arenas=ARENAS) as (front, (worker,)), front.frames(WIDE) as client:
+    with serving(requests={"max_in_flight": 1}, arenas=WHOLE) as (front, (worker,)), front.frames(WIDE) as client:
         worker.formed = True
         known(client, worker, path)
         first = client.call(request(b"\1"))
@@ -325,7 +325,7 @@ def test_a_known_one_among_too_many(path: str) -> None:
 @paths
 def test_nobody_waits_for_it_any_more(path: str, when: str, how: str) -> None:
     """While it arrives, while it is with the worker, while its answer leaves."""
-    with serving(arenas={**ARENAS, "max_byte_size": 8 * MIB}) as (front, (worker,)):
+    with serving(arenas={**WHOLE, "max_byte_size": 8 * MIB}) as (front, (worker,)):
         worker.formed = True
         with front.frames(WIDE) as client:
             known(client, worker, path)
@@ -368,7 +368,7 @@ def test_nobody_waits_for_it_any_more(path: str, when: str, how: str) -> None:
 
 def test_a_held_streams_known_messages_are_given_back() -> None:
     """One request of a stream may be in flight; a large one waits behind it when the client goes, or until it has room."""
-    with serving(arenas=ARENAS, grpc={"max_stream_requests": 1}) as (front, (worker,)):
+    with serving(arenas=WHOLE, grpc={"max_stream_requests": 1}) as (front, (worker,)):
         worker.formed = True
         with front.frames(WIDE) as client:
             known(client, worker, STREAM)
@@ -392,7 +392,7 @@ def test_a_held_streams_known_messages_are_given_back() -> None:
 @paths
 def test_its_worker_dies(path: str) -> None:
     """It is run again by another, from where it lies."""
-    with serving(workers=2, arenas=ARENAS) as (front, (first, second)), front.frames(WIDE) as client:
+    with serving(workers=2, arenas=WHOLE) as (front, (first, second)), front.frames(WIDE) as client:
         first.formed = second.formed = True
         front.model(first)
         known(client, first, path)
@@ -414,7 +414,7 @@ def test_its_worker_dies(path: str) -> None:
 
 @paths
 def test_headers_are_parameters_of_their_request_alone(path: str) -> None:
-    with serving(arenas=ARENAS, grpc={"header_forward_pattern": "x-fwd-.*"}) as (front, (worker,)):
+    with serving(arenas=WHOLE, grpc={"header_forward_pattern": "x-fwd-.*"}) as (front, (worker,)):
         worker.formed = True
         with front.frames(WIDE) as client:
             for number, value in enumerate(("1", "1", "1", "2", "", "", "1")):

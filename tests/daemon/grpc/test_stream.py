@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config.options import Grpc
+from config.options import Arenas, Grpc
 from daemon.control.tally import Seat
 from daemon.grpc import frames
 from daemon.grpc.call import Buffer, Call
@@ -23,6 +23,7 @@ from daemon.grpc.codes import INTERNAL, RESOURCE_EXHAUSTED, UNIMPLEMENTED
 from daemon.grpc.header_blocks import CallHead
 from daemon.grpc.serving import Serving
 from daemon.grpc.stream import Stream
+from daemon.submit.accounts import Accounts
 
 LIMIT = 1024
 
@@ -33,7 +34,7 @@ class Wire:
     is_plain = True
 
     def __init__(self, window: int, room: int, frame_size: int, options: Grpc) -> None:
-        self.serving = Serving(options, {}, Seat(memoryview(bytearray(4096)).cast("Q"), 0))
+        self.serving = Serving(options, {}, Seat(memoryview(bytearray(4096)).cast("Q"), 0), Accounts(Arenas(), 0, 0))
         self.loop = asyncio.new_event_loop()
         self.max_frame_size = frame_size
         self.send_window = window

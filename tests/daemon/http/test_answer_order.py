@@ -107,15 +107,15 @@ def test_a_slow_reader_keeps_its_lease_until_it_has_read(served: Served) -> None
         content = bytes(range(256)) * (16 * MIB // 256)
         client.send(binary_request(b"\1") + binary_request(b"\2"))
         worker.answer(worker.next(), content)
-        # The second one's turn comes when the first answer was handed over, as far as it goes.
-        worker.answer(worker.next(), b"\2")
+        client.sock.recv(1, socket.MSG_PEEK)
         front.sync()
         assert worker.leases == 1
-        # No more of its requests are read meanwhile.
+        # The second one's turn comes when the first answer has left; no more of its requests are read meanwhile.
         client.send(binary_request(b"\3"))
         assert worker.idle()
         assert client.answer().parts == content
         until(lambda: worker.leases == 0)
+        worker.answer(worker.next(), b"\2")
         assert client.answer().parts == b"\2"
         worker.answer(worker.next(), b"\3")
         assert client.answer().parts == b"\3"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from config.options import Http
+from daemon.front.pace import GRACE_SECONDS
 from daemon.http.deadlines import LINGER_SECONDS, Deadlines, Late
 
 HTTP = Http(head_timeout=10, body_timeout=60, write_timeout=30, keep_alive_timeout=75)
@@ -30,22 +31,40 @@ def started(**since: float) -> Deadlines:
 )
 def test_each_has_its_own_limit(waits: str, limit: float, late: Late) -> None:
     times = started(**{waits: 100.0})
-    assert times.late(HTTP, 100 + limit, 0, False) is None
-    assert times.late(HTTP, 100 + limit + 0.1, 0, False) is late
+    assert times.late(HTTP, 100 + limit, 0, -1, False) is None
+    assert times.late(HTTP, 100 + limit + 0.1, 0, -1, False) is late
 
 
 def test_nothing_is_waited_for() -> None:
-    assert started().late(HTTP, 1e9, 0, False) is None
+    assert started().late(HTTP, 1e9, 0, -1, False) is None
 
 
 @pytest.mark.parametrize("waits", ["head", "body", "idle"])
 def test_nothing_is_expected_of_who_was_refused(waits: str) -> None:
-    assert started(**{waits: 1.0}).late(HTTP, 1e6, 0, True) is None
-    assert started(**{waits: 1.0, "linger": 1.0}).late(HTTP, 1e6, 0, True) is Late.LINGER
+    assert started(**{waits: 1.0}).late(HTTP, 1e6, 0, -1, True) is None
+    assert started(**{waits: 1.0, "linger": 1.0}).late(HTTP, 1e6, 0, -1, True) is Late.LINGER
 
 
-def test_who_takes_a_little_of_its_answer_is_not_late() -> None:
+def test_who_takes_enough_of_its_answer_is_not_late() -> None:
+    times, unsent = started(stalled=1.0), 1 << 30
+    for now in range(1, 500):
+        unsent -= HTTP.min_rate + 300
+        assert times.late(HTTP, float(now), unsent, -1, False) is None
+    assert times.late(HTTP, 561.0, unsent, -1, False) is Late.ANSWER
+
+
+def test_who_takes_a_byte_now_and_then_is_late() -> None:
     times = started(stalled=1.0)
-    for now, unsent in ((20.0, 900), (45.0, 800), (70.0, 700)):
-        assert times.late(HTTP, now, unsent, False) is None
-    assert times.late(HTTP, 101.0, 700, False) is Late.ANSWER
+    assert [times.late(HTTP, float(now), 1000 - now, -1, False) for now in range(1, 32)] == [None] * 31
+    assert times.late(HTTP, 32.0, 900, -1, False) is Late.ANSWER
+
+
+def test_bodies_come_at_some_rate() -> None:
+    times = started(body=100.0)
+    assert times.late(HTTP, 100 + GRACE_SECONDS, 0, 0, False) is None
+    assert times.late(HTTP, 101 + GRACE_SECONDS, 0, HTTP.min_rate - 1, False) is Late.SLOW
+    assert times.late(HTTP, 101 + GRACE_SECONDS, 0, HTTP.min_rate, False) is None
+    assert times.late(HTTP, 150.0, 0, 1 << 20, False) is None
+    # It waits for room.
+    assert times.late(HTTP, 150.0, 0, -1, False) is None
+    assert started(body=100.0).late(Http(min_rate=0), 150.0, 0, 0, False) is None

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from config.options import Arenas
+from daemon.submit.accounts import Accounts
 from daemon.submit.arena_space import ArenaSpace
 from shm.arena import Arena, Lease
 from shm.errors import InvalidArgument, ServingError, Unavailable
+from shm.operations import Peer
 
 MIB = 1 << 20
 
@@ -24,7 +27,7 @@ def arena() -> Iterator[Arena]:
 
 
 def test_nobody_overtakes_who_waits(arena: Arena) -> None:
-    room = ArenaSpace(arena, 5.0)
+    room = ArenaSpace(arena, 5.0, 4 * MIB)
     held = room.loan(MIB)
     assert held is not None
     assert room.loan(MIB) is None
@@ -46,7 +49,7 @@ def test_nobody_overtakes_who_waits(arena: Arena) -> None:
 
 
 def test_who_waits_too_long_is_told_so(arena: Arena) -> None:
-    room = ArenaSpace(arena, 5.0)
+    room = ArenaSpace(arena, 5.0, 4 * MIB)
     held = room.loan(MIB)
     assert held is not None
     told: list[Lease | ServingError] = []
@@ -64,6 +67,82 @@ def test_who_waits_too_long_is_told_so(arena: Arena) -> None:
     held.release()
 
 
+@pytest.fixture
+def large_arena() -> Iterator[Arena]:
+    made = Arena(4 * MIB, 64 * MIB, 0)
+    yield made
+    made.close()
+
+
+def test_small_ones_do_not_wait_for_large_ones(large_arena: Arena) -> None:
+    room = ArenaSpace(large_arena, 5.0, 64 * MIB)
+    held = [room.loan(20 * MIB) for _ in range(3)]
+    granted: list[Lease | ServingError] = []
+    assert room.loan(20 * MIB) is None
+    room.wait(20 * MIB, granted.append, 0.0)
+    # Neither those that lie in the first segment, nor small ones.
+    for size in (MIB, 4096):
+        lease = room.loan(size)
+        assert lease is not None
+        room.give_back(lease)
+    assert room.loan(10 * MIB) is None, "somebody waits for as large a place"
+    for lease in held:
+        assert lease is not None
+        room.give_back(lease)
+    assert isinstance(granted[0], Lease)
+    room.give_back(granted[0])
+    assert large_arena.statistics()["leases"] == 0
+
+
+def test_who_holds_its_share_waits_for_nobody_else(large_arena: Arena) -> None:
+    room = ArenaSpace(large_arena, 5.0, 64 * MIB)
+    accounts = Accounts(Arenas(byte_size=MIB, max_byte_size=64 * MIB), 1024, MIB)
+    greedy, other = accounts.open(Peer("tcp", "10.0.0.1:1")), accounts.open(Peer("tcp", "10.0.0.2:1"))
+    held = [room.loan(8 * MIB, greedy), room.loan(8 * MIB, greedy)]
+    assert room.loan(8 * MIB, greedy) is None
+    granted: list[Lease | ServingError] = []
+    room.wait(8 * MIB, granted.append, 0.0, greedy)
+    lease = room.loan(8 * MIB, other)
+    assert lease is not None
+    room.give_back(lease)
+    assert not granted
+    room.give_back(held[0])  # type: ignore[arg-type]
+    assert isinstance(granted[0], Lease)
+    room.wait(8 * MIB, granted.append, 0.0, greedy)
+    assert not room.expire(5.0)
+    assert isinstance(granted[1], Unavailable)
+    assert granted[1].message == (
+        f"the requests of this connection take {16 * MIB} bytes, {8 * MIB} more make over {16 * MIB}, and nothing was given back "
+        "within 5 s"
+    )
+    room.give_back(held[1])  # type: ignore[arg-type]
+    room.give_back(granted[0])
+    assert (greedy.requests, greedy.client.requests) == (0, 0)
+
+
+def test_what_is_not_whole_has_a_part(large_arena: Arena) -> None:
+    room = ArenaSpace(large_arena, 5.0, 16 * MIB)
+    first = room.loan(40 * MIB, arriving=True)
+    assert first is not None, "one of any size"
+    assert room.loan(2 * MIB, arriving=True) is None
+    granted: list[Lease | ServingError] = []
+    room.wait(2 * MIB, granted.append, 0.0, arriving=True)
+    whole = room.loan(2 * MIB)
+    assert whole is not None
+    small = room.loan(4096, arriving=True)
+    assert small is not None
+    room.give_back(small)
+    room.arrived(first)
+    room.arrived(first)
+    assert isinstance(granted[0], Lease)
+    for lease in (first, whole, granted[0]):
+        room.give_back(lease)
+    again = room.loan(16 * MIB, arriving=True)
+    assert again is not None
+    room.give_back(again)
+    assert large_arena.statistics()["leases"] == 0
+
+
 def test_what_can_never_fit_is_refused(arena: Arena) -> None:
     with pytest.raises(InvalidArgument):
-        ArenaSpace(arena, 5.0).loan(2 * MIB)
+        ArenaSpace(arena, 5.0, 4 * MIB).loan(2 * MIB)

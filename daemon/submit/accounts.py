@@ -1,0 +1,170 @@
+"""What clients hold of a front's memory: each connection its own account, and those of one client a common one.
+
+    request arena      what their bodies and messages lie in, from the first byte until the request is answered
+    response arenas    answers that they have not taken
+
+Each may hold a share. Who holds it waits, for its own to come back; everybody else does not notice. One that holds nothing may
+always have one lease, so that what is allowed at all is possible. A client is a user on a unix socket, a host on TCP: programs
+that have one address cannot be told apart, so small leases never count against their common share, and medium ones against more.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable
+
+from config.options import Arenas
+from shm.operations import Peer
+
+#: Kinds of requests that are remembered of one client.
+_MAX_BULKY = 1024
+#: Clients of whom those that are gone are remembered.
+_MANY = 256
+
+
+#: Up to which a lease is small, and medium; all that there is.
+Sizes = tuple[int, int, int]
+
+
+class Holdings:
+    """Bytes of a front's arenas, and the most that it should be."""
+
+    __slots__ = ("answers", "limit", "requests")
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.requests = 0
+        self.answers = 0
+
+
+class Client(Holdings):
+    """All connections of one client."""
+
+    __slots__ = ("accounts", "bulky", "last", "owner", "sent", "sizes")
+
+    def __init__(self, owner: str, limit: int, sizes: Sizes) -> None:
+        super().__init__(limit)
+        self.owner = owner
+        self.sizes = sizes
+        #: Connections that are open, or have something to give back.
+        self.accounts = 0
+        #: The kinds of requests whose answers were large when it held much.
+        self.bulky: set[Hashable] = set()
+        #: Bytes of the last answer with which it held its share.
+        self.last = 0
+        #: Requests of those kinds that waited and were let go, until they are answered.
+        self.sent: set[int] = set()
+
+    def limit_of(self, byte_size: int) -> int:
+        """What its requests may take with one more of that size."""
+        small, medium, whole = self.sizes
+        if byte_size <= small:
+            return whole
+        return (self.limit + whole) // 2 if byte_size <= medium else self.limit
+
+
+class Account(Holdings):
+    """One connection's."""
+
+    __slots__ = ("client", "last")
+
+    def __init__(self, client: Client, limit: int) -> None:
+        super().__init__(limit)
+        self.client = client
+        #: Bytes of the last answer that it held.
+        self.last = 0
+
+    # ------------------------------------------------------------------------------------------------ request arena
+
+    def admits(self, byte_size: int) -> bool:
+        """Whether it may borrow so much more of the request arena."""
+        client = self.client
+        if self.requests + byte_size <= self.limit and client.requests + byte_size <= client.limit:
+            return True
+        if self.requests and self.requests + byte_size > self.limit:
+            return False
+        return not client.requests or client.requests + byte_size <= client.limit_of(byte_size)
+
+    # ----------------------------------------------------------------------------------------------- response arenas
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it holds its share of answers."""
+        return self.answers >= self.limit
+
+    def note_bulky(self, kind: Hashable) -> None:
+        """Requests of that kind have large answers."""
+        bulky = self.client.bulky
+        if len(bulky) >= _MAX_BULKY:
+            bulky.clear()
+        bulky.add(kind)
+
+    def may_send(self, kind: Hashable) -> bool:
+        """Whether its next request may go to a worker. ``kind``: what requests with answers of one size have in common."""
+        return not self.is_full and not (self.client.answers >= self.client.limit and kind in self.client.bulky)
+
+    def describe(self) -> str:
+        """For who waited in vain: what is held, with both numbers."""
+        client = self.client
+        if self.is_full:
+            return f"this connection has not taken {self.answers} bytes of its answers, at most {self.limit} may wait for it"
+        return f"{client.answers} bytes of answers wait for clients of {client.owner}, at most {client.limit} may"
+
+    def describe_requests(self, byte_size: int) -> str:
+        """The same of the request arena."""
+        client = self.client
+        if self.requests and self.requests + byte_size > self.limit:
+            return (
+                f"the requests of this connection take {self.requests} bytes, {byte_size} more make over {self.limit}"
+            )
+        limit = client.limit_of(byte_size)
+        return f"the requests of {client.owner} take {client.requests} bytes, {byte_size} more make over {limit}"
+
+    def __repr__(self) -> str:
+        return f"<Account of {self.client.owner}: {self.requests} of requests, {self.answers} of answers>"
+
+
+class Accounts:
+    """One per front."""
+
+    def __init__(self, options: Arenas, small_byte_size: int, medium_byte_size: int) -> None:
+        """The sizes: up to which leases are small, and medium."""
+        self._sizes = small_byte_size, medium_byte_size, options.max_byte_size
+        self._connection_limit = part(options, options.connection_share)
+        self._client_limit = part(options, options.client_share)
+        self._clients: dict[str, Client] = {}
+        #: How many are looked through for those that are gone.
+        self._many = _MANY
+
+    def open(self, peer: Peer) -> Account:
+        """For a new connection."""
+        owner = peer.owner
+        client = self._clients.get(owner)
+        if client is None:
+            self._forget_gone()
+            client = self._clients[owner] = Client(owner, self._client_limit, self._sizes)
+        client.accounts += 1
+        return Account(client, self._connection_limit)
+
+    def close(self, account: Account) -> None:
+        """The connection is gone. What it holds goes on counting for its client until it is given back."""
+        account.client.accounts -= 1
+
+    def _forget_gone(self) -> None:
+        if len(self._clients) < self._many:
+            return
+        for client in list(self._clients.values()):
+            if not (client.accounts or client.requests or client.answers):
+                del self._clients[client.owner]
+        self._many = max(_MANY, 2 * len(self._clients))
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def __repr__(self) -> str:
+        return f"<Accounts of {len(self._clients)} clients>"
+
+
+def part(options: Arenas, share: float) -> int:
+    """Of an arena. All of it is no bound: then the arena itself says when it is full."""
+    return int(options.max_byte_size * share) if share < 1 else sys.maxsize

@@ -1,0 +1,182 @@
+"""Who does not take its answers gets no more of them made, and nobody else waits for that: the submitter with real lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from config.options import Arenas
+from daemon.submit.accounts import Account
+from shm.control_records import ModelState, WorkerFenced
+from shm.lane import SubmitterLane
+from shm.messages import Cancel, Completion, Inline, Submit, Tensor
+from shm.operations import Peer
+from tests.daemon.submit.test_submitter import Setting
+from tests.fakes import EchoWorker
+
+MIB = 1 << 20
+
+
+class Asker:
+    """A connection that takes its answers when it is told to."""
+
+    def __init__(self, setting: Setting, host: str = "10.0.0.1") -> None:
+        self.setting = setting
+        self.account: Account = setting.submitter.accounts.open(Peer("tcp", f"{host}:1"))
+        self.answers: list[Completion] = []
+        self.held: list[tuple[SubmitterLane, tuple[int, int, int]]] = []
+
+    def ask(self, model: str = "m") -> int:
+        record = Submit(self.setting.submitter.next_id(), model, 0, (Tensor("x", "UINT8", (1,), Inline(b"1")),))
+        self.setting.submitter.submit(record, (), self.completed, self.account)
+        return record.request_id
+
+    def completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
+        self.answers.append(completion)
+        if completion.lease is not None:
+            assert lane is not None
+            self.held.append((lane, completion.lease))
+
+    def take(self, count: int = 1) -> None:
+        for _ in range(count):
+            self.setting.submitter.release(*self.held.pop(0))
+
+
+@pytest.fixture
+def setting() -> Iterator[Setting]:
+    made = Setting(arenas=Arenas(byte_size=MIB, max_byte_size=16 * MIB, wait=0.3))
+    yield made
+    made.close()
+
+
+def answer(setting: Setting, worker: EchoWorker, byte_size: int = MIB, count: int = 1000) -> list[int]:
+    """The worker answers what it has, with so many bytes; what it was told to cancel it answers so. Returns whom it answered."""
+    answered: list[int] = []
+    for _ in range(6):
+        setting.turn()
+        worker.poll()
+        cancelled, worker.cancelled = set(worker.cancelled), []
+        waiting = [worker.next() for _ in range(len(worker._requests))]
+        for request in waiting:
+            if request.request_id in cancelled:
+                worker.complete(request.request_id, code="CANCELLED", message="the request was cancelled")
+            elif len(answered) < count:
+                worker.answer(request, bytes(byte_size))
+                answered.append(request.request_id)
+                setting.turn()
+                worker.poll()
+                cancelled |= set(worker.cancelled)
+                worker.cancelled = []
+            else:
+                worker._requests.append((request, request))
+    return answered
+
+
+def test_a_connection_that_takes_nothing(setting: Setting) -> None:
+    """1. it asks for twice its share; 2. what had not begun comes back; 3. others are answered; 4. it goes on as it takes."""
+    worker = setting.open_worker()
+    setting.ready(worker)
+    slow, other = Asker(setting), Asker(setting)
+    asked = [slow.ask() for _ in range(8)]
+    # A quarter of 16 MiB is four answers.
+    assert answer(setting, worker) == asked[:4]
+    found = setting.submitter.statistics()
+    assert (found["held_back"], found["answers_held"], found["in_flight"]) == (4, 4, 4)
+    late = slow.ask()
+    setting.turn()
+    assert worker.idle(0)
+    for _ in range(5):
+        other.ask()
+    assert len(answer(setting, worker, 100)) == 5
+    assert [completion.code for completion in other.answers] == [""] * 5
+    for number in (*asked[4:], late):
+        slow.take()
+        assert answer(setting, worker) == [number]
+    slow.take(len(slow.held))
+    assert [completion.code for completion in slow.answers] == [""] * 9
+    found = setting.submitter.statistics()
+    assert (found["held_back"], found["answers_held"], found["in_flight"]) == (0, 0, 0)
+    assert (slow.account.answers, slow.account.client.answers) == (0, 0)
+    setting.turn()
+    assert worker.leases == 0
+
+
+def test_it_waits_no_longer_than_for_room(setting: Setting) -> None:
+    worker = setting.open_worker()
+    setting.ready(worker)
+    slow = Asker(setting)
+    for _ in range(6):
+        slow.ask()
+    assert len(answer(setting, worker)) == 4
+    setting.sleep(1.0)
+    assert [completion.code for completion in slow.answers] == [""] * 4 + ["UNAVAILABLE"] * 2
+    assert slow.answers[-1].message == (
+        f"this connection has not taken {4 * MIB} bytes of its answers, at most {4 * MIB} may wait for it; that did not change "
+        "within 0.3 s"
+    )
+    slow.take(4)
+    assert setting.submitter.statistics()["in_flight"] == 0
+
+
+def test_many_connections_of_one_client(setting: Setting) -> None:
+    """Beyond their common share only requests like theirs wait, of that client; other clients have the other half."""
+    worker = setting.open_worker()
+    setting.ready(worker)
+    setting.submitter.model_changed(ModelState("small", 1, "READY", workers=(worker.incarnation,)))
+    slow = [Asker(setting) for _ in range(10)]
+    for asker in slow:
+        asker.ask()
+        answer(setting, worker)
+    assert sum(len(asker.answers) for asker in slow) == 8
+    neighbour, stranger = Asker(setting), Asker(setting, "10.0.0.2")
+    neighbour.ask("small")
+    stranger.ask()
+    assert len(answer(setting, worker, 2000)) == 2
+    neighbour.take()
+    stranger.take()
+    slow[0].take()
+    answer(setting, worker)
+    assert sum(len(asker.answers) for asker in slow) == 9
+    for asker in slow[1:9]:
+        asker.take(len(asker.held))
+    answer(setting, worker)
+    for asker in slow:
+        assert [completion.code for completion in asker.answers] == [""]
+        asker.take(len(asker.held))
+    assert setting.submitter.statistics()["answers_held"] == 0
+
+
+def test_whoever_waits_may_go(setting: Setting) -> None:
+    worker = setting.open_worker()
+    setting.ready(worker)
+    slow = Asker(setting)
+    asked = [slow.ask() for _ in range(6)]
+    answer(setting, worker)
+    for number in asked[4:]:
+        setting.submitter.cancel(number)
+    assert setting.submitter.in_flight() == 0
+    slow.take(4)
+    setting.turn()
+    assert setting.submitter.statistics()["held_back"] == 0
+    assert len(slow.answers) == 4
+
+
+def test_a_worker_dies_while_some_are_called_back(setting: Setting) -> None:
+    worker, second = setting.open_worker(), setting.open_worker()
+    setting.ready(worker)
+    slow = Asker(setting)
+    asked = [slow.ask() for _ in range(6)]
+    setting.turn()
+    for _ in range(4):
+        worker.answer(worker.next(), bytes(MIB))
+    setting.turn(8)
+    setting.ready(second)
+    worker.die()
+    setting.submitter.fence(WorkerFenced(worker.incarnation))
+    # The two that had not begun are sent again, and not taken for cancelled.
+    assert answer(setting, second, 100) == asked[4:]
+    assert [completion.code for completion in slow.answers] == [""] * 6
+    slow.take(4)
+    assert not [each for each in second.cancelled if isinstance(each, Cancel)]
+    assert setting.submitter.statistics()["answers_held"] == 0

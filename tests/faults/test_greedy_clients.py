@@ -1,0 +1,298 @@
+"""Clients that ask for much and take nothing, or announce much and send next to nothing, beside one that does as clients do.
+
+It is judged by answers and counts: every request of the ordinary client is answered, and well, while the others go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+import tritonclient.http as httpclient
+from tritonclient.grpc import service_pb2
+
+from daemon.grpc import frames
+from tests import repositories
+from tests.daemon.grpc.frame_client import STREAM, FrameClient, prefixed
+from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
+
+MIB = 1 << 20
+#: All that an arena holds.
+ARENA = 32 * MIB
+#: Answers of the model ``large``; many times as many are asked for as there is room for.
+LARGE = 2 * MIB
+
+
+def repository(folder: Any) -> Any:
+    repositories.scale_model(folder)
+    repositories.echo_models(folder)
+    repositories.write_model(
+        folder,
+        "large",
+        f"""
+        import jax.numpy as jnp
+
+        inputs = {{"x": "FP32[1]"}}
+        outputs = {{"y": "FP32[{LARGE // 4}]"}}
+
+        def create(path, config, device):
+            return (lambda params, inputs: {{"y": jnp.zeros({LARGE // 4}, jnp.float32) + inputs["x"]}}), {{}}
+        """,
+    )
+    return folder
+
+
+@pytest.fixture
+def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory, request: Any) -> Iterator[DaemonProcess]:
+    options: dict[str, dict[str, Any]] = {
+        "arenas": {"byte_size": MIB, "max_byte_size": ARENA, "wait": PATIENCE},
+        "http": {"max_body_byte_size": 8 * MIB},
+        "grpc": {"max_message_byte_size": 8 * MIB},
+    }
+    for section, values in getattr(request, "param", {}).items():
+        options[section] = {**options.get(section, {}), **values}
+    folder = repository(tmp_path_factory.mktemp("repository"))
+    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [folder], options) as running:
+        running.wait_ready()
+        yield running
+        assert "Traceback" not in running.log
+
+
+class Neighbour:
+    """Asks without pause over both protocols, small requests and some of ``byte_size``; counts what is not as it should be."""
+
+    def __init__(self, daemon: DaemonProcess, byte_size: int) -> None:
+        self.answers = 0
+        self.wrong: list[str] = []
+        self._stop = threading.Event()
+        self._urls = daemon.url, daemon.grpc_url
+        self._values = np.arange(byte_size, dtype=np.uint32).astype(np.uint8)
+        self._threads = [threading.Thread(target=self._run, args=(kind,)) for kind in (httpclient, grpcclient)]
+
+    def __enter__(self) -> Neighbour:
+        for thread in self._threads:
+            thread.start()
+        wait_until(lambda: self.answers >= 4, "the neighbour's first answers")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, kind: Any) -> None:
+        timeouts = {"network_timeout": PATIENCE, "connection_timeout": PATIENCE} if kind is httpclient else {}
+        with kind.InferenceServerClient(self._urls[kind is grpcclient], **timeouts) as client:
+            small = kind.InferInput("x", [1, 4], "FP32")
+            small.set_data_from_numpy(np.array([[1, 2, 3, 4]], np.float32))
+            larger = kind.InferInput("x", [len(self._values)], "UINT8")
+            larger.set_data_from_numpy(self._values)
+            while not self._stop.is_set():
+                try:
+                    good = client.infer("scale", [small]).as_numpy("y").tolist() == [[4, 7, 10, 13]]
+                    good = good and bool((client.infer("echo_uint8", [larger]).as_numpy("y") == self._values).all())
+                except Exception as error:
+                    self.wrong.append(repr(error))
+                else:
+                    self.wrong += [] if good else ["another answer"]
+                self.answers += 1
+
+    def goes_on(self, count: int = 10) -> None:
+        """Returns when it was answered so often again."""
+        before = self.answers
+        wait_until(lambda: self.answers >= before + count or self.wrong, "the neighbour to be answered")
+        assert not self.wrong
+
+
+def everything_is_free(daemon: DaemonProcess) -> None:
+    """Every place of the request arena and of the response arena can be used again, by one client."""
+    with grpcclient.InferenceServerClient(daemon.grpc_url) as client:
+        values = np.zeros(7 * MIB, np.uint8)
+        tensor = grpcclient.InferInput("x", [len(values)], "UINT8")
+        tensor.set_data_from_numpy(values)
+        for _ in range(6):
+            assert len(client.infer("echo_uint8", [tensor]).as_numpy("y")) == len(values)
+    with httpclient.InferenceServerClient(daemon.url, concurrency=3, network_timeout=PATIENCE) as http:
+        tensor = httpclient.InferInput("x", [len(values)], "UINT8")
+        tensor.set_data_from_numpy(values)
+        for asked in [http.async_infer("echo_uint8", [tensor]) for _ in range(6)]:
+            assert len(asked.get_result().as_numpy("y")) == len(values)
+
+
+def wants_large() -> Any:
+    tensor = service_pb2.ModelInferRequest.InferInputTensor(name="x", datatype="FP32", shape=[1])
+    return service_pb2.ModelInferRequest(model_name="large", inputs=[tensor], raw_input_contents=[bytes(4)])
+
+
+def grpc_port(daemon: DaemonProcess) -> int:
+    return int(daemon.grpc_url.split(":")[1])
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_grpc_clients_that_give_no_window(daemon: DaemonProcess, streamed: bool) -> None:
+    """1. two connections without a window ask for several times the arena; 2. the neighbour goes on; 3. they leave."""
+    with Neighbour(daemon, 20_000) as neighbour:
+        clients = [FrameClient(grpc_port(daemon), ((frames.INITIAL_WINDOW_SIZE, 0),)) for _ in range(2)]
+        for client in clients:
+            if streamed:
+                stream = client.open(STREAM)
+                for _ in range(100):
+                    client.data(stream, prefixed(wants_large()))
+            else:
+                for _ in range(100):
+                    client.call(wants_large())
+            client.synchronise()
+        neighbour.goes_on(40)
+        for client in clients:
+            client.sock.close()
+        neighbour.goes_on()
+    everything_is_free(daemon)
+
+
+def test_a_grpc_client_that_takes_its_answers_late(daemon: DaemonProcess) -> None:
+    """All of them come in the end, though they are several times what its connection may hold."""
+    with Neighbour(daemon, 20_000) as neighbour:
+        with FrameClient(grpc_port(daemon), ((frames.INITIAL_WINDOW_SIZE, 0),)) as client:
+            calls = [client.call(wants_large()) for _ in range(40)]
+            client.synchronise()
+            neighbour.goes_on()
+            client.send(frames.settings(((frames.INITIAL_WINDOW_SIZE, 2 * LARGE),)))
+            for number in calls:
+                assert client.answer(number).status == 0
+                client.send(frames.window_update(0, LARGE))
+        neighbour.goes_on()
+    everything_is_free(daemon)
+
+
+@pytest.mark.parametrize("daemon", [{"grpc": {"write_timeout": 1.0}, "http": {"write_timeout": 1.0}}], indirect=True)
+def test_answers_that_are_not_taken_for_too_long(daemon: DaemonProcess) -> None:
+    """Whatever stops them: the stream's window, the connection's, or the socket. The connection stays where it is the window."""
+    port = grpc_port(daemon)
+    with FrameClient(port, ((frames.INITIAL_WINDOW_SIZE, 0),)) as client:
+        calls = [client.call(wants_large()) for _ in range(3)]
+        assert [client.answer(number).reset for number in calls] == [frames.ENHANCE_YOUR_CALM] * 3
+        client.send(frames.settings(((frames.INITIAL_WINDOW_SIZE, 2 * LARGE),)))
+        assert client.answer(client.call(wants_large())).status == 0
+    with FrameClient(port, ((frames.INITIAL_WINDOW_SIZE, 4 * LARGE),), hello=False) as client:
+        # The connection's own window is as HTTP/2 begins.
+        client.send(frames.PREFACE + frames.settings(((frames.INITIAL_WINDOW_SIZE, 4 * LARGE),)))
+        assert client.answer(client.call(wants_large())).reset == frames.ENHANCE_YOUR_CALM
+    with FrameClient(port, ((frames.INITIAL_WINDOW_SIZE, 16 * LARGE),)) as client:
+        for _ in range(8):
+            client.call(wants_large())
+        wait_until(lambda: is_cut(daemon, client.sock), "the connection to be cut")
+    with not_reading(daemon, 1, 20) as (sock,):
+        wait_until(lambda: is_cut(daemon, sock), "the connection to be cut")
+    everything_is_free(daemon)
+
+
+def is_cut(daemon: DaemonProcess, sock: socket.socket) -> bool:
+    """Whether the daemon has it no longer. Its client is told behind what it does not read."""
+    ours = sock.getsockname()
+    fronts = [*daemon.fronts, *daemon.children("daemon.grpc")]
+    return not any(each.raddr == ours for front in fronts for each in front.connections("tcp"))
+
+
+@contextlib.contextmanager
+def not_reading(daemon: DaemonProcess, count: int, requests: int = 1) -> Iterator[list[socket.socket]]:
+    """Connections that ask over HTTP for large answers, and read none."""
+    asked = {"inputs": [{"name": "x", "shape": [1], "datatype": "FP32", "data": [1]}]}
+    body = json.dumps({**asked, "outputs": [{"name": "y", "parameters": {"binary_data": True}}]}).encode()
+    head = f"POST /v2/models/large/infer HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with contextlib.ExitStack() as stack:
+        socks = []
+        for _ in range(count):
+            sock = stack.enter_context(socket.socket())
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.connect(("127.0.0.1", daemon.port))
+            sock.sendall((head + body) * requests)
+            socks.append(sock)
+        yield socks
+
+
+@pytest.mark.parametrize(("count", "requests"), [(40, 1), (2, 60)])
+def test_http_clients_that_do_not_read(daemon: DaemonProcess, count: int, requests: int) -> None:
+    with Neighbour(daemon, 20_000) as neighbour:
+        with not_reading(daemon, count, requests):
+            neighbour.goes_on(40)
+        neighbour.goes_on()
+    everything_is_free(daemon)
+
+
+def announced(byte_size: int, binary: bool) -> bytes:
+    """The head of a request with so large a body."""
+    extra = "Inference-Header-Content-Length: 100\r\n" if binary else ""
+    return (
+        f"POST /v2/models/echo_uint8/infer HTTP/1.1\r\nHost: x\r\n{extra}Content-Length: {byte_size}\r\n\r\n".encode()
+    )
+
+
+SLOW = {"http": {"min_rate": 100_000}, "grpc": {"min_rate": 100_000}}
+
+
+@pytest.mark.parametrize("daemon", [{}, {"http": {"max_collected_byte_size": 16 * MIB}}], indirect=True)
+@pytest.mark.parametrize("binary", [True, False])
+def test_http_bodies_that_are_announced_and_hardly_come(daemon: DaemonProcess, binary: bool) -> None:
+    """1. heads for several times the arena come, and some bytes of each body; 2. the neighbour's requests of 1 MiB go on."""
+    with Neighbour(daemon, MIB) as neighbour, contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(socket.create_connection(("127.0.0.1", daemon.port))) for _ in range(20)]
+        for sock in socks:
+            sock.sendall(announced(8 * MIB, binary))
+        for _ in range(4):
+            for sock in socks:
+                sock.sendall(bytes(1000))
+            neighbour.goes_on(4)
+    everything_is_free(daemon)
+
+
+@pytest.mark.parametrize("daemon", [SLOW], indirect=True)
+def test_http_bodies_below_the_least_rate(daemon: DaemonProcess) -> None:
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(socket.create_connection(("127.0.0.1", daemon.port), PATIENCE)) for _ in range(6)]
+        for number, sock in enumerate(socks):
+            sock.sendall(announced(8 * MIB, number % 2 == 0) + bytes(1000))
+        for sock in socks[:3]:
+            assert sock.recv(12) == b"HTTP/1.1 408"
+            answer = sock.recv(10_000)
+            assert b"the request body came at fewer than 100000 bytes a second" in answer
+    everything_is_free(daemon)
+
+
+@pytest.mark.parametrize("daemon", [{}], indirect=True)
+@pytest.mark.parametrize("connections", [1, 20])
+def test_grpc_messages_that_are_announced_and_hardly_come(daemon: DaemonProcess, connections: int) -> None:
+    with Neighbour(daemon, MIB) as neighbour, contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(FrameClient(grpc_port(daemon))) for _ in range(connections)]
+        whole = prefixed(large_message())
+        for number in range(20):
+            client = clients[number % connections]
+            client.data(client.open(), whole[:100_000])
+        for client in clients:
+            client.synchronise()
+        neighbour.goes_on(10)
+    everything_is_free(daemon)
+
+
+def large_message() -> Any:
+    tensor = service_pb2.ModelInferRequest.InferInputTensor(name="x", datatype="UINT8", shape=[7 * MIB])
+    return service_pb2.ModelInferRequest(model_name="echo_uint8", inputs=[tensor], raw_input_contents=[bytes(7 * MIB)])
+
+
+@pytest.mark.parametrize("daemon", [SLOW], indirect=True)
+def test_grpc_messages_below_the_least_rate(daemon: DaemonProcess) -> None:
+    with FrameClient(grpc_port(daemon), ((frames.INITIAL_WINDOW_SIZE, 2 * LARGE),)) as client:
+        number = client.open()
+        client.data(number, prefixed(large_message())[:100_000])
+        answer = client.answer(number)
+        assert (answer.status, answer.text) == (14, "a message came at fewer than 100000 bytes a second")
+        # What comes fast enough is answered on the same connection.
+        number = client.call(wants_large())
+        assert client.answer(number).status == 0
+    everything_is_free(daemon)
