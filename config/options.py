@@ -19,6 +19,8 @@ SocketMode = Annotated[str, Meta(pattern="^0[0-7]{3}$", description="octal permi
 #: What a record to a child process can hold.
 _LARGEST = (1 << 63) - 1
 Count = Annotated[int, Meta(ge=1, le=_LARGEST)]
+#: As the numbers that kinds of requests have on a lane (``shm.forms``).
+Forms = Annotated[int, Meta(ge=0, le=1024)]
 CountOrNone = Annotated[int, Meta(ge=0, le=_LARGEST)]
 ByteSize = Annotated[int, Meta(ge=0, le=_LARGEST)]
 ArenaSize = Annotated[int, Meta(ge=1 << 20, le=1 << 40)]
@@ -212,6 +214,8 @@ class Requests(Section, frozen=True):
     max_queue_size: Count = 4096
     #: A request without an id gets one.
     make_ids: bool = False
+    #: Kinds of requests that each front remembers, so that it reads what they say once; 0: none.
+    max_forms: Forms = 1024
 
 
 class ResponseCache(Section, frozen=True):

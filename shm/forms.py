@@ -53,8 +53,10 @@ OnMint = Callable[[int, int], object]
 class Forms(Generic[T]):
     """The forms of one sender: equal templates are one form."""
 
-    def __init__(self, on_mint: OnMint | None = None) -> None:
+    def __init__(self, on_mint: OnMint | None = None, count: int = MAX_FORMS) -> None:
+        """``count``: so many have a number at the same time; 0: none that may be told whole."""
         self._on_mint = on_mint
+        self._count = count
         self._known: dict[bytes, Form[T]] = {}
         #: Templates that came once so far.
         self._once: set[bytes] = set()
@@ -75,16 +77,17 @@ class Forms(Generic[T]):
         if form is not None:
             return form
         if key not in self._once:
-            if len(self._once) >= MAX_FORMS:
+            if len(self._once) >= self._count:
                 self._once.clear()
-            self._once.add(key)
+            if self._count:
+                self._once.add(key)
             return None
         self._once.discard(key)
         return self._mint(key, template)
 
     def _mint(self, key: bytes, template: T) -> Form[T]:
         evicted = 0
-        if len(self._known) >= MAX_FORMS:
+        if len(self._known) >= max(1, self._count):
             evicted = len(self._known)
             self.evicted += evicted
             self._known.clear()

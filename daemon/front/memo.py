@@ -16,7 +16,7 @@ V = TypeVar("V")
 
 
 class Memo(dict[K, V | None]):
-    """Values by key; at least the last ``count`` that were put or found, at most twice as many.
+    """Values by key; at least the last ``count`` that were put or found, at most twice as many. 0: none.
 
     ``memo[key]`` finds one, or None: nothing is known of it, or not any more. What is young is found without any Python.
     """
@@ -38,6 +38,8 @@ class Memo(dict[K, V | None]):
 
     def put(self, key: K, value: V) -> None:
         """Remembers it."""
+        if not self._count:
+            return
         if len(self) >= self._count:
             self.forgotten += len(self._old)
             self._old = dict(self)

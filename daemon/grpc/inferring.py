@@ -24,6 +24,7 @@ from daemon.submit.submitter import Submitter
 from daemon.tracing.tracer import Trace, Tracer
 from shm.arena import Lease
 from shm.errors import ServingError
+from shm.forms import MAX_FORMS
 from shm.lane import SubmitterLane
 from shm.messages import Completion, Content, FormSubmit, Slice
 
@@ -43,10 +44,11 @@ class Inferring:
         forwarding: Forwarding | None,
         tracer: Tracer,
         makes_ids: bool = False,
+        max_forms: int = MAX_FORMS,
     ) -> None:
         self._makes_ids = makes_ids
         self.submitter = submitter
-        self._forms = MessageForms(table, submitter)
+        self._forms = MessageForms(table, submitter, max_forms)
         self._reader = RequestReader(table, self._forms)
         self.max_stream_requests = max_stream_requests
         self._inline = submitter.inline_byte_size

@@ -15,7 +15,7 @@ from daemon.submit.model_table import ModelTable
 from daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from daemon.submit.submitter import Submitter
 from shm.errors import NotFound
-from shm.forms import Form
+from shm.forms import MAX_FORMS, Form
 from shm.messages import Completion, Submit
 
 
@@ -56,32 +56,25 @@ class MessageForm:
 class MessageForms:
     """Those of a front. Of all that came, the last ones and those that came again since."""
 
-    #: Of each half: the younger one, which those join that come, and the older one, which goes when the younger is full.
-    MAX_COUNT = 1024
-
-    def __init__(self, table: ModelTable, submitter: Submitter) -> None:
+    def __init__(self, table: ModelTable, submitter: Submitter, count: int = MAX_FORMS) -> None:
+        """``count``: so many are remembered at least; 0: none."""
         self._table = table
         self._submitter = submitter
-        self._younger: dict[bytes, MessageForm] = {}
-        self._older: dict[bytes, MessageForm] = {}
+        #: By their rest.
+        self._forms: Memo[bytes, MessageForm] = Memo(count)
         #: What parameters say that schedule, by their bytes.
-        self._schedulings: Memo[bytes, Scheduling] = Memo(self.MAX_COUNT)
+        self._schedulings: Memo[bytes, Scheduling] = Memo(count)
 
     def find(self, rest: bytes, raws: int) -> MessageForm | None:
         """The form of messages with that rest and so many raw tensors, and of a model that serves. None: read it."""
-        form = self._younger.get(rest)
-        if form is None:
-            form = self._older.get(rest)
-            if form is None:
-                return None
-            self._keep(rest, form)
-        if form.edition != self._table.edition and not self._serves(form):
+        form = self._forms[rest]
+        if form is None or (form.edition != self._table.edition and not self._serves(form)):
             return None
         return form if form.decoded.raw_count == raws else None
 
     def decoded(self, rest: bytes, raws: int) -> DecodedHead | None:
         """What the rest of such messages says."""
-        form = self._younger.get(rest) or self._older.get(rest)
+        form = self._forms[rest]
         return None if form is None or form.decoded.raw_count != raws else form.decoded
 
     def scheduling(self, parameters: bytes) -> Scheduling | None:
@@ -98,13 +91,8 @@ class MessageForms:
     def learn(self, rest: bytes, decoded: DecodedHead) -> None:
         """A message with that rest became a request."""
         # Parameters that schedule are in the rest only where clients do not write them like that.
-        if rest not in self._younger and decoded.is_raw and decoded.scheduling == UNSCHEDULED:
-            self._keep(rest, MessageForm(decoded))
-
-    def _keep(self, rest: bytes, form: MessageForm) -> None:
-        if len(self._younger) >= self.MAX_COUNT:
-            self._older, self._younger = self._younger, {}
-        self._younger[rest] = form
+        if decoded.is_raw and decoded.scheduling == UNSCHEDULED and self._forms[rest] is None:
+            self._forms.put(rest, MessageForm(decoded))
 
     def _serves(self, form: MessageForm) -> bool:
         """The table has changed: whether the model is still there, and as what."""
@@ -118,8 +106,5 @@ class MessageForms:
         form.edition = self._table.edition
         return True
 
-    def __len__(self) -> int:
-        return len(self._younger) + len(self._older)
-
     def __repr__(self) -> str:
-        return f"<MessageForms {len(self)}>"
+        return f"<MessageForms {self._forms!r}>"

@@ -49,6 +49,7 @@ class GrpcFront(Front):
             Forwarding(pattern) if pattern else None,
             self.tracer,
             options.requests.make_ids,
+            options.requests.max_forms,
         )
         methods: dict[str, Callable[[Stream], Call]] = {
             **dict(Management(endpoints).methods()),

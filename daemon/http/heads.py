@@ -17,7 +17,7 @@ from daemon.http.message_head import InferHead
 
 #: Longer heads are parsed each time.
 MAX_HEAD = 2048
-_COUNT = 512
+MAX_COUNT = 512
 END = b"\r\n\r\n"
 #: Fields that the parser, the connection or the request has an eye on.
 _SIGNIFICANT = (
@@ -35,14 +35,15 @@ class Heads(Memo[bytes, InferHead]):
 
     __slots__ = ("_cut", "_cuts", "_max_byte_size", "_max_fields")
 
-    def __init__(self, max_byte_size: int, max_fields: int, cuts: bool) -> None:
+    def __init__(self, max_byte_size: int, max_fields: int, cuts: bool, count: int = MAX_COUNT) -> None:
         """
         Args:
+          count: so many are remembered at least, but no more than ``MAX_COUNT``.
           max_byte_size, max_fields: of heads that are taken at all.
           cuts: whether lines may be left out: no operator's rule looks at them.
         """
-        super().__init__(_COUNT)
-        self._cut: Memo[bytes, InferHead] = Memo(_COUNT)
+        super().__init__(min(count, MAX_COUNT))
+        self._cut: Memo[bytes, InferHead] = Memo(min(count, MAX_COUNT))
         self._max_byte_size = min(MAX_HEAD, max_byte_size)
         self._max_fields = max_fields
         self._cuts = cuts

@@ -23,23 +23,24 @@ from daemon.http.request_head import ABSENT, Malformed, RequestHead
 from daemon.http.request_parameters import part
 from daemon.submit.scheduling import UNSCHEDULED
 from shm.datatypes import element_count
+from shm.forms import MAX_FORMS
 from shm.open_shape import is_open
 
 #: Longer texts are read each time.
 MAX_TEXT = 2048
 #: What longer ones say, but for large data, is not remembered.
 _MAX_SAID = 4096
-_COUNT = 1024
 
 
 class HttpForms:
     """One per front."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = MAX_FORMS) -> None:
+        """``count``: so many are remembered at least, and as many texts."""
         #: By what is said.
-        self._forms: Memo[Any, HttpForm] = Memo(_COUNT)
+        self._forms: Memo[Any, HttpForm] = Memo(count)
         #: By model, version and text: of those that come again with the same id and scheduling.
-        self._texts: Memo[tuple[str, int, bytes], Request] = Memo(_COUNT)
+        self._texts: Memo[tuple[str, int, bytes], Request] = Memo(count)
 
     def read(self, head: InferHead, text: bytes | memoryview, tail_size: int, apart: Cut | None = None) -> Request:
         """What a request says with that head, and binary parts of ``tail_size`` bytes together.

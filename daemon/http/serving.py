@@ -26,7 +26,7 @@ class Serving:
     submitter: Submitter
     #: Where this front's connections are counted, and the others' stand.
     seat: Seat
-    forms: HttpForms = field(default_factory=HttpForms)
+    forms: HttpForms = field(init=False)
     heads: Heads = field(init=False)
     #: Requests without an id get one.
     makes_ids: bool = field(init=False)
@@ -49,7 +49,9 @@ class Serving:
 
     def __post_init__(self) -> None:
         http = self.options.http
-        self.makes_ids = self.options.requests.make_ids
+        requests = self.options.requests
+        self.makes_ids = requests.make_ids
+        self.forms = HttpForms(requests.max_forms)
         self.compression = COMPRESSION_LEVELS[http.response_compression]
         cuts = self.infer_rule is None and self.forwarding is None
-        self.heads = Heads(http.max_head_byte_size, http.max_head_fields, cuts)
+        self.heads = Heads(http.max_head_byte_size, http.max_head_fields, cuts, requests.max_forms)

@@ -76,7 +76,7 @@ class Submitter:
         #: Tensors up to this size travel inside their record.
         self.inline_byte_size = arenas.inline_byte_size
         #: The kinds of requests that its clients repeat.
-        self.forms: Forms[Submit] = Forms(minted)
+        self.forms: Forms[Submit] = Forms(minted, options.requests.max_forms)
         #: An id for the next request; never used again.
         self.next_id: Callable[[], int] = count(1).__next__
         self._arena = Arena(arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)

@@ -98,9 +98,9 @@ class LaneBench(ABC):
     #: What connections are made with.
     transport: type[KeptTransport] = KeptTransport
 
-    def __init__(self) -> None:
+    def __init__(self, options: Options = OPTIONS) -> None:
         self.table = ModelTable()
-        self.submitter = Submitter(1, OPTIONS, self.table)
+        self.submitter = Submitter(1, options, self.table)
         self.page = StatusPage.create()
         ours, theirs = pair()
         arenas = OPTIONS.arenas
@@ -187,9 +187,9 @@ class LaneBench(ABC):
 class Bench(LaneBench):
     """Of the HTTP front."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.serving = Serving(OPTIONS, self.table, self.submitter, self.tally.seat(0))
+    def __init__(self, options: Options = OPTIONS) -> None:
+        super().__init__(options)
+        self.serving = Serving(options, self.table, self.submitter, self.tally.seat(0))
         self._kind = protocol_for(self.serving)
         self._config = Config(
             cast(Any, _no_application), interface="asgi3", http=self._kind, ws="none", log_config=None

@@ -16,7 +16,7 @@ from daemon.submit.model_table import ModelTable
 from daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from shm.control_records import ModelState
 from shm.errors import NotFound
-from shm.forms import whole_request
+from shm.forms import MAX_FORMS, whole_request
 from shm.messages import FormSubmit, Inline
 from tests.daemon.grpc.requests import REQUESTS, Parameter
 from tests.daemon.grpc.test_request_codec import forms_of, located, message, reader, table, tensor
@@ -209,7 +209,7 @@ def test_a_typed_one_is_of_none() -> None:
     for _ in range(3):
         assert front.formed(content) is None
         front.reader.read(content)
-    assert not len(front.forms)
+    assert repr(front.forms) == "<MessageForms <Memo of 0 and 0, 0 forgotten>>"
 
 
 def test_what_is_refused_leaves_nothing() -> None:
@@ -217,7 +217,7 @@ def test_what_is_refused_leaves_nothing() -> None:
     for content in (b"\xff", message(tensor(), raw=(b"ab", b"cd")), message(tensor(), id="late"), message(tensor("X"))):
         with pytest.raises(RefusedRequest):
             front.reader.read(content)
-    assert not len(front.forms)
+    assert repr(front.forms) == "<MessageForms <Memo of 0 and 0, 0 forgotten>>"
 
 
 def test_what_comes_once_has_no_number() -> None:
@@ -235,11 +235,12 @@ def test_forms_are_bounded() -> None:
     front = Front()
     used = message(tensor(name="used"), raw=(b"ab",))
     front.reader.read(used)
-    for number in range(3 * MessageForms.MAX_COUNT):
+    for number in range(3 * MAX_FORMS):
         front.reader.read(message(tensor(name=f"x{number}"), raw=(b"ab",)))
         if number % 100 == 0:
             assert front.formed(used)
-    assert len(front.forms) <= 2 * MessageForms.MAX_COUNT
+    assert 0 < len(front.forms._forms) <= MAX_FORMS
+    assert 0 < len(front.forms._forms._old) <= MAX_FORMS
     assert front.formed(message(tensor(name="x0"), raw=(b"ab",))) is None
     front.reader.read(message(tensor(name="y" * MAX_REST), raw=(b"ab",)))
     assert front.formed(message(tensor(name="y" * MAX_REST), raw=(b"ab",))) is None

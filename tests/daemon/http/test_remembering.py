@@ -9,45 +9,27 @@ import json
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
-from daemon.front.memo import Memo
-from daemon.http.heads import Heads
-from daemon.http.message_head import InferHead
+from config.options import Requests
 from shm.control_records import ModelGone, ModelState
 from shm.messages import Submit
 from tests.daemon.http.large_client import SIZE, EchoingWorker, LargeBench, connection_of, exchange, head_size, turns
-from tests.work.connection import KeptTransport
+from tests.work.connection import OPTIONS, KeptTransport
 
+UNREMEMBERING = msgspec.structs.replace(OPTIONS, requests=Requests(max_forms=0))
 CONNECTIONS = 4
 MODELS = (*("addsub", "identity") * 5, "none")
-
-
-class _NoHeads(Heads):
-    def __missing__(self, head: bytes) -> InferHead | None:
-        return None
-
-    def put(self, key: bytes, value: InferHead) -> None:
-        """Is forgotten at once."""
-
-
-class _NoMemo(Memo[Any, Any]):
-    def put(self, key: Any, value: Any) -> None:
-        """Is forgotten at once."""
 
 
 class Front:
     """One, its worker and its clients' connections."""
 
     def __init__(self, remembers: bool) -> None:
-        self.bench = LargeBench()
+        self.bench = LargeBench() if remembers else LargeBench(UNREMEMBERING)
         self.worker = EchoingWorker(self.bench)
         self.connections: dict[int, KeptTransport] = {}
-        if not remembers:
-            serving = self.bench._kind.serving
-            serving.heads = _NoHeads(0, 0, False)
-            serving.forms._forms, serving.forms._texts = _NoMemo(1), _NoMemo(1)
-            self.bench.submitter.forms.form_again = lambda template: None  # type: ignore[method-assign]
 
     async def ask(self, number: int, pieces: list[bytes]) -> bytes:
         transport = self.connections.get(number) or self.connections.setdefault(number, self.bench.connect())
