@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import dedent
 
@@ -33,9 +34,9 @@ def write_model(repository: Path, name: str, source: str, config: str = "", vers
     return folder
 
 
-def echo_models(repository: Path) -> Path:
-    """``echo_<datatype>``: output y is input x, any length."""
-    for datatype in NUMERIC:
+def echo_models(repository: Path, datatypes: Sequence[str] = NUMERIC) -> Path:
+    """``echo_<datatype>``, and one of BYTES: output y is input x, any length."""
+    for datatype in datatypes:
         write_model(
             repository,
             f"echo_{datatype.lower()}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 
 from tests import repositories
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
-from tests.faults.load import CheckedLoad
+from tests.faults import varied
+from tests.faults.load import CheckedLoad, VariedLoad
 
 #: The promise is stated for a minute of kills; a run by hand may ask for it.
 KILLS = int(os.environ.get("TENSORD_TEST_KILLS", "5"))
@@ -55,6 +57,34 @@ def test_killed_under_load(start_daemon: Callable[..., DaemonProcess], tmp_path:
     # One more connection or a reply under way may differ; a leak would show as one or more for every kill.
     for process in (psutil.Process(daemon.pid), *daemon.fronts):
         wait_until(lambda p=process: descriptors(p) <= before[p.pid] + 3, "descriptors to be closed", daemon)
+
+
+def test_killed_under_requests_that_differ(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
+    """
+    1. 12 clients ask over HTTP, gRPC and gRPC streams: models and shapes in turn, other ids, trace headers, priorities, timeouts,
+       sequences and values each time, tensors here and there. Every answer is checked.
+    2. Every two seconds a worker is killed.
+    Result: no wrong answer and no failed one, on any of the three ways.
+    """
+    repository = varied.write_models(tmp_path / "repository")
+    daemon = start_daemon(repository, workers={"device": "cpu", "cpu": 2, "pin": False})
+    daemon.wait_ready()
+    with VariedLoad(daemon, 12) as load:
+        for number in range(KILLS):
+            time.sleep(2)
+            wait_until(lambda: len(daemon.workers) == 2, "all workers", daemon)
+            victim = daemon.workers[number % 2]
+            victim.kill()
+            psutil.wait_procs([victim], timeout=PATIENCE)
+            before = Counter(load.ways)
+            wait_until(
+                lambda seen=before: load.errors or all(load.ways[way] > seen[way] + 20 for way in seen),
+                "answers after the death",
+                daemon,
+            )
+    assert load.errors == []
+    assert load.wrong == 0
+    assert len(load.ways) == 3
 
 
 def test_a_request_that_kills_two_workers_is_refused(
