@@ -148,13 +148,11 @@ def names() -> dict[str, Path]:
     return found
 
 
-def arrows(tree: ast.AST, known: Iterable[str], types: bool) -> set[str]:
-    """The modules of ours that one imports when it is imported; ``types``: also those that it only needs to be checked."""
+def arrows(tree: ast.AST, known: Iterable[str]) -> set[str]:
+    """The modules of ours that one imports when it is imported, or to be checked."""
     found: set[str] = set()
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            continue
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not types:
             continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -162,7 +160,7 @@ def arrows(tree: ast.AST, known: Iterable[str], types: bool) -> set[str]:
             inside_it = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= inside_it & set(known) or {str(node.module)}
         else:
-            found |= arrows(node, known, types)
+            found |= arrows(node, known)
     return found & set(known)
 
 
@@ -185,41 +183,10 @@ def circles(graph: Mapping[str, set[str]]) -> list[set[str]]:
     ]
 
 
-#: What is still to be taken apart: in types only, at run time there is no circle. None may grow, and no other one may come.
-KNOWN_CIRCLES: tuple[set[str], ...] = (
-    {
-        "daemon.grpc.connection",
-        "daemon.grpc.data_frames",
-        "daemon.grpc.frame_reader",
-        "daemon.grpc.header_frames",
-        "daemon.grpc.measured_stream",
-        "daemon.grpc.outgoing",
-        "daemon.grpc.reply",
-        "daemon.grpc.serving",
-        "daemon.grpc.stream",
-    },
-    {
-        "daemon.http.body",
-        "daemon.http.compression",
-        "daemon.http.decoded_request",
-        "daemon.http.message_head",
-    },
-)
-
-
-def graph(types: bool) -> dict[str, set[str]]:
+def test_no_module_needs_itself() -> None:
+    """Neither to be imported nor to be understood: an import for type checking is an arrow as well."""
     known = names()
-    return {name: arrows(ast.parse(path.read_text()), known, types) for name, path in known.items()}
-
-
-def test_no_module_needs_itself_to_be_imported() -> None:
-    assert circles(graph(types=False)) == []
-
-
-def test_no_module_needs_itself_to_be_understood() -> None:
-    """An import for type checking is an arrow as well: whoever reads a module has to follow it."""
-    for circle in circles(graph(types=True)):
-        assert any(circle <= known for known in KNOWN_CIRCLES), f"modules that import each other: {sorted(circle)}"
+    assert circles({name: arrows(ast.parse(path.read_text()), known) for name, path in known.items()}) == []
 
 
 def test_circles_are_found() -> None:
@@ -228,8 +195,7 @@ def test_circles_are_found() -> None:
     )
     source += "def f():\n    import g\n"
     known = ("a", "a.b", "a.c", "e", "g")
-    assert arrows(ast.parse(source), known, types=False) == {"a.b", "a.c"}
-    assert arrows(ast.parse(source), known, types=True) == {"a.b", "a.c", "e"}
+    assert arrows(ast.parse(source), known) == {"a.b", "a.c", "e"}
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"d", "a"}, "e": set()}) == [{"b", "c"}, {"d"}]
 
 

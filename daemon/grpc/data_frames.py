@@ -7,18 +7,14 @@ Source: RFC 9113, sections 5.2, 6.1 and 6.9.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from daemon.front.body_reader import BodyReader
 from daemon.grpc import frames
 from daemon.grpc.frame_payload import FramePayload
 from daemon.grpc.frames import END_STREAM, Violation
 from daemon.grpc.outgoing import Outgoing, Phase
+from daemon.grpc.serving import Serving
 from daemon.grpc.stream import Stream
 from daemon.grpc.stream_numbers import Past
-
-if TYPE_CHECKING:
-    from daemon.grpc.serving import Serving
 
 #: What a client may send, of a stream and of all together, before it is granted again.
 STREAM_WINDOW = 4 << 20

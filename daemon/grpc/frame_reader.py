@@ -11,7 +11,6 @@ Source: RFC 9113, section 4.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING
 
 from daemon.grpc import frames
 from daemon.grpc.data_frames import DIRECT_BYTE_SIZE
@@ -31,9 +30,7 @@ from daemon.grpc.frames import (
 )
 from daemon.grpc.header_frames import HeaderFrames
 from daemon.grpc.outgoing import CLOSED, ENDING, OPENING, Phase
-
-if TYPE_CHECKING:
-    from daemon.grpc.serving import Serving
+from daemon.grpc.serving import Serving
 
 #: Frames we take; larger than the default, so that large tensors come in fewer pieces.
 FRAME_SIZE = 4 << 20

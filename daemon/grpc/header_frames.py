@@ -7,8 +7,6 @@ Source: RFC 9113, sections 4.3, 5.1, 6.2 and 8.1.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from daemon.front.access import Restricted
 from daemon.grpc import frames
 from daemon.grpc.codes import UNAVAILABLE, UNIMPLEMENTED
@@ -19,11 +17,9 @@ from daemon.grpc.header_blocks import CallHead, HeaderBlocks
 from daemon.grpc.header_rules import Malformed
 from daemon.grpc.measured_stream import MeasuredStream
 from daemon.grpc.outgoing import ENDING
+from daemon.grpc.serving import Serving
 from daemon.grpc.stream import Stream
 from daemon.grpc.stream_numbers import Past
-
-if TYPE_CHECKING:
-    from daemon.grpc.serving import Serving
 
 #: Frames that one header block may come in.
 _MAX_PIECES = 64

@@ -18,7 +18,7 @@ from daemon.control import log_settings
 from daemon.front.endpoints import Endpoints
 from daemon.front.peer import end_of, peer_of
 from daemon.grpc.call import Call
-from daemon.grpc.connection import Connection
+from daemon.grpc.link import Link
 from daemon.grpc.request_codec import read_version
 from daemon.grpc.stream import Stream
 from daemon.grpc.unary import Unary
@@ -109,7 +109,7 @@ class Management:
     async def SystemSharedMemoryStatus(self, request: Any) -> Any:
         return await self._status("system", request.name, service_pb2.SystemSharedMemoryStatusResponse())
 
-    async def SystemSharedMemoryRegister(self, client: Connection, request: Any) -> Any:
+    async def SystemSharedMemoryRegister(self, client: Link, request: Any) -> Any:
         fd = client.fileno()
         with end_of(fd, client.connection_end, self._endpoints.reclaim) as end:
             await self._endpoints.register_system(
@@ -117,14 +117,14 @@ class Management:
             )
         return service_pb2.SystemSharedMemoryRegisterResponse()
 
-    async def SystemSharedMemoryUnregister(self, client: Connection, request: Any) -> Any:
+    async def SystemSharedMemoryUnregister(self, client: Link, request: Any) -> Any:
         await self._endpoints.unregister("system", request.name, peer_of(client.fileno()))
         return service_pb2.SystemSharedMemoryUnregisterResponse()
 
     async def CudaSharedMemoryStatus(self, request: Any) -> Any:
         return await self._status("cuda", request.name, service_pb2.CudaSharedMemoryStatusResponse())
 
-    async def CudaSharedMemoryRegister(self, client: Connection, request: Any) -> Any:
+    async def CudaSharedMemoryRegister(self, client: Link, request: Any) -> Any:
         fd = client.fileno()
         with end_of(fd, client.connection_end, self._endpoints.reclaim) as end:
             await self._endpoints.register_cuda(
@@ -132,7 +132,7 @@ class Management:
             )
         return service_pb2.CudaSharedMemoryRegisterResponse()
 
-    async def CudaSharedMemoryUnregister(self, client: Connection, request: Any) -> Any:
+    async def CudaSharedMemoryUnregister(self, client: Link, request: Any) -> Any:
         await self._endpoints.unregister("cuda", request.name, peer_of(client.fileno()))
         return service_pb2.CudaSharedMemoryUnregisterResponse()
 

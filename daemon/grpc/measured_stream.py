@@ -6,20 +6,16 @@ Source: RFC 9113, section 8.1.1.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from daemon.grpc.frames import PROTOCOL_ERROR
 from daemon.grpc.header_blocks import CallHead
+from daemon.grpc.link import Link
 from daemon.grpc.stream import Stream
-
-if TYPE_CHECKING:
-    from daemon.grpc.connection import Connection
 
 
 class MeasuredStream(Stream):
     """Owned by its connection until ``ended``."""
 
-    def __init__(self, connection: Connection, number: int, head: CallHead, send_window: int) -> None:
+    def __init__(self, connection: Link, number: int, head: CallHead, send_window: int) -> None:
         super().__init__(connection, number, head, send_window)
         assert head.content_length is not None
         #: Bytes that are still to come.

@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from daemon.front.each import call_each
 from daemon.front.pace import Pace
@@ -22,9 +21,7 @@ from daemon.grpc import frames, header_blocks
 from daemon.grpc.call import Buffer
 from daemon.grpc.codes import OK
 from daemon.grpc.header_blocks import CallHead
-
-if TYPE_CHECKING:
-    from daemon.grpc.connection import Connection
+from daemon.grpc.link import Link
 
 #: Before each message, either way: whether it is compressed, and its length.
 PREFIX = struct.Struct(">BI")
@@ -56,7 +53,7 @@ class Reply(ABC):
     _on_sent: list[Callable[[], None]] | None = None
     _trailers = b""
 
-    def __init__(self, connection: Connection, number: int, head: CallHead, send_window: int) -> None:
+    def __init__(self, connection: Link, number: int, head: CallHead, send_window: int) -> None:
         self.connection = connection
         self.id = number
         self.head = head

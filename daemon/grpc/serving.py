@@ -4,18 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from config.options import COMPRESSION_LEVELS, Grpc
 from daemon.control.tally import Seat
 from daemon.front.access import Rule
-from daemon.front.longest_idle import LongestIdle
+from daemon.front.longest_idle import Guest, LongestIdle
 from daemon.grpc.call import Call
 from daemon.grpc.stream import Stream
 from daemon.submit.accounts import Accounts
 
-if TYPE_CHECKING:
-    from daemon.grpc.connection import Connection
+
+class Client(Guest, Protocol):
+    """A connection, as its server sees it."""
+
+    def check(self, now: float) -> None:
+        """Looks at its deadlines. ``now``: loop time."""
+
+    def announce_end(self) -> None:
+        """No new streams, once the client can know of it."""
+
+    def stop(self) -> None:
+        """No new streams; those that are there end with the answers they are owed."""
+
+    def abort(self) -> None:
+        """Cuts it."""
 
 
 @dataclass(slots=True)
@@ -31,7 +44,7 @@ class Serving:
     accounts: Accounts
     #: What a path needs to be let in; those that are not here need nothing.
     rules: dict[str, Rule] = field(default_factory=dict)
-    connections: set[Connection] = field(default_factory=set)
+    connections: set[Client] = field(default_factory=set)
     #: Bytes of incomplete messages, all connections together.
     collected: int = 0
     #: Who goes when there are too many of them.

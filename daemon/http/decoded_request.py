@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from daemon.http.json_array import JsonArray
 from daemon.http.json_base64 import JsonBase64
 from daemon.http.json_strings import JsonStrings
 from daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from shm.messages import Inline, Parameter, RegionSlice, RequestedOutput, Submit, Tensor
-
-if TYPE_CHECKING:
-    from daemon.http.message_head import InferHead
 
 #: Stands for the bytes of an input that each request has of its own.
 _OWN = Inline(b"")
@@ -45,17 +41,17 @@ class DecodedRequest:
     parameters: dict[str, Parameter]
     scheduling: Scheduling = UNSCHEDULED
 
-    def template(self, head: InferHead) -> Submit:
-        """What requests that say so have in common on a lane (``shm.forms``)."""
+    def template(self, model: str, version: int, forwarded: dict[str, str] | None) -> Submit:
+        """What requests that say so have in common on a lane (``shm.forms``). ``forwarded``: headers that are parameters."""
         inputs = [
             Tensor(name, datatype, shape, source if isinstance(source, RegionSlice) else _OWN)
             for name, datatype, shape, source in self.inputs
         ]
         return Submit(
             0,
-            head.model,
-            head.version,
+            model,
+            version,
             tuple(inputs),
             self.outputs,
-            {**self.parameters, **head.forwarded} if head.forwarded else self.parameters,
+            {**self.parameters, **forwarded} if forwarded else self.parameters,
         )

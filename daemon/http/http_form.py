@@ -48,7 +48,7 @@ class HttpForm:
     def __init__(self, head: InferHead, asked: DecodedRequest) -> None:
         #: As requests name it.
         self.model = head.model
-        self.template: Submit = asked.template(head)
+        self.template: Submit = asked.template(head.model, head.version, head.forwarded)
         #: What the JSON said; not its id, its scheduling, nor the values in it.
         self.asked = asked
         self.sources: list[Source] = [
