@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from config import accounts, core_list, header_pattern, restrictions, service_links
+from config import accounts, core_list, header_pattern, rate_limits, restrictions, service_links
 from config.options import Options, Section
 
 PREFIX = "TENSORD_"
@@ -214,6 +214,7 @@ def _check(options: Options) -> None:
                 raise ConfigurationError(
                     f"regions.{key}: expected a {kind} of this host, given {_shown(name)}"
                 ) from None
+    _explained("rate_limit.resources", rate_limits.parse, options.rate_limit.resources)
     _explained("http.restricted_api", restrictions.parse, options.http.restricted_api)
     _explained("grpc.restricted_protocol", restrictions.parse, options.grpc.restricted_protocol)
     grpc = options.grpc

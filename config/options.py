@@ -212,8 +212,6 @@ class Requests(Section, frozen=True):
     max_in_flight: Count = 8192
     #: Requests queued for one model on one worker (a model's own max_queue_size is applied besides).
     max_queue_size: Count = 4096
-    #: Sequences that live at a time on one worker, of all its models.
-    max_sequences: Count = 4096
     #: A request without an id gets one.
     make_ids: bool = False
     #: Kinds of requests that each front remembers, so that it reads what they say once; 0: none.
@@ -225,6 +223,14 @@ class ResponseCache(Section, frozen=True):
 
     #: Inputs and outputs of all answers kept, of all workers together: each has its share; 0: none are.
     byte_size: ByteSize = 0
+
+
+class RateLimit(Section, frozen=True):
+    """Resources that instances of models share: an instance executes only while it has what it needs."""
+
+    mode: Literal["off", "execution_count"] = "off"
+    #: "NAME:COUNT" or "NAME:COUNT:DEVICE" each (config.rate_limits); of others there is as much as any one instance needs.
+    resources: tuple[str, ...] = ()
 
 
 class Executables(Section, frozen=True):
@@ -324,6 +330,7 @@ class Options(Section, frozen=True):
     lanes: Lanes = Lanes()
     requests: Requests = Requests()
     response_cache: ResponseCache = ResponseCache()
+    rate_limit: RateLimit = RateLimit()
     executables: Executables = Executables()
     regions: Regions = Regions()
     supervisor: Supervisor = Supervisor()

@@ -6,6 +6,7 @@ Exit status: 0 done, 1 a failure while serving or a bad repository, 2 a bad conf
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib.metadata
 import logging
 import os
@@ -24,6 +25,7 @@ from daemon import check as model_check
 from daemon import flags
 from daemon.check import Verdict
 from daemon.models import repository
+from daemon.models.repository import FoundModel
 from daemon.processes.devices import Device, NoDevice, find_devices
 from daemon.tracing import trace_file
 from shm.errors import InvalidArgument
@@ -120,12 +122,12 @@ def check(config: Path | None, read_only: bool, timeout: float, verbose: bool, a
     options = _options(config, arguments)
     try:
         found = repository.scan([Path(path) for path in options.repository.paths])
-        device = Device("") if read_only else find_devices(options.workers, os.environ)[0]
+        devices = [] if read_only else find_devices(options.workers, os.environ)
     except (InvalidArgument, NoDevice) as error:
         _fail(str(error))
-    models, bad = list(found.values()), 0
+    models, bad = [_placed(model, devices, options) for model in found.values()], 0
     read = (Verdict(model, model.problem) for model in models)
-    for verdict in read if read_only else model_check.check(models, options, device, timeout):
+    for verdict in read if read_only else model_check.check(models, options, devices[0], timeout):
         bad += bool(verdict.reason)
         versions = f"version {', '.join(map(str, verdict.model.chosen))}"
         # One line, whatever a model's exception says.
@@ -137,6 +139,14 @@ def check(config: Path | None, read_only: bool, timeout: float, verbose: bool, a
         click.echo(f"{name}: it is to be loaded at start, but it is in no repository", err=True)
     click.echo(f"configuration: good; models: {len(found) - bad} good, {bad + len(missing)} bad")
     sys.exit(1 if bad or missing else 0)
+
+
+def _placed(model: FoundModel, devices: Sequence[Device], options: Options) -> FoundModel:
+    """The model with the workers that would load it, or with why none can."""
+    try:
+        return repository.placed(model, [device.name for device in devices], options.rate_limit)
+    except InvalidArgument as error:
+        return dataclasses.replace(model, error=error.message)
 
 
 @main.command("config")

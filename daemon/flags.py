@@ -189,6 +189,14 @@ FLAGS = (
         "Bytes of answers that are given again; also --cache-config=local,size=BYTES.",
         metavar="BYTES",
     ),
+    Flag("rate-limit", "rate_limit.mode", "off, or execution_count: instances wait for resources.", metavar="MODE"),
+    Flag(
+        "rate-limit-resource",
+        "rate_limit.resources",
+        "How much there is of a resource; may be repeated.",
+        True,
+        metavar="NAME:COUNT[:DEVICE]",
+    ),
     Flag("control-socket", "supervisor.control_socket", "Unix socket for tensorctl.", metavar="PATH"),
     Flag(
         "exit-timeout-secs",
@@ -236,7 +244,6 @@ _ABSENT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "pinned-memory-pool-byte-size": (None, "arenas.byte_size sizes our memory"),
     "disable-auto-complete-config": (("false", "0"), "configurations are always completed from the model"),
     "strict-model-config": (("false", "0"), "configurations are always completed from the model"),
-    "rate-limit": (("off",), "there is no rate limiter"),
     "reuse-http-port": (
         ("false", "0"),
         "the supervisor holds the port, so that no restart of a front refuses a connection",

@@ -102,7 +102,9 @@ class Supervisor:
             self._worker_died,
         )
         publish, workers = self._fronts.publish, self._workers
-        self._models = Models(options.repository, workers.by_incarnation, self._model_changed)
+        self._models = Models(
+            options.repository, workers.by_incarnation, self._model_changed, lambda: workers.devices, options.rate_limit
+        )
         self._regions = RegionRegistry(options.regions, workers.ready, lambda: workers.devices, publish)
         self._log_settings = LogSettings(options.log, self._log_changed)
         self._trace_settings = TraceSettings(options.trace, self._models.lifecycle.is_ready, publish)
@@ -195,7 +197,7 @@ class Supervisor:
         for front in self._fronts:
             if front.alive:
                 self._open_lane(front, worker)
-        self._models.worker_joined(worker.incarnation)
+        self._models.worker_joined(worker.incarnation, worker.device)
 
     async def _become_ready(self, outcomes: list[asyncio.Future[str]]) -> None:
         pending: set[asyncio.Future[str]] = set(outcomes)

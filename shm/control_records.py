@@ -161,6 +161,8 @@ class Load(Record, frozen=True, tag="load"):
     version_path: str
     #: Serialised ModelConfig protobuf as far as the operator gave it; the worker completes it.
     config: bytes
+    #: How many workers load it: they share its bounds.
+    workers: int = 1
 
 
 class Loaded(Record, frozen=True, tag="loaded"):

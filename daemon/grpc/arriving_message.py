@@ -13,7 +13,8 @@ from collections.abc import Callable
 import numpy as np
 
 from daemon.grpc.reception import Phase, Reception
-from shm.messages import Buffer
+
+Buffer = bytes | memoryview
 
 
 class ArrivingMessage:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from daemon.grpc.reception import Reception
-from shm.messages import Buffer
+
+Buffer = bytes | memoryview
 
 
 class Call(ABC):

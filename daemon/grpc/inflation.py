@@ -5,7 +5,8 @@ from __future__ import annotations
 import zlib
 
 from daemon.grpc.codes import INTERNAL, RESOURCE_EXHAUSTED, UNIMPLEMENTED
-from shm.messages import Buffer
+
+Buffer = bytes | memoryview
 
 
 class Refused(Exception):

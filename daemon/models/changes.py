@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from config.options import Repository
+from config.options import RateLimit, Repository
 from daemon.models import load_errors, readiness, repository
 from daemon.models.given import GivenModels
 from daemon.models.instructions import Instruction, Publish, Retry, Send, Settled
@@ -47,7 +47,12 @@ class Models:
         options: Repository,
         workers: Mapping[int, Peer],
         publish: Callable[[ModelState | ModelGone | Readiness], None],
+        devices: Callable[[], Sequence[str]],
+        rate_limit: RateLimit,
     ) -> None:
+        """``devices``: of every worker's post, filled or not."""
+        self._devices = devices
+        self._rate_limit = rate_limit
         self._options = options
         self._workers = workers
         self._publish = publish
@@ -255,6 +260,11 @@ class Models:
         if not found.chosen:
             self._refuse(found.name, found.problem)
             return load_errors.no_version_error(found.name)
+        try:
+            found = repository.placed(found, self._devices(), self._rate_limit)
+        except InvalidArgument as error:
+            self._refuse(found.name, error.message)
+            return load_errors.placement_error(found.name, error.message)
         self._refused.pop(found.name, None)
         known = self.lifecycle.models.get(found.name)
         if known is None or known.fingerprint != found.fingerprint:
@@ -287,9 +297,9 @@ class Models:
 
     # ----------------------------------------------------------------------------------------------- workers and fronts
 
-    def worker_joined(self, incarnation: int) -> None:
+    def worker_joined(self, incarnation: int, device: str) -> None:
         """Sends a new worker every model."""
-        self._begin(self.lifecycle.worker_joined(incarnation))
+        self._begin(self.lifecycle.worker_joined(incarnation, device))
 
     def worker_left(self, incarnation: int, how: str) -> None:
         """Tells fronts that a dead worker serves nothing. ``how`` it ended: "was killed by SIGSEGV"."""

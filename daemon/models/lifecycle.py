@@ -36,7 +36,8 @@ class Lifecycle:
     def __init__(self) -> None:
         self.models: dict[str, Model] = {}
         self.known: set[str] = set()
-        self._workers: set[int] = set()
+        #: Incarnation -> device.
+        self._workers: dict[int, str] = {}
 
     # ---------------------------------------------------------------------------------------------------- operations
 
@@ -97,8 +98,10 @@ class Lifecycle:
             if version.state is not VersionState.READY:
                 version.state, version.reason = VersionState.LOADING, ""
                 out.append(self._publish(number, version))
-            version.postponed = set()
-            for worker in sorted(self._workers):
+            version.postponed, version.devices = set(), found.devices
+            # What was to leave comes again: each worker does the one after the other.
+            version.unloading = set()
+            for worker in sorted(self._homes(version)):
                 out += self._send_load(worker, version)
         model.fingerprint = found.fingerprint
         return out
@@ -139,6 +142,10 @@ class Lifecycle:
         # Without any worker the load waits for the first one: it cannot be said to have succeeded.
         if any(v.loading or v.postponed or (v.state is VersionState.LOADING and not v.ready) for v in brought):
             return []
+        # Nor where it is served as it was, by workers that it is to leave.
+        coming = [model.versions[number] for number, reason in model.bringing.items() if not reason]
+        if any(v.ready and not v.ready.keys() & self._homes(v) for v in coming):
+            return []
         if any(version.unloading for version in model.versions.values()):
             return []
         out: list[Instruction] = []
@@ -162,13 +169,18 @@ class Lifecycle:
 
     # -------------------------------------------------------------------------------------------------------- workers
 
-    def worker_joined(self, worker: int) -> list[Instruction]:
+    def worker_joined(self, worker: int, device: str) -> list[Instruction]:
         """A worker is ready for records."""
-        self._workers.add(worker)
+        self._workers[worker] = device
         versions = (version for model in self.models.values() for version in model.versions.values())
         wanted = [version for version in versions if version.wanted and (version.due or not version.given_up)]
+        wanted = [version for version in wanted if version.belongs(device)]
         # Those that may have killed a worker come last and alone.
         return [i for version in sorted(wanted, key=lambda v: v.suspect) for i in self._send_load(worker, version)]
+
+    def _homes(self, version: Version) -> set[int]:
+        """The workers that load it."""
+        return {worker for worker, device in self._workers.items() if version.belongs(device)}
 
     def retry(self, name: str, number: int, deaths: int) -> list[Instruction]:
         """The time that a ``Retry`` named has come."""
@@ -176,7 +188,7 @@ class Lifecycle:
         if version is None or not version.given_up or version.deaths != deaths:
             return []
         # One that has nothing to do, if there is one; and none where it serves as it was before.
-        free = sorted((self.loading_at(worker), worker) for worker in self._workers - version.ready.keys())
+        free = sorted((self.loading_at(worker), worker) for worker in self._homes(version) - version.ready.keys())
         if not free:
             version.due = True
             return []
@@ -184,7 +196,7 @@ class Lifecycle:
 
     def worker_left(self, worker: int, how: str = "died") -> list[Instruction]:
         """A worker is dead and fenced. ``how``: the end of a sentence about it."""
-        self._workers.discard(worker)
+        self._workers.pop(worker, None)
         out: list[Instruction] = []
         loading = [v for model in self.models.values() for v in model.versions.values() if worker in v.loading]
         for version in loading:
@@ -201,6 +213,7 @@ class Lifecycle:
         served = version.ready.pop(worker, None) is not None
         owed = version.loading.pop(worker, 0) > 0 or worker in version.postponed
         version.postponed.discard(worker)
+        version.held.discard(worker)
         if worker in version.unloading:
             version.unloading.discard(worker)
             return self._unload_ended(number, version)
@@ -222,27 +235,39 @@ class Lifecycle:
             return []
         version.loading[worker] -= 1
         if version.loading[worker]:
-            return []  # the answer to an earlier Load; a newer one is on its way
+            # The answer to an earlier Load; a newer one is on its way.
+            version.held |= set() if answer.reason else {worker}
+            return []
         del version.loading[worker]
         out: list[Instruction] = []
+        held = worker in version.held
+        version.held.discard(worker)
         if answer.reason:
+            if held and worker not in version.ready:
+                out.append(Send(worker, Unload(answer.name, answer.version)))
             version.given_up, version.due = "", False
             out += self._failed(answer.name, answer.version, version, answer.reason)
-        elif version.wanted:
+        elif version.wanted and (worker in version.ready or worker in self._homes(version)):
             others = (
-                self._workers - version.ready.keys() - version.loading.keys() - {worker} if version.given_up else ()
+                self._homes(version) - version.ready.keys() - version.loading.keys() - {worker}
+                if version.given_up
+                else ()
             )
             version.deaths, version.suspect, version.given_up, version.due = 0, False, "", False
             version.ready[worker] = version.described = answer
             version.state, version.reason = VersionState.READY, ""
+            # Where an earlier load of it served, and this one does not belong.
+            strays = sorted(version.ready.keys() - self._homes(version))
+            version.ready = {home: version.ready[home] for home in version.ready.keys() - set(strays)}
             out.append(self._publish(answer.version, version))
+            out += [Send(stray, Unload(answer.name, answer.version)) for stray in strays]
             for other in sorted(others):
                 out += self._send_load(other, version)
             model = self.models[answer.name]
             if model.running is None:  # given up when the load that asked for it ended
                 out += self._retire_replaced(answer.name, model)
         else:
-            # It was unloaded or given up while this worker was still loading it.
+            # It was unloaded, given up or moved while this worker was still loading it.
             out.append(Send(worker, Unload(answer.name, answer.version)))
         return out + self._send_postponed(worker) + self._after_answer(answer.name)
 
@@ -273,9 +298,11 @@ class Lifecycle:
 
     def _send_load(self, worker: int, version: Version) -> list[Instruction]:
         if version.suspect and self.loading_at(worker):
-            version.postponed.add(worker)
+            if worker not in version.loading:
+                version.postponed.add(worker)
             return []
         version.due = False
+        version.postponed.discard(worker)
         version.loading[worker] = version.loading.get(worker, 0) + 1
         return [Send(worker, version.load)]
 
@@ -341,8 +368,8 @@ class Lifecycle:
             assert model.running is not None or not model.waiting
             for version in model.versions.values():
                 everywhere = [version.ready.keys(), version.unloading, version.postponed]
-                assert all(workers <= self._workers for workers in everywhere)
-                assert version.loading.keys() <= self._workers
+                assert all(workers <= self._workers.keys() for workers in everywhere)
+                assert version.loading.keys() <= self._workers.keys()
                 assert version.wanted or not version.given_up
                 assert version.given_up or not version.due
                 assert not version.ready or version.state is VersionState.READY

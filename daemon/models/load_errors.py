@@ -11,6 +11,11 @@ def load_error(name: str, failed: dict[int, str]) -> str:
     return f"load failed for model '{name}': {listed}"
 
 
+def placement_error(name: str, reason: str) -> str:
+    """Triton's sentence for a model whose instances can be made nowhere."""
+    return f"load failed for model '{name}': {reason}\n"
+
+
 def no_version_error(name: str) -> str:
     """Triton's sentence for a model without a version that its policy chooses."""
     return (

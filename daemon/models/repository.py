@@ -20,6 +20,8 @@ from pathlib import Path
 
 from config import model_checks, model_config, model_fields
 from config.model_config import ModelConfig
+from config.options import RateLimit
+from daemon.models import placement
 from shm.control_records import Load
 from shm.errors import InvalidArgument, ServingError, Unsupported
 
@@ -57,6 +59,8 @@ class FoundModel:
     without_effect: tuple[str, ...] = ()
     #: Folders in it that are no versions.
     others: tuple[str, ...] = ()
+    #: Of the workers that load it (``daemon.models.placement``); empty: every worker does.
+    devices: tuple[str, ...] = ()
 
     @property
     def problem(self) -> str:
@@ -70,7 +74,14 @@ class FoundModel:
 
     def load(self, number: int) -> Load:
         """What brings a version into a worker."""
-        return Load(self.name, number, str(self.path), str(self.path / str(number)), self.config)
+        path = str(self.path / str(number))
+        return Load(self.name, number, str(self.path), path, self.config, max(1, len(self.devices)))
+
+
+def placed(found: FoundModel, devices: Sequence[str], rate_limit: RateLimit) -> FoundModel:
+    """The model with the devices of the workers that load it. Raises InvalidArgument: it can be loaded nowhere."""
+    chosen = placement.place(model_config.from_bytes(found.config), devices, rate_limit.mode != "off")
+    return dataclasses.replace(found, devices=chosen)
 
 
 def scan(repositories: Sequence[Path]) -> dict[str, FoundModel]:

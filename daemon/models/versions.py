@@ -36,11 +36,15 @@ class Version:
     ready: dict[int, Loaded] = field(default_factory=dict)
     #: Loads there that are not answered yet.
     loading: dict[int, int] = field(default_factory=dict)
+    #: Has what an earlier Load brought, while the answer to a newer one is awaited.
+    held: set[int] = field(default_factory=set)
     #: Should get a Load once that worker loads nothing else.
     postponed: set[int] = field(default_factory=set)
     unloading: set[int] = field(default_factory=set)
     #: A joining worker gets it.
     wanted: bool = False
+    #: If it is one of these devices'; empty: whichever it is.
+    devices: tuple[str, ...] = ()
     #: A worker died with its Load unanswered, so it is loaded alone from now on: then a death is its own.
     suspect: bool = False
     #: Workers that died while it alone was loading.
@@ -56,6 +60,10 @@ class Version:
     def in_use(self) -> bool:
         """Whether it serves, or is on its way to or from there."""
         return self.state not in (VersionState.UNKNOWN, VersionState.UNAVAILABLE) or bool(self.loading)
+
+    def belongs(self, device: str) -> bool:
+        """Whether the worker of that device loads it."""
+        return not self.devices or device in self.devices
 
     def told(self, number: int) -> ModelState:
         """What fronts have to know of it, being version ``number``."""

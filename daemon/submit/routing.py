@@ -9,12 +9,11 @@ has its device, and so its sequences: it knows nothing of them, and says so to w
 from __future__ import annotations
 
 from collections.abc import Iterable
-from hashlib import blake2b
 
+from shm import rendezvous
 from shm.messages import SequenceId
 
 
 def home(model: str, version: int, sequence: SequenceId, devices: Iterable[str]) -> str:
     """The device, of at least one. A number and the string of its digits are two sequences."""
-    identity = repr((model, version, sequence)).encode("utf-8", "surrogatepass")
-    return max(devices, key=lambda device: blake2b(device.encode(), key=blake2b(identity).digest()).digest())
+    return rendezvous.choose((model, version, sequence), devices)

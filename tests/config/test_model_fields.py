@@ -80,12 +80,12 @@ def test_what_is_without_effect(path: str) -> None:
 
 def test_each_is_told_once_however_often_it_is_said() -> None:
     message = parse_pbtxt(
-        'instance_group { gpus: [ 0 ] } instance_group { gpus: [ 1 ] host_policy: "p" } '
+        'instance_group { profile: "a" } instance_group { profile: "b" host_policy: "p" } '
         'parameters { key: "EXECUTION_ENV_PATH" value { string_value: "env.tar.gz" } } parameters { key: "mine" value { } }',
         "m",
     )
     assert [sentence.split(" is without effect")[0] for sentence in model_fields.without_effect(message)] == [
-        "instance_group.gpus",
+        "instance_group.profile",
         "instance_group.host_policy",
         "parameter EXECUTION_ENV_PATH",
     ]

@@ -129,22 +129,23 @@ def read_labels(message: ModelConfig, folder: Path) -> dict[str, tuple[str, ...]
     return labels
 
 
-def queue_rules(message: ModelConfig, max_size: int) -> QueueRules:
+def queue_rules(message: ModelConfig, max_size: int, workers: int) -> QueueRules:
+    """``max_size``: of all levels together, on this worker. ``workers``: how many share the bounds that the model sets."""
     if not message.HasField("dynamic_batching"):
         return QueueRules(max_size)
     batching = message.dynamic_batching
     return QueueRules(
         max_size,
-        _policy(batching.default_queue_policy),
-        {level: _policy(policy) for level, policy in batching.priority_queue_policy.items()},
+        _policy(batching.default_queue_policy, workers),
+        {level: _policy(policy, workers) for level, policy in batching.priority_queue_policy.items()},
         max(1, batching.priority_levels),
         max(1, batching.default_priority_level),
     )
 
 
-def _policy(policy: Any) -> QueuePolicy:
+def _policy(policy: Any, workers: int) -> QueuePolicy:
     return QueuePolicy(
-        policy.max_queue_size,
+        math.ceil(policy.max_queue_size / workers),
         policy.default_timeout_microseconds * 1000,
         policy.allow_timeout_override,
         policy.timeout_action == type(policy).DELAY,

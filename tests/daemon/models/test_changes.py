@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from config import model_config
-from config.options import Repository
+from config.options import RateLimit, Repository
 from daemon.models.changes import Models
 from shm.control_records import Load, Loaded, ModelGone, ModelState, Unload
 from shm.errors import Internal, InvalidArgument, Unsupported
@@ -51,9 +51,11 @@ def serving(folder: Path) -> tuple[Models, ObedientWorker, list[Readiness]]:
             published.append(record)
 
     worker = ObedientWorker()
-    models = Models(Repository(paths=(str(folder),), control_mode="explicit"), {1: worker}, publish)
+    models = Models(
+        Repository(paths=(str(folder),), control_mode="explicit"), {1: worker}, publish, lambda: ["cpu:0"], RateLimit()
+    )
     worker.models = models
-    models.worker_joined(1)
+    models.worker_joined(1, "cpu:0")
     return models, worker, published
 
 
@@ -103,16 +105,16 @@ async def test_an_override_that_failed_is_forgotten_and_leaves_the_former_in_for
 
 
 async def test_an_override_stands_in_the_place_of_a_configuration_that_is_wrong(tmp_path: Path) -> None:
-    write_model(tmp_path, "m", config="ensemble_scheduling { }")
+    write_model(tmp_path, "m", config="sequence_batching { }")
     models, worker, _ = serving(tmp_path)
-    with pytest.raises(Unsupported, match=r"failed to load 'm': model 'm': ensemble_scheduling: .*not supported yet"):
+    with pytest.raises(Unsupported, match=r"failed to load 'm': model 'm': sequence_batching: .*not supported yet"):
         await models.load(LoadModel("m"))
     await models.load(LoadModel("m", config='{"max_batch_size": 4}'))
     assert batch(worker) == 4
 
 
 async def test_what_has_no_effect_is_told_once_a_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = write_model(tmp_path, "m", config='response_cache { enable: true } metric_tags { key: "a" value: "b" }')
+    model = write_model(tmp_path, "m", config='model_metrics { } metric_tags { key: "a" value: "b" }')
     models, _, _ = serving(tmp_path)
 
     def warnings() -> list[str]:
@@ -121,7 +123,7 @@ async def test_what_has_no_effect_is_told_once_a_load(tmp_path: Path, caplog: py
     await models.load(LoadModel("m"))
     expected = [
         "model 'm': metric_tags is without effect: metrics are labelled with model and version only",
-        "model 'm': response_cache.enable is without effect: there is no response cache",
+        "model 'm': model_metrics is without effect: a model's metrics are the same for all models",
     ]
     assert warnings() == expected
     await models.load(LoadModel("m"))
@@ -229,7 +231,7 @@ async def test_a_name_in_two_repositories(tmp_path: Path) -> None:
     for folder in ("one", "two"):
         write_model(tmp_path / folder, "m")
     options = Repository(paths=(str(tmp_path / "one"), str(tmp_path / "two")), control_mode="explicit")
-    models = Models(options, {}, lambda _: None)
+    models = Models(options, {}, lambda _: None, lambda: ["cpu:0"], RateLimit())
     # As Triton lists it, whether anybody asked for it or not.
     entry = {"name": "m", "state": "UNAVAILABLE", "reason": "model appears in two or more repositories"}
     assert await models.index(False) == [entry]

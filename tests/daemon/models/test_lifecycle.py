@@ -14,8 +14,8 @@ from daemon.models.repository import FoundModel
 from shm.control_records import Load, Loaded, ModelGone, ModelState, Unload
 
 
-def found(name: str, *chosen: int, fingerprint: str = "f") -> FoundModel:
-    return FoundModel(name, Path("/models", name), b"", chosen, chosen, fingerprint)
+def found(name: str, *chosen: int, fingerprint: str = "f", devices: tuple[str, ...] = ()) -> FoundModel:
+    return FoundModel(name, Path("/models", name), b"", chosen, chosen, fingerprint, devices=devices)
 
 
 def states(out: list[Instruction]) -> list[tuple[int, str, tuple[int, ...]]]:
@@ -40,7 +40,7 @@ def retries(out: list[Instruction]) -> list[tuple[str, float]]:
 
 def ready(lifecycle: Lifecycle, *workers: int) -> None:
     for worker in workers:
-        lifecycle.worker_joined(worker)
+        lifecycle.worker_joined(worker, f"cpu:{worker}")
 
 
 def test_load_on_two_workers() -> None:
@@ -61,8 +61,25 @@ def test_load_on_two_workers() -> None:
 def test_load_waits_for_the_first_worker() -> None:
     lifecycle = Lifecycle()
     assert settled(lifecycle.load(found("m", 1), 7)) == []
-    assert sent(lifecycle.worker_joined(1)) == [(1, "Load", 1)]
+    assert sent(lifecycle.worker_joined(1, "cpu:1")) == [(1, "Load", 1)]
     assert settled(lifecycle.loaded(1, Loaded("m", 1))) == [(7, "")]
+
+
+def test_a_model_is_loaded_where_it_belongs_and_leaves_where_it_no_longer_does() -> None:
+    lifecycle = Lifecycle()
+    ready(lifecycle, 0, 1)
+    lifecycle.load(found("m", 1), 1)
+    for worker in (0, 1):
+        lifecycle.loaded(worker, Loaded("m", 1))
+    out = lifecycle.load(found("m", 1, fingerprint="g", devices=("cpu:1",)), 2)
+    assert (states(out), sent(out)) == ([], [(1, "Load", 1)])
+    # Both serve as they were until the new one is ready.
+    out = lifecycle.loaded(1, Loaded("m", 1))
+    assert (states(out), sent(out), settled(out)) == ([(1, "READY", (1,))], [(0, "Unload", 1)], [(2, "")])
+    assert lifecycle.unloaded(0, "m", 1) == []
+    assert lifecycle.worker_joined(2, "cpu:2") == []
+    lifecycle.worker_left(1)
+    assert sent(lifecycle.worker_joined(3, "cpu:1")) == [(3, "Load", 1)]
 
 
 def test_unchanged_models_are_not_loaded_again() -> None:
@@ -165,7 +182,7 @@ def test_the_last_worker_dies() -> None:
     (instruction,) = lifecycle.worker_left(1)
     assert isinstance(instruction, Publish)
     assert (instruction.state.state, instruction.state.workers, instruction.state.metadata) == ("READY", (), b"{}")
-    assert sent(lifecycle.worker_joined(2)) == [(2, "Load", 1)]
+    assert sent(lifecycle.worker_joined(2, "cpu:2")) == [(2, "Load", 1)]
     assert states(lifecycle.loaded(2, Loaded("m", 1))) == [(1, "READY", (2,))]
 
 
@@ -175,7 +192,7 @@ def test_a_replacement_that_cannot_load() -> None:
     lifecycle.load(found("m", 1), 1)
     lifecycle.loaded(1, Loaded("m", 1))
     lifecycle.worker_left(1)
-    lifecycle.worker_joined(2)
+    lifecycle.worker_joined(2, "cpu:2")
     assert states(lifecycle.loaded(2, Loaded("m", 1, reason="gone"))) == [(1, "UNAVAILABLE", ())]
 
 
@@ -186,14 +203,16 @@ def test_who_killed_the_worker() -> None:
     lifecycle.load(found("bad", 1), 1)
     lifecycle.load(found("good", 1), 2)
     lifecycle.worker_left(1)
-    assert [(i.worker, i.record.name) for i in lifecycle.worker_joined(2) if isinstance(i, Send)] == [(2, "bad")]
+    assert [(i.worker, i.record.name) for i in lifecycle.worker_joined(2, "cpu:2") if isinstance(i, Send)] == [
+        (2, "bad")
+    ]
     lifecycle.worker_left(2)
-    assert [i.record.name for i in lifecycle.worker_joined(3) if isinstance(i, Send)] == ["bad"]
+    assert [i.record.name for i in lifecycle.worker_joined(3, "cpu:3") if isinstance(i, Send)] == ["bad"]
     out = lifecycle.worker_left(3, "was killed by SIGSEGV")
     reason = "2 worker processes died while loading it, the last one was killed by SIGSEGV"
     assert settled(out) == [(1, f"load failed for model 'bad': version 1 is at UNAVAILABLE state: {reason};\n")]
     assert retries(out) == [("bad", FIRST_RETRY)]
-    assert [i.record.name for i in lifecycle.worker_joined(4) if isinstance(i, Send)] == ["good"]
+    assert [i.record.name for i in lifecycle.worker_joined(4, "cpu:4") if isinstance(i, Send)] == ["good"]
     assert settled(lifecycle.loaded(4, Loaded("good", 1))) == [(2, "")]
 
 
@@ -212,7 +231,7 @@ def test_what_was_given_up_is_tried_again_later_and_later() -> None:
     while waits[-1][1] < MAX_RETRY or len(waits) < 9:
         worker += 1
         # A replacement gets what serves, and is not killed by what does not.
-        assert sent(lifecycle.worker_joined(worker)) == [(worker, "Load", 1)]
+        assert sent(lifecycle.worker_joined(worker, f"cpu:{worker}")) == [(worker, "Load", 1)]
         lifecycle.loaded(worker, Loaded("m", 1))
         assert sent(lifecycle.retry("m", 2, deaths=0)) == []
         assert sent(lifecycle.retry("m", 2, deaths=len(waits) + 1)) == [(worker, "Load", 2)]
@@ -222,7 +241,7 @@ def test_what_was_given_up_is_tried_again_later_and_later() -> None:
     assert [seconds for _, seconds in waits] == [5, 10, 20, 40, 80, 160, 300, 300, 300]
     # It is due while no worker is there: the next one is asked.
     assert lifecycle.retry("m", 2, deaths=10) == []
-    assert sent(lifecycle.worker_joined(20)) == [(20, "Load", 1)]
+    assert sent(lifecycle.worker_joined(20, "cpu:20")) == [(20, "Load", 1)]
     assert sent(lifecycle.loaded(20, Loaded("m", 1))) == [(20, "Load", 2)]
     ready(lifecycle, 21)
     lifecycle.loaded(21, Loaded("m", 1))
@@ -244,7 +263,7 @@ def test_a_try_that_fails_with_a_reason_is_the_last() -> None:
     assert sent(lifecycle.retry("m", 1, deaths=2)) == [(3, "Load", 1)]
     assert states(lifecycle.loaded(3, Loaded("m", 1, reason="no"))) == [(1, "UNAVAILABLE", ())]
     assert lifecycle.retry("m", 1, deaths=2) == []
-    assert lifecycle.worker_joined(4) == []
+    assert lifecycle.worker_joined(4, "cpu:4") == []
 
 
 def test_what_serves_on_one_worker_only_does_not_wait_for_a_try() -> None:
@@ -254,10 +273,10 @@ def test_what_serves_on_one_worker_only_does_not_wait_for_a_try() -> None:
     lifecycle.load(found("m", 1), 1)
     lifecycle.loaded(1, Loaded("m", 1))
     for worker in (2, 3):
-        assert sent(lifecycle.worker_joined(worker)) == [(worker, "Load", 1)]
+        assert sent(lifecycle.worker_joined(worker, f"cpu:{worker}")) == [(worker, "Load", 1)]
         lifecycle.worker_left(worker)
     assert lifecycle.is_ready("m")
-    assert sent(lifecycle.worker_joined(4)) == []
+    assert sent(lifecycle.worker_joined(4, "cpu:4")) == []
     assert states(lifecycle.worker_left(1))[-1] == (1, "UNAVAILABLE", ())
     assert sent(lifecycle.retry("m", 1, deaths=2)) == [(4, "Load", 1)]
     assert states(lifecycle.loaded(4, Loaded("m", 1))) == [(1, "READY", (4,))]
@@ -340,11 +359,14 @@ class Histories(RuleBasedStateMachine):
                     for worker in state.workers:
                         assert (state.name, state.version) in self.has[worker]
 
-    @rule(name=st.sampled_from("ab"), chosen=st.sets(st.integers(1, 3), min_size=1), fingerprint=st.sampled_from("xy"))
+    @rule(name=st.sampled_from("ab"), chosen=st.sets(st.integers(1, 3), min_size=1), fingerprint=st.sampled_from("xyz"))
     def load(self, name: str, chosen: set[int], fingerprint: str) -> None:
         self.token += 1
         self.open.add(self.token)
-        self.take(self.lifecycle.load(found(name, *sorted(chosen), fingerprint=fingerprint), self.token))
+        devices = {"x": (), "y": ("cpu:0",), "z": ("cpu:1",)}[fingerprint]
+        self.take(
+            self.lifecycle.load(found(name, *sorted(chosen), fingerprint=fingerprint, devices=devices), self.token)
+        )
 
     @rule(name=st.sampled_from("abc"))
     def unload(self, name: str) -> None:
@@ -352,12 +374,12 @@ class Histories(RuleBasedStateMachine):
         self.open.add(self.token)
         self.take(self.lifecycle.unload(name, self.token))
 
-    @rule()
-    def join(self) -> None:
+    @rule(device=st.sampled_from(("cpu:0", "cpu:1")))
+    def join(self, device: str) -> None:
         self.next_worker += 1
         self.owed[self.next_worker] = []
         self.has[self.next_worker] = set()
-        self.take(self.lifecycle.worker_joined(self.next_worker))
+        self.take(self.lifecycle.worker_joined(self.next_worker, device))
 
     @rule(choice=st.integers(0, 100))
     def die(self, choice: int) -> None:
@@ -398,10 +420,11 @@ class Histories(RuleBasedStateMachine):
             self.lifecycle.check_invariants()
 
     def teardown(self) -> None:
-        """With a living worker that answers, everything ends, and workers have exactly what is READY there."""
+        """With a living worker of each device that answers, everything ends, and workers have exactly what is READY there."""
         if not hasattr(self, "lifecycle"):
             return
-        self.join()
+        self.join("cpu:0")
+        self.join("cpu:1")
         while any(self.owed.values()) or self.retries:
             self.retry(0)
             self.answer(0, False)

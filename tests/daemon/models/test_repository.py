@@ -123,7 +123,7 @@ def test_fingerprints(tmp_path: Path) -> None:
     assert repository.poll(model).fingerprint not in (before, changed)
 
 
-@pytest.mark.parametrize("config", ["ensemble_scheduling { }", "model_transaction_policy { decoupled: true }"])
+@pytest.mark.parametrize("config", ["sequence_batching { }", "model_transaction_policy { decoupled: true }"])
 def test_what_is_not_offered_is_told_from_what_is_wrong(tmp_path: Path, config: str) -> None:
     found = repository.poll(write_model(tmp_path, "m", config=config))
     assert "not supported yet" in found.error
@@ -132,9 +132,9 @@ def test_what_is_not_offered_is_told_from_what_is_wrong(tmp_path: Path, config: 
 
 
 def test_what_is_without_effect_is_known_before_it_is_loaded(tmp_path: Path) -> None:
-    found = repository.poll(write_model(tmp_path, "m", config="response_cache { enable: true }"))
+    found = repository.poll(write_model(tmp_path, "m", config="model_metrics { }"))
     assert found.error == ""
-    assert found.without_effect == ("response_cache.enable is without effect: there is no response cache",)
+    assert found.without_effect == ("model_metrics is without effect: a model's metrics are the same for all models",)
 
 
 def test_override(tmp_path: Path) -> None:

@@ -1,0 +1,41 @@
+"""Resources that instances share, as ``rate_limit.resources`` lists them: ``NAME:COUNT`` or ``NAME:COUNT:DEVICE``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+#: As ModelConfig holds it.
+_MAX_COUNT = (1 << 32) - 1
+_LIMIT = re.compile(r"([^:]+):([0-9]{1,10})(?::([0-9]{1,4}))?", re.ASCII)
+
+
+class Limit(NamedTuple):
+    """How much there is of a resource."""
+
+    #: Lower case: names that differ in case only are one.
+    name: str
+    amount: int
+    #: Of that GPU only; None: of each device, or altogether where a model calls the resource global.
+    device: int | None
+
+
+def parse(texts: Iterable[str]) -> tuple[Limit, ...]:
+    """Raises ValueError: what is expected and what was given."""
+    limits: list[Limit] = []
+    for text in texts:
+        match = _LIMIT.fullmatch(text)
+        if match is None or int(match[2]) > _MAX_COUNT:
+            raise ValueError(f"expected NAME:COUNT or NAME:COUNT:DEVICE, given {text[:100]!r}")
+        limits.append(Limit(match[1].lower(), int(match[2]), None if match[3] is None else int(match[3])))
+    return tuple(limits)
+
+
+def of_device(limits: Iterable[Limit], device: int) -> dict[str, int]:
+    """How much there is on a device of what is limited: what is said of the device itself goes first."""
+    found: dict[str, int] = {}
+    for limit in sorted(limits, key=lambda limit: limit.device is not None):
+        if limit.device in (None, device):
+            found[limit.name] = limit.amount
+    return found

@@ -1,0 +1,76 @@
+"""Which workers load a model: those of the devices that its configuration names, or one where its promises need that. Pure.
+
+    instance_group.gpus                      the workers of these GPUs
+    preserve_ordering                        one worker: between two nobody knows whose answer comes first
+    max_queue_size                           one worker, where a share of each would be so small that it refuses too early
+    resources of the rate limiter            one worker for all models that share some over the whole host
+
+One worker is found by rendezvous of the model and the devices: the same one after every restart, another one for another model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from config.model_config import ModelConfig
+from shm import rendezvous
+from shm.errors import InvalidArgument
+
+#: A bound on a queue is shared out where each worker's share is at least that.
+_LEAST_SHARE = 4
+
+
+def place(message: ModelConfig, devices: Sequence[str], rate_limited: bool) -> tuple[str, ...]:
+    """The devices whose workers load it, of those that have a worker.
+
+    Args:
+      rate_limited: whether resources of the rate limiter are looked at.
+    Raises: InvalidArgument: it names GPUs that are not there.
+    """
+    chosen = _named(message, devices)
+    if len(chosen) > 1 and rate_limited and _shares_resources(message, on_gpus=chosen[0].startswith("cuda:")):
+        # Not by the model: all that share anything have to be where the one count of it is.
+        return (rendezvous.choose("rate limiter", chosen),)
+    if len(chosen) > 1 and (_is_ordered(message) or 0 < _least_bound(message) < _LEAST_SHARE * len(chosen)):
+        return (rendezvous.choose(("model", message.name), chosen),)
+    return chosen
+
+
+def _named(message: ModelConfig, devices: Sequence[str]) -> tuple[str, ...]:
+    gpus = [device for device in devices if device.startswith("cuda:")]
+    groups = [group for group in message.instance_group if group.gpus]
+    if not gpus or not groups:
+        return tuple(devices)
+    for index, group in enumerate(message.instance_group):
+        for gpu in group.gpus:
+            if f"cuda:{gpu}" not in gpus:
+                kind = type(group).Kind.Name(group.kind)
+                known = ", ".join(device.removeprefix("cuda:") for device in gpus)
+                raise InvalidArgument(
+                    f"instance group {group.name or f'{message.name}_{index}'} of model {message.name} has kind {kind} but "
+                    f"specifies invalid or unsupported gpu id {gpu}. GPUs that models run on are: {known}"
+                )
+    if len(groups) < len(message.instance_group):
+        return tuple(devices)  # a group without a list is on each of them
+    wanted = {f"cuda:{gpu}" for group in groups for gpu in group.gpus}
+    return tuple(device for device in devices if device in wanted)
+
+
+def _shares_resources(message: ModelConfig, on_gpus: bool) -> bool:
+    """Whether it needs what other workers use up as well: each GPU has resources of its own, the processor is one device."""
+    return any(
+        resource.count and (getattr(resource, "global") or not on_gpus)
+        for group in message.instance_group
+        for resource in group.rate_limiter.resources
+    )
+
+
+def _is_ordered(message: ModelConfig) -> bool:
+    return bool(message.dynamic_batching.preserve_ordering or message.sequence_batching.oldest.preserve_ordering)
+
+
+def _least_bound(message: ModelConfig) -> int:
+    """The smallest bound on any of its queues; 0: none has one."""
+    batching = message.dynamic_batching
+    policies = (batching.default_queue_policy, *batching.priority_queue_policy.values())
+    return min((policy.max_queue_size for policy in policies if policy.max_queue_size), default=0)

@@ -1,0 +1,73 @@
+"""Which workers load a model."""
+
+from __future__ import annotations
+
+import pytest
+
+from config.model_config import parse_pbtxt
+from daemon.models.placement import place
+from shm.errors import InvalidArgument
+
+CPUS = ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
+GPUS = ("cuda:0", "cuda:1", "cuda:2")
+LIMITED = "rate_limiter { resources { name: 'R' count: 1 } }"
+GLOBAL = "rate_limiter { resources { name: 'R' global: true count: 1 } }"
+
+
+def placed(text: str, devices: tuple[str, ...] = CPUS, name: str = "m", rate_limited: bool = True) -> tuple[str, ...]:
+    message = parse_pbtxt(text, name)
+    message.name = name
+    return place(message, devices, rate_limited)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "dynamic_batching { }",
+        "instance_group { count: 4 kind: KIND_CPU }",
+        # Enough for each of four workers.
+        "dynamic_batching { default_queue_policy { max_queue_size: 16 } }",
+    ],
+)
+def test_every_worker_unless_something_speaks_against_it(text: str) -> None:
+    assert placed(text) == CPUS
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dynamic_batching { preserve_ordering: true }",
+        "sequence_batching { oldest { preserve_ordering: true } }",
+        "dynamic_batching { default_queue_policy { max_queue_size: 11 } }",
+        "dynamic_batching { default_queue_policy { max_queue_size: 100 } priority_levels: 2 default_priority_level: 1 "
+        "priority_queue_policy { key: 2 value { max_queue_size: 3 } } }",
+    ],
+)
+def test_promises_that_only_one_worker_can_keep(text: str) -> None:
+    (device,) = placed(text)
+    assert placed(text) == (device,)
+    # Another model is elsewhere, and a device that goes moves nobody else.
+    assert len({placed(text, name=f"m{number}") for number in range(100)}) == len(CPUS)
+    for gone in set(CPUS) - {device}:
+        assert placed(text, tuple(each for each in CPUS if each != gone)) == (device,)
+
+
+def test_models_that_share_resources_over_the_host_are_together() -> None:
+    groups = [f"instance_group {{ kind: KIND_CPU {each} }}" for each in (LIMITED, GLOBAL)]
+    found = {placed(group, name=f"m{number}") for group in groups for number in range(20)}
+    assert len(found) == 1
+    # Each GPU has its own, unless they are global.
+    assert placed(f"instance_group {{ {LIMITED} }}", GPUS) == GPUS
+    assert len(placed(f"instance_group {{ {GLOBAL} }}", GPUS)) == 1
+    assert placed(groups[1], rate_limited=False) == CPUS
+
+
+def test_gpus_that_are_named() -> None:
+    assert placed("instance_group { kind: KIND_GPU gpus: [ 2, 0 ] }", GPUS) == ("cuda:0", "cuda:2")
+    assert placed("instance_group [ { gpus: [ 1 ] }, { gpus: [ 2 ] count: 3 } ]", GPUS) == ("cuda:1", "cuda:2")
+    assert placed("instance_group [ { gpus: [ 1 ] }, { kind: KIND_GPU } ]", GPUS) == GPUS
+    assert placed("instance_group { gpus: [ 1 ] }") == CPUS
+    words = "instance group m_0 of model m has kind KIND_GPU but specifies invalid or unsupported gpu id 3"
+    with pytest.raises(InvalidArgument, match=words):
+        placed("instance_group { kind: KIND_GPU gpus: [ 3 ] }", GPUS)
