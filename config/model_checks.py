@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from config import model_fields
+from config import model_fields, sequence_checks
 from config.model_config import ModelConfig, data_type_name, model_config_pb2
 from shm.datatypes import MAX_RANK, from_model_config
 from shm.errors import InvalidArgument, Unsupported
@@ -53,6 +53,8 @@ def check(message: ModelConfig, *, whole: bool = False) -> None:
     _check_file_name(f"model '{name}': default_model_filename", message.default_model_filename)
     _check_versions(message)
     _check_dynamic_batching(message)
+    if message.HasField("sequence_batching"):
+        sequence_checks.check(message)
     _check_instances(message)
     batch_buckets(message)
 

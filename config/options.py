@@ -212,6 +212,8 @@ class Requests(Section, frozen=True):
     max_in_flight: Count = 8192
     #: Requests queued for one model on one worker (a model's own max_queue_size is applied besides).
     max_queue_size: Count = 4096
+    #: Sequences that live at a time on one worker, of all its models.
+    max_sequences: Count = 4096
     #: A request without an id gets one.
     make_ids: bool = False
     #: Kinds of requests that each front remembers, so that it reads what they say once; 0: none.

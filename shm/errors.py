@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+#: What a client is told of a defect of ours.
+DEFECT = "internal error; the server's log has the details"
+
 
 class ServingError(Exception):
     """An error with a calm sentence for the client. It names the thing and the numbers, never a path, key or handle."""

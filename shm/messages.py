@@ -51,6 +51,8 @@ class Inline(Record, frozen=True, tag="i"):
 Place = Slice | RegionSlice | Inline
 #: What a request or an answer of a form has of its own of a tensor.
 Content = bytes | Slice
+#: Bytes as they are, or a view of them.
+Buffer = bytes | memoryview
 
 
 class Tensor(Record, frozen=True, tag="t"):

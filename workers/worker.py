@@ -42,6 +42,7 @@ from workers.dispatch.poller import Datagram, Poller
 from workers.models.loader import LoadedModel, Loader
 from workers.models.model_table import ModelTable
 from workers.models.model_version import ModelVersion
+from workers.models.sequence_register import SequenceRegister
 from workers.native import extensions, output_memory
 from workers.programs.run_errors import works
 from workers.regions.region_policy import RegionPolicy
@@ -119,6 +120,7 @@ class Worker:
             self._stop,
         )
         self._cache = ResponseCache(options.response_cache.byte_size)
+        self._sequences = SequenceRegister(options.requests.max_sequences)
         self._submitters: dict[int, Submitter[Request]] = {}
         self._free_desks = list(range(DESKS - 1, FIRST_INSTANCE_DESK - 1, -1))
         self._epoll = select.epoll()
@@ -306,7 +308,7 @@ class Worker:
         """Gives each instance a desk on the status page for as long as it lives."""
         for instance in loaded.instances:
             instance.desk = self._free_desks.pop() if self._free_desks else DESKS
-        version = ModelVersion(loaded)
+        version = ModelVersion(loaded, self._sequences)
         if loaded.cached and self._cache.max_byte_size:
             version.use(self._cache)
         elif loaded.cached:
@@ -323,7 +325,7 @@ class Worker:
         self._stop_ns = now_ns + grace_ns
         self._dispatcher.resting_state = WorkerState.STOPPING
         for version in self._models:
-            version.batcher.end_delays()
+            version.planner.stop()
         self._page.set_state(WorkerState.STOPPING, now_ns)
 
     def _finished(self) -> bool:

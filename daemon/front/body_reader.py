@@ -17,6 +17,8 @@ from typing import Protocol
 
 #: What is read before it is known what comes.
 _FIRST_BYTE_SIZE = 16 << 10
+#: What has more to come than this is read straight to where it goes.
+DIRECT_BYTE_SIZE = 64 << 10
 
 
 class Connection(Protocol):

@@ -36,6 +36,7 @@ from shm.settings import ChangeLog, ChangeTrace
 #: What works, in Triton's order and spelling.
 EXTENSIONS = (
     "classification",
+    "sequence",
     "model_repository",
     # Nothing depends on another model here, so it asks for nothing.
     "model_repository(unload_dependents)",

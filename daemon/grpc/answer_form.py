@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from daemon.grpc import response_codec
-from daemon.grpc.call import Buffer
 from shm.forms import no_view
-from shm.messages import Completion, Content, Inline, Slice
+from shm.messages import Buffer, Completion, Content, Inline, Slice
 
 
 class AnswerForm:

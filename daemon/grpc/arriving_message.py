@@ -13,8 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from daemon.grpc.reception import Phase, Reception
-
-Buffer = bytes | memoryview
+from shm.messages import Buffer
 
 
 class ArrivingMessage:

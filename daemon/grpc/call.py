@@ -5,8 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from daemon.grpc.reception import Reception
-
-Buffer = bytes | memoryview
+from shm.messages import Buffer
 
 
 class Call(ABC):

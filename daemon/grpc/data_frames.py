@@ -7,7 +7,7 @@ Source: RFC 9113, sections 5.2, 6.1 and 6.9.
 
 from __future__ import annotations
 
-from daemon.front.body_reader import BodyReader
+from daemon.front.body_reader import DIRECT_BYTE_SIZE, BodyReader
 from daemon.grpc import frames
 from daemon.grpc.frame_payload import FramePayload
 from daemon.grpc.frames import END_STREAM, Violation
@@ -22,8 +22,6 @@ CONNECTION_WINDOW = 64 << 20
 #: More than that is granted again.
 _MUCH_OF_STREAM = STREAM_WINDOW // 4
 _MUCH_OF_CONNECTION = CONNECTION_WINDOW // 4
-#: A frame with more to come than this is read from the socket straight to where its tensor lies, if it belongs to one.
-DIRECT_BYTE_SIZE = 64 << 10
 #: So many reads without anything large, and the connection is read as any other again.
 _MAX_READS_SINCE = 16
 #: A window is below 2^31; what of a message is beyond this is granted as it comes.

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
+from daemon.front.body_reader import DIRECT_BYTE_SIZE
 from daemon.grpc import frames
-from daemon.grpc.data_frames import DIRECT_BYTE_SIZE
 from daemon.grpc.floods import CALL_COST, FRAMES_A_TURN, Floods
 from daemon.grpc.frames import (
     DATA,

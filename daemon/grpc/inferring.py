@@ -9,7 +9,6 @@ from time import monotonic_ns
 from daemon.front import request_id
 from daemon.front.forwarding import Forwarding
 from daemon.grpc.asked import Asking, FormedAsked
-from daemon.grpc.call import Buffer
 from daemon.grpc.message_forms import MessageForm, MessageForms
 from daemon.grpc.reception import Reception
 from daemon.grpc.request_fields import RefusedRequest
@@ -22,15 +21,14 @@ from daemon.submit.model_table import ModelTable
 from daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from daemon.submit.submitter import Submitter
 from daemon.tracing.tracer import Trace, Tracer
-from shm.arena import Lease
+from shm.arena import ALIGNMENT, Lease
 from shm.errors import ServingError
 from shm.forms import MAX_FORMS
 from shm.lane import SubmitterLane
-from shm.messages import Completion, Content, FormSubmit, Slice
+from shm.messages import Buffer, Completion, Content, FormSubmit, Slice
 
 #: Whole; one that is no buffer has a lease.
 Message = Buffer | Reception
-_ALIGNMENT = 64
 
 
 class Inferring:
@@ -204,7 +202,7 @@ def _placed(raws: tuple[Buffer, ...], lease: Lease, inline: int) -> tuple[Conten
             continue
         lease.view[used : used + size] = raw
         contents.append(Slice(place.segment, place.offset + used, size))
-        used += -(-size // _ALIGNMENT) * _ALIGNMENT
+        used += -(-size // ALIGNMENT) * ALIGNMENT
     return tuple(contents)
 
 

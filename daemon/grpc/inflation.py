@@ -5,8 +5,7 @@ from __future__ import annotations
 import zlib
 
 from daemon.grpc.codes import INTERNAL, RESOURCE_EXHAUSTED, UNIMPLEMENTED
-
-Buffer = bytes | memoryview
+from shm.messages import Buffer
 
 
 class Refused(Exception):

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from config.options import Grpc
 from daemon.front.connection_end import ConnectionEnd
-from daemon.grpc.call import Buffer
 from daemon.submit.accounts import Account
+from shm.messages import Buffer
 
 
 class Bounds(Protocol):

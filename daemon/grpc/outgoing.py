@@ -13,13 +13,13 @@ from collections.abc import Callable
 from daemon.front.each import call_each
 from daemon.front.pace import Pace
 from daemon.grpc import frames
-from daemon.grpc.call import Buffer
 from daemon.grpc.frames import MAX_WINDOW, STREAM_ID, Violation
 from daemon.grpc.reply import Reply
 from daemon.grpc.serving import Serving
 from daemon.grpc.stream import Stream
 from daemon.grpc.stream_numbers import Past, StreamNumbers
 from daemon.submit.accounts import Account
+from shm.messages import Buffer
 
 #: What may be handed to the transport at once; mostly views of the arena. A 1 MiB answer and its end leave in one call.
 WRITE_BUFFER = 4 << 20

@@ -20,14 +20,12 @@ from collections.abc import Callable
 from daemon.grpc.request_fields import ArrivingFields, RefusedRequest
 from daemon.grpc.walk import walk_beginning
 from daemon.submit.accounts import Account
-from daemon.submit.pending import DEFECT
 from daemon.submit.submitter import Submitter
-from shm.arena import Lease
-from shm.errors import Internal, ServingError
+from shm.arena import ALIGNMENT, Lease
+from shm.errors import DEFECT, Internal, ServingError
 from shm.messages import Slice
 
 _log = logging.getLogger(__name__)
-_ALIGNMENT = 64
 #: For every so many bytes of a message with several tensors the lease has room for one pad; smaller tensors may go without.
 _PADDED_BYTE_SIZE = 64 << 10
 #: Longer heads hold data.
@@ -172,7 +170,7 @@ class Reception:
         fields = self._fields
         size = fields.unread
         if fields.raw_left < size:
-            self._padding = _ALIGNMENT * (1 + size // _PADDED_BYTE_SIZE)
+            self._padding = ALIGNMENT * (1 + size // _PADDED_BYTE_SIZE)
             size += self._padding
         return size
 
@@ -182,7 +180,7 @@ class Reception:
         self._begin_tensor()
 
     def _begin_tensor(self) -> None:
-        pad = min(-self._at % _ALIGNMENT, self._padding)
+        pad = min(-self._at % ALIGNMENT, self._padding)
         self._padding -= pad
         self._at += pad
         self._raws.append((self._at, self._fields.raw_left))

@@ -18,10 +18,10 @@ from functools import partial
 from daemon.front.each import call_each
 from daemon.front.pace import Pace
 from daemon.grpc import frames, header_blocks
-from daemon.grpc.call import Buffer
 from daemon.grpc.codes import OK
 from daemon.grpc.header_blocks import CallHead
 from daemon.grpc.link import Link
+from shm.messages import Buffer
 
 #: Before each message, either way: whether it is compressed, and its length.
 PREFIX = struct.Struct(">BI")

@@ -15,12 +15,13 @@ from collections.abc import Sequence
 from daemon.grpc.message_forms import MessageForms
 from daemon.grpc.reception import Reception
 from daemon.grpc.request_codec import DecodedHead, decode_head
-from daemon.grpc.request_fields import Buffer, RefusedRequest, split
+from daemon.grpc.request_fields import RefusedRequest, split
 from daemon.grpc.walk import walk
 from daemon.submit.inference import Content, InferenceRequest
 from daemon.submit.model_table import ModelTable
 from shm.control_records import ModelState
 from shm.errors import InvalidArgument, ServingError
+from shm.messages import Buffer
 
 #: What a request's head says, the request, and what its model is.
 Understood = tuple[DecodedHead, InferenceRequest, ModelState]

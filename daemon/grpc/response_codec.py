@@ -15,9 +15,8 @@ import functools
 import struct
 from collections.abc import Callable
 
-from shm.messages import Completion, Inline, Parameter, Slice
+from shm.messages import Buffer, Completion, Inline, Parameter, Slice
 
-Buffer = bytes | memoryview
 _double = struct.Struct("<d").pack
 _UINT64 = (1 << 64) - 1
 _FINAL = "triton_final_response"

@@ -14,11 +14,12 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from daemon.front.endpoints import Endpoints
-from daemon.grpc.call import Buffer, Call
+from daemon.grpc.call import Call
 from daemon.grpc.codes import INVALID_ARGUMENT, OK
 from daemon.grpc.management import SERVICE
 from daemon.grpc.stream import Stream
 from daemon.grpc.unary import Unary
+from shm.messages import Buffer
 
 _HEALTH = "grpc.health.v1.Health"
 _REFLECTIONS = ("grpc.reflection.v1alpha.ServerReflection", "grpc.reflection.v1.ServerReflection")

@@ -16,11 +16,13 @@ import time
 from daemon.front.pace import GRACE_SECONDS
 from daemon.grpc import frames
 from daemon.grpc.arriving_message import ArrivingMessage
-from daemon.grpc.call import Buffer, Call
+from daemon.grpc.call import Call
 from daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, RESOURCE_EXHAUSTED, UNAVAILABLE
 from daemon.grpc.inflation import Refused, inflated
 from daemon.grpc.reception import Reception
 from daemon.grpc.reply import PREFIX, Reply, read_prefix
+from shm.errors import DEFECT
+from shm.messages import Buffer
 
 _log = logging.getLogger(__name__)
 #: Larger messages that do not come in one piece may go to where a worker reads them while they arrive.
@@ -239,7 +241,7 @@ class Stream(Reply):
     def _defect(self) -> None:
         """Ours, and no reason to leave a client without its answer."""
         _log.exception("a call of %s met a defect of the server", self.head.path)
-        self.refuse(INTERNAL, "internal error; the server's log has the details")
+        self.refuse(INTERNAL, DEFECT)
 
     # -------------------------------------------------------------------------------------------------- bounds
 

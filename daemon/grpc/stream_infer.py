@@ -15,7 +15,7 @@ from functools import partial
 from daemon.front.each import call_each
 from daemon.grpc import response_codec
 from daemon.grpc.asked import Asked, FormedAsked
-from daemon.grpc.call import Buffer, Call, kept
+from daemon.grpc.call import Call, kept
 from daemon.grpc.codes import INTERNAL, OK, number
 from daemon.grpc.inferring import Inferring, Message, Sent
 from daemon.grpc.reception import Reception
@@ -23,11 +23,10 @@ from daemon.grpc.request_fields import RefusedRequest, client_id_of
 from daemon.grpc.stream import Stream
 from daemon.submit.accounts import Account
 from daemon.submit.inference import InferenceRequest, begin
-from daemon.submit.pending import DEFECT
 from daemon.tracing.tracer import Trace
-from shm.errors import ServingError
+from shm.errors import DEFECT, ServingError
 from shm.lane import SubmitterLane
-from shm.messages import Completion, FormCompletion, Slice
+from shm.messages import Buffer, Completion, FormCompletion, Slice
 
 _log = logging.getLogger(__name__)
 #: Answers of a stream that its client has not taken; beyond, no more requests are taken.

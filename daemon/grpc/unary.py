@@ -9,10 +9,11 @@ from typing import Any
 
 from google.protobuf.message import DecodeError, Message
 
-from daemon.grpc.call import Buffer, Call, kept
+from daemon.grpc.call import Call, kept
 from daemon.grpc.codes import INTERNAL, INVALID_ARGUMENT, number
 from daemon.grpc.stream import Stream
-from shm.errors import ServingError
+from shm.errors import DEFECT, ServingError
+from shm.messages import Buffer
 
 _log = logging.getLogger(__name__)
 
@@ -67,4 +68,4 @@ class Unary(Call):
             self._stream.finish(number(error), error.message)
         except Exception:
             _log.exception("%s failed", self._stream.head.path)
-            self._stream.finish(INTERNAL, "internal error; the server's log has the details")
+            self._stream.finish(INTERNAL, DEFECT)

@@ -8,7 +8,7 @@ from functools import partial
 
 from daemon.grpc import response_codec
 from daemon.grpc.asked import Asked, FormedAsked
-from daemon.grpc.call import Buffer, Call, kept
+from daemon.grpc.call import Call, kept
 from daemon.grpc.codes import INTERNAL, number
 from daemon.grpc.inferring import Inferring, Message, Sent
 from daemon.grpc.reception import Reception
@@ -16,10 +16,9 @@ from daemon.grpc.request_fields import RefusedRequest
 from daemon.grpc.stream import Stream
 from daemon.submit.accounts import Account
 from daemon.submit.inference import begin
-from daemon.submit.pending import DEFECT
-from shm.errors import ServingError, Unsupported
+from shm.errors import DEFECT, ServingError, Unsupported
 from shm.lane import SubmitterLane
-from shm.messages import Completion, FormCompletion
+from shm.messages import Buffer, Completion, FormCompletion
 
 _log = logging.getLogger(__name__)
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from daemon.grpc.request_fields import Buffer
 from daemon.submit.scheduling import KEYS
+from shm.arena import ALIGNMENT
+from shm.messages import Buffer
 
 #: Rest, id, parameters that schedule, raw tensors, and the room that those need which do not travel in a record.
 Walked = tuple[bytes, bytes, bytes, "tuple[Buffer, ...]", int]
@@ -30,8 +31,6 @@ _TAGS = frozenset((0x0A, 0x12, _ID, _PARAMETER, 0x2A, 0x32, _RAW))
 _SCHEDULING = tuple(b"\x0a" + bytes((len(key),)) + key.encode() for key in KEYS)
 #: A field is shorter than a message, which is below 2^32.
 _MAX_SHIFT = 28
-#: Of tensors in the arena, what an executable needs to use one in place.
-_ALIGNMENT = 64
 
 
 def walk_in_python(content: Buffer, start: int, end: int, inline: int) -> Walked | None:
@@ -61,7 +60,7 @@ def walk_in_python(content: Buffer, start: int, end: int, inline: int) -> Walked
             raws.append(bytes(view[begin : begin + size]))
         else:
             raws.append(view[begin : begin + size])
-            lent += -(-size // _ALIGNMENT) * _ALIGNMENT
+            lent += -(-size // ALIGNMENT) * ALIGNMENT
         at = begin + size
     return own.rest, own.client_id, own.scheduling, tuple(raws), lent
 

@@ -23,9 +23,9 @@ from daemon.http.http_form import HttpForm
 from daemon.http.message_head import InferHead
 from daemon.http.serving import Serving
 from daemon.submit.accounts import Account
-from daemon.submit.pending import DEFECT, Pending
+from daemon.submit.pending import Pending
 from daemon.tracing.tracer import Trace
-from shm.errors import ServingError
+from shm.errors import DEFECT, ServingError
 from shm.lane import SubmitterLane
 from shm.messages import Completion, FormCompletion, Slice
 

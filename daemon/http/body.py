@@ -13,10 +13,9 @@ from collections.abc import Callable
 import numpy as np
 
 from daemon.http.decoded_request import Part
-from shm.arena import Lease
+from shm.arena import ALIGNMENT, Lease
 from shm.messages import Content, Slice
 
-ALIGNMENT = 64
 #: Bodies up to this size are collected; larger binary ones of known length go straight into the arena.
 COLLECT_BYTE_SIZE = 4096
 #: Where what is thrown away is read to.

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-from daemon.http.body import ALIGNMENT, Body, CollectedBody, PlacedBody
+from daemon.http.body import Body, CollectedBody, PlacedBody
 from daemon.http.decoded_request import Part, Source
 from daemon.http.json_array import JsonArray
 from daemon.http.json_base64 import JsonBase64
 from daemon.http.json_strings import JsonStrings
-from shm.arena import Lease
+from shm.arena import ALIGNMENT, Lease
 from shm.messages import Content, RegionSlice, Slice
 
 

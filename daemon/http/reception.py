@@ -16,9 +16,8 @@ from daemon.http.compression import Inflation
 from daemon.http.message_head import InferHead
 from daemon.http.serving import Serving
 from daemon.submit.accounts import Account
-from daemon.submit.pending import DEFECT
 from shm.arena import Lease
-from shm.errors import Internal, InvalidArgument, ServingError, Unavailable
+from shm.errors import DEFECT, Internal, InvalidArgument, ServingError, Unavailable
 from shm.refusals import Refusal
 
 _log = logging.getLogger(__name__)

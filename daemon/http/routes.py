@@ -26,7 +26,7 @@ from daemon.http.generate import Generation
 from daemon.http.settings_routes import SettingsRoutes
 from daemon.http.whole_body import read_body
 from daemon.submit.model_table import parse_version
-from shm.errors import InvalidArgument, NotFound, ServingError, Unsupported
+from shm.errors import DEFECT, InvalidArgument, NotFound, ServingError, Unsupported
 
 Handler = Callable[[Request], Awaitable[Response]]
 Endpoint = tuple[str, str, Handler, str]
@@ -273,4 +273,4 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    return json_body.answer({"error": "internal error; the server's log has the details"}, 500)
+    return json_body.answer({"error": DEFECT}, 500)

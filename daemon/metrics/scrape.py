@@ -10,6 +10,7 @@ from concurrent.futures import Executor
 from daemon.metrics import exposition
 from daemon.metrics.exchange import Answer, BadRequest, Exchange, Request, refusal
 from daemon.metrics.snapshot import Snapshot
+from shm.errors import DEFECT
 
 _log = logging.getLogger(__name__)
 _PATH = b"/metrics"
@@ -51,5 +52,5 @@ async def _answer(request: Request, snapshot: TakeSnapshot, thread: Executor) ->
         text, content_type = await loop.run_in_executor(thread, exposition.render, taken, request.accept)
     except Exception:
         _log.exception("a scrape of the metrics failed")
-        return refusal(500, "internal error; the server's log has the details")
+        return refusal(500, DEFECT)
     return Answer(200, text, (("Content-Type", content_type),))

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 import msgspec
 
 from daemon.submit.accounts import Account
-from daemon.submit.pending import DEFECT, OnCompletion
+from daemon.submit.pending import OnCompletion
 from daemon.submit.scheduling import UNSCHEDULED, Scheduling
 from daemon.submit.submitter import Submitter
 from daemon.tracing.tracer import Trace
 from shm.arena import ALIGNMENT, Lease
-from shm.errors import Internal, ServingError, from_code
+from shm.errors import DEFECT, Internal, ServingError, from_code
 from shm.forms import Form, request_template
 from shm.lane import SubmitterLane
 from shm.messages import Completion, Inline, Parameter, Place, RegionSlice, RequestedOutput, Slice, Submit, Tensor

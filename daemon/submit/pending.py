@@ -14,7 +14,7 @@ import msgspec
 from daemon.submit.accounts import Account
 from shm.arena import Lease
 from shm.control_records import ModelState
-from shm.errors import Internal, ServingError, Unavailable
+from shm.errors import DEFECT, Internal, ServingError, Unavailable
 from shm.forms import Form, whole_answer, whole_request
 from shm.lane import SubmitterLane
 from shm.messages import Completion, FormCompletion, FormSubmit, Submit
@@ -27,8 +27,6 @@ OnCompletion = Callable[[Completion, SubmitterLane | None], None]
 
 #: Deaths of workers that a request is taken to be the cause of.
 _STRIKES = 2
-#: What a client is told of a defect of ours.
-DEFECT = "internal error; the server's log has the details"
 _UNSENT = FormSubmit(0, 0, ())
 
 

@@ -33,13 +33,13 @@ from daemon.submit.choice import Choice, load
 from daemon.submit.held_back import HeldBack
 from daemon.submit.lent import Lent
 from daemon.submit.model_table import ModelTable
-from daemon.submit.pending import DEFECT, Calling, OnCompletion, Pending, Worker
+from daemon.submit.pending import Calling, OnCompletion, Pending, Worker
 from daemon.submit.sending import Sending
 from daemon.submit.workerless import Workerless
 from shm.arena import Arena, Lease, LeaseKey
 from shm.channel import ChannelClosed
 from shm.control_records import LaneOpened, ModelGone, ModelState, RegionPlace, WorkerFenced
-from shm.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable
+from shm.errors import DEFECT, Cancelled, Internal, InvalidArgument, ServingError, Unavailable
 from shm.forms import Forms, OnMint
 from shm.lane import SubmitterLane
 from shm.messages import Completion, Submit

@@ -52,13 +52,14 @@ GROUPS = (
     "grpc_params",
     "grpc_classification",
     "grpc_stream",
+    "schedule",
+    "sequence",
     "profile_none",
     "profile_restricted",
 )
 
 #: What the back end does not do yet, and how a model's configuration (text format or JSON) says that it needs it.
 LATER_FEATURES = {
-    "sequences": re.compile(r"\bsequence_batching\b"),
     "ensembles": re.compile(r"\bensemble_scheduling\b"),
     "decoupled models": re.compile(r"\bdecoupled\W{1,3}true\b"),
 }

@@ -53,6 +53,21 @@ WHOLE = """
       inputs { key: "x" value { data_type: TYPE_FP32 dims: [ 2, 1 ] zero_data: true } }
     }
 """
+#: The same with sequences, of each strategy.
+SEQUENCES = [
+    WHOLE.partition("dynamic_batching {")[0]
+    + f"""
+    sequence_batching {{
+      max_sequence_idle_microseconds: 1000
+      control_input {{ name: "s" control {{ kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] }} }}
+      {strategy}
+    }}
+    instance_group {WHOLE.partition("instance_group")[2]}"""
+    for strategy in (
+        "direct { max_queue_delay_microseconds: 1 }",
+        "oldest { max_candidate_sequences: 2 preferred_batch_size: [ 2 ] max_queue_delay_microseconds: 1 }",
+    )
+]
 #: By the type of a field.
 EXTREMES = {
     "int32": (-(1 << 31), -1, 0, 7, 1 << 20, (1 << 31) - 1),
@@ -96,9 +111,13 @@ def kind(field: Any) -> str:
 
 def cases(backend: str) -> Iterator[tuple[str, Any]]:
     """What is extreme, and the whole configuration; each number alone, and those together that must agree."""
-    for path, _, field in numbers(parse_pbtxt(WHOLE, "m")):
+    everything = [(WHOLE, path, field) for path, _, field in numbers(parse_pbtxt(WHOLE, "m"))]
+    for text in SEQUENCES:
+        found = numbers(parse_pbtxt(text, "m"))
+        everything += [(text, path, field) for path, _, field in found if path.startswith("sequence_batching")]
+    for text, path, field in everything:
         for value in EXTREMES[kind(field)]:
-            message = parse_pbtxt(WHOLE, "m")
+            message = parse_pbtxt(text, "m")
             message.backend = backend
             holder = next(holder for found, holder, _ in numbers(message) if found == path)
             if field.is_repeated:
@@ -175,7 +194,7 @@ def most_memory(worker: WorkerProcess) -> int:
 def test_every_number_of_the_message_is_among_them() -> None:
     """Those of fields that are refused or without effect are looked at nowhere, or as a list of which the length counts."""
     listed = {path for path in model_fields.HONOURED if _is_number(path)}
-    asked = {path for path, _, _ in numbers(parse_pbtxt(WHOLE, "m"))}
+    asked = {path for text in (WHOLE, *SEQUENCES) for path, _, _ in numbers(parse_pbtxt(text, "m"))}
     assert listed - asked == {"version_policy.specific.versions", "dynamic_batching.priority_queue_policy.key"}
 
 

@@ -10,9 +10,8 @@ Batches of a jitted model with one instance run right here: the model whose head
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 from config.options import Options
 from shm.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable
@@ -22,18 +21,19 @@ from shm.status_page import StatusPage, WorkerState
 from workers.dispatch.answers import failure
 from workers.dispatch.cached_answers import CachedAnswers
 from workers.dispatch.outbox import Outbox
+from workers.dispatch.shape_compiler import COMPILER_DESK, ShapeCompiler
 from workers.dispatch.validation import validate, validate_formed
 from workers.models.execution import Execution, run
 from workers.models.instance import Instance
 from workers.models.model_table import ModelTable
 from workers.models.model_version import ModelVersion
 from workers.models.statistics import Failure
-from workers.programs.executables import Executable, Executables, Wanted
-from workers.programs.run_errors import CheckDevice, compile_error, works
+from workers.programs.executables import Executable
+from workers.programs.run_errors import CheckDevice, works
 from workers.programs.series import Series
 from workers.programs.series_program import SeriesProgram
 from workers.regions.region_table import RegionTable
-from workers.requests.request import Request, named
+from workers.requests.request import Request, controls_of, named
 from workers.requests.submitter import Submitter
 from workers.threads.work_thread import WorkThread
 
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 _RUN_ON_NS = 250_000
 _MANY = 4
 #: Places on the status page: this thread's and the compiler's. Instances have the others.
-LOOP_DESK, COMPILER_DESK, FIRST_INSTANCE_DESK = range(3)
+LOOP_DESK, FIRST_INSTANCE_DESK = 0, COMPILER_DESK + 1
 
 
 class Dispatcher:
@@ -61,20 +61,19 @@ class Dispatcher:
     ) -> None:
         """``check``: of the worker's device."""
         self._check = check
-        self._max_shapes = options.executables.max_unexpected_shapes
         self._models = models
         self._regions = regions
         self._page = page
-        self._compiler = compiler
         self._clock = clock
         self._outbox = Outbox(options.arenas)
         self._cached = CachedAnswers(self._outbox, clock)
+        self._compiler = ShapeCompiler(
+            compiler, page, self._outbox, options.executables.max_unexpected_shapes, clock, check, self._restore
+        )
         #: Executions whose answers are placed, and when they were; see ``count``.
         self._uncounted: list[tuple[ModelVersion, Execution, dict[Request, Failure], int]] = []
         #: What the status page says between executions.
         self.resting_state = WorkerState.IDLE
-        #: How many programs came into use since the start.
-        self.adopted = 0
         #: Versions with queued requests.
         self._active: dict[ModelVersion, None] = {}
 
@@ -91,10 +90,15 @@ class Dispatcher:
         submit: Submit = record if form is None else form.submit  # type: ignore[assignment]
         try:
             version = self._models.find(submit.model, submit.version)
+            if version.sequences is not None:
+                controls = controls_of(record)
+                version = self._models.home(version, controls.correlation_id, controls.start)
             if form is None:
                 request = validate(submit, submitter, version, self._regions, now_ns)
             else:
                 request = validate_formed(record, form, submitter, version, self._regions, now_ns)  # type: ignore[arg-type]
+            if version.loaded.sequences is not None:
+                version.loaded.sequences.join(request)
         except ServingError as error:
             submitter.answer(failure(record.request_id, error))
             return
@@ -104,14 +108,16 @@ class Dispatcher:
             return
         submitter.in_flight[record.request_id] = request
         if version.cache is None or not self._cached.answer(version, request, version.cache):
-            self._queue(version, request)
+            self._queue(version, request, now_ns)
 
-    def _queue(self, version: ModelVersion, request: Request) -> None:
+    def _queue(self, version: ModelVersion, request: Request, now_ns: int) -> None:
         """Puts a request where it waits; a full queue answers it."""
-        waiting = version.compiling.get(request.key)
+        waiting = version.compiling.get(request.key) if version.sequences is None else None
+        if version.planner.lives:
+            self._tick(version, now_ns)
         try:
             if waiting is None:
-                version.queue.push(request)
+                version.planner.arrived(request)
             elif len(waiting) < version.loaded.queue_rules.max_size:
                 waiting.append(request)
                 return
@@ -119,7 +125,10 @@ class Dispatcher:
                 raise Unavailable("Exceeds maximum queue size")
         except Unavailable as error:
             error = Unavailable(request.label + error.message)
-            self._outbox.refuse(request, Refusal.QUEUE_FULL, error, self._clock())
+            self._outbox.refuse(request, Refusal.QUEUE_FULL, error, now_ns)
+            return
+        except InvalidArgument as error:
+            self._outbox.fail(request, error)
             return
         self._active[version] = None
 
@@ -129,17 +138,16 @@ class Dispatcher:
         if request is None:
             return
         request.cancelled = True
-        if request.version.queue.remove(request):
-            self._outbox.fail(request, Cancelled("the request was cancelled"))
+        self._outbox.fail_all(request.version.planner.cancelled(request))
 
     def drop(self, submitter: Submitter[Request]) -> None:
         """The submitter is gone: its waiting requests go, its running ones are forgotten when they end."""
         submitter.closed = True
         for request in list(submitter.in_flight.values()):
-            if request.version.queue.remove(request):
-                self._outbox.end(request)
+            self._outbox.fail_all(request.version.planner.cancelled(request))
         for request in submitter.held:
             request.version.executing -= 1
+            self._outbox.fail_all(request.version.planner.dropped(request, self._clock()))
         self._outbox.drop(submitter)
 
     # ---------------------------------------------------------------------------------------------------------- running
@@ -158,18 +166,22 @@ class Dispatcher:
         first: ModelVersion | None = None
         first_due_ns = 0
         for version in list(self._active):
-            self._expire(version, now_ns)
-            due_ns = version.batcher.due_ns()
-            if due_ns is None:
+            planner = version.planner
+            self._tick(version, now_ns)
+            if not len(planner) and not planner.lives:
                 del self._active[version]
                 continue
-            if version.queue.next_expiry_ns:
-                next_ns = _earlier(next_ns, version.queue.next_expiry_ns)
+            if planner.next_tick_ns:
+                next_ns = _earlier(next_ns, planner.next_tick_ns)
             if version.loaded.instances:
                 due_ns = self._fill_instances(version, now_ns)
                 if due_ns is not None:
                     next_ns = _earlier(next_ns, due_ns)
-            elif due_ns > now_ns:
+                continue
+            due_ns = planner.due_ns()
+            if due_ns is None:
+                continue
+            if due_ns > now_ns:
                 next_ns = _earlier(next_ns, due_ns)
             elif first is None or due_ns < first_due_ns:
                 if first is not None:
@@ -181,26 +193,29 @@ class Dispatcher:
             self._run_jitted(first, now_ns)
             if len(self._active) == 1:
                 self._run_on(first, now_ns + _RUN_ON_NS)
-            if len(first.queue):
+            if len(first.planner):
                 next_ns = now_ns
         return next_ns
 
     def _run_on(self, version: ModelVersion, until_ns: int) -> None:
         """Further batches of the only model with much work, for a moment: their answers then share a flush and a wake-up."""
-        while len(version.queue) >= _MANY and (now_ns := self._clock()) < until_ns:
+        while len(version.planner) >= _MANY and (now_ns := self._clock()) < until_ns:
             if not self._run_jitted(version, now_ns):
                 return
 
-    def _expire(self, version: ModelVersion, now_ns: int) -> None:
-        if not 0 < version.queue.next_expiry_ns <= now_ns:
+    def _tick(self, version: ModelVersion, now_ns: int) -> None:
+        if not version.planner.lives and not 0 < version.planner.next_tick_ns <= now_ns:
             return
-        for request in version.queue.expire(now_ns):
-            version.statistics.failed(now_ns - request.arrived_ns)
-            self._outbox.refuse(request, Refusal.QUEUE_TIMEOUT, Unavailable("Request timeout expired"), now_ns)
+        for request, error in version.planner.tick(now_ns):
+            if isinstance(error, Unavailable):
+                version.statistics.failed(now_ns - request.arrived_ns)
+                self._outbox.refuse(request, Refusal.QUEUE_TIMEOUT, error, now_ns)
+            else:
+                self._outbox.fail(request, error)
 
-    def _take(self, version: ModelVersion, now_ns: int) -> list[Request]:
+    def _take(self, version: ModelVersion, now_ns: int, instance: int = 0) -> list[Request]:
         """The next batch, without requests of submitters that do not take their answers."""
-        batch = version.batcher.take(now_ns)
+        batch = version.planner.take(now_ns, instance)
         if not self._outbox.blocked:
             return batch
         kept = [request for request in batch if not self._outbox.hold(request)]
@@ -209,21 +224,26 @@ class Dispatcher:
 
     def _fill_instances(self, version: ModelVersion, now_ns: int) -> int | None:
         """Gives batches to free instances. Returns when the next batch is due, None while an instance must become free first."""
-        while (instance := version.free_instance) is not None:
-            due_ns = version.batcher.due_ns()
-            if due_ns is None or due_ns > now_ns:
-                return due_ns
-            batch = self._take(version, now_ns)
-            if not batch:
-                continue
-            executable: Executable | None = None
-            if version.jitted is not None and (executable := version.jitted.find(batch)) is None:
-                self._park(version, batch, version.jitted.wanted_by(batch))
-                continue
-            instance.busy = True
-            version.executing += 1
-            instance.run(Execution(batch, now_ns, executable), self._done(version, instance))
-        return None
+        next_ns: int | None = None
+        for number, instance in enumerate(version.loaded.instances):
+            while not instance.busy:
+                due_ns = version.planner.due_ns(number)
+                if due_ns is None or due_ns > now_ns:
+                    next_ns = next_ns if due_ns is None else _earlier(next_ns, due_ns)
+                    break
+                self._fill(version, instance, self._take(version, now_ns, number), now_ns)
+        return next_ns
+
+    def _fill(self, version: ModelVersion, instance: Instance, batch: list[Request], now_ns: int) -> None:
+        executable: Executable | None = None
+        if not batch:
+            return
+        if version.jitted is not None and (executable := version.jitted.find(batch)) is None:
+            self._compiler.park(version, batch, version.jitted.wanted_by(batch))
+            return
+        instance.busy = True
+        version.executing += 1
+        instance.run(Execution(batch, now_ns, executable), self._done(version, instance))
 
     def _done(self, version: ModelVersion, instance: Instance) -> Callable[[Execution], None]:
         def done(execution: Execution) -> None:
@@ -245,7 +265,7 @@ class Dispatcher:
         if executable is None:
             executable = model.find(batch)
         if executable is None:
-            self._park(version, batch, model.wanted_by(batch))
+            self._compiler.park(version, batch, model.wanted_by(batch))
             return True
         execution = Execution(batch, now_ns, executable)
         # What is kept as an answer for others must not lie where a client can write to it.
@@ -268,91 +288,24 @@ class Dispatcher:
         program = series.find(key, waiting + 1)
         if program is not None and waiting and program.wanted.length > 1:
             batch += version.queue.take(key, program.wanted.length - 1)
-        wish = series.take_wish() if series.wish is not None else None
-        if wish is not None and version.jitted is not None:
-            placement = version.jitted.executables.placement(wish.shapes)
-            self._compiler.do(lambda: series.compile(wish, placement), functools.partial(self._adopt, version, series))
+        if series.wish is not None:
+            self._compiler.compile_series(version, series)
         return program
-
-    def _adopt(self, version: ModelVersion, series: Series, outcome: SeriesProgram | Exception) -> None:
-        if isinstance(outcome, Exception):
-            # Its requests go on being run one by one; it is not wished for again.
-            _log.error("compiling a series for model '%s' failed", version.name, exc_info=outcome)
-        else:
-            series.add(outcome)
-            self.adopted += 1
-
-    # -------------------------------------------------------------------------------------------------------- compiling
-
-    def _park(self, version: ModelVersion, batch: list[Request], wanted: Wanted) -> None:
-        """Has a shape compiled that no bucket covers; its requests wait and everything else goes on."""
-        if batch[0].key in version.compiling:
-            version.compiling[batch[0].key] += batch
-            return
-        if len(version.compiling) >= self._max_shapes:
-            count = len(version.compiling)
-            for request in batch:
-                message = f"{count} other shapes of model '{version.name}' are being compiled"
-                self._outbox.refuse(request, Refusal.COMPILING, Unavailable(message), self._clock())
-            return
-        key = batch[0].key
-        model = version.jitted
-        if model is None:
-            return
-        # Those of that key which still queue join, so that none of them asks for the same again.
-        version.compiling[key] = batch + version.queue.take(key, version.queue.rows(key))
-        _log.info("compiling model '%s' version %d for %s", version.name, version.version, wanted)
-        running = [(request.submitter.peer, request.request_id) for request in batch]
-        self._compiler.do(lambda: self._compile(model.executables, wanted, running), self._compiled(version, key))
-
-    def _compile(self, executables: Executables, wanted: Wanted, running: list[tuple[int, int]]) -> Executable:
-        """In the compiler's thread. A compilation may kill the process as well as an execution may."""
-        self._page.begin(COMPILER_DESK, running)
-        try:
-            return executables.compile(wanted)
-        except Exception:
-            self._check()
-            raise
-        finally:
-            self._page.end(COMPILER_DESK)
-
-    def _compiled(self, version: ModelVersion, key: Hashable) -> Callable[[Executable | Exception], None]:
-        def compiled(outcome: Executable | Exception) -> None:
-            requests = version.compiling.pop(key)
-            if isinstance(outcome, Exception) or version.jitted is None:
-                failed = outcome if isinstance(outcome, Exception) else Internal("no executable")
-                error = compile_error(failed, requests, version.version)
-                for request in requests:
-                    self._outbox.fail(request, error)
-                return
-            for changed in (*version.jitted.executables.add(outcome), outcome.wanted):
-                self._limit(version, changed)
-            self.adopted += 1
-            self._restore(version, requests)
-
-        return compiled
 
     def _restore(self, version: ModelVersion, requests: list[Request]) -> None:
         """Queues requests again that were taken and could not run, ahead of those that came later."""
-        version.queue.restore([request for request in requests if not self._gone(request)])
+        now_ns = self._clock()
+        waiting = [request for request in requests if not self._gone(request, now_ns)]
+        self._outbox.fail_all(version.planner.restore(waiting, now_ns))
         self._active[version] = None
 
-    def _gone(self, request: Request) -> bool:
+    def _gone(self, request: Request, now_ns: int) -> bool:
         """Ends a request that nobody waits for any more."""
-        if request.submitter.closed:
-            self._outbox.end(request)
-        elif request.cancelled:
-            self._outbox.fail(request, Cancelled("the request was cancelled"))
-        else:
+        if not request.submitter.closed and not request.cancelled:
             return False
+        self._outbox.fail_all(request.version.planner.dropped(request, now_ns))
+        self._outbox.fail(request, Cancelled("the request was cancelled"))
         return True
-
-    @staticmethod
-    def _limit(version: ModelVersion, wanted: Wanted) -> None:
-        """Batches of a shape grow only as far as an executable for them is ready."""
-        if version.jitted is None:
-            return
-        version.batcher.limit(wanted.shapes, version.jitted.executables.limit(wanted.shapes))
 
     # ---------------------------------------------------------------------------------------------------------- answers
 
@@ -360,7 +313,9 @@ class Dispatcher:
         if version.cache is not None:
             self._cached.keep(version, execution, version.cache)
         failed = self._outbox.answer_all(execution, self._clock())
-        self._uncounted.append((version, execution, failed, self._clock()))
+        now_ns = self._clock()
+        version.planner.done(execution.requests, now_ns)
+        self._uncounted.append((version, execution, failed, now_ns))
 
     def count(self) -> list[tuple[ModelVersion, Execution]]:
         """Counts what was executed; after its answers have left, because nobody waits for that. Returns what that was."""
@@ -374,9 +329,14 @@ class Dispatcher:
         self._outbox.refusals.settle(now_ns)
 
     @property
+    def adopted(self) -> int:
+        """How many programs came into use since the start."""
+        return self._compiler.adopted
+
+    @property
     def idle(self) -> bool:
         """Whether no request waits for its turn, and no answer for room."""
-        return not self._outbox.blocked and not any(len(version.queue) for version in self._active)
+        return not self._outbox.blocked and not any(len(version.planner) for version in self._active)
 
     def __repr__(self) -> str:
         return f"<Dispatcher {len(self._active)} models with work>"

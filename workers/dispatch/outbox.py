@@ -62,6 +62,11 @@ class Outbox:
         request.submitter.answer(answer if request.timeline is None else request.timeline.attach(answer))
         self.end(request)
 
+    def fail_all(self, answers: list[tuple[Request, ServingError]]) -> None:
+        """The same of several that will not run."""
+        for request, error in answers:
+            self.fail(request, error)
+
     def refuse(self, request: Request, refusal: Refusal, error: Unavailable, now_ns: int) -> None:
         """The same where there is no room or time for it: counted, and told to the operator."""
         self._note(request, refusal, now_ns)

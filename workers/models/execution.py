@@ -45,6 +45,7 @@ class Execution:
         "outputs",
         "places",
         "requests",
+        "rows_of_nobody",
         "runs",
     )
 
@@ -52,6 +53,8 @@ class Execution:
         self, requests: Sequence[Request], began_ns: int, executable: Executable | SeriesProgram | None = None
     ) -> None:
         self.requests = requests
+        #: Of the batch as the model saw it: rows that no request filled.
+        self.rows_of_nobody = 0
         #: How often the model was applied: once to a batch, or to each request of a series.
         self.runs = 1
         #: Of a jitted model, where it is known already.

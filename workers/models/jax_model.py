@@ -27,9 +27,15 @@ class JaxModel:
     """One version of a jitted model. Everything but ``executables.compile`` belongs to the execution thread."""
 
     def __init__(
-        self, version: int, signature: Signature, buckets: Buckets, executables: Executables, instances: int = 1
+        self,
+        version: int,
+        signature: Signature,
+        buckets: Buckets,
+        executables: Executables,
+        instances: int = 1,
+        alone: bool = False,
     ) -> None:
-        """``instances``: how many threads execute it."""
+        """``instances``: how many threads execute it. ``alone``: requests that cannot share a batch share no call either."""
         for spec in (*signature.inputs.values(), *signature.outputs.values()):
             if not is_numeric(spec):
                 raise Unsupported(
@@ -39,7 +45,7 @@ class JaxModel:
         self.executables = executables
         reshaped = any(spec.reshaped for spec in signature.outputs.values())
         #: Where requests cannot share a batch, quick ones may share a call.
-        alone = bool(signature.batches or buckets.axes or reshaped or instances > 1)
+        alone = bool(alone or signature.batches or buckets.axes or reshaped or instances > 1)
         # A series is stacked by the host, for programs of which a call is most of the cost.
         self.series = None if alone or executables.device is not None else Series(signature, executables.apply)
         self._version = version

@@ -44,6 +44,7 @@ from workers.models.jax_model import JaxModel
 from workers.models.jitted_instance import JittedInstance
 from workers.models.parameters import parted
 from workers.models.python_model import PythonModel, auto_complete
+from workers.models.sequence_declaration import SequencePlan, sequence_plan
 from workers.models.warmup import Sample, samples
 from workers.programs.executable_cache import ExecutableCache, cache_directory
 from workers.programs.executables import Apply, Executables
@@ -83,6 +84,8 @@ class LoadedModel:
     #: Whether it asks for the response cache, and whether it is told which outputs a client wants.
     cached: bool = False
     sees_outputs: bool = False
+    #: None: its model has no sequences.
+    sequences: SequencePlan | None = None
 
 
 class Loader:
@@ -193,6 +196,9 @@ class Loader:
         if self._gpu is not None and any(group.kind == type(group).KIND_CPU for group in message.instance_group):
             _log.warning("model '%s': KIND_CPU is without effect: this worker runs its models on its GPU", message.name)
         described = signature(message, axes, read_labels(message, Path(record.model_path)))
+        sequences = sequence_plan(message, self._max_queue_size)
+        # What the model takes, besides what clients may send.
+        taken = described if sequences is None else described.with_inputs(sequences.controls.specs)
         jitted: JaxModel | None = None
         instances: tuple[Instance, ...]
         if message.backend == "python":
@@ -200,9 +206,9 @@ class Loader:
                 raise InvalidArgument(
                     f"model '{message.name}': class TritonPythonModel has no function execute(requests)"
                 )
-            instances = self._python_instances(record, message, module, described)
+            instances = self._python_instances(record, message, module, described, sequences)
         else:
-            jitted, instances = self._create(record, message, module, described, progress)
+            jitted, instances = self._create(record, message, module, taken, progress, sequences)
         sticky, streams = message.HasField("sequence_batching"), message.model_transaction_policy.decoupled
         return LoadedModel(
             record.name,
@@ -218,12 +224,19 @@ class Loader:
             queue_rules(message, self._max_queue_size, record.workers),
             batch_rules(message),
             imports,
-            message.response_cache.enable,
-            message.backend == "python",
+            cached=message.response_cache.enable,
+            sees_outputs=message.backend == "python",
+            sequences=sequences,
         )
 
     def _create(
-        self, record: Load, message: ModelConfig, module: ModuleType, described: Signature, progress: LoadProgress
+        self,
+        record: Load,
+        message: ModelConfig,
+        module: ModuleType,
+        described: Signature,
+        progress: LoadProgress,
+        sequences: SequencePlan | None,
     ) -> tuple[JaxModel | None, tuple[Instance, ...]]:
         buckets = choose_buckets(message, module, described)
         if not getattr(module, "host", False):
@@ -235,7 +248,7 @@ class Loader:
         apply: Apply = created[0]
         if getattr(module, "host", False):
             model = HostModel(record.version, described, apply, created[1])
-            return None, self._start(message, lambda _: model, samples(message, described, Path(record.model_path)))
+            return None, self._start(message, lambda _: model, self._samples(record, message, described, sequences))
         apply, parameters = parted(apply, created[1])
         executables = Executables(
             described,
@@ -252,9 +265,9 @@ class Loader:
         if count > 1 and self._cuda is not None:
             _log.info("model '%s': its %d instances take turns on the GPU", message.name, count)
             count = 1
-        jitted = JaxModel(record.version, described, buckets, executables, count)
+        jitted = JaxModel(record.version, described, buckets, executables, count, alone=sequences is not None)
         executables.warm(progress)
-        prepared = samples(message, described, Path(record.model_path))
+        prepared = self._samples(record, message, described, sequences)
         try:
             here = jitted if self._own_cuda is None else JittedInstance(jitted, self._own_cuda)
             for sample in prepared:
@@ -267,14 +280,29 @@ class Loader:
         return jitted, self._start(message, lambda _: JittedInstance(jitted), prepared)
 
     def _python_instances(
-        self, record: Load, message: ModelConfig, module: ModuleType, described: Signature
+        self,
+        record: Load,
+        message: ModelConfig,
+        module: ModuleType,
+        described: Signature,
+        sequences: SequencePlan | None,
     ) -> tuple[Instance, ...]:
         kind = "CPU" if self._gpu is None else "GPU"
         return self._start(
             message,
-            lambda instance: PythonModel(module, message, described, record.version, record.model_path, instance, kind),
-            samples(message, described, Path(record.model_path)),
+            lambda instance: PythonModel(
+                module, message, described, record.version, record.model_path, instance, kind, sequences
+            ),
+            self._samples(record, message, described, sequences),
         )
+
+    @staticmethod
+    def _samples(
+        record: Load, message: ModelConfig, described: Signature, sequences: SequencePlan | None
+    ) -> list[Sample]:
+        """The samples of ``model_warmup``. Those of a model with sequences are of none."""
+        nobody = {} if sequences is None else sequences.controls.nobody
+        return samples(message, described.without_inputs(nobody), Path(record.model_path), nobody)
 
     def _start(
         self,

@@ -37,6 +37,9 @@ class ModelTable:
     def remove(self, name: str, number: int, done: Callable[[], None]) -> None:
         """No request finds it any more; ``done`` is called when its last one is answered and it is gone."""
         version = self._serving.pop((name, number), None)
+        for gone in (version, *self._draining):
+            if gone is not None and (gone.name, gone.version) == (name, number):
+                gone.end_sequences()
         if version is None:
             done()
             return
@@ -69,6 +72,20 @@ class ModelTable:
     def _drain(self, version: ModelVersion, done: Callable[[], None]) -> None:
         version.drain(done)
         self._draining.append(version)
+
+    def home(self, version: ModelVersion, correlation_id: int | str, start: bool) -> ModelVersion:
+        """Where a request of a sequence goes: a sequence that began before the version was loaded again ends where it began.
+
+        A START goes to the new load, and ends the old run of its sequence.
+        """
+        for old in self._draining:
+            if old.sequences is None or (old.name, old.version) != (version.name, version.version):
+                continue
+            if old.sequences.table.find(correlation_id) is not None:
+                if not start:
+                    return old
+                old.sequences.close(correlation_id)
+        return version
 
     def _index(self, name: str) -> None:
         self.changes += 1

@@ -11,14 +11,16 @@ from collections.abc import Callable, Hashable, Mapping
 from shm.arrays import Array
 from shm.figures import VersionFigures
 from workers.models.host_model import shapes_key
-from workers.models.instance import Instance
 from workers.models.loader import LoadedModel
+from workers.models.sequence_register import SequenceRegister
 from workers.models.statistics import ModelStatistics
 from workers.requests.familiar import Familiar
 from workers.requests.request import Request
 from workers.requests.response_cache import ResponseCache
 from workers.scheduling.dynamic_batcher import DynamicBatcher
+from workers.scheduling.planner import Planner
 from workers.scheduling.queue import RequestQueue
+from workers.scheduling.sequence_batcher import SequenceBatcher
 
 
 class VersionState(enum.Enum):
@@ -35,7 +37,8 @@ class VersionState(enum.Enum):
 class ModelVersion:
     """Queue, batcher, statistics and the requests that wait for a shape to be compiled."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, register: SequenceRegister | None = None) -> None:
+        """``register``: of the worker's sequences."""
         self.loaded = loaded
         self.name = loaded.name
         self.version = loaded.version
@@ -45,6 +48,17 @@ class ModelVersion:
         self.state = VersionState.SERVING
         self.queue: RequestQueue[Request] = RequestQueue(loaded.queue_rules)
         self.batcher = DynamicBatcher(loaded.batch_rules, self.queue)
+        #: Of a model with sequences; it has no use for the queue.
+        self.sequences: SequenceBatcher[Request] | None = None
+        #: Who decides what runs.
+        self.planner: Planner[Request] = self.batcher
+        if loaded.sequences is not None:
+            plan = loaded.sequences
+            events = (register or SequenceRegister()).of(loaded.name, loaded.version)
+            self.sequences = SequenceBatcher(
+                loaded.name, plan.rules, plan.strategy, max(1, len(loaded.instances)), events
+            )
+            self.planner = self.sequences
         self.statistics = ModelStatistics(loaded.name, loaded.version)
         self.familiar = Familiar()
         #: The worker's, where it is used for this model.
@@ -59,6 +73,8 @@ class ModelVersion:
     def key(self, arrays: Mapping[str, Array]) -> Hashable:
         """What requests must have in common to run together."""
         if self.jitted is not None:
+            if self.loaded.sequences is not None:
+                arrays = {**arrays, **self.loaded.sequences.controls.nobody}
             return self.jitted.key(arrays)
         return shapes_key(arrays, self.signature.batches)
 
@@ -68,16 +84,9 @@ class ModelVersion:
         self.when_closed(lambda: cache.forget(self))
 
     @property
-    def free_instance(self) -> Instance | None:
-        for instance in self.loaded.instances:
-            if not instance.busy:
-                return instance
-        return None
-
-    @property
     def pending(self) -> int:
         """Requests that wait for their turn, or for their shape to be compiled."""
-        return len(self.queue) + sum(map(len, self.compiling.values()))
+        return len(self.planner) + sum(map(len, self.compiling.values()))
 
     def figures(self) -> VersionFigures:
         """For metrics."""
@@ -87,15 +96,20 @@ class ModelVersion:
 
     @property
     def busy(self) -> bool:
-        """Whether any request waits or runs."""
-        return bool(len(self.queue) or self.executing or self.compiling)
+        """Whether any request waits or runs, or may still come for a sequence."""
+        return bool(len(self.planner) or self.executing or self.compiling or self.planner.lives)
 
     def drain(self, on_closed: Callable[[], None]) -> None:
-        """No new requests; ``on_closed`` is called once the last one is done and the instances have ended."""
+        """No new requests but those of live sequences; ``on_closed`` is called once all is done and the instances have ended."""
         self.when_closed(on_closed)
         if self.state is VersionState.SERVING:
             self.state = VersionState.DRAINING
-            self.batcher.end_delays()
+            self.planner.end_delays()
+
+    def end_sequences(self) -> None:
+        """Nobody finds this version any more: its sequences end when what waits has run."""
+        if self.sequences is not None:
+            self.sequences.close_all()
 
     def when_closed(self, call: Callable[[], object]) -> None:
         """Calls it at the end of this version's life."""
@@ -123,4 +137,4 @@ class ModelVersion:
             call()
 
     def __repr__(self) -> str:
-        return f"<ModelVersion {self.name}:{self.version} {self.state.name} {self.queue!r}>"
+        return f"<ModelVersion {self.name}:{self.version} {self.state.name} {self.planner!r}>"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,7 @@ from config.model_config import ModelConfig, empty, to_json
 from shm.arrays import Array, datatype_of
 from shm.errors import Internal, InvalidArgument, ServingError, from_code
 from workers.models.execution import Execution, describe_exception
+from workers.models.sequence_declaration import SequencePlan
 from workers.programs.executables import check_output
 from workers.python_backend import interface
 from workers.python_backend.response import parameters_of
@@ -62,7 +64,10 @@ class PythonModel:
         repository: str,
         instance: str,
         kind: str,
+        sequences: SequencePlan | None = None,
     ) -> None:
+        """``sequences``: of a model that has some."""
+        self._sequences = sequences
         self._signature = signature
         self._instance = instance
         self._model = module.TritonPythonModel()
@@ -84,13 +89,43 @@ class PythonModel:
     def execute(self, execution: Execution) -> None:
         requests = execution.requests
         given = [self._request(request) for request in requests]
+        rows = self._rows(requests)
+        if rows is not None:
+            # Triton gives a model a request for each slot up to the last one that has something to do.
+            given = [self._nobody(requests[0]) if row is None else given[row] for row in rows]
+            execution.rows_of_nobody = len(rows) - len(requests)
         execution.gathered_ns = time.monotonic_ns()
         responses = self._model.execute(given)
         execution.computed_ns = time.monotonic_ns()
-        if not isinstance(responses, list) or len(responses) != len(requests):
+        if not isinstance(responses, list) or len(responses) != len(given):
             count = f"{len(responses)} responses" if isinstance(responses, list) else type(responses).__name__
-            raise TypeError(f"execute() returned {count}, a list of {len(requests)} InferenceResponse is expected")
+            raise TypeError(f"execute() returned {count}, a list of {len(given)} InferenceResponse is expected")
+        if rows is not None:
+            responses = [response for response, row in zip(responses, rows, strict=True) if row is not None]
         execution.results = [self._result(*each) for each in zip(requests, responses, strict=True)]
+
+    def _rows(self, requests: Sequence[Request]) -> list[int | None] | None:
+        """Which of the requests each row of a batch is, None: nobody's. None: the rows are the requests."""
+        if self._sequences is None or not self._sequences.direct or requests[0].version is None:
+            return None
+        rows: list[int | None] = [None] * (requests[-1].slot.number + 1)
+        for number, request in enumerate(requests):
+            rows[request.slot.number] = number
+        return rows
+
+    def _nobody(self, request: Request) -> interface.InferenceRequest:
+        """A request for a slot with nothing to do: of the same shapes as that one, and neither START, END nor READY."""
+        assert self._sequences is not None
+        arrays = {name: np.zeros(array.shape, array.dtype) for name, array in request.arrays.items()}
+        for array in arrays.values():
+            if array.dtype == np.object_:
+                array.fill(b"")
+        arrays |= self._sequences.controls.nobody
+        return interface.InferenceRequest(
+            inputs=[interface.Tensor.borrowed(name, array) for name, array in arrays.items()],
+            requested_output_names=self._signature.outputs,
+            model_name=self._signature.model,
+        )
 
     def _request(self, request: Request) -> interface.InferenceRequest:
         submit, own = request.submit, request.own

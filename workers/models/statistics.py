@@ -145,7 +145,7 @@ class ModelStatistics:
         self.execution_count += runs
         self.last_inference_ms = time.time_ns() // 1_000_000
         self.copied_byte_size += execution.copied_byte_size
-        self._count_batches(rows // runs, runs, input_ns, infer_ns, output_ns)
+        self._count_batches(rows // runs + execution.rows_of_nobody, runs, input_ns, infer_ns, output_ns)
 
     def _count_batches(self, size: int, count: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
         batch = self._batches.get(size)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -79,8 +79,10 @@ class Sample:
         return InvalidArgument(f"warmup sample '{self.name}' failed: {reason}")
 
 
-def samples(message: ModelConfig, described: Signature, folder: Path) -> list[Sample]:
-    """The samples of a completed configuration; ``folder`` is the model's.
+def samples(
+    message: ModelConfig, described: Signature, folder: Path, more: Mapping[str, Array] | None = None
+) -> list[Sample]:
+    """The samples of a completed configuration; ``folder`` is the model's. ``more``: inputs that clients do not send, of one row.
 
     Raises: InvalidArgument: one does not fit the model, or its file cannot be read.
     """
@@ -92,12 +94,12 @@ def samples(message: ModelConfig, described: Signature, folder: Path) -> list[Sa
             f"model '{described.model}': the samples of model_warmup are to be run {count} times, at most {MAX_COUNT} are"
         )
     for setting in message.model_warmup:
-        made.append(_sample(setting, described, folder, room))
+        made.append(_sample(setting, described, folder, room, more or {}))
         room -= made[-1].byte_size
     return made
 
 
-def _sample(setting: Any, described: Signature, folder: Path, room: int) -> Sample:
+def _sample(setting: Any, described: Signature, folder: Path, room: int, more: Mapping[str, Array]) -> Sample:
     what = f"model '{described.model}': model_warmup '{setting.name}'"
     rows = setting.batch_size or 1
     if described.batches and rows > described.max_batch_size:
@@ -115,6 +117,7 @@ def _sample(setting: Any, described: Signature, folder: Path, room: int) -> Samp
         room -= _memory(arrays[name])
     # In the order of the model, as requests have them.
     arrays = {name: arrays[name] for name in described.inputs if name in arrays}
+    arrays |= {name: array.repeat(rows, axis=0) if described.batches else array for name, array in more.items()}
     return Sample(setting.name, arrays, rows if described.batches else 1, setting.count or 1)
 
 

@@ -20,7 +20,8 @@ from workers.requests.known_form import KnownForm
 from workers.requests.response_cache import Question
 from workers.requests.submitter import Submitter
 from workers.requests.timeline import RequestTimeline
-from workers.scheduling.queue import RequestQueue, Waiting
+from workers.scheduling.planner import Planner
+from workers.scheduling.sequence import Controls, Sequenced
 from workers.tensors.signature import Signature
 
 
@@ -44,7 +45,7 @@ class Version(Protocol):
     executing: int
     signature: Signature
     familiar: Familiar
-    queue: RequestQueue[Request]
+    planner: Planner[Request]
     #: Whether a request may be run again, by itself, where its batch has failed.
     repeatable: bool
 
@@ -56,7 +57,7 @@ class Version(Protocol):
         """It is known by being itself."""
 
 
-class Request(Waiting):
+class Request(Sequenced):
     """One client's request."""
 
     __slots__ = (
@@ -152,6 +153,13 @@ class Request(Waiting):
         """The same tensors in memory that is nobody else's."""
         self._arrays, self.contents = arrays, None
 
+    def join(self, controls: Controls, inputs: Mapping[str, Array]) -> None:
+        """Makes it one of a sequence. ``inputs``: what tells the model so, besides those of the client."""
+        self.controls = controls
+        self._arrays = {**self.arrays, **inputs}
+        # These have no bytes of a client.
+        self.contents = None
+
     @property
     def small(self) -> bool:
         """Whether all of its tensors came inside its record."""
@@ -170,6 +178,11 @@ class Request(Waiting):
 
     def __repr__(self) -> str:
         return f"<Request {self.request_id} for {self.submit.model!r}, {self.rows} rows>"
+
+
+def controls_of(own: Submit | FormSubmit) -> Controls:
+    """What a request says of its sequence."""
+    return Controls(own.sequence_id, own.sequence_start, own.sequence_end)
 
 
 def _array(content: bytes | memoryview | LateTensor, datatype: str, shape: tuple[int, ...]) -> Array:

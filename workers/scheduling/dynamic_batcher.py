@@ -16,10 +16,11 @@ shape comes, because its queue is one line: there, it can grow no further.)
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Generic
 
+from shm.errors import Cancelled, ServingError, Unavailable
 from workers.scheduling.queue import RequestQueue, W
 
 
@@ -43,6 +44,7 @@ class DynamicBatcher(Generic[W]):
     def __init__(self, rules: BatchRules, queue: RequestQueue[W]) -> None:
         self._rules = rules
         self._queue = queue
+        self.arrived = queue.push
         self._preferred = frozenset(rules.preferred)
         #: Whether a request may wait for others to join it, although nothing runs.
         self.delays = rules.joins and rules.delay_ns > 0
@@ -53,6 +55,44 @@ class DynamicBatcher(Generic[W]):
         self._changed: set[Hashable] = set()
         if self.delays:
             queue.changed = self._changed
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return len(self._queue)
+
+    def cancelled(self, request: W) -> list[tuple[W, ServingError]]:
+        """Nobody waits for it any more. Returns its answer, if it will not run."""
+        return [(request, Cancelled("the request was cancelled"))] if self._queue.remove(request) else []
+
+    def tick(self, now_ns: int) -> list[tuple[W, ServingError]]:
+        """Time has passed. Returns the answers of those that waited too long."""
+        return [(request, Unavailable("Request timeout expired")) for request in self._queue.expire(now_ns)]
+
+    @property
+    def next_tick_ns(self) -> int:
+        """When ``tick`` is worth a call; 0: never. May be early."""
+        return self._queue.next_expiry_ns
+
+    @property
+    def lives(self) -> bool:
+        """While nothing waits there is nothing to ask it."""
+        return False
+
+    def done(self, requests: Iterable[W], now_ns: int) -> None:
+        """They have run: nothing waited for that."""
+
+    def dropped(self, request: W, now_ns: int) -> list[tuple[W, ServingError]]:
+        """What was taken will never run: that concerns no other."""
+        return []
+
+    def restore(self, requests: list[W], now_ns: int) -> list[tuple[W, ServingError]]:
+        """What was taken could not run, and waits again."""
+        self._queue.restore(requests)
+        return []
+
+    def stop(self) -> None:
+        """The worker is to stop: whatever comes still runs, at once."""
+        self.end_delays()
 
     def at_once(self, key: Hashable) -> int:
         """Up to how many rows of waiting requests of that key run as soon as they can, together. 0: they wait, or run alone."""
@@ -72,15 +112,15 @@ class DynamicBatcher(Generic[W]):
         if self.delays:
             self._changed.add(key)
 
-    def due_ns(self) -> int | None:
-        """When the next batch should run. None: nothing waits."""
+    def due_ns(self, instance: int = 0) -> int | None:
+        """When the next batch should run, on whichever instance. None: nothing waits."""
         if self.delays:
             self._look()
             return min(self._due.values(), default=None)
         head = self._queue.head()
         return None if head is None else head.arrived_ns
 
-    def take(self, now_ns: int) -> list[W]:
+    def take(self, now_ns: int, instance: int = 0) -> list[W]:
         """Removes the next batch from the queue, the one whose first request is the most urgent; empty when none is due."""
         if self.delays:
             return self._take_due(now_ns)

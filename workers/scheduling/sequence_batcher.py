@@ -137,6 +137,11 @@ class SequenceBatcher(Generic[S]):
         """When ``tick`` is worth a call; 0: never. May be early."""
         return self.table.next_tick_ns
 
+    @property
+    def lives(self) -> bool:
+        """Whether it must be asked although nothing waits: somebody's silence may be too long."""
+        return self.table.live > 0
+
     def due_ns(self, instance: int = 0) -> int | None:
         """When the next batch of an instance should run. None: nothing of it is ready."""
         return self._strategies[instance].due_ns()
@@ -161,6 +166,7 @@ class SequenceBatcher(Generic[S]):
     def stop(self) -> None:
         """No new sequences; those that live may go on."""
         self.table.stopping = True
+        self.end_delays()
 
     def close(self, correlation_id: int | str) -> None:
         """That sequence goes on elsewhere: here its id is forgotten, and what waits runs."""

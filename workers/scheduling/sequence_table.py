@@ -278,9 +278,12 @@ class SequenceTable(Generic[S]):
 
     @property
     def next_tick_ns(self) -> int:
-        """When ``close_idle`` or ``expired`` is worth a call; 0: never. May be early."""
+        """When ``close_idle`` or ``expired`` is worth a call; 0: never. May be early.
+
+        That one is silent too long is found when the next request comes. Before, it matters only to those that wait for its slot.
+        """
         moments = [self._expiries[0][0]] if self._expiries else []
-        if self._idle:
+        if self._idle and self._backlog:
             moments.append(next(iter(self._idle.values())) + self._rules.idle_ns)
         return min(moments, default=0)
 

@@ -9,8 +9,8 @@ A tensor has two shapes where the configuration reshapes it: the client's (``dim
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -103,6 +103,14 @@ class Signature:
     def required(self) -> int:
         """How many inputs are not optional."""
         return sum(not spec.optional for spec in self.inputs.values())
+
+    def with_inputs(self, specs: Mapping[str, TensorSpec]) -> Signature:
+        """The same with further inputs."""
+        return replace(self, inputs={**self.inputs, **specs})
+
+    def without_inputs(self, names: Container[str]) -> Signature:
+        """The same without those inputs."""
+        return replace(self, inputs={name: spec for name, spec in self.inputs.items() if name not in names})
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 from config.options import Arenas, Grpc
 from daemon.control.tally import Seat
 from daemon.grpc import frames
-from daemon.grpc.call import Buffer, Call
+from daemon.grpc.call import Call
 from daemon.grpc.codes import INTERNAL, RESOURCE_EXHAUSTED, UNIMPLEMENTED
 from daemon.grpc.header_blocks import CallHead
 from daemon.grpc.serving import Serving
 from daemon.grpc.stream import Stream
 from daemon.submit.accounts import Accounts
+from shm.messages import Buffer
 
 LIMIT = 1024
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.http.body import ALIGNMENT, CollectedBody, PlacedBody
+from daemon.http.body import CollectedBody, PlacedBody
 from daemon.http.decoded_request import Part
-from shm.arena import Arena
+from shm.arena import ALIGNMENT, Arena
 from shm.messages import Slice
 
 

@@ -105,9 +105,9 @@ async def test_an_override_that_failed_is_forgotten_and_leaves_the_former_in_for
 
 
 async def test_an_override_stands_in_the_place_of_a_configuration_that_is_wrong(tmp_path: Path) -> None:
-    write_model(tmp_path, "m", config="sequence_batching { }")
+    write_model(tmp_path, "m", config="ensemble_scheduling { }")
     models, worker, _ = serving(tmp_path)
-    with pytest.raises(Unsupported, match=r"failed to load 'm': model 'm': sequence_batching: .*not supported yet"):
+    with pytest.raises(Unsupported, match=r"failed to load 'm': model 'm': ensemble_scheduling: .*not supported yet"):
         await models.load(LoadModel("m"))
     await models.load(LoadModel("m", config='{"max_batch_size": 4}'))
     assert batch(worker) == 4

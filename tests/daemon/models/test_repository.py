@@ -123,7 +123,7 @@ def test_fingerprints(tmp_path: Path) -> None:
     assert repository.poll(model).fingerprint not in (before, changed)
 
 
-@pytest.mark.parametrize("config", ["sequence_batching { }", "model_transaction_policy { decoupled: true }"])
+@pytest.mark.parametrize("config", ["ensemble_scheduling { }", "model_transaction_policy { decoupled: true }"])
 def test_what_is_not_offered_is_told_from_what_is_wrong(tmp_path: Path, config: str) -> None:
     found = repository.poll(write_model(tmp_path, "m", config=config))
     assert "not supported yet" in found.error

@@ -39,6 +39,7 @@ def version_of(name: str = "m", number: int = 1, instances: int = 0) -> ModelVer
         b"",
         True,
         False,
+        False,
         None,
         cast(Any, made),
         QueueRules(9),
@@ -69,7 +70,6 @@ def test_the_newest_answers_where_none_is_asked_for() -> None:
 def test_a_version_is_gone_when_its_last_request_and_its_instances_are() -> None:
     table = ModelTable()
     version = version_of(instances=2)
-    assert version.free_instance is version.loaded.instances[0]
     table.add(version)
     version.queue.push(request_of({}))
     version.executing = 1

@@ -1,0 +1,130 @@
+"""Models whose answers tell what they knew of a sequence: a sum that each request adds to, and the controls as they came."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.repositories import write_model
+
+#: ``y``: the sum of the sequence so far, by its correlation id. ``seen``: START, END, READY, and how many requests were together.
+PYTHON = """
+    import json
+    import time
+
+    import numpy as np
+    import triton_python_backend_utils as pb_utils
+
+
+    class TritonPythonModel:
+        def initialize(self, args):
+            self.instance = args["model_instance_name"]
+            self.sums = {}
+
+        def execute(self, requests):
+            answers = []
+            for request in requests:
+                inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+                told = [inputs[name].reshape(-1)[0].item() for name in ("START", "END", "READY")]
+                x, who = inputs["x"].reshape(-1)[0], request.correlation_id()
+                if x == -1000:
+                    time.sleep(0.2)
+                if x == -2000:
+                    raise ValueError("minus two thousand")
+                self.sums[who] = x + (0 if told[0] == 1 else self.sums.get(who, 0))
+                parameters = {
+                    "told": json.dumps(told),
+                    "corrid": str(inputs["CORRID"].reshape(-1)[0]) if "CORRID" in inputs else "",
+                    "flags": request.flags(),
+                    "together": len(requests),
+                    "instance": self.instance,
+                }
+                shape = inputs["x"].shape
+                y = pb_utils.Tensor("y", np.full(shape, self.sums[who], np.int32))
+                answers.append(pb_utils.InferenceResponse([y], parameters=parameters))
+            return answers
+"""
+#: The same sum in a host model, which keeps its state by the id it is told.
+HOST = """
+    import numpy as np
+
+    inputs = {"x": "INT32[1]"}
+    outputs = {"y": "INT32[1]"}
+    max_batch_size = 4
+    host = True
+
+
+    def create(path, config, device):
+        sums = {}
+
+        def apply(params, inputs):
+            for i, who in enumerate(inputs["CORRID"][:, 0].tolist()):
+                begins = inputs["START"][i, 0] == 1
+                sums[who] = inputs["x"][i, 0] + (0 if begins else sums.get(who, 0))
+            return {"y": np.array([[sums[who]] for who in inputs["CORRID"][:, 0].tolist()], np.int32)}
+
+        return apply, None
+"""
+#: A jitted model is told of its sequences; it answers what it is told: x, and the controls in the digits above it.
+JAX = """
+    import jax.numpy as jnp
+
+    inputs = {"x": "INT32[n]"}
+    outputs = {"y": "INT32[n]"}
+    max_batch_size = 4
+    buckets = {"n": (1, 2)}
+
+
+    def create(path, config, device):
+        def apply(params, inputs):
+            told = 1000 * inputs["START"] + 100 * inputs["END"] + 10 * inputs["READY"]
+            return {"y": inputs["x"] + told.astype(jnp.int32)}
+
+        return apply, None
+"""
+
+FLAGS = """
+    control_input { name: "START" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } }
+    control_input { name: "END" control { kind: CONTROL_SEQUENCE_END fp32_false_true: [ 0, 1 ] } }
+    control_input { name: "READY" control { kind: CONTROL_SEQUENCE_READY bool_false_true: [ false, true ] } }
+"""
+TENSORS = """
+    input { name: "x" data_type: TYPE_INT32 dims: 1 }
+    output { name: "y" data_type: TYPE_INT32 dims: 1 }
+"""
+MINUTE = 60_000_000
+
+
+def corrid(datatype: str) -> str:
+    """A control that tells the correlation id."""
+    return f'control_input {{ name: "CORRID" control {{ kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_{datatype} }} }}'
+
+
+def python_model(
+    repository: Path, name: str, sequences: str, rows: int = 0, idle_us: int = MINUTE, more: str = ""
+) -> None:
+    """A Triton Python model; ``sequences``: of sequence_batching, besides the flags."""
+    config = f"""
+        max_batch_size: {rows} {TENSORS} {more}
+        sequence_batching {{ max_sequence_idle_microseconds: {idle_us} {FLAGS} {sequences} }}
+    """
+    write_model(repository, name, PYTHON, config)
+
+
+def all_models(repository: Path) -> None:
+    """One of each kind."""
+    python_model(repository, "single", corrid("UINT64"))
+    python_model(repository, "direct", "direct { }" + corrid("INT64"), rows=4)
+    python_model(repository, "oldest", "oldest { max_candidate_sequences: 8 }" + corrid("INT32"), rows=4)
+    python_model(repository, "texts", "oldest { max_candidate_sequences: 8 }" + corrid("STRING"), rows=4)
+    python_model(repository, "quiet", "", idle_us=100_000)
+    python_model(repository, "pair", "oldest { max_candidate_sequences: 1 }", more="instance_group { count: 2 }")
+    python_model(
+        repository,
+        "patient",
+        "direct { max_queue_delay_microseconds: 60000000 minimum_slot_utilization: 1.0 }",
+        rows=2,
+    )
+    sequences = f"sequence_batching {{ max_sequence_idle_microseconds: {MINUTE} {FLAGS} %s }}"
+    write_model(repository, "host", HOST, sequences % ("oldest { max_candidate_sequences: 8 }" + corrid("UINT32")))
+    write_model(repository, "jax", JAX, sequences % "oldest { max_candidate_sequences: 8 }")
+    write_model(repository, "jax_direct", JAX, (sequences % "direct { }") + "instance_group { count: 2 }")

@@ -1,0 +1,123 @@
+"""The inputs that tell a model of its sequences: each request gets them from the scheduler, and no client may send them.
+
+    START, END, READY    one of two values that the configuration gives, as INT32, FP32 or BOOL
+    CORRID               the correlation id
+
+One element for a request: shape [1], with a batch dimension [1, 1].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from config.model_config import ModelConfig, data_type_name, model_config_pb2
+from shm import datatypes
+from shm.arrays import DTYPES, Array
+from shm.errors import InvalidArgument
+from workers.scheduling.sequence import Controls
+from workers.tensors.signature import TensorSpec
+
+_DATATYPES = {"int32_false_true": "INT32", "fp32_false_true": "FP32", "bool_false_true": "BOOL"}
+#: Which part of the controls a kind tells; READY is true for every request.
+_ASKS: dict[str, Callable[[Controls], bool]] = {
+    "CONTROL_SEQUENCE_START": lambda controls: controls.start,
+    "CONTROL_SEQUENCE_END": lambda controls: controls.end,
+    "CONTROL_SEQUENCE_READY": lambda controls: True,
+}
+
+
+class _Flag(NamedTuple):
+    """START, END or READY."""
+
+    spec: TensorSpec
+    asks: Callable[[Controls], bool]
+    false: Array
+    true: Array
+
+    def array(self, controls: Controls) -> Array:
+        return self.true if self.asks(controls) else self.false
+
+
+class _CorrelationId(NamedTuple):
+    """CORRID."""
+
+    spec: TensorSpec
+    shape: tuple[int, ...]
+    model: str
+
+    @property
+    def false(self) -> Array:
+        """Of no sequence."""
+        if self.spec.datatype == "BYTES":
+            return np.full(self.shape, b"", np.object_)
+        return np.zeros(self.shape, self.spec.dtype)
+
+    def array(self, controls: Controls) -> Array:
+        """Raises InvalidArgument: such an id cannot be told in this datatype."""
+        given, datatype = controls.correlation_id, self.spec.datatype
+        if datatype == "BYTES":
+            if not isinstance(given, str):
+                raise self._mixed("UINT64")
+            return np.full(self.shape, given.encode(), np.object_)
+        if isinstance(given, str):
+            if self.spec.dtype.itemsize < 8:
+                raise self._mixed("BYTES")
+            # As Triton tells it: the first bytes of the text as it is on the wire, its length before it.
+            content = len(given.encode()).to_bytes(4, "little") + given.encode()
+            given = int.from_bytes(content[:8].ljust(8, b"\0"), "little")
+        low = given & ((1 << 8 * self.spec.dtype.itemsize) - 1)
+        return np.full(self.shape, low, f"u{self.spec.dtype.itemsize}").view(self.spec.dtype)
+
+    def _mixed(self, given: str) -> InvalidArgument:
+        return InvalidArgument(
+            f"sequence batching control '{self.spec.name}' data-type is '{given}', "
+            f"but model '{self.model}' expects '{self.spec.datatype}'"
+        )
+
+
+class ControlInputs:
+    """Those of one model version."""
+
+    def __init__(self, made: list[_Flag | _CorrelationId]) -> None:
+        self._made = made
+        #: As the model takes them, by name.
+        self.specs: dict[str, TensorSpec] = {each.spec.name: each.spec for each in made}
+        #: Of a row that no request fills.
+        self.nobody: dict[str, Array] = {each.spec.name: each.false for each in made}
+
+    def arrays(self, controls: Controls) -> dict[str, Array]:
+        """What a request gets. Raises InvalidArgument: its id is of a kind that the model cannot be told."""
+        return {each.spec.name: each.array(controls) for each in self._made}
+
+
+def control_inputs(message: ModelConfig) -> ControlInputs:
+    """Of a checked configuration with ``sequence_batching``."""
+    kinds = model_config_pb2().ModelSequenceBatching.Control.Kind
+    shape = (1, 1) if message.max_batch_size > 0 else (1,)
+    made: list[_Flag | _CorrelationId] = []
+    for tensor in message.sequence_batching.control_input:
+        for control in tensor.control:
+            kind = kinds.Name(control.kind)
+            if kind == "CONTROL_SEQUENCE_CORRID":
+                datatype = datatypes.from_model_config(data_type_name(control))
+                made.append(_CorrelationId(_spec(tensor.name, datatype), shape, message.name))
+                continue
+            field = next(name for name in _DATATYPES if len(getattr(control, name)))
+            spec = _spec(tensor.name, _DATATYPES[field])
+            false, true = (_constant(shape, spec, value) for value in getattr(control, field))
+            made.append(_Flag(spec, _ASKS[kind], false, true))
+    return ControlInputs(made)
+
+
+def _spec(name: str, datatype: str) -> TensorSpec:
+    return TensorSpec(name, datatype, DTYPES[datatype], (1,), (1,), (None,))
+
+
+def _constant(shape: tuple[int, ...], spec: TensorSpec, value: Any) -> Array:
+    made: Array = np.full(shape, value, spec.dtype)
+    # Every request gets the same one.
+    made.flags.writeable = False
+    return made

@@ -1,0 +1,61 @@
+"""What a model's configuration says of its sequences: how many run at a time, when they share a batch, when they end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from config.model_config import ModelConfig
+from shm.errors import InvalidArgument
+from workers.models.control_inputs import ControlInputs, control_inputs
+from workers.requests.request import Request, controls_of
+from workers.scheduling.direct_batcher import DirectBatcher, DirectRules
+from workers.scheduling.dynamic_batcher import BatchRules
+from workers.scheduling.oldest_batcher import OldestBatcher
+from workers.scheduling.sequence_batcher import Strategy
+from workers.scheduling.sequence_table import SequenceRules
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePlan:
+    """How one model version treats sequences."""
+
+    rules: SequenceRules
+    controls: ControlInputs
+    #: Strategy "direct": the row of a sequence in a batch is the number of its slot.
+    direct: bool
+    #: Makes the strategy of one instance.
+    strategy: Callable[[], Strategy[Any]]
+
+    def join(self, request: Request) -> None:
+        """Gives a request the inputs that tell of its sequence. Raises InvalidArgument: they cannot; nothing stays leased."""
+        controls = controls_of(request.own)
+        try:
+            request.join(controls, self.controls.arrays(controls))
+        except InvalidArgument as error:
+            request.release()
+            raise InvalidArgument(request.label + error.message) from None
+
+
+def sequence_plan(message: ModelConfig, max_waiting: int) -> SequencePlan | None:
+    """What a completed configuration asks for; None: its model has no sequences. ``max_waiting``: requests of all of them."""
+    if not message.HasField("sequence_batching"):
+        return None
+    sequences, rows = message.sequence_batching, max(1, message.max_batch_size)
+    direct = not sequences.HasField("oldest")
+    slots = rows if direct else sequences.oldest.max_candidate_sequences or rows
+    rules = SequenceRules(
+        slots, sequences.max_sequence_idle_microseconds * 1000, max_waiting, bool(sequences.iterative_sequence)
+    )
+    if direct:
+        # The share of a float: 0.1 of ten slots is one.
+        enough = math.ceil(round(sequences.direct.minimum_slot_utilization * slots, 4))
+        direct_rules = DirectRules(slots, sequences.direct.max_queue_delay_microseconds * 1000, enough)
+        return SequencePlan(rules, control_inputs(message), direct, lambda: DirectBatcher(direct_rules))
+    preferred = tuple(sorted(set(sequences.oldest.preferred_batch_size)))
+    batching = BatchRules(
+        rows, sequences.oldest.max_queue_delay_microseconds * 1000, preferred, joins=message.max_batch_size > 0
+    )
+    return SequencePlan(rules, control_inputs(message), direct, lambda: OldestBatcher(batching))
