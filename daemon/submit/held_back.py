@@ -9,16 +9,14 @@ Each connection's wait in their order, and for nothing but itself.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 
 from daemon.submit.accounts import Account, Client
 from daemon.submit.choice import Choice
 from daemon.submit.lent import Lent
 from daemon.submit.pending import Pending
 from daemon.submit.sending import Sending
-from shm.arena import LeaseKey
 from shm.errors import Unavailable
-from shm.lane import SubmitterLane
 
 
 class _Line:
@@ -49,12 +47,7 @@ class HeldBack:
         #: Those that wait for what others of their client hold, in order.
         self._barred: dict[Client, dict[Account, None]] = {}
 
-    def note(self, lane: SubmitterLane, key: LeaseKey, pending: Pending | None, contents: Iterable[object]) -> None:
-        """An answer came in a lease: as ``Lent.note``."""
-        if self._lent.note(lane, key, pending, contents):
-            self._filled(pending)
-
-    def _filled(self, pending: Pending | None) -> None:
+    def filled(self, pending: Pending | None) -> None:
         """With an answer to that request its connection, or its client, holds its share."""
         account = None if pending is None else pending.account
         if account is None or pending is None:

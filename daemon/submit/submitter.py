@@ -22,7 +22,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
+from itertools import count, takewhile
 
 from config.options import Options
 from daemon.control.refusals import OnRefusal, Refusals, uncounted
@@ -151,7 +151,9 @@ class Submitter:
         """The bytes of an answer have left. Harmless where it was said before."""
         if (account := self._lent.take_back(lane, key)) is None:
             return
-        self._sending.flush_all_later(each for each in self._choice.workers.values() if each.lane is lane)
+        for worker in self._choice.workers.values():
+            if worker.lane is lane:
+                self._sending.flush_later(worker)
         if self._held_back.lines:
             self._held_back.let_go(account, self._send_again)
 
@@ -298,7 +300,8 @@ class Submitter:
                 continue
             pending = in_flight.pop(own.request_id, None)
             if own.lease is not None:
-                self._held_back.note(worker.lane, own.lease, pending, own.contents)
+                if self._lent.note(worker.lane, own.lease, pending, own.contents):
+                    self._held_back.filled(pending)
                 if pending is None or pending.cancelled:
                     self.release(worker.lane, own.lease)
             if pending is None:
@@ -319,7 +322,9 @@ class Submitter:
         take, lease = worker.in_flight.pop if completion.final else worker.in_flight.get, completion.lease
         pending = take(completion.request_id, None)
         if lease is not None:
-            self._held_back.note(worker.lane, lease, pending, [tensor.place for tensor in completion.outputs])
+            places = [tensor.place for tensor in completion.outputs]
+            if self._lent.note(worker.lane, lease, pending, places):
+                self._held_back.filled(pending)
         if pending is not None and pending.recalled and completion.code == Cancelled.code:
             self._held_back.came_back(pending, self._loop.time())
             self._sweep_later()
@@ -387,13 +392,8 @@ class Submitter:
 
     def _sweep_timeouts(self, sent_before: float) -> None:
         # In order of arrival, and all have the same timeout: the first that may stay ends the walk.
-        late: list[Pending] = []
-        for pending in self._pending.values():
-            if pending.sent_at > sent_before:
-                break
-            if not pending.cancelled:
-                late.append(pending)
-        for pending in late:
+        late = takewhile(lambda pending: pending.sent_at <= sent_before, self._pending.values())
+        for pending in [pending for pending in late if not pending.cancelled]:
             self.refusals.note(pending.submit.model, Refusal.NO_ANSWER)
             error = Unavailable(f"no answer within {self._timeout:g} s")
             pending.tell(Completion(pending.record.request_id, error.code, error.message), None)
