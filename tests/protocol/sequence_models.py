@@ -82,6 +82,32 @@ JAX = """
         return apply, None
 """
 
+#: A request goes round as often as its ``x`` says; ``y`` tells how often it was told START, and how many were together at most.
+ITERATIVE = """
+    import numpy as np
+    import triton_python_backend_utils as pb_utils
+
+
+    class TritonPythonModel:
+        def initialize(self, args):
+            self.rounds, self.starts = {}, {}
+
+        def execute(self, requests):
+            answers = []
+            for request in requests:
+                x, start = (request.inputs()[i].as_numpy().reshape(-1)[0] for i in (0, 1))
+                who = request.correlation_id()
+                rounds = self.rounds[who] = self.rounds.get(who, 0) + 1
+                self.starts[who] = self.starts.get(who, 0) + int(start == 1)
+                if rounds < x:
+                    request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+                    answers.append(None if x < 1000 else pb_utils.InferenceResponse([]))
+                    continue
+                y = pb_utils.Tensor("y", np.array([[10 * rounds + self.starts.pop(who)]], np.int32))
+                del self.rounds[who]
+                answers.append(pb_utils.InferenceResponse([y]))
+            return answers
+"""
 FLAGS = """
     control_input { name: "START" control { kind: CONTROL_SEQUENCE_START int32_false_true: [ 0, 1 ] } }
     control_input { name: "END" control { kind: CONTROL_SEQUENCE_END fp32_false_true: [ 0, 1 ] } }
@@ -124,6 +150,9 @@ def all_models(repository: Path) -> None:
         "direct { max_queue_delay_microseconds: 60000000 minimum_slot_utilization: 1.0 }",
         rows=2,
     )
+    rounds = f"max_batch_size: 4 {TENSORS} sequence_batching {{ %s {FLAGS} oldest {{ max_candidate_sequences: 8 }} }}"
+    write_model(repository, "rounds", ITERATIVE, rounds % "iterative_sequence: true")
+    write_model(repository, "no_rounds", ITERATIVE, rounds % "")
     sequences = f"sequence_batching {{ max_sequence_idle_microseconds: {MINUTE} {FLAGS} %s }}"
     write_model(repository, "host", HOST, sequences % ("oldest { max_candidate_sequences: 8 }" + corrid("UINT32")))
     write_model(repository, "jax", JAX, sequences % "oldest { max_candidate_sequences: 8 }")

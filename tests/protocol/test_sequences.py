@@ -286,6 +286,20 @@ def test_many_at_once(grpc: Any) -> None:
     assert sums == [[who * step for step in range(1, 6)] for who in range(100, 116)]
 
 
+def test_requests_that_go_round_again(grpc: Any) -> None:
+    """Iterative sequences: with an id of one's own and without, several at a time; START is told in the first round only."""
+    send = Sender(grpc, "rounds")
+    assert send(7, 3, "S")[0] == 31
+    assert together(*[lambda x=x: send(0, x)[0] for x in (1, 5, 20, 2)]) == [11, 51, 201, 21]
+    assert NO_START in send.refused(7, 3).message()
+    assert (
+        "Expected a None object in the execute function return list for reschduled request"
+        in send.refused(0, 1000).message()
+    )
+    error = Sender(grpc, "no_rounds").refused(7, 3, "S")
+    assert "while the model is not configured to handle such a flag." in error.message()
+
+
 # -------------------------------------------------------------------------------------------------------------- streams
 
 

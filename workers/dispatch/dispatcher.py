@@ -315,6 +315,10 @@ class Dispatcher:
         failed = self._outbox.answer_all(execution, self._clock())
         now_ns = self._clock()
         version.planner.done(execution.requests, now_ns)
+        if execution.again and version.loaded.sequences is not None:
+            for request in execution.again:
+                version.loaded.sequences.join_again(request)
+            self._restore(version, execution.again)
         self._uncounted.append((version, execution, failed, now_ns))
 
     def count(self) -> list[tuple[ModelVersion, Execution]]:

@@ -37,6 +37,7 @@ class Execution:
     __slots__ = (
         "_cut",
         "_results",
+        "again",
         "began_ns",
         "computed_ns",
         "copied_byte_size",
@@ -53,8 +54,10 @@ class Execution:
         self, requests: Sequence[Request], began_ns: int, executable: Executable | SeriesProgram | None = None
     ) -> None:
         self.requests = requests
-        #: Of the batch as the model saw it: rows that no request filled.
+        #: Of the batch as the model saw it: rows that belong to none of ``requests``.
         self.rows_of_nobody = 0
+        #: Requests that were in it and have no answer yet: they are to be run once more.
+        self.again: list[Request] = []
         #: How often the model was applied: once to a batch, or to each request of a series.
         self.runs = 1
         #: Of a jitted model, where it is known already.
@@ -89,6 +92,15 @@ class Execution:
     def results(self, results: list[Result]) -> None:
         self._results = results
         self._cut = None
+
+    def finish(self, results: list[Result | None]) -> None:
+        """Fills in the results; of a request that is to be run once more, None."""
+        pairs = list(zip(self.requests, results, strict=True))
+        self.again = [request for request, result in pairs if result is None]
+        if self.again:
+            self.requests = [request for request, result in pairs if result is not None]
+            self.rows_of_nobody += len(self.again)
+        self.results = [result for result in results if result is not None]
 
     def computed(self, outputs: BatchOutputs | None, cut: Callable[[], list[Result]]) -> None:
         """Fills in the results, which are cut only if somebody asks for them."""

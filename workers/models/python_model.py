@@ -23,7 +23,7 @@ from workers.models.sequence_declaration import SequencePlan
 from workers.programs.executables import check_output
 from workers.python_backend import interface
 from workers.python_backend.response import parameters_of
-from workers.requests.request import Request, named
+from workers.requests.request import Request, controls_of, named
 from workers.requests.result import Response, Result
 from workers.tensors.signature import Signature, TensorSpec
 
@@ -88,11 +88,11 @@ class PythonModel:
 
     def execute(self, execution: Execution) -> None:
         requests = execution.requests
-        given = [self._request(request) for request in requests]
+        given = asked = [self._request(request) for request in requests]
         rows = self._rows(requests)
         if rows is not None:
             # Triton gives a model a request for each slot up to the last one that has something to do.
-            given = [self._nobody(requests[0]) if row is None else given[row] for row in rows]
+            given = [self._nobody(requests[0]) if row is None else asked[row] for row in rows]
             execution.rows_of_nobody = len(rows) - len(requests)
         execution.gathered_ns = time.monotonic_ns()
         responses = self._model.execute(given)
@@ -102,7 +102,7 @@ class PythonModel:
             raise TypeError(f"execute() returned {count}, a list of {len(given)} InferenceResponse is expected")
         if rows is not None:
             responses = [response for response, row in zip(responses, rows, strict=True) if row is not None]
-        execution.results = [self._result(*each) for each in zip(requests, responses, strict=True)]
+        execution.finish([self._result(*each) for each in zip(requests, asked, responses, strict=True)])
 
     def _rows(self, requests: Sequence[Request]) -> list[int | None] | None:
         """Which of the requests each row of a batch is, None: nobody's. None: the rows are the requests."""
@@ -129,20 +129,24 @@ class PythonModel:
 
     def _request(self, request: Request) -> interface.InferenceRequest:
         submit, own = request.submit, request.own
+        controls = controls_of(own) if self._sequences is None or request.version is None else request.controls
         return interface.InferenceRequest(
             request_id=request.client_id,
-            correlation_id=own.sequence_id,
+            correlation_id=controls.correlation_id,
             # What is fetched when it is its turn is fetched here, in the model's own thread.
             inputs=[interface.Tensor.borrowed(name, np.asarray(array)) for name, array in request.arrays.items()],
             requested_output_names=request.outputs or self._signature.outputs,
             model_name=submit.model,
-            flags=own.sequence_start | own.sequence_end << 1,
+            flags=controls.start | controls.end << 1,
             timeout=own.timeout_us,
             parameters=submit.parameters,
             cancelled=lambda: request.cancelled,
         )
 
-    def _result(self, request: Request, response: Any) -> Result:
+    def _result(self, request: Request, asked: interface.InferenceRequest, response: Any) -> Result | None:
+        """None: it goes round again."""
+        if asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE:
+            return self._rescheduled(response)
         if not isinstance(response, interface.InferenceResponse):
             raise TypeError(f"execute() returned a list with {type(response).__name__}, InferenceResponse is expected")
         if response.has_error():
@@ -159,6 +163,20 @@ class PythonModel:
             # One response is wrong, not the batch.
             _log.error("%s%s", named(request.client_id), error.message)
             return error
+
+    def _rescheduled(self, response: Any) -> Result | None:
+        """What is answered for a request that its model has rescheduled. None: nothing, it goes round again."""
+        if self._sequences is None or self._sequences.iterative is None:
+            return Internal(
+                "Request is released with TRITONSERVER_REQUEST_RELEASE_RESCHEDULE, while the model is not configured to "
+                "handle such a flag."
+            )
+        if response is not None:
+            return Internal(
+                "Expected a None object in the execute function return list for reschduled request, found type "
+                f"'{type(response)}'."
+            )
+        return None
 
     def _checked(self, spec: TensorSpec, array: Array, rows: int) -> Array:
         """The array in the client's shape. Raises Internal: not as declared."""

@@ -13,6 +13,7 @@ from workers.models.control_inputs import ControlInputs, control_inputs
 from workers.requests.request import Request, controls_of
 from workers.scheduling.direct_batcher import DirectBatcher, DirectRules
 from workers.scheduling.dynamic_batcher import BatchRules
+from workers.scheduling.iterative import IterativeIds
 from workers.scheduling.oldest_batcher import OldestBatcher
 from workers.scheduling.sequence_batcher import Strategy
 from workers.scheduling.sequence_table import SequenceRules
@@ -28,15 +29,24 @@ class SequencePlan:
     direct: bool
     #: Makes the strategy of one instance.
     strategy: Callable[[], Strategy[Any]]
+    #: Of a model that may send requests round again.
+    iterative: IterativeIds | None
 
     def join(self, request: Request) -> None:
         """Gives a request the inputs that tell of its sequence. Raises InvalidArgument: they cannot; nothing stays leased."""
         controls = controls_of(request.own)
+        if self.iterative is not None:
+            controls = self.iterative.first_round(controls)
         try:
             request.join(controls, self.controls.arrays(controls))
         except InvalidArgument as error:
             request.release()
             raise InvalidArgument(request.label + error.message) from None
+
+    def join_again(self, request: Request) -> None:
+        """The same of one that its model sends round again."""
+        controls = IterativeIds.next_round(request.controls)
+        request.join(controls, self.controls.arrays(controls))
 
 
 def sequence_plan(message: ModelConfig, max_waiting: int) -> SequencePlan | None:
@@ -49,13 +59,14 @@ def sequence_plan(message: ModelConfig, max_waiting: int) -> SequencePlan | None
     rules = SequenceRules(
         slots, sequences.max_sequence_idle_microseconds * 1000, max_waiting, bool(sequences.iterative_sequence)
     )
+    iterative = IterativeIds() if rules.iterative else None
     if direct:
         # The share of a float: 0.1 of ten slots is one.
         enough = math.ceil(round(sequences.direct.minimum_slot_utilization * slots, 4))
         direct_rules = DirectRules(slots, sequences.direct.max_queue_delay_microseconds * 1000, enough)
-        return SequencePlan(rules, control_inputs(message), direct, lambda: DirectBatcher(direct_rules))
+        return SequencePlan(rules, control_inputs(message), direct, lambda: DirectBatcher(direct_rules), iterative)
     preferred = tuple(sorted(set(sequences.oldest.preferred_batch_size)))
     batching = BatchRules(
         rows, sequences.oldest.max_queue_delay_microseconds * 1000, preferred, joins=message.max_batch_size > 0
     )
-    return SequencePlan(rules, control_inputs(message), direct, lambda: OldestBatcher(batching))
+    return SequencePlan(rules, control_inputs(message), direct, lambda: OldestBatcher(batching), iterative)

@@ -57,9 +57,9 @@ class Sample:
         for _ in range(self.count):
             execution = Execution([self.request(model_name)], time.monotonic_ns())
             run(model, execution, check)
-            (result,) = execution.results
-            if isinstance(result, ServingError):
-                raise self._failed(result.message)
+            for result in execution.results:
+                if isinstance(result, ServingError):
+                    raise self._failed(result.message)
 
     def run_jitted(self, model: JaxModel, runner: Model, model_name: str, check: CheckDevice = works) -> None:
         """As ``run``, with a shape that no bucket covers compiled first. ``runner`` is the model in the calling thread."""

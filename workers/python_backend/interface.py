@@ -54,6 +54,8 @@ from workers.python_backend.tensors import (
 )
 
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+TRITONSERVER_REQUEST_RELEASE_ALL = 1
+TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
 
@@ -93,6 +95,8 @@ class InferenceRequest:
         self._timeout = timeout
         self._parameters = parameters if isinstance(parameters, str) else json.dumps(dict(parameters or {}))
         self._cancelled = cancelled
+        #: What is to become of it after ``execute``: it is done, or goes round again.
+        self.release_flags = TRITONSERVER_REQUEST_RELEASE_ALL
 
     def inputs(self) -> list[Tensor]:
         return self._inputs
@@ -115,6 +119,10 @@ class InferenceRequest:
 
     def set_flags(self, flags: int) -> None:
         self._flags = flags
+
+    def set_release_flags(self, flags: int) -> None:
+        """RESCHEDULE: the response is None, and the request is in a later batch again (iterative sequences)."""
+        self.release_flags = flags
 
     def timeout(self) -> int:
         """Microseconds the client is ready to wait in the queue; 0: not said."""

@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, Protocol
 
 from shm.errors import Cancelled, ServingError
-from workers.scheduling.iterative import IterativeIds
 from workers.scheduling.sequence import LiveSequence, S
 from workers.scheduling.sequence_events import SequenceEvents
 from workers.scheduling.sequence_table import TIMED_OUT, SequenceRules, SequenceTable
@@ -56,7 +55,6 @@ class SequenceBatcher(Generic[S]):
         """``strategy``: makes one for an instance."""
         self.table: SequenceTable[S] = SequenceTable(model, rules, instances, events)
         self._strategies = [strategy() for _ in range(instances)]
-        self._iterative = IterativeIds() if rules.iterative else None
 
     def __len__(self) -> int:
         """Requests that wait."""
@@ -66,8 +64,6 @@ class SequenceBatcher(Generic[S]):
 
     def arrived(self, request: S) -> None:
         """Raises InvalidArgument, Unavailable: why it is not admitted; then nothing has changed."""
-        if self._iterative is not None:
-            request.controls = self._iterative.first_round(request.controls)
         live = self.table.admit(request)
         if len(live.waiting) == 1:
             self._look(live)
@@ -81,14 +77,9 @@ class SequenceBatcher(Generic[S]):
         for request in requests:
             self._look(self.table.done(request, now_ns))
 
-    def again(self, requests: Iterable[S], now_ns: int) -> None:
-        """What was taken is to run once more: its model has rescheduled it."""
-        for request in requests:
-            request.controls = IterativeIds.next_round(request.controls)
-            self._put_back(request, now_ns)
-
     def restore(self, requests: Iterable[S], now_ns: int) -> list[tuple[S, ServingError]]:
-        """What was taken could not run, and waits again. Returns the answers of those whose sequences are gone."""
+        """What was taken could not run, or is to run once more, and waits again. Returns the answers of those whose sequences are
+        gone."""
         lost = [request for request in requests if not self._put_back(request, now_ns)]
         return [(request, _cancelled(request)) for request in lost]
 

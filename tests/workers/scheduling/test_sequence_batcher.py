@@ -8,6 +8,7 @@ from shm.errors import Cancelled, InvalidArgument, ServingError, Unavailable
 from tests.workers.scheduling.naive_sequences import Step
 from tests.workers.scheduling.sequence_simulator import Churn, Heard, batcher_of, simulate
 from workers.scheduling.direct_batcher import DirectBatcher, DirectRules
+from workers.scheduling.iterative import IterativeIds
 from workers.scheduling.sequence import Controls, SequenceState
 from workers.scheduling.sequence_batcher import SequenceBatcher
 from workers.scheduling.sequence_table import SequenceRules
@@ -149,7 +150,11 @@ def test_silence_ends_a_sequence_only_when_nothing_of_it_waits_or_runs() -> None
     batch = scene.batcher.take(10**9)
     assert scene.batcher.tick(2 * 10**9) == []
     scene.batcher.done(batch, 2 * 10**9)
+    assert scene.batcher.next_tick_ns == 0
+    # When it ends matters to nobody before another one waits for the slot.
+    waiting = scene.send(2, "SE")
     assert scene.batcher.next_tick_ns == 2 * 10**9 + 1000
+    assert [step for step, _ in scene.batcher.cancelled(waiting)] == [waiting]
     scene.batcher.tick(2 * 10**9 + 999)
     assert scene.batcher.table.live == 1
     scene.batcher.tick(2 * 10**9 + 1000)
@@ -324,14 +329,16 @@ def test_a_request_that_comes_round_again() -> None:
     heard = Heard()
     rules = SequenceRules(slots=2, iterative=True)
     batcher: SequenceBatcher[Step] = SequenceBatcher("m", rules, lambda: DirectBatcher(DirectRules(2)), 1, heard)
-    own, made = Step(1, "k", 1, Controls(7, True, True)), Step(2, "k", 1, Controls(0, False, False))
+    ids = IterativeIds()
+    own, made = (Step(0, "k", 1, ids.first_round(Controls(*said))) for said in ((7, True, True), (0, False, False)))
     batcher.arrived(own)
     batcher.arrived(made)
     with pytest.raises(InvalidArgument, match="START"):
         batcher.arrived(Step(3, "k", 1, Controls(7, False, False)))
     batch = batcher.take(5)
     assert [step.controls for step in batch] == [(7, True, False), (1, True, False)]
-    batcher.again([own], 6)
+    own.controls = ids.next_round(own.controls)
+    assert batcher.restore([own], 6) == []
     batcher.done([made], 6)
     batcher.check_invariants()
     assert batcher.take(7) == [own]
