@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +18,9 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
-from tests.daemon_process import PATIENCE, DaemonProcess
+from tests.daemon_process import PATIENCE, ROOT, DaemonProcess
 from tests.protocol import sequence_models
+from tests.repositories import write_model
 
 NO_START = "must specify the START flag on the first request of the sequence"
 
@@ -380,6 +383,18 @@ def test_a_client_that_leaves_takes_its_waiting_steps_along(daemon: DaemonProces
     # The slot is free for others, and the id is not known any more.
     assert send(54, 7, "SE")[0] == 7
     assert NO_START in send.refused(53, 1).message()
+
+
+def test_the_model_and_the_client_of_the_manual(
+    daemon: DaemonProcess, http: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manual = (ROOT / "docs" / "sequences.md").read_text(encoding="utf-8")
+    config = re.findall(r"^```\n(.*?)^```", manual, re.MULTILINE | re.DOTALL)[0]
+    model, client = re.findall(r"^```python\n(.*?)^```", manual, re.MULTILINE | re.DOTALL)
+    write_model(Path(daemon.sections["repository"]["paths"][0]), "running_sum", model, config)
+    http.load_model("running_sum")
+    exec(client.replace("localhost:8000", daemon.url), {})
+    assert capsys.readouterr().out.split() == ["[[1]]", "[[11]]", "[[111]]"]
 
 
 # ------------------------------------------------------------------------------------------------- bounds, unload, reload
