@@ -71,7 +71,7 @@ class Forms(Generic[T]):
         return self._known.get(key) or self._mint(key, template)
 
     def form_again(self, template: T) -> Form[T] | None:
-        """The same of one that came before; None: it came for the first time, and many never come again."""
+        """Numbers a template that came before; None: it came for the first time, and many never come again."""
         key = encoder.encode(template)
         form = self._known.get(key)
         if form is not None:

@@ -126,7 +126,7 @@ class SubmitterLane:
         self._channel.put(record)
 
     def submit_formed_at_once(self, form: Form[Submit], record: FormSubmit) -> bool:
-        """The same, not to wait for more. Returns as ``flush``."""
+        """Sends a request of a form, whose inputs are in place, without waiting for more. Returns as ``flush``."""
         if form not in self._said:
             self._said.say(form)
         return self._channel.send(record)
@@ -208,7 +208,7 @@ class SubmitterLane:
         self._channel.put(SegmentRefused(segment))
 
     def _unreachable(self, request_id: int, lease: LeaseKey) -> Completion:
-        """Instead of an answer that lies where this process cannot look."""
+        """The error that takes the place of an answer that lies where this process cannot look."""
         self._channel.put(Release((lease,)))
         try:
             self._responses.view(Slice(lease[0], lease[1], 0))

@@ -46,7 +46,7 @@ def peer_of(fd: int) -> Peer:
 
 
 def client_of(transport: asyncio.BaseTransport) -> Peer:
-    """The same of a transport's; of a client of TCP without a question to the kernel."""
+    """Who is at the other end of a transport; of a client of TCP without a question to the kernel."""
     name = transport.get_extra_info("peername")
     if isinstance(name, tuple):
         return Peer("tcp", f"{name[0]}:{name[1]}")

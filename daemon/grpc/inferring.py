@@ -138,7 +138,7 @@ class Inferring:
         return self._send(call, form, client_id, text, scheduling, raws, (), deadline_ns)  # type: ignore[arg-type]
 
     def ask_received(self, call: Asking, message: Reception, deadline_ns: int, decoupled: bool) -> FormedAsked | None:
-        """The same of a message that was placed while it arrived. Its lease is the request's, or still the message's."""
+        """Sends a message that was placed while it arrived, if its form is known. Its lease is the request's then."""
         if self._all_read:
             return None
         try:

@@ -134,7 +134,7 @@ class Outgoing(asyncio.Protocol):
             self.loop.call_soon(self._flush)
 
     def write_pieces(self, pieces: list[Buffer]) -> None:
-        """The same of several, as they lie."""
+        """Queues several pieces that leave as they lie, together with all else of this turn."""
         self._out += pieces
         self.room -= sum(map(len, pieces))
         if not self._flushing:

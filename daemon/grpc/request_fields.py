@@ -80,7 +80,7 @@ def client_id_of(message: Buffer) -> str:
 
 
 class ArrivingFields:
-    """The same of a message of known size that comes in pieces. Its owner takes the raw tensors' bytes itself.
+    """The fields of a message of known size that comes in pieces. Its owner takes the raw tensors' bytes itself.
 
     Everything is there once ``unread`` is 0.
     """

@@ -67,7 +67,7 @@ class AnswerText:
         return b"".join((self._head, *contents))
 
     def pieces(self, client_id: str, own: FormCompletion, view: Callable[[Slice], memoryview]) -> list[Buffer] | None:
-        """The same of one with a lease; its tensors there go as they lie.
+        """All of an answer with a lease; its tensors there go as they lie. None: it is to be written by itself.
 
         view: the bytes of a slice of the response arena. Raises InvalidArgument: it is outside.
         """

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from daemon.http import json_data, json_text, request_head
+from daemon.http.control_fields import members
 from daemon.http.decoded_request import DecodedRequest
 from daemon.http.json_values import text
 from daemon.http.request_parameters import read_parameters
@@ -49,14 +50,14 @@ def decode(body: bytes, model: str, version: int, metadata: bytes) -> InferenceR
                 f"the request JSON has {marks} commas, colons and brackets, at most {_MAX_MARKS} are allowed; "
                 "send large tensors with infer"
             )
-    fields = _object(request_head.parse(body))
+    fields = members(request_head.parse(body))
     inputs = {entry["name"]: entry for entry in msgspec.json.decode(metadata)["inputs"]}
     found: list[tuple[str, str, tuple[int, ...], Content]] = []
     decoded = DecodedRequest(text("id", fields.pop("id", "")), [], (), {}, False, {})
     for key, value in fields.items():
         if key == "parameters" and key not in inputs:
             try:
-                for inner, inner_value in _object(value).items():
+                for inner, inner_value in members(value).items():
                     _read(inner, inner_value, inputs, found, decoded)
             except InvalidArgument as error:
                 raise InvalidArgument(f"Converting keyword: 'parameters': {error.message}") from error
@@ -70,12 +71,6 @@ def decode(body: bytes, model: str, version: int, metadata: bytes) -> InferenceR
         id=decoded.id,
         scheduling=decoded.scheduling,
     )
-
-
-def _object(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InvalidArgument("attempt to get members for non-object")
-    return value
 
 
 def _read(

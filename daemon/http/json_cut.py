@@ -85,7 +85,7 @@ def cut(document: bytes | memoryview) -> Cut | None:
 
 
 def steps(document: bytes | memoryview) -> Generator[None, None, Cut | None]:
-    """The same in steps, none of which takes longer than some milliseconds.
+    """Takes out what is large in steps, none of which takes longer than some milliseconds.
 
     Raises: InvalidArgument: more is left of the text than may be.
     """

@@ -40,7 +40,7 @@ def of_text(text: bytes | memoryview, datatype: str, what: str) -> int:
 
 
 def of_value(value: Any, datatype: str, what: str) -> int:
-    """The same of a JSON value."""
+    """How many elements a JSON value has as data of an input."""
     if isinstance(value, str):
         try:
             return elements(datatype, base64.b64decode(value, validate=True), what)

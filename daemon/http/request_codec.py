@@ -51,7 +51,7 @@ def decode(head: bytes | memoryview, tail_size: int, model: str, apart: json_cut
 def decode_exactly(
     text: bytes | memoryview, apart: json_cut.Cut | None, tail_size: int, model: str, reason: Malformed
 ) -> DecodedRequest:
-    """The same of a text that the quick way does not understand, and why. Raises as ``decode``."""
+    """Decodes a text that the quick way does not understand (``reason``), in Triton's words. Raises as ``decode``."""
     if len(text) > _MAX_EXACT:
         raise InvalidArgument(f"failed to parse the request JSON: {reason}") from reason
     exact = request_head.exact(text, apart.place if apart is not None else request_head.itself)
@@ -61,7 +61,7 @@ def decode_exactly(
 def decode_head(
     request: RequestHead | ExactRequest, apart: json_cut.Cut | None, tail_size: int, model: str
 ) -> DecodedRequest:
-    """The same of a text that was read. Raises also Malformed: data that the quick way does not understand."""
+    """Decodes a head whose JSON was read. Raises as ``decode``, and Malformed: data that the quick way does not understand."""
     decoded = DecodedRequest(request.id, [], (), {}, False, {})
     if request.parameters:
         read_parameters(request.parameters, decoded)

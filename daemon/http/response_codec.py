@@ -120,7 +120,7 @@ def response_head(json_size: int, tail_size: int, connection: bytes = b"") -> by
 
 
 def compressed_head(json_size: int | None, coding: str, byte_size: int, connection: bytes = b"") -> bytes:
-    """The same of an answer that is compressed to ``byte_size`` bytes.
+    """The head of an answer that is compressed to ``byte_size`` bytes.
 
     Args:
       json_size: bytes of the JSON before it was compressed; None: the answer has no binary parts.

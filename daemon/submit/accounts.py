@@ -111,7 +111,7 @@ class Account(Holdings):
         return f"{client.answers} bytes of answers wait for clients of {client.owner}, at most {client.limit} may"
 
     def describe_requests(self, byte_size: int) -> str:
-        """The same of the request arena."""
+        """For who waited in vain for room in the request arena: what is held, with both numbers."""
         client = self.client
         if self.requests and self.requests + byte_size > self.limit:
             return (

@@ -41,7 +41,7 @@ class BusyPoll:
                 self._loop.call_soon(self._turn)
 
     def look(self, receive: Callable[[T], bool], worker: T) -> None:
-        """The same for the only request in flight: nothing but the answer of its worker is looked for.
+        """The only request in flight was sent: for a moment nothing but the answer of its worker is looked for.
 
         receive: takes it if it is there; False: it cannot come.
         """

@@ -172,7 +172,7 @@ def _has_own_room(account: Account, line: _Line) -> bool:
 
 
 def _has_common_room(client: Client, kind: Hashable) -> bool:
-    """The same of its client's share."""
+    """Whether a client's share, of all its connections, has room for an answer of that kind."""
     expected = client.answers + (len(client.sent) + 1) * client.last
     return kind not in client.bulky or expected <= client.limit or not (client.sent or client.answers)
 

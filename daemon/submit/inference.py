@@ -189,7 +189,7 @@ def _give_back(submitter: Submitter, request: InferenceRequest) -> None:
 
 
 def _traced(trace: Trace, on_completion: OnCompletion) -> OnCompletion:
-    """The same, after the trace has learned of the last answer."""
+    """A callback that lets the trace learn of the last answer first."""
 
     def completed(completion: Completion, lane: SubmitterLane | None) -> None:
         if completion.final:

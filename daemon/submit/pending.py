@@ -77,7 +77,7 @@ class Pending(msgspec.Struct, eq=False, kw_only=True):
         raise NotImplementedError
 
     def formed(self, template: Completion, own: FormCompletion) -> None:
-        """Instead of that: a good answer of a form, final. What those have in common, and its own."""
+        """A good answer of a form, the only one: what such answers have in common, and its own."""
         assert self.worker is not None
         self.completed(whole_answer(template, own), self.worker.lane)
 
@@ -126,7 +126,7 @@ class Pending(msgspec.Struct, eq=False, kw_only=True):
         return True
 
     def undelivered(self) -> None:
-        """Instead of an answer: handing it to the client met a defect of ours, and some of it may have left."""
+        """Handing an answer to the client met a defect of ours; some of it may have left. Its last call."""
         self.completed(Completion(self.record.request_id, Internal.code, DEFECT), None)
 
     def fail_delivery(self) -> None:

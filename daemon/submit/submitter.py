@@ -112,7 +112,7 @@ class Submitter:
         self.send(Calling(on_completion, record=record, leases=leases, holder=account))
 
     def send(self, pending: Pending) -> None:
-        """The same of a request that knows itself what to do with its answer. Raises as ``submit``."""
+        """Sends a request that knows itself what to do with its answer. Raises as ``submit``."""
         everything = self._pending
         try:
             if len(everything) >= (limit := self._max_in_flight):
@@ -263,7 +263,7 @@ class Submitter:
             self._sweep_later()
 
     def _send_again(self, pending: Pending) -> None:
-        """The same of one whose sender is not there any more."""
+        """Dispatches a request whose sender is not there any more: an error is its answer."""
         pending.recalled = False
         try:
             self._dispatch(pending)

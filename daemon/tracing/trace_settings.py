@@ -109,7 +109,7 @@ class _Scope:
 
     @property
     def values(self) -> Values:
-        """As they are now: the count is what is left of it."""
+        """The values now; the count is what is left of it."""
         if self.budget is None:
             return self._values
         return dataclasses.replace(self._values, count=self.budget.remaining())

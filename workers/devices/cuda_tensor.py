@@ -36,11 +36,11 @@ class CudaTensor:
         return self.shape[0]
 
     def view(self, dtype: np.dtype[Any], shape: Sequence[int]) -> CudaTensor:
-        """The same bytes as something else of that size."""
+        """These bytes as something else of that size."""
         return CudaTensor(self.region, self.offset, dtype, shape)
 
     def reshape(self, shape: Sequence[int]) -> CudaTensor:
-        """The same bytes in another shape."""
+        """These bytes in another shape."""
         return CudaTensor(self.region, self.offset, self.dtype, shape)
 
     def copy_into(self, array: Array) -> None:

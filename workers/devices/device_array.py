@@ -39,11 +39,11 @@ class DeviceArray:
         return DeviceArray(self._context, self._owner, self.pointer + start * row, self.dtype, shape)
 
     def reshape(self, shape: Sequence[int]) -> DeviceArray:
-        """The same bytes in another shape."""
+        """These bytes in another shape."""
         return DeviceArray(self._context, self._owner, self.pointer, self.dtype, shape)
 
     def copy(self) -> DeviceArray:
-        """The same in memory that XLA owns. Raises DeviceLost."""
+        """A copy in memory that XLA owns. Raises DeviceLost."""
         made = jax.block_until_ready(jax.device_put(np.asarray(self)))
         return DeviceArray(self._context, made, made.unsafe_buffer_pointer(), self.dtype, self.shape)
 

@@ -86,7 +86,7 @@ class _Batch:
         return next((program.memory for program in self.programs if program is not None), [])
 
     def native(self) -> _fast_path.Batch:
-        """As the C part wants it."""
+        """The batch as the C part wants it."""
         made: list[Program] = []
         by_rows: list[int] = []
         for program in self.programs:
@@ -127,7 +127,7 @@ class _Alone:
         self.executable = executable
 
     def native(self) -> _fast_path.Batch:
-        """As the C part wants it: where several wait and fit into one run, no program of those is for them."""
+        """The batch as the C part wants it: where several wait and fit into one run, no program of those is for them."""
         shapes, rules = self.executable.wanted.shapes, self._version.loaded.queue_rules
         most = min(self._version.batcher.at_once(shapes), _fast_path.MAX_ROWS)
         return self, rules.max_size, False, (), (-1,) * max(1, most)

@@ -63,12 +63,12 @@ class Outbox:
         self.end(request)
 
     def fail_all(self, answers: list[tuple[Request, ServingError]]) -> None:
-        """The same of several that will not run."""
+        """Answers requests that will not run, each with its error."""
         for request, error in answers:
             self.fail(request, error)
 
     def refuse(self, request: Request, refusal: Refusal, error: Unavailable, now_ns: int) -> None:
-        """The same where there is no room or time for it: counted, and told to the operator."""
+        """Answers with why there is no room or time for it, which is counted and told to the operator."""
         self._note(request, refusal, now_ns)
         self.fail(request, error)
 

@@ -39,11 +39,11 @@ class RegionTensor:
         return self.shape[0]
 
     def view(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> RegionTensor:
-        """The same bytes as another tensor."""
+        """These bytes as another tensor."""
         return RegionTensor(self._region, self._offset, dtype, shape)
 
     def reshape(self, shape: tuple[int, ...]) -> RegionTensor:
-        """The same bytes in another shape."""
+        """These bytes in another shape."""
         return RegionTensor(self._region, self._offset, self.dtype, shape)
 
     def copy_into(self, array: Array) -> None:

@@ -150,7 +150,7 @@ class Request(Sequenced):
         return self._arrays
 
     def keep(self, arrays: dict[str, Array]) -> None:
-        """The same tensors in memory that is nobody else's."""
+        """Has its tensors in memory that is nobody else's from now on."""
         self._arrays, self.contents = arrays, None
 
     def join(self, controls: Controls, inputs: Mapping[str, Array]) -> None:

@@ -39,7 +39,7 @@ class Input(NamedTuple):
         return self[:3] == other[:3] and np.array_equal(self.content, other.content)
 
     def copy(self) -> Input:
-        """The same in memory of its own."""
+        """This input in memory of its own."""
         return self._replace(content=self.content.copy())
 
 

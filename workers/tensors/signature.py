@@ -105,11 +105,11 @@ class Signature:
         return sum(not spec.optional for spec in self.inputs.values())
 
     def with_inputs(self, specs: Mapping[str, TensorSpec]) -> Signature:
-        """The same with further inputs."""
+        """A signature with further inputs."""
         return replace(self, inputs={**self.inputs, **specs})
 
     def without_inputs(self, names: Container[str]) -> Signature:
-        """The same without those inputs."""
+        """A signature without those inputs."""
         return replace(self, inputs={name: spec for name, spec in self.inputs.items() if name not in names})
 
 
