@@ -20,7 +20,7 @@ from daemon.front.process import Front
 from daemon.grpc import tls
 from daemon.grpc.call import Call
 from daemon.grpc.connection import Connection
-from daemon.grpc.inferring import Inferring
+from daemon.grpc.infer_calls import InferCalls
 from daemon.grpc.management import SERVICE, Management
 from daemon.grpc.serving import Serving
 from daemon.grpc.standard_services import StandardServices
@@ -42,7 +42,7 @@ class GrpcFront(Front):
 
     async def open(self, options: Options, endpoints: Endpoints) -> None:
         pattern = options.grpc.header_forward_pattern
-        inferring = Inferring(
+        calls = InferCalls(
             self.submitter,
             self.table,
             options.grpc.max_stream_requests,
@@ -54,8 +54,8 @@ class GrpcFront(Front):
         methods: dict[str, Callable[[Stream], Call]] = {
             **dict(Management(endpoints).methods()),
             **dict(StandardServices(endpoints).methods()),
-            f"/{SERVICE}/ModelInfer": functools.partial(UnaryInfer, inferring),
-            f"/{SERVICE}/ModelStreamInfer": functools.partial(StreamInfer, inferring),
+            f"/{SERVICE}/ModelInfer": functools.partial(UnaryInfer, calls),
+            f"/{SERVICE}/ModelStreamInfer": functools.partial(StreamInfer, calls),
         }
         access = grpc_access(restrictions.parse(options.grpc.restricted_protocol))
         rules = {path: rule for path in methods if (rule := access.rule(path.rpartition("/")[2])) is not None}

@@ -14,10 +14,10 @@ from functools import partial
 
 from daemon.front.each import call_each
 from daemon.grpc import response_codec
-from daemon.grpc.asked import Asked, FormedAsked
 from daemon.grpc.call import Call, kept
+from daemon.grpc.call_requests import CallRequest, FormedCallRequest
 from daemon.grpc.codes import INTERNAL, OK, number
-from daemon.grpc.inferring import Inferring, Message, Sent
+from daemon.grpc.infer_calls import InferCalls, Message, Sent
 from daemon.grpc.reception import Reception
 from daemon.grpc.request_fields import RefusedRequest, client_id_of
 from daemon.grpc.stream import Stream
@@ -36,10 +36,10 @@ _MAX_UNSENT = 4 << 20
 class StreamInfer(Call):
     """One call."""
 
-    def __init__(self, inferring: Inferring, stream: Stream) -> None:
-        self._inferring = inferring
+    def __init__(self, calls: InferCalls, stream: Stream) -> None:
+        self._calls = calls
         self._stream = stream
-        self._in_flight: set[Asked | FormedAsked] = set()
+        self._in_flight: set[CallRequest | FormedCallRequest] = set()
         #: Messages that came before there was room for them; bounded by the stream's window.
         self._waiting: deque[Message] = deque()
         #: Its last request waits for room: what comes later is sent later.
@@ -48,7 +48,7 @@ class StreamInfer(Call):
         #: Nothing more is taken.
         self._stopping = False
         #: For its next message, CLOCK_MONOTONIC ns; 0: none was traced so far.
-        self._waits_since = time.monotonic_ns() if inferring.tracer.on else 0
+        self._waits_since = time.monotonic_ns() if calls.tracer.on else 0
         self._grpc_errors = ("triton_grpc_error", "true") in stream.head.metadata
 
     @property
@@ -56,17 +56,17 @@ class StreamInfer(Call):
         return self._stream.connection.account
 
     def reception(self, byte_size: int) -> Reception:
-        return self._inferring.reception(byte_size, self._stream.connection.account)
+        return self._calls.reception(byte_size, self._stream.connection.account)
 
     def message(self, content: Buffer, start: int, end: int) -> None:
-        inferring = self._inferring
-        if self._stream.held or len(self._in_flight) >= inferring.max_stream_requests:
+        calls = self._calls
+        if self._stream.held or len(self._in_flight) >= calls.max_stream_requests:
             self._wait(kept(content, start, end))
             return
         asked = None
-        if not inferring.tracer.on:
+        if not calls.tracer.on:
             try:
-                asked = inferring.ask_formed(self, content, start, end, self._stream.deadline_ns, True)
+                asked = calls.ask_formed(self, content, start, end, self._stream.deadline_ns, True)
             except Exception as error:
                 self._not_sent(error, client_id_of(content[start:end]))
                 return
@@ -76,14 +76,14 @@ class StreamInfer(Call):
             self._in_flight.add(asked)
 
     def received(self, message: Reception) -> None:
-        inferring = self._inferring
+        calls = self._calls
         if self._stream.held or not self._has_room():
             self._wait(message)
             return
         asked = None
-        if not inferring.tracer.on:
+        if not calls.tracer.on:
             try:
-                asked = inferring.ask_received(self, message, self._stream.deadline_ns, True)
+                asked = calls.ask_received(self, message, self._stream.deadline_ns, True)
             except Exception as error:
                 message.drop()
                 self._not_sent(error, message.client_id)
@@ -111,14 +111,14 @@ class StreamInfer(Call):
         in_flight, self._in_flight = self._in_flight, set()
         placed = [message for message in waiting if isinstance(message, Reception)]
         call_each([message.drop for message in placed], "leaving a message")
-        call_each([partial(asked.cancel, self._inferring.submitter) for asked in in_flight], "leaving a request")
+        call_each([partial(asked.cancel, self._calls.submitter) for asked in in_flight], "leaving a request")
 
     # ------------------------------------------------------------------------------------------------- requests
 
     def _has_room(self) -> bool:
         if self._placing:
             return False
-        return len(self._in_flight) < self._inferring.max_stream_requests and self._stream.unsent_size < _MAX_UNSENT
+        return len(self._in_flight) < self._calls.max_stream_requests and self._stream.unsent_size < _MAX_UNSENT
 
     def _wait(self, message: Message) -> None:
         if self._stopping:
@@ -130,18 +130,18 @@ class StreamInfer(Call):
 
     def _ask(self, message: Message) -> None:
         waited_ns, read_ns = self._waits_since, 0
-        if self._inferring.tracer.on:
+        if self._calls.tracer.on:
             read_ns = self._waits_since = time.monotonic_ns()
         request: InferenceRequest | None = None
         client_id = ""
         try:
-            decoded, request, state = self._inferring.read(self._stream, message)
+            decoded, request, state = self._calls.read(self._stream, message)
             client_id = request.id
             request.deadline_ns = self._stream.deadline_ns
-            asked = Asked(self, decoded, request, state.streams)
+            asked = CallRequest(self, decoded, request, state.streams)
             if read_ns:
-                self._inferring.sample(request, waited_ns or read_ns, read_ns)
-            asked.inference = begin(self._inferring.submitter, request, asked.completed)
+                self._calls.sample(request, waited_ns or read_ns, read_ns)
+            asked.inference = begin(self._calls.submitter, request, asked.completed)
             self._in_flight.add(asked)
             if asked.inference.waits_for_room:
                 self._placing = self._stream.held = True
@@ -150,7 +150,7 @@ class StreamInfer(Call):
             self._not_sent(refused.error, refused.client_id)
         except Exception as error:
             if request is not None:
-                self._inferring.drop(request)
+                self._calls.drop(request)
             self._not_sent(error, client_id, None if request is None else request.trace)
 
     def _not_sent(self, error: Exception, client_id: str, trace: Trace | None = None) -> None:
@@ -184,10 +184,12 @@ class StreamInfer(Call):
 
     # -------------------------------------------------------------------------------------------------- answers
 
-    def completed(self, asked: Asked | FormedAsked, completion: Completion, lane: SubmitterLane | None) -> None:
+    def completed(
+        self, asked: CallRequest | FormedCallRequest, completion: Completion, lane: SubmitterLane | None
+    ) -> None:
         if completion.final:
             self._in_flight.discard(asked)
-        sent = self._inferring.releaser(completion, lane, asked.trace)
+        sent = self._calls.releaser(completion, lane, asked.trace)
         if completion.code:
             self._refused(
                 number(completion.code),
@@ -204,12 +206,12 @@ class StreamInfer(Call):
         if self._waiting or self._half_closed or self._stream.held:
             self._go_on()
 
-    def formed(self, asked: FormedAsked, template: Completion, answer: FormCompletion) -> None:
+    def formed(self, asked: FormedCallRequest, template: Completion, answer: FormCompletion) -> None:
         self._in_flight.discard(asked)
         assert asked.worker is not None
         lane, release = asked.worker.lane, None
         if answer.lease is not None:
-            release = partial(self._inferring.submitter.release, lane, answer.lease)
+            release = partial(self._calls.submitter.release, lane, answer.lease)
         form = asked.message_form.answer_form(template, True)
         self._send(response_codec.streamed(form.pieces(asked.id, answer.contents, lane.view)), release)
         if self._waiting or self._half_closed or self._stream.held:
@@ -217,7 +219,7 @@ class StreamInfer(Call):
 
     def _answered(
         self,
-        asked: Asked | FormedAsked,
+        asked: CallRequest | FormedCallRequest,
         completion: Completion,
         view: Callable[[Slice], memoryview],
         sent: Callable[[], None] | None,
@@ -233,7 +235,7 @@ class StreamInfer(Call):
 
     def _send_whole(
         self,
-        asked: Asked | FormedAsked,
+        asked: CallRequest | FormedCallRequest,
         completion: Completion,
         view: Callable[[Slice], memoryview],
         sent: Callable[[], None] | None = None,

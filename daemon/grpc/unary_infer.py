@@ -7,10 +7,10 @@ import time
 from functools import partial
 
 from daemon.grpc import response_codec
-from daemon.grpc.asked import Asked, FormedAsked
 from daemon.grpc.call import Call, kept
+from daemon.grpc.call_requests import CallRequest, FormedCallRequest
 from daemon.grpc.codes import INTERNAL, number
-from daemon.grpc.inferring import Inferring, Message, Sent
+from daemon.grpc.infer_calls import InferCalls, Message, Sent
 from daemon.grpc.reception import Reception
 from daemon.grpc.request_fields import RefusedRequest
 from daemon.grpc.stream import Stream
@@ -26,22 +26,22 @@ _log = logging.getLogger(__name__)
 class UnaryInfer(Call):
     """One call."""
 
-    __slots__ = ("_asked", "_inferring", "_message", "_stream", "_waits_since")
+    __slots__ = ("_asked", "_calls", "_message", "_stream", "_waits_since")
 
-    def __init__(self, inferring: Inferring, stream: Stream) -> None:
-        self._inferring = inferring
+    def __init__(self, calls: InferCalls, stream: Stream) -> None:
+        self._calls = calls
         self._stream = stream
         self._message: Message | None = None
-        self._asked: Asked | FormedAsked | None = None
+        self._asked: CallRequest | FormedCallRequest | None = None
         #: CLOCK_MONOTONIC ns, if it may be traced.
-        self._waits_since = time.monotonic_ns() if inferring.tracer.on else 0
+        self._waits_since = time.monotonic_ns() if calls.tracer.on else 0
 
     @property
     def account(self) -> Account | None:
         return self._stream.connection.account
 
     def reception(self, byte_size: int) -> Reception:
-        return self._inferring.reception(byte_size, self._stream.connection.account)
+        return self._calls.reception(byte_size, self._stream.connection.account)
 
     def message(self, content: Buffer, start: int, end: int) -> None:
         if self._message is not None:
@@ -61,15 +61,15 @@ class UnaryInfer(Call):
         if message is None:
             self._stream.finish(INTERNAL, "a unary call has one request message")
             return
-        inferring, stream = self._inferring, self._stream
+        calls, stream = self._calls, self._stream
         try:
             if self._waits_since:
                 self._ask(message)
                 return
             if type(message) is Reception:
-                self._asked = inferring.ask_received(self, message, stream.deadline_ns, False)
+                self._asked = calls.ask_received(self, message, stream.deadline_ns, False)
             else:
-                self._asked = inferring.ask_formed(self, message, 0, len(message), stream.deadline_ns, False)  # type: ignore[arg-type]
+                self._asked = calls.ask_formed(self, message, 0, len(message), stream.deadline_ns, False)  # type: ignore[arg-type]
             if self._asked is None:
                 self._ask(message)
         except RefusedRequest as refused:
@@ -93,36 +93,38 @@ class UnaryInfer(Call):
         if isinstance(self._message, Reception):
             self._message.drop()
         if self._asked is not None:
-            self._asked.cancel(self._inferring.submitter)
+            self._asked.cancel(self._calls.submitter)
 
     # ------------------------------------------------------------------------------------------------- request
 
     def _ask(self, message: Message) -> None:
         """Raises: RefusedRequest: it is no request.  ServingError: it cannot be begun."""
-        inferring, stream = self._inferring, self._stream
+        calls, stream = self._calls, self._stream
         read_ns = time.monotonic_ns() if self._waits_since else 0
-        decoded, request, state = inferring.read(stream, message)
+        decoded, request, state = calls.read(stream, message)
         try:
             if state.streams:
                 raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
-            asked = self._asked = Asked(self, decoded, request, False)
+            asked = self._asked = CallRequest(self, decoded, request, False)
             if read_ns:
-                inferring.sample(request, self._waits_since, read_ns)
+                calls.sample(request, self._waits_since, read_ns)
             request.deadline_ns = stream.deadline_ns
-            asked.inference = begin(inferring.submitter, request, asked.completed)
+            asked.inference = begin(calls.submitter, request, asked.completed)
         except BaseException:
-            inferring.drop(request)
+            calls.drop(request)
             raise
 
     # -------------------------------------------------------------------------------------------------- answer
 
-    def completed(self, asked: Asked | FormedAsked, completion: Completion, lane: SubmitterLane | None) -> None:
+    def completed(
+        self, asked: CallRequest | FormedCallRequest, completion: Completion, lane: SubmitterLane | None
+    ) -> None:
         if completion.code:
             self._refuse(number(completion.code), completion.message)
             return
         self._asked = None
         assert lane is not None
-        release = self._inferring.releaser(completion, lane, asked.trace)
+        release = self._calls.releaser(completion, lane, asked.trace)
         try:
             parts = response_codec.encode(completion, asked.model, asked.client_id, lane.view)
         except Exception:
@@ -133,13 +135,13 @@ class UnaryInfer(Call):
             return
         self._stream.answer(parts, release)
 
-    def formed(self, asked: FormedAsked, template: Completion, answer: FormCompletion) -> None:
+    def formed(self, asked: FormedCallRequest, template: Completion, answer: FormCompletion) -> None:
         # Each refers to the other, and calls shall leave the garbage collector nothing to do.
         self._asked = None
         assert asked.worker is not None
         lane, release = asked.worker.lane, None
         if answer.lease is not None:
-            release = partial(self._inferring.submitter.release, lane, answer.lease)
+            release = partial(self._calls.submitter.release, lane, answer.lease)
         form = asked.message_form.answer_form(template, False)
         self._stream.answer(form.pieces(asked.id, answer.contents, lane.view), release)
 

@@ -21,7 +21,7 @@ from config.options import Arenas, Requests
 from daemon.grpc import frames
 from daemon.grpc import response_codec as grpc_codec
 from daemon.grpc.answer_form import AnswerForm
-from daemon.grpc.inferring import Inferring
+from daemon.grpc.infer_calls import InferCalls
 from daemon.grpc.message_forms import MessageForms
 from daemon.grpc.request_reader import RequestReader
 from daemon.grpc.stream import Stream
@@ -394,9 +394,9 @@ GRPC_FAULTS = [
     (RequestReader, "read_received"),
     (MessageForms, "find"),
     (AnswerForm, "pieces"),
-    (Inferring, "ask_formed"),
-    (Inferring, "ask_received"),
-    (Inferring, "releaser"),
+    (InferCalls, "ask_formed"),
+    (InferCalls, "ask_received"),
+    (InferCalls, "releaser"),
     (Submitter, "_dispatch"),
     (ArenaSpace, "loan"),
     (Sending, "send"),

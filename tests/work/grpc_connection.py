@@ -11,7 +11,7 @@ from collections.abc import Callable
 from daemon.grpc import frames
 from daemon.grpc.call import Call
 from daemon.grpc.connection import Connection
-from daemon.grpc.inferring import Inferring
+from daemon.grpc.infer_calls import InferCalls
 from daemon.grpc.serving import Serving
 from daemon.grpc.stream import Stream
 from daemon.grpc.stream_infer import StreamInfer
@@ -50,10 +50,10 @@ class GrpcBench(LaneBench):
 
     def __init__(self) -> None:
         super().__init__()
-        inferring = Inferring(self.submitter, self.table, OPTIONS.grpc.max_stream_requests, None, Tracer(1, 0))
+        calls = InferCalls(self.submitter, self.table, OPTIONS.grpc.max_stream_requests, None, Tracer(1, 0))
         methods: dict[str, Callable[[Stream], Call]] = {
-            INFER: functools.partial(UnaryInfer, inferring),
-            STREAM: functools.partial(StreamInfer, inferring),
+            INFER: functools.partial(UnaryInfer, calls),
+            STREAM: functools.partial(StreamInfer, calls),
         }
         self._serving = Serving(OPTIONS.grpc, methods, self.tally.seat(0), self.submitter.accounts)
 

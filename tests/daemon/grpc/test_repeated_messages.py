@@ -17,7 +17,7 @@ from shm.control_records import ModelGone, TraceChanged
 from shm.forms import answer_template
 from shm.messages import Completion, FormCompletion, FormSubmit, Inline, RegionSlice, Tensor
 from tests.daemon.grpc.frame_client import INFER, STREAM, Answer, FrameClient, GrpcFrontProcess, prefixed, serving
-from tests.daemon.grpc.test_inferring import BEGIN, END, traces
+from tests.daemon.grpc.test_infer_calls import BEGIN, END, traces
 from tests.fakes import EchoWorker, until
 
 TIMES = 4

@@ -15,26 +15,28 @@ from shm.lane import SubmitterLane
 from shm.messages import Completion, FormCompletion
 
 
-class Asking(Protocol):
-    """The call."""
+class Caller(Protocol):
+    """A call, as its requests see it."""
 
     @property
     def account(self) -> Account | None:
         """Whose memory its requests and answers take."""
 
-    def completed(self, asked: Asked | FormedAsked, completion: Completion, lane: SubmitterLane | None) -> None:
+    def completed(
+        self, asked: CallRequest | FormedCallRequest, completion: Completion, lane: SubmitterLane | None
+    ) -> None:
         """An answer to it."""
 
-    def formed(self, asked: FormedAsked, template: Completion, answer: FormCompletion) -> None:
+    def formed(self, asked: FormedCallRequest, template: Completion, answer: FormCompletion) -> None:
         """The only answer to it, a good one of a form."""
 
 
-class Asked:
+class CallRequest:
     """One that was decoded."""
 
     __slots__ = ("_call", "_decoded", "_request", "decoupled", "inference")
 
-    def __init__(self, call: Asking, decoded: DecodedHead, request: InferenceRequest, decoupled: bool) -> None:
+    def __init__(self, call: Caller, decoded: DecodedHead, request: InferenceRequest, decoupled: bool) -> None:
         self._call = call
         self._decoded = decoded
         self._request = request
@@ -71,10 +73,10 @@ class Asked:
             self.inference.cancel()
 
 
-class FormedAsked(Pending):
+class FormedCallRequest(Pending):
     """One of a form: it is what the submitter keeps of it, too."""
 
-    call: Asking
+    call: Caller
     message_form: MessageForm
     #: The client's, as it came.
     id: bytes

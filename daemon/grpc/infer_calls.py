@@ -8,7 +8,7 @@ from time import monotonic_ns
 
 from daemon.front import request_id
 from daemon.front.forwarding import Forwarding
-from daemon.grpc.asked import Asking, FormedAsked
+from daemon.grpc.call_requests import Caller, FormedCallRequest
 from daemon.grpc.message_forms import MessageForm, MessageForms
 from daemon.grpc.reception import Reception
 from daemon.grpc.request_fields import RefusedRequest
@@ -31,7 +31,7 @@ from shm.messages import Buffer, Completion, Content, FormSubmit, Slice
 Message = Buffer | Reception
 
 
-class Inferring:
+class InferCalls:
     """What both kinds of call need."""
 
     def __init__(
@@ -101,8 +101,8 @@ class Inferring:
             trace.stamp("GRPC_WAITREAD_END", read_ns)
 
     def ask_formed(
-        self, call: Asking, content: Buffer, start: int, end: int, deadline_ns: int, decoupled: bool
-    ) -> FormedAsked | None:
+        self, call: Caller, content: Buffer, start: int, end: int, deadline_ns: int, decoupled: bool
+    ) -> FormedCallRequest | None:
         """Sends a message, those bytes of ``content``, that is of a form. None: it is to be read.
 
         Args:
@@ -137,7 +137,9 @@ class Inferring:
             return None
         return self._send(call, form, client_id, text, scheduling, raws, (), deadline_ns)  # type: ignore[arg-type]
 
-    def ask_received(self, call: Asking, message: Reception, deadline_ns: int, decoupled: bool) -> FormedAsked | None:
+    def ask_received(
+        self, call: Caller, message: Reception, deadline_ns: int, decoupled: bool
+    ) -> FormedCallRequest | None:
         """Sends a message that was placed while it arrived, if its form is known. Its lease is the request's then."""
         if self._all_read:
             return None
@@ -160,7 +162,7 @@ class Inferring:
 
     def _send(
         self,
-        call: Asking,
+        call: Caller,
         form: MessageForm,
         client_id: bytes,
         text: str,
@@ -168,7 +170,7 @@ class Inferring:
         contents: tuple[Content, ...],
         leases: tuple[Lease, ...],
         deadline_ns: int,
-    ) -> FormedAsked:
+    ) -> FormedCallRequest:
         submitter, lane_form = self.submitter, form.form
         assert lane_form is not None
         if not client_id and self._makes_ids:
@@ -177,7 +179,9 @@ class Inferring:
         record = FormSubmit(
             submitter.next_id(), lane_form.number, contents, text, deadline_ns, monotonic_ns(), *scheduling
         )
-        asked = FormedAsked(call=call, message_form=form, id=client_id, record=record, form=lane_form, leases=leases)
+        asked = FormedCallRequest(
+            call=call, message_form=form, id=client_id, record=record, form=lane_form, leases=leases
+        )
         submitter.send(asked)
         return asked
 
