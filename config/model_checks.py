@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from config import model_fields, sequence_checks
+from config import model_fields, sequence_checks, state_checks
 from config.model_config import ModelConfig, data_type_name, model_config_pb2
 from shm.datatypes import MAX_RANK, from_model_config
 from shm.errors import InvalidArgument, Unsupported
@@ -55,6 +55,7 @@ def check(message: ModelConfig, *, whole: bool = False) -> None:
     _check_dynamic_batching(message)
     if message.HasField("sequence_batching"):
         sequence_checks.check(message)
+        state_checks.check(message, whole)
     _check_instances(message)
     batch_buckets(message)
 

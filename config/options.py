@@ -244,6 +244,8 @@ class Executables(Section, frozen=True):
     max_unexpected_shapes: Count = 32
     #: The inputs and outputs of a model's largest batch together; a model that needs more is not loaded.
     max_batch_byte_size: ByteSize = 1 << 30
+    #: What a model keeps of all its sequences on one worker; one that needs more is not loaded.
+    max_state_byte_size: ByteSize = 4 << 30
     #: Large outputs are written by XLA itself into the client's region or the arena, on CPU workers; else they are copied there.
     place_outputs: bool = True
 

@@ -155,7 +155,7 @@ def test_a_configuration_given_with_a_load_goes_with_its_model(client: httpclien
 @pytest.mark.parametrize(
     ("asks", "words"),
     [
-        ({"sequence_batching": {"state": [{}]}}, "sequence_batching.state: the server keeps no state for models yet"),
+        ({"sequence_batching": {"state": [{}]}}, "sequence_batching.state: a Triton Python model keeps its own state"),
         ({"model_transaction_policy": {"decoupled": True}}, "decoupled: decoupled models are not supported yet"),
         ({"ensemble_scheduling": {}}, "ensemble_scheduling: ensembles are not supported yet"),
         ({"model_repository_agents": {"agents": [{"name": "checksum"}]}}, "agents: no repository agents are run"),

@@ -30,7 +30,11 @@ PYTHON = """
 """
 JAX = """
     def create(path, config, device):
-        return (lambda params, inputs: {"y": inputs["x"]}), None
+        def apply(params, inputs, *state):
+            made = {"y": inputs["x"]}
+            return (made, *state) if state else made
+
+        return apply, None
 """
 #: A configuration that uses everything that has a number.
 WHOLE = """
@@ -66,6 +70,12 @@ SEQUENCES = [
     for strategy in (
         "direct { max_queue_delay_microseconds: 1 }",
         "oldest { max_candidate_sequences: 2 preferred_batch_size: [ 2 ] max_queue_delay_microseconds: 1 }",
+        """oldest { max_candidate_sequences: 2 }
+        state { input_name: "h" output_name: "h" data_type: TYPE_FP32 dims: [ 2 ] }
+        state {
+          input_name: "g" output_name: "g" data_type: TYPE_FP32 dims: [ 2 ]
+          initial_state { name: "i" data_type: TYPE_FP32 dims: [ 2 ] zero_data: true }
+        }""",
     )
 ]
 #: By the type of a field.

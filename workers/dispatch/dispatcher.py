@@ -99,6 +99,8 @@ class Dispatcher:
                 request = validate_formed(record, form, submitter, version, self._regions, now_ns)  # type: ignore[arg-type]
             if version.loaded.sequences is not None:
                 version.loaded.sequences.join(request)
+            if version.loaded.made_inputs:
+                version.loaded.made_inputs.join(request)
         except ServingError as error:
             submitter.answer(failure(record.request_id, error))
             return
@@ -314,6 +316,8 @@ class Dispatcher:
             self._cached.keep(version, execution, version.cache)
         failed = self._outbox.answer_all(execution, self._clock())
         now_ns = self._clock()
+        if execution.lost and version.sequences is not None:
+            self._outbox.fail_all(version.sequences.lose(execution.requests[0].slot.instance, now_ns))
         version.planner.done(execution.requests, now_ns)
         if execution.again and version.loaded.sequences is not None:
             for request in execution.again:

@@ -192,7 +192,7 @@ class FastPath(Poller):
         loaded = version.loaded
         if model is None or loaded.instances or not loaded.queue_rules.plain or not loaded.repeatable:
             return
-        if version.cache is not None:
+        if version.cache is not None or loaded.made_inputs:
             return
         if len(execution.requests) == 1 and (made is None or not execution.requests[0].small):
             self._learn_alone(version, model, execution)

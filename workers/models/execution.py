@@ -14,12 +14,14 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from shm.errors import Internal, ServingError
+from workers.programs.carry import StateLost
 from workers.programs.executables import Executable
 from workers.programs.run_errors import CheckDevice, is_out_of_memory, out_of_memory, works
 from workers.programs.series_program import SeriesProgram
 from workers.requests.places import Places
 from workers.requests.request import Request, named
 from workers.requests.result import Result
+from workers.scheduling.sequence import state_lost
 from workers.tensors.batch_outputs import BatchOutputs
 
 _log = logging.getLogger(__name__)
@@ -43,6 +45,8 @@ class Execution:
         "copied_byte_size",
         "executable",
         "gathered_ns",
+        "intact",
+        "lost",
         "outputs",
         "places",
         "requests",
@@ -54,6 +58,10 @@ class Execution:
         self, requests: Sequence[Request], began_ns: int, executable: Executable | SeriesProgram | None = None
     ) -> None:
         self.requests = requests
+        #: Its run has failed and taken the state of all sequences of its instance along.
+        self.lost = False
+        #: Whatever fails, no sequence has gone on by it.
+        self.intact = False
         #: Of the batch as the model saw it: rows that belong to none of ``requests``.
         self.rows_of_nobody = 0
         #: Requests that were in it and have no answer yet: they are to be run once more.
@@ -124,7 +132,10 @@ def run(model: Model, execution: Execution, check: CheckDevice = works) -> None:
         model.execute(execution)
     except BaseException as error:  # also sys.exit() in a model: it must cost its request an answer, not the thread
         requests = execution.requests
-        if len(requests) == 1 or not requests[0].version.repeatable:
+        if isinstance(error, StateLost):
+            execution.lost = True
+            execution.results = _lost(model, error, execution, check)
+        elif len(requests) == 1 or not (execution.intact or requests[0].version.repeatable):
             execution.results = [_own(model, error, execution, check)] * len(requests)
         else:
             execution.results = []
@@ -135,6 +146,17 @@ def run(model: Model, execution: Execution, check: CheckDevice = works) -> None:
         now_ns = time.monotonic_ns()
         execution.gathered_ns = min(max(execution.gathered_ns, execution.began_ns), now_ns)
         execution.computed_ns = now_ns
+
+
+def _lost(model: Model, error: StateLost, execution: Execution, check: CheckDevice) -> list[Result]:
+    requests = execution.requests
+    cause = error.__cause__ or error
+    _log.error("%s, and with it the state of all sequences", model.describe(cause), exc_info=cause)
+    try:
+        check()
+    except ServingError as lost:
+        return [lost.with_traceback(None)] * len(requests)
+    return [state_lost(request.controls.correlation_id, request.submit.model) for request in requests]
 
 
 def _own(model: Model, error: BaseException, execution: Execution, check: CheckDevice) -> ServingError:

@@ -14,7 +14,7 @@ import numpy as np
 from shm.arrays import Array, datatype_of
 from shm.errors import Internal
 from workers.models.execution import Execution, describe_failure
-from workers.programs.executables import check_output
+from workers.programs.lowering import check_output
 from workers.requests.result import Result
 from workers.tensors.signature import Signature, TensorSpec
 

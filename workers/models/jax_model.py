@@ -13,7 +13,9 @@ from shm.arrays import Array
 from shm.errors import InvalidArgument, Unsupported
 from workers.models.execution import Execution, describe_failure
 from workers.native import output_memory
-from workers.programs.executables import Executable, Executables, Wanted, is_numeric
+from workers.programs.carry import Carry
+from workers.programs.executables import Executable, Executables, Wanted
+from workers.programs.lowering import is_numeric
 from workers.programs.series import MOST, Series
 from workers.programs.series_program import SeriesProgram
 from workers.requests.request import Request
@@ -48,6 +50,8 @@ class JaxModel:
         alone = bool(alone or signature.batches or buckets.axes or reshaped or instances > 1)
         # A series is stacked by the host, for programs of which a call is most of the cost.
         self.series = None if alone or executables.device is not None else Series(signature, executables.apply)
+        #: The state of its sequences, if it keeps any, where the worker's loop runs it.
+        self._carry = executables.carry()
         self._version = version
         self._signature = signature
         self._buckets = buckets
@@ -118,13 +122,13 @@ class JaxModel:
         """
         if self.series is not None:
             return [self.series.ready(key, waiting) for waiting in range(1, MOST + 1)]
-        if not self._plain:
+        if not self._plain or self._carry is not None:
             return []
         return [self.executables.planned(Wanted(self._buckets.rows(rows), key)) for rows in range(1, most + 1)]
 
     def sizes(self, executable: Executable | SeriesProgram, requests: Sequence[Request]) -> Mapping[str, int] | None:
         """Output -> bytes, if they are large, known, and as the program makes them what a lone request is answered with."""
-        if not isinstance(executable, Executable) or executable.memory_of_outputs is None:
+        if not isinstance(executable, Executable) or executable.memory_of_outputs is None or self._carry is not None:
             return None
         sizes = executable.memory_of_outputs.sizes
         alone = self._plain and self._whole(requests, executable.wanted.rows)
@@ -136,6 +140,7 @@ class JaxModel:
         if (
             not isinstance(executable, Executable)
             or not self._plain
+            or self._carry is not None
             or not self._whole(requests, executable.wanted.rows)
         ):
             return False
@@ -147,8 +152,11 @@ class JaxModel:
         """Whether a program's outputs are one request's, with nothing to be cut off."""
         return not self._cut and len(requests) == 1 and (not self._signature.batches or requests[0].rows == bucket)
 
-    def execute(self, execution: Execution) -> None:
-        """Raises LookupError: its executable is not compiled; ask ``find`` first."""
+    def execute(self, execution: Execution, carry: Carry | None = None) -> None:
+        """``carry``: the state of its sequences, where an instance of its own runs it.
+
+        Raises: LookupError: its executable is not compiled; ask ``find`` first.  StateLost: it failed, and that state is gone.
+        """
         requests = execution.requests
         executable: Executable | SeriesProgram | None = execution.executable
         if executable is None:
@@ -156,15 +164,21 @@ class JaxModel:
             if executable is None:
                 raise LookupError(f"no executable for {self.wanted_by(requests)}")
             execution.executable = executable
+        carry = carry or self._carry
         if isinstance(executable, SeriesProgram):
             self._execute_series(execution, executable)
             return
+        # Where the device has the carry already, what fails is told as a loss.
+        execution.intact = carry is not None
         arguments, execution.copied_byte_size = executable.gather(requests)
         execution.gathered_ns = time.monotonic_ns()
         places = execution.places
-        made = executable.compute(arguments, {} if places is None else places.addresses)
-        # All of them are waited for: only then has the program read its last input.
-        outputs = self._outputs(executable, made)
+        if carry is None:
+            made = executable.compute(arguments, {} if places is None else places.addresses)
+            # All of them are waited for: only then has the program read its last input.
+            outputs = self._outputs(executable, made)
+        else:
+            outputs = self._step(carry, executable, arguments, requests)
         if places is not None:
             places.written = executable.written(outputs, places.addresses)
         execution.computed_ns = time.monotonic_ns()
@@ -175,6 +189,15 @@ class JaxModel:
         )
         if self.series is not None:
             self.series.note(requests[0], execution.computed_ns - execution.gathered_ns)
+
+    def _step(
+        self, carry: Carry, executable: Executable, arguments: dict[str, Any], requests: Sequence[Request]
+    ) -> dict[str, Array]:
+        made = carry.run(executable.call, arguments, executable.wanted.rows, requests)
+        try:
+            return self._outputs(executable, made)
+        except BaseException as error:
+            raise carry.failed() from error
 
     def _outputs(self, executable: Executable, made: dict[str, Any]) -> dict[str, Array]:
         device = executable.device

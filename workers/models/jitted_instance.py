@@ -1,6 +1,7 @@
 """A jitted model in a thread that is not the worker's loop: the model's programs with memory of that thread's to gather in.
 
-XLA runs programs without holding Python back, so the instances of a model run side by side. Code and parameters are shared.
+XLA runs programs without holding Python back, so the instances of a model run side by side. Code and parameters are shared, the
+state of sequences is not: each sequence belongs to one instance.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ class JittedInstance:
         """``device``: the GPU, if the model is on one, as that thread has it."""
         self._model = model
         self._device = device
+        #: The state of the sequences that run here, if the model keeps any.
+        self._carry = model.executables.carry()
         #: The model's executable -> ours; an entry goes with the model's.
         self._twins: weakref.WeakKeyDictionary[Executable, Executable] = weakref.WeakKeyDictionary()
 
@@ -34,7 +37,7 @@ class JittedInstance:
             if twin is None:
                 twin = self._twins[shared] = shared.twin(self._device)
             execution.executable = twin
-        self._model.execute(execution)
+        self._model.execute(execution, self._carry)
 
     def describe(self, error: BaseException) -> str:
         return self._model.describe(error)

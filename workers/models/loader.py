@@ -11,8 +11,9 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
@@ -29,6 +30,7 @@ from workers.devices.device_cuda import CudaDevice
 from workers.devices.single_thread import SingleThreadDevice
 from workers.imports.model_code import python_source
 from workers.imports.model_imports import ModelImports
+from workers.models.created import created
 from workers.models.declaration import (
     batch_rules,
     check_size,
@@ -42,12 +44,15 @@ from workers.models.host_model import HostModel
 from workers.models.instance import Instance, Instantiated
 from workers.models.jax_model import JaxModel
 from workers.models.jitted_instance import JittedInstance
+from workers.models.made_inputs import MadeInputs
 from workers.models.parameters import parted
 from workers.models.python_model import PythonModel, auto_complete
+from workers.models.request_inputs import request_inputs
 from workers.models.sequence_declaration import SequencePlan, sequence_plan
 from workers.models.warmup import Sample, samples
+from workers.programs.carry import check_state_size
 from workers.programs.executable_cache import ExecutableCache, cache_directory
-from workers.programs.executables import Apply, Executables
+from workers.programs.executables import Executables
 from workers.programs.jax_cache import use_persistent_cache
 from workers.programs.load_progress import LoadProgress, Tell, nobody
 from workers.programs.precision import precision
@@ -55,6 +60,7 @@ from workers.programs.run_errors import CheckDevice, works
 from workers.scheduling.dynamic_batcher import BatchRules
 from workers.scheduling.queue import QueueRules
 from workers.tensors.signature import Signature, signature
+from workers.tensors.state import declare_state, initial_state, state_specs
 from workers.threads.inbox import Inbox
 
 _log = logging.getLogger(__name__)
@@ -86,6 +92,8 @@ class LoadedModel:
     sees_outputs: bool = False
     #: None: its model has no sequences.
     sequences: SequencePlan | None = None
+    #: What it takes besides what clients send.
+    made_inputs: MadeInputs = field(default_factory=MadeInputs)
 
 
 class Loader:
@@ -103,6 +111,7 @@ class Loader:
         max_batch_byte_size: int,
         cuda: CudaDevice | None = None,
         single_thread: SingleThreadDevice | None = None,
+        max_state_byte_size: int = sys.maxsize,
     ) -> None:
         """``cuda``: the GPU as the thread has it that will run what is loaded."""
         self._device = device
@@ -118,6 +127,7 @@ class Loader:
         self._max_queue_size = max_queue_size
         self._max_unexpected_shapes = max_unexpected_shapes
         self._max_batch_byte_size = max_batch_byte_size
+        self._max_state_byte_size = max_state_byte_size
 
     @classmethod
     def configured(
@@ -144,6 +154,7 @@ class Loader:
             options.executables.max_batch_byte_size,
             cuda,
             small,
+            options.executables.max_state_byte_size,
         )
 
     def load(self, record: Load, tell: Tell = nobody) -> LoadedModel:
@@ -190,6 +201,7 @@ class Loader:
             if not callable(getattr(module, "create", None)):
                 raise InvalidArgument(f"model '{message.name}': model.py has no function create(path, config, device)")
             axes = declare_tensors(message, module)
+            declare_state(message, module)
         model_config.complete(message, self._gpu)
         model_checks.check(message, whole=True)
         model_checks.check_device(message, self._gpu)
@@ -197,8 +209,11 @@ class Loader:
             _log.warning("model '%s': KIND_CPU is without effect: this worker runs its models on its GPU", message.name)
         described = signature(message, axes, read_labels(message, Path(record.model_path)))
         sequences = sequence_plan(message, self._max_queue_size)
-        # What the model takes, besides what clients may send.
-        taken = described if sequences is None else described.with_inputs(sequences.controls.specs)
+        asked = request_inputs(message, module) if message.backend == "jax" else None
+        made_inputs = MadeInputs(None if sequences is None else sequences.controls, asked)
+        taken = described.with_inputs(made_inputs.specs)
+        if message.sequence_batching.state and sequences is not None:
+            taken = taken.with_states(state_specs(message), sequences.rules.slots)
         jitted: JaxModel | None = None
         instances: tuple[Instance, ...]
         if message.backend == "python":
@@ -206,9 +221,9 @@ class Loader:
                 raise InvalidArgument(
                     f"model '{message.name}': class TritonPythonModel has no function execute(requests)"
                 )
-            instances = self._python_instances(record, message, module, described, sequences)
+            instances = self._python_instances(record, message, module, described, sequences, made_inputs)
         else:
-            jitted, instances = self._create(record, message, module, taken, progress, sequences)
+            jitted, instances = self._create(record, message, module, taken, progress, made_inputs)
         sticky, streams = message.HasField("sequence_batching"), message.model_transaction_policy.decoupled
         return LoadedModel(
             record.name,
@@ -227,6 +242,7 @@ class Loader:
             cached=message.response_cache.enable,
             sees_outputs=message.backend == "python",
             sequences=sequences,
+            made_inputs=made_inputs,
         )
 
     def _create(
@@ -236,20 +252,29 @@ class Loader:
         module: ModuleType,
         described: Signature,
         progress: LoadProgress,
-        sequences: SequencePlan | None,
+        made_inputs: MadeInputs,
     ) -> tuple[JaxModel | None, tuple[Instance, ...]]:
+        host = bool(getattr(module, "host", False))
+        if host and described.states:
+            raise Unsupported(
+                f"model '{message.name}': state is for functions that are compiled; a host model keeps its own"
+            )
         buckets = choose_buckets(message, module, described)
-        if not getattr(module, "host", False):
+        count = sum(group.count for group in message.instance_group)
+        if count > 1 and not host and self._cuda is not None:
+            _log.info("model '%s': its %d instances take turns on the GPU", message.name, count)
+            count = 1
+        if not host:
             check_size(buckets, self._max_batch_byte_size)
+            check_state_size(described, count, self._max_state_byte_size)
         with precision(described):
-            created = module.create(Path(record.version_path), model_config.to_dict(message), self._device)
-        if not isinstance(created, tuple) or len(created) != 2 or not callable(created[0]):
-            raise InvalidArgument(f"model '{message.name}': create() must return a function and its parameters")
-        apply: Apply = created[0]
-        if getattr(module, "host", False):
-            model = HostModel(record.version, described, apply, created[1])
-            return None, self._start(message, lambda _: model, self._samples(record, message, described, sequences))
-        apply, parameters = parted(apply, created[1])
+            returned = module.create(Path(record.version_path), model_config.to_dict(message), self._device)
+        apply, parameters, first = created(message.name, returned, described.states, made_inputs.asked)
+        if host:
+            model = HostModel(record.version, described, apply, parameters)
+            return None, self._start(message, lambda _: model, self._samples(record, message, described, made_inputs))
+        initial = initial_state(message, described.states, first, Path(record.model_path)) if described.states else None
+        apply, parameters = parted(apply, parameters)
         executables = Executables(
             described,
             buckets,
@@ -260,14 +285,18 @@ class Loader:
             self._max_unexpected_shapes,
             self._cuda,
             self._single_thread,
+            initial,
         )
-        count = sum(group.count for group in message.instance_group)
-        if count > 1 and self._cuda is not None:
-            _log.info("model '%s': its %d instances take turns on the GPU", message.name, count)
-            count = 1
-        jitted = JaxModel(record.version, described, buckets, executables, count, alone=sequences is not None)
+        jitted = JaxModel(
+            record.version,
+            described,
+            buckets,
+            executables,
+            count,
+            alone=message.HasField("sequence_batching") or bool(made_inputs),
+        )
         executables.warm(progress)
-        prepared = self._samples(record, message, described, sequences)
+        prepared = self._samples(record, message, described, made_inputs)
         try:
             here = jitted if self._own_cuda is None else JittedInstance(jitted, self._own_cuda)
             for sample in prepared:
@@ -286,6 +315,7 @@ class Loader:
         module: ModuleType,
         described: Signature,
         sequences: SequencePlan | None,
+        made_inputs: MadeInputs,
     ) -> tuple[Instance, ...]:
         kind = "CPU" if self._gpu is None else "GPU"
         return self._start(
@@ -293,15 +323,13 @@ class Loader:
             lambda instance: PythonModel(
                 module, message, described, record.version, record.model_path, instance, kind, sequences
             ),
-            self._samples(record, message, described, sequences),
+            self._samples(record, message, described, made_inputs),
         )
 
     @staticmethod
-    def _samples(
-        record: Load, message: ModelConfig, described: Signature, sequences: SequencePlan | None
-    ) -> list[Sample]:
-        """The samples of ``model_warmup``. Those of a model with sequences are of none."""
-        nobody = {} if sequences is None else sequences.controls.nobody
+    def _samples(record: Load, message: ModelConfig, described: Signature, made_inputs: MadeInputs) -> list[Sample]:
+        """The samples of ``model_warmup``. They are of no sequence, and say nothing but their tensors."""
+        nobody = made_inputs.nobody
         return samples(message, described.without_inputs(nobody), Path(record.model_path), nobody)
 
     def _start(

@@ -73,9 +73,7 @@ class ModelVersion:
     def key(self, arrays: Mapping[str, Array]) -> Hashable:
         """What requests must have in common to run together."""
         if self.jitted is not None:
-            if self.loaded.sequences is not None:
-                arrays = {**arrays, **self.loaded.sequences.controls.nobody}
-            return self.jitted.key(arrays)
+            return self.jitted.key({**arrays, **self.loaded.made_inputs.nobody} if self.loaded.made_inputs else arrays)
         return shapes_key(arrays, self.signature.batches)
 
     def use(self, cache: ResponseCache) -> None:

@@ -28,8 +28,8 @@ def parted(apply: Callable[..., Any], parameters: Any) -> tuple[Callable[..., An
     del leaves, parameters
 
     @functools.wraps(apply)
-    def apply_to_arrays(arrays: Sequence[Any], inputs: dict[str, Any]) -> Any:
+    def apply_to_arrays(arrays: Sequence[Any], *more: Any) -> Any:
         rest = iter(arrays)
-        return apply(jax.tree.unflatten(structure, [next(rest) if leaf is _ARRAY else leaf for leaf in fixed]), inputs)
+        return apply(jax.tree.unflatten(structure, [next(rest) if leaf is _ARRAY else leaf for leaf in fixed]), *more)
 
     return apply_to_arrays, arrays

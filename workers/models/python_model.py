@@ -20,7 +20,7 @@ from shm.arrays import Array, datatype_of
 from shm.errors import Internal, InvalidArgument, ServingError, from_code
 from workers.models.execution import Execution, describe_exception
 from workers.models.sequence_declaration import SequencePlan
-from workers.programs.executables import check_output
+from workers.programs.lowering import check_output
 from workers.python_backend import interface
 from workers.python_backend.response import parameters_of
 from workers.requests.request import Request, controls_of, named

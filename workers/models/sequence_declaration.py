@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from config.model_config import ModelConfig
-from shm.errors import InvalidArgument
 from workers.models.control_inputs import ControlInputs, control_inputs
 from workers.requests.request import Request, controls_of
 from workers.scheduling.direct_batcher import DirectBatcher, DirectRules
@@ -33,20 +32,14 @@ class SequencePlan:
     iterative: IterativeIds | None
 
     def join(self, request: Request) -> None:
-        """Gives a request the inputs that tell of its sequence. Raises InvalidArgument: they cannot; nothing stays leased."""
+        """Says of which sequence a request is."""
         controls = controls_of(request.own)
-        if self.iterative is not None:
-            controls = self.iterative.first_round(controls)
-        try:
-            request.join(controls, self.controls.arrays(controls))
-        except InvalidArgument as error:
-            request.release()
-            raise InvalidArgument(request.label + error.message) from None
+        request.controls = controls if self.iterative is None else self.iterative.first_round(controls)
 
     def join_again(self, request: Request) -> None:
-        """The same of one that its model sends round again."""
-        controls = IterativeIds.next_round(request.controls)
-        request.join(controls, self.controls.arrays(controls))
+        """The same of one that its model sends round again, which is told so."""
+        request.controls = IterativeIds.next_round(request.controls)
+        request.add(self.controls.arrays(request.controls))
 
 
 def sequence_plan(message: ModelConfig, max_waiting: int) -> SequencePlan | None:

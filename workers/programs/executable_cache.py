@@ -109,7 +109,8 @@ class ExecutableCache:
             return None
         try:
             single_thread, *program = pickle.loads(content)
-            placement = usual if not single_thread else None if small is None else small.open()
+            here = single_thread == (usual.device is not None)
+            placement = usual if here else None if small is None else small.open()
             found = None if placement is None else CompiledProgram(_loaded(program, placement.device), placement)
         except Exception as error:  # whatever a stale entry raises, the answer is to compile again
             self._directory.remove(name, error)

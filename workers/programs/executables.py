@@ -3,6 +3,8 @@
     executable    one per (batch bucket, shapes): jit(apply).lower(parameters, inputs).compile()
                   on the worker's device; a small program on the single-thread device, which shares the parameters' memory
 
+The programs of a model with state share the carry (``state_program.py``), so all of them are on the one device or on the other.
+
 Parameters are arguments, never constants: a constant would be copied into every executable. Compiling may happen in any thread;
 ``find``, ``add`` and ``limit`` belong to the worker's loop.
 """
@@ -19,15 +21,16 @@ import jax
 import numpy as np
 
 from shm.arena import ALIGNMENT
-from shm.arrays import DTYPES, Array, address_of, datatype_of
-from shm.errors import Internal
+from shm.arrays import Array, address_of
 from workers.devices.device_cuda import CudaDevice
 from workers.devices.single_thread import SingleThreadDevice
 from workers.native import output_memory
 from workers.native.output_memory import OutputMemory
+from workers.programs.carry import Carry
 from workers.programs.executable_cache import ExecutableCache
 from workers.programs.gather_buffer import GatherBuffer
 from workers.programs.load_progress import LoadProgress
+from workers.programs.lowering import Lowering
 from workers.programs.placement import CompiledProgram, Placement
 from workers.programs.plain_program import is_plain
 from workers.programs.precision import precision
@@ -38,6 +41,7 @@ from workers.requests.request import Request
 from workers.tensors.batch_outputs import OutputLayout
 from workers.tensors.buckets import Buckets, Shapes
 from workers.tensors.signature import Signature, TensorSpec
+from workers.tensors.state import InitialState
 
 #: For the first runs of a version's executables.
 _WARM_NS = 20_000_000
@@ -233,8 +237,10 @@ class Executables:
         max_unexpected: int,
         device: CudaDevice | None = None,
         single_thread: SingleThreadDevice | None = None,
+        initial: InitialState | None = None,
     ) -> None:
-        """``single_thread``: where small programs run, if they can."""
+        """``single_thread``: where small programs run, if they can. ``initial``: of a model with state, where that begins."""
+        self._initial = initial
         self.device = device
         self._signature = signature
         self._buckets = buckets
@@ -242,7 +248,7 @@ class Executables:
         self._source = source
         self._max_unexpected = max_unexpected
         self.apply = apply
-        self._jitted = jax.jit(apply)
+        self._lowering = Lowering(signature, apply)
         with precision(signature):
             self._usual = Placement(jax.device_put(parameters))
         self._small = None if single_thread is None else SmallPrograms(signature, single_thread, self._usual.parameters)
@@ -253,13 +259,15 @@ class Executables:
     def warm(self, progress: LoadProgress) -> None:
         """Makes every planned executable: from the cache, or by compiling. Raises Internal: wrong outputs."""
         planned = [Wanted(rows, shapes) for shapes in self._buckets.planned() for rows in self._buckets.batch]
+        if self._signature.states:
+            self._place(planned)
         program: bytes | None = None
         for wanted in progress.through(planned):
             lowered = None
             if program is None:
                 # The program of the smallest shapes is part of every key: it changes with anything that ``apply`` closes over
                 # or calls, which the source of model.py does not tell.
-                lowered = self._lower(wanted, self._usual)
+                lowered = self._lowering.lower(*wanted, self._usual)
                 program = lowered.as_text().encode()
             key = self._cache.key((self._source, program, repr(self._signature), repr(wanted), repr(self._small)))
             compiled = self._cache.load(key, self._usual, self._small)
@@ -270,6 +278,27 @@ class Executables:
             self._planned[wanted] = Executable(wanted, self._signature, compiled, self.device)
         self._run_once()
 
+    def _place(self, planned: Sequence[Wanted]) -> None:
+        """One place for all programs, because they share the carry: where the largest one belongs."""
+        small, self._small = self._small, None
+        # Kept, because the parameters here are those of the worker's own device.
+        self._shared = small
+        if small is None or not planned or not small.suits(self._lowering.lower(*planned[-1], self._usual)):
+            return
+        if (placement := small.open()) is not None:
+            try:
+                self._lowering.lower(*planned[-1], placement)
+            except Exception as error:
+                small.give_up(error)
+            else:
+                self._usual = placement
+
+    def carry(self) -> Carry | None:
+        """The state of an instance's sequences as they begin. None: the model keeps none."""
+        if self._initial is None:
+            return None
+        return Carry(self._signature, self._initial, self._usual.device)
+
     def _run_once(self) -> None:
         """Runs the planned executables on zeros, smallest first, for a bounded time.
 
@@ -277,9 +306,12 @@ class Executables:
         model that cannot run at all is found out before it serves.
         """
         end_ns = time.monotonic_ns() + _WARM_NS
+        carry = self.carry()
         for wanted, executable in self._planned.items():
+            inputs = self._lowering.zeros(*wanted)
             with precision(self._signature):
-                jax.block_until_ready(executable.call(self._zeros(wanted)))
+                made = executable.call(inputs) if carry is None else carry.run(executable.call, inputs, wanted.rows, ())
+                jax.block_until_ready(made)
             if time.monotonic_ns() > end_ns:
                 return
 
@@ -318,61 +350,16 @@ class Executables:
         found = self.find(Wanted(1, shapes))
         return self._usual if found is None else found.placement
 
-    def _zeros(self, wanted: Wanted) -> dict[str, Any]:
-        return {name: np.zeros(shape, dtype) for name, shape, dtype in self._inputs(wanted)}
-
-    def _inputs(self, wanted: Wanted) -> list[tuple[str, tuple[int, ...], np.dtype[Any]]]:
-        """Name, shape and dtype of each array that such a program takes."""
-        lead = (wanted.rows,) if self._signature.batches else ()
-        return [
-            (spec.name, (*lead, *shape), spec.dtype)
-            for spec, shape in zip(self._signature.inputs.values(), wanted.shapes, strict=True)
-            if shape is not None
-        ]
-
-    def _lower(self, wanted: Wanted, placement: Placement) -> jax.stages.Lowered:
-        inputs = {name: placement.spec(shape, dtype) for name, shape, dtype in self._inputs(wanted)}
-        with precision(self._signature):
-            return self._jitted.lower(placement.parameter_specs, inputs)
-
     def _compile(self, wanted: Wanted, lowered: jax.stages.Lowered | None) -> CompiledProgram:
-        lowered = lowered if lowered is not None else self._lower(wanted, self._usual)
-        self._check_outputs(wanted, lowered.out_info)
+        lowered = lowered if lowered is not None else self._lowering.lower(*wanted, self._usual)
+        self._lowering.check(wanted.rows, lowered)
         if self._small is not None:
-            lower, zeros = functools.partial(self._lower, wanted), functools.partial(self._zeros, wanted)
+            lower = functools.partial(self._lowering.lower, *wanted)
+            zeros = functools.partial(self._lowering.zeros, *wanted)
             if (small := self._small.compile(lowered, lower, zeros)) is not None:
                 return small
         with precision(self._signature):
             return CompiledProgram(self._usual.compile(lowered), self._usual)
 
-    def _check_outputs(self, wanted: Wanted, made: Any) -> None:
-        """A jitted model is found out before it serves: its program says what it computes."""
-        name = self._signature.model
-        if not isinstance(made, dict):
-            raise Internal(f"model '{name}': apply returned {type(made).__name__}, a dict of arrays is expected")
-        for spec in self._signature.outputs.values():
-            if spec.name not in made:
-                raise Internal(f"model '{name}': output '{spec.name}' is declared but not computed")
-            found = made[spec.name]
-            check_output(name, spec, self._signature.batches, wanted.rows, found.shape, found.dtype)
-
     def __repr__(self) -> str:
         return f"<Executables {len(self._planned)} planned, {len(self._unexpected)} unexpected>"
-
-
-def check_output(
-    model: str, spec: TensorSpec, batches: bool, rows: int, shape: tuple[int, ...], dtype: np.dtype[Any]
-) -> None:
-    """Raises Internal: datatype or shape are not the declared ones; it names both."""
-    inner = shape[1:] if batches else shape
-    fits = spec.fits_model(inner) and (not batches or (len(shape) > 0 and shape[0] == rows))
-    if dtype == spec.dtype and fits:
-        return
-    declared = f"{spec.datatype}{list((rows, *spec.model_dims) if batches else spec.model_dims)}"
-    made = f"{datatype_of(dtype) or dtype}{list(shape)}"
-    raise Internal(f"model '{model}': output '{spec.name}' is computed as {made}, declared as {declared}")
-
-
-def is_numeric(spec: TensorSpec) -> bool:
-    """Whether a jitted function can take or give it."""
-    return DTYPES[spec.datatype].kind != "O"

@@ -40,8 +40,12 @@ class SmallPrograms:
                 with precision(self._signature):
                     self._placement = Placement(share(self._given, device), device)
             except Exception as error:
-                self._give_up(error)
+                self.give_up(error)
         return self._placement
+
+    def suits(self, lowered: jax.stages.Lowered) -> bool:
+        """Whether a program is small."""
+        return self._device.suits(lowered)
 
     def compile(
         self,
@@ -57,17 +61,17 @@ class SmallPrograms:
           zeros: inputs for it.
         """
         try:
-            if not self._possible or not self._device.suits(lowered) or (placement := self.open()) is None:
+            if not self._possible or not self.suits(lowered) or (placement := self.open()) is None:
                 return None
             with precision(self._signature):
                 made = placement.compile(lower(placement))
                 jax.block_until_ready(made(placement.parameters, zeros()))
         except Exception as error:
-            self._give_up(error)
+            self.give_up(error)
             return None
         return CompiledProgram(made, placement)
 
-    def _give_up(self, error: Exception) -> None:
+    def give_up(self, error: Exception) -> None:
         """No further program goes there; those that are there have run."""
         name, kind = self._signature.model, type(error).__name__
         _log.info("model '%s': its programs get all threads, whatever their size: %s: %s", name, kind, error)

@@ -153,9 +153,8 @@ class Request(Sequenced):
         """Has its tensors in memory that is nobody else's from now on."""
         self._arrays, self.contents = arrays, None
 
-    def join(self, controls: Controls, inputs: Mapping[str, Array]) -> None:
-        """Makes it one of a sequence. ``inputs``: what tells the model so, besides those of the client."""
-        self.controls = controls
+    def add(self, inputs: Mapping[str, Array]) -> None:
+        """Further inputs, besides those of the client."""
         self._arrays = {**self.arrays, **inputs}
         # These have no bytes of a client.
         self.contents = None

@@ -12,6 +12,7 @@ import enum
 from collections import deque
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from shm.errors import Unavailable
 from workers.scheduling.queue import Waiting
 
 
@@ -95,3 +96,10 @@ class LiveSequence(Generic[S]):
 
     def __repr__(self) -> str:
         return f"<LiveSequence {self.correlation_id!r} {self.state.name}, {len(self.waiting)} waiting>"
+
+
+def state_lost(correlation_id: int | str, model: str) -> Unavailable:
+    """What a client of a sequence is told whose state went with a run that failed."""
+    return Unavailable(
+        f"sequence {correlation_id} of model '{model}' was lost after an execution error; start it again with the START flag"
+    )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, Protocol
 
 from shm.errors import Cancelled, ServingError
-from workers.scheduling.sequence import LiveSequence, S
+from workers.scheduling.sequence import LiveSequence, S, state_lost
 from workers.scheduling.sequence_events import SequenceEvents
 from workers.scheduling.sequence_table import TIMED_OUT, SequenceRules, SequenceTable
 
@@ -169,16 +169,20 @@ class SequenceBatcher(Generic[S]):
         for live in self.table.close_idle():
             self._look(live)
 
-    def lose(self, instance: int, error: ServingError) -> list[tuple[S, ServingError]]:
-        """The state of an instance's sequences is gone: they end. Returns the answers of all of them that wait."""
-        lost = [live for live in self.table.sequences() if live.slot is not None and live.slot.instance == instance]
+    def lose(self, instance: int, now_ns: int) -> list[tuple[S, ServingError]]:
+        """The state of an instance's sequences is gone: those that have begun end, and each is told so once.
+
+        Returns the answers of all of them that wait; where nothing waits, the next request is told.
+        """
         answers: list[tuple[S, ServingError]] = []
-        for live in lost:
+        for live in self.table.begun(instance):
             if live.ready:
                 self._strategies[instance].withdraw(live)
+            if not live.waiting and not live.running:
+                self.table.note_lost(live, now_ns)
             refused, moved = self.table.cancel(live)
             self._look(moved)
-            answers += [(request, error) for request in refused]
+            answers += [(request, state_lost(live.correlation_id, self.table.model)) for request in refused]
         return answers
 
     def check_invariants(self) -> None:

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from typing import Generic
 
 from shm.errors import InvalidArgument, ServingError, Unavailable
-from workers.scheduling.sequence import LiveSequence, S, Slot
+from workers.scheduling.sequence import LiveSequence, S, Slot, state_lost
 from workers.scheduling.sequence_events import SequenceEvents
 
 _FULL = "Exceeds maximum queue size"
+#: Ids that are remembered as lost.
+_MOST_LOST = 4096
 #: Every request of a sequence gets it that waited in the backlog as long as one of them wants to wait.
 TIMED_OUT = "timeout of the corresponding sequence has been expired"
 
@@ -41,7 +43,7 @@ class SequenceTable(Generic[S]):
     """One per model version; one thread uses it."""
 
     def __init__(self, model: str, rules: SequenceRules, instances: int, events: SequenceEvents) -> None:
-        self._model = model
+        self.model = model
         self._rules = rules
         self._instances = instances
         self._events = events
@@ -60,6 +62,8 @@ class SequenceTable(Generic[S]):
         self._expiries: list[tuple[int, int, S]] = []
         self._expiry = 0
         self._waiting = 0
+        #: Ids whose state went with a run that failed, until they are told or would have been idle too long -> since when.
+        self._lost: dict[int | str, int] = {}
         #: No new sequences: the worker is to stop.
         self.stopping = False
 
@@ -96,18 +100,21 @@ class SequenceTable(Generic[S]):
         correlation_id, start, end = request.controls
         if request.rows > 1:
             raise InvalidArgument(
-                f"inference request to model '{self._model}' must specify batch-size 1 due to requirements of sequence batcher"
+                f"inference request to model '{self.model}' must specify batch-size 1 due to requirements of sequence batcher"
             )
         if not correlation_id:
             raise InvalidArgument(
-                f"inference request to model '{self._model}' must specify a non-zero or non-empty correlation ID"
+                f"inference request to model '{self.model}' must specify a non-zero or non-empty correlation ID"
             )
         if start and self.stopping:
             raise Unavailable("Server is stopping, scheduler for model has stopped accepting new inference requests")
         live = self._live.get(correlation_id)
+        lost = self._lost.pop(correlation_id, None) if self._lost else None
         if live is None and not start:
+            if lost is not None and request.arrived_ns <= lost + self._rules.idle_ns:
+                raise state_lost(correlation_id, self.model)
             raise InvalidArgument(
-                f"inference request for sequence {correlation_id} to model '{self._model}' must specify the START flag "
+                f"inference request for sequence {correlation_id} to model '{self.model}' must specify the START flag "
                 "on the first request of the sequence"
             )
         if self._waiting >= self._rules.max_waiting:
@@ -239,6 +246,14 @@ class SequenceTable(Generic[S]):
         self._forget(live)
         return refused, None
 
+    def note_lost(self, live: LiveSequence[S], now_ns: int) -> None:
+        """The next request of its id is told what became of it, unless that starts it again."""
+        if not live.closed:
+            self._lost.pop(live.correlation_id, None)
+            self._lost[live.correlation_id] = now_ns
+        while len(self._lost) > _MOST_LOST or now_ns > self._rules.idle_ns + next(iter(self._lost.values()), now_ns):
+            del self._lost[next(iter(self._lost))]
+
     def close(self, correlation_id: int | str) -> LiveSequence[S] | None:
         """Forgets an id, if it is live; what is queued runs. Returns who has become ready."""
         live = self._live.get(correlation_id)
@@ -288,6 +303,10 @@ class SequenceTable(Generic[S]):
         return min(moments, default=0)
 
     # ----------------------------------------------------------------------------------------------------------- looking
+
+    def begun(self, instance: int) -> list[LiveSequence[S]]:
+        """Those that have run on that instance."""
+        return [live for slot, live in self._holders.items() if slot.instance == instance and live.begun]
 
     def sequences(self) -> Iterable[LiveSequence[S]]:
         """Those with a slot, then the backlog in its order."""

@@ -81,6 +81,19 @@ def _refill(shape: tuple[int, ...], given: tuple[int, ...], wanted: tuple[int, .
 
 
 @dataclass(frozen=True, slots=True)
+class StateSpec:
+    """One array that a model keeps of each sequence, without the batch dimension."""
+
+    #: As it goes into the function.
+    name: str
+    #: As the function gives it back, and as clients see it where it is an output as well.
+    output: str
+    datatype: str
+    dtype: np.dtype[Any]
+    dims: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Signature:
     """All tensors of a model version, by name in the order of its configuration."""
 
@@ -89,6 +102,10 @@ class Signature:
     outputs: dict[str, TensorSpec]
     #: 0: no batch dimension; every request runs alone.
     max_batch_size: int
+    #: What a jitted model keeps of each sequence; () of one that keeps nothing.
+    states: tuple[StateSpec, ...] = ()
+    #: Sequences that have a row of it at a time, in each instance.
+    slots: int = 0
     batches: bool = field(init=False)
     #: Whether any tensor has 64-bit elements.
     wide: bool = field(init=False)
@@ -96,8 +113,12 @@ class Signature:
     def __post_init__(self) -> None:
         # Asked for with every request, so decided once.
         object.__setattr__(self, "batches", self.max_batch_size > 0)
-        specs = (*self.inputs.values(), *self.outputs.values())
+        specs: list[TensorSpec | StateSpec] = [*self.inputs.values(), *self.outputs.values(), *self.states]
         object.__setattr__(self, "wide", any(spec.datatype in _WIDE for spec in specs))
+
+    def with_states(self, states: tuple[StateSpec, ...], slots: int) -> Signature:
+        """The same with state of so many sequences at a time."""
+        return replace(self, states=states, slots=slots)
 
     @property
     def required(self) -> int:
@@ -159,17 +180,19 @@ def declare(message: ModelConfig, inputs: Mapping[str, Declared], outputs: Mappi
                         f"model '{message.name}': {kind} '{name}' is declared in model.py and missing in config.pbtxt"
                     )
                 field = fields.add(name=name, dims=tensor.dims)
-            _agree(f"model '{message.name}': {kind} '{name}'", field, tensor)
+            agree(f"model '{message.name}': {kind} '{name}'", field, tensor)
 
 
-def _agree(what: str, field: Any, declared: Declared) -> None:
+def agree(what: str, field: Any, declared: Declared) -> None:
+    """Completes a field of a configuration with what model.py declares. Raises InvalidArgument: they contradict each other."""
     if not field.data_type:
         field.data_type = model_config_pb2().DataType.Value(datatypes.to_model_config(declared.datatype))
     given = datatypes.from_model_config(data_type_name(field))
     if given != declared.datatype:
         raise InvalidArgument(f"{what}: {declared.datatype} in model.py, {given} in config.pbtxt")
-    dims = tuple(field.reshape.shape) if field.HasField("reshape") else tuple(field.dims)
-    if not dims and not field.HasField("reshape"):
+    reshaped = "reshape" in field.DESCRIPTOR.fields_by_name and field.HasField("reshape")
+    dims = tuple(field.reshape.shape) if reshaped else tuple(field.dims)
+    if not dims and not reshaped:
         field.dims.extend(declared.dims)
     elif len(dims) != len(declared.dims) or any(
         a != b and -1 not in (a, b) for a, b in zip(dims, declared.dims, strict=True)

@@ -297,7 +297,7 @@ def test_labels(load: Loading, tmp_path: Path) -> None:
     ("asks", "words"),
     [
         ("config.set_model_transaction_policy({'decoupled': True})", "decoupled models are not supported yet"),
-        ("config.as_dict()['sequence_batching'] = {'state': [{}]}", "the server keeps no state for models yet"),
+        ("config.as_dict()['sequence_batching'] = {'state': [{}]}", "a Triton Python model keeps its own state"),
         ("config.as_dict()['ensemble_scheduling'] = {}", "ensembles are not supported yet"),
         ("config.as_dict()['batch_output'] = [{'target_name': ['y']}]", "batch_output: outputs are cut by rows only"),
     ],

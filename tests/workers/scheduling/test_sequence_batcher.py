@@ -9,7 +9,7 @@ from tests.workers.scheduling.naive_sequences import Step
 from tests.workers.scheduling.sequence_simulator import Churn, Heard, batcher_of, simulate
 from workers.scheduling.direct_batcher import DirectBatcher, DirectRules
 from workers.scheduling.iterative import IterativeIds
-from workers.scheduling.sequence import Controls, SequenceState
+from workers.scheduling.sequence import Controls, SequenceState, state_lost
 from workers.scheduling.sequence_batcher import SequenceBatcher
 from workers.scheduling.sequence_table import SequenceRules
 
@@ -272,14 +272,45 @@ def test_state_that_is_lost_ends_the_sequences_of_its_instance() -> None:
     lost, kept, waits = scene.send(1, "S"), scene.send(2, "S"), scene.send(3, "S")
     batch = scene.batcher.take(100)
     behind = scene.send(1)
-    error = Unavailable("gone")
-    assert scene.batcher.lose(0, error) == [(behind, error)]
+    ((request, error),) = scene.batcher.lose(0, 101)
+    assert (request, error.message) == (behind, state_lost(1, "m").message)
     scene.batcher.done(batch, 101)
     assert batch == [lost]
     assert scene.run() == [waits]
     assert scene.run(instance=1) == [kept]
     with pytest.raises(InvalidArgument, match="START"):
         scene.send(1)
+
+
+def test_each_sequence_is_told_once_that_its_state_is_lost() -> None:
+    """The one whose request ran with its answer, and the silent ones with their next request, unless that starts anew."""
+    scene = Scene(slots=4, direct=False)
+    for number in (1, 2, 3):
+        scene.send(number, "S")
+    scene.run()
+    scene.send(1)
+    running = scene.batcher.take(100)
+    assert scene.batcher.lose(0, 100) == []
+    scene.batcher.done(running, 100)
+    scene.batcher.check_invariants()
+    assert scene.batcher.table.live == 0
+    with pytest.raises(Unavailable, match="sequence 2 of model 'm' was lost after an execution error; start it again"):
+        scene.send(2)
+    scene.send(3, "S")
+    for number in (1, 2):
+        with pytest.raises(InvalidArgument, match="must specify the START flag"):
+            scene.send(number)
+    scene.send(3)
+
+
+def test_a_loss_is_forgotten_when_the_sequence_would_have_been_idle_too_long() -> None:
+    scene = Scene()
+    scene.send(1, "S")
+    scene.run()
+    scene.batcher.lose(0, 100)
+    step = Step(9, "k", 1200, Controls(1, False, False))
+    with pytest.raises(InvalidArgument, match="must specify the START flag"):
+        scene.batcher.arrived(step)
 
 
 def test_a_sequence_goes_on_elsewhere() -> None:

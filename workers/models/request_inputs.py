@@ -1,0 +1,153 @@
+"""What a JAX or host model is told of each request besides its tensors, because its model.py asks for it.
+
+    request = {"temperature": ("FP32", 0.7), "seed": "INT64", "priority": "UINT32"}      a datatype, and a default
+    apply(params, inputs, request)            with state: apply(params, inputs, state, request)
+
+``id``, ``priority``, ``timeout`` and ``sequence_*`` are the request's own; every other name is one of its parameters. On the way
+to the model they are inputs like those of clients, with one element for each row, under names that clients cannot use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from config.model_config import ModelConfig
+from shm.arrays import DTYPES, Array
+from shm.errors import InvalidArgument
+from shm.messages import FormSubmit, Parameter, Submit
+from workers.tensors.signature import TensorSpec
+
+_PREFIX = "request."
+_KINDS = {bool: "a truth value", int: "a number", float: "a number", str: "a text"}
+#: What a request always has, and what that is when the client does not say.
+_OWN: Mapping[str, tuple[Callable[[Submit | FormSubmit], Parameter], Parameter]] = {
+    "id": (lambda own: own.client_id, ""),
+    "priority": (lambda own: own.priority, 0),
+    "timeout": (lambda own: own.timeout_us, 0),
+    "sequence_id": (lambda own: own.sequence_id, 0),
+    "sequence_start": (lambda own: own.sequence_start, False),
+    "sequence_end": (lambda own: own.sequence_end, False),
+}
+
+
+class _Asked(NamedTuple):
+    """One thing that the model is told."""
+
+    name: str
+    spec: TensorSpec
+    #: None: a request must say it.
+    default: Parameter | None
+
+
+class RequestInputs:
+    """Those of one model version."""
+
+    def __init__(self, model: str, asked: list[_Asked], batches: bool) -> None:
+        self._model = model
+        self._asked = asked
+        self._batches = batches
+        #: As the program takes them.
+        self.specs: dict[str, TensorSpec] = {each.spec.name: each.spec for each in asked}
+        #: Of a row that no request fills.
+        self.nobody: dict[str, Array] = {each.spec.name: self._array(each, _zero(each.spec), 1) for each in asked}
+
+    def arrays(self, submit: Submit, own: Submit | FormSubmit, rows: int) -> dict[str, Array]:
+        """What the model is told of a request. ``submit`` has its parameters, ``own`` the rest.
+
+        Raises: InvalidArgument: a parameter is missing, or is no such thing.
+        """
+        return {each.spec.name: self._array(each, self._given(each, submit, own), rows) for each in self._asked}
+
+    def _given(self, asked: _Asked, submit: Submit, own: Submit | FormSubmit) -> Parameter:
+        if asked.name in _OWN:
+            return _OWN[asked.name][0](own)
+        given = submit.parameters.get(asked.name, asked.default)
+        if given is None:
+            raise InvalidArgument(f"parameter '{asked.name}' is missing, model '{self._model}' needs it")
+        return given
+
+    def _array(self, asked: _Asked, given: Parameter, rows: int) -> Array:
+        value = _element(f"model '{self._model}': {asked.name!r} of the request", asked.spec, given)
+        return np.full((rows, 1) if self._batches else (1,), value, asked.spec.dtype)
+
+    def telling(self, apply: Callable[..., Any]) -> Callable[..., Any]:
+        """The model's function, to be called with these among its inputs."""
+        names = {each.spec.name: each.name for each in self._asked}
+
+        def told(parameters: Any, inputs: dict[str, Any], *state: Any) -> Any:
+            own = {name: array for name, array in inputs.items() if name not in names}
+            return apply(parameters, own, *state, {name: inputs[key] for key, name in names.items()})
+
+        return told
+
+    def __repr__(self) -> str:
+        return f"<RequestInputs {', '.join(each.name for each in self._asked)}>"
+
+
+def request_inputs(message: ModelConfig, module: ModuleType) -> RequestInputs | None:
+    """Of what model.py declares; None: it asks for nothing. Raises InvalidArgument: it cannot be told that."""
+    declared, host = getattr(module, "request", {}), bool(getattr(module, "host", False))
+    model, batches = message.name, message.max_batch_size > 0
+    if not isinstance(declared, Mapping):
+        raise InvalidArgument(f"model '{model}': request of model.py must be a dict of names to datatypes")
+    asked = [_asked(f"model '{model}': request '{name}'", str(name), each, host) for name, each in declared.items()]
+    if not asked:
+        return None
+    if message.response_cache.enable:
+        raise InvalidArgument(
+            f"model '{model}': its answers depend on '{asked[0].name}' of a request, which the response cache does not look at"
+        )
+    return RequestInputs(model, asked, batches)
+
+
+def _asked(what: str, name: str, declared: object, host: bool) -> _Asked:
+    datatype, *rest = declared if isinstance(declared, tuple) else (declared,)
+    if not isinstance(datatype, str) or datatype not in DTYPES or len(rest) > 1:
+        raise InvalidArgument(
+            f"{what}: declared as {declared!r}; expected a datatype such as 'FP32', or a pair of it and a default"
+        )
+    if datatype == "BYTES" and not host:
+        raise InvalidArgument(f"{what}: BYTES cannot be given to a jitted function")
+    spec = TensorSpec(_PREFIX + name, datatype, DTYPES[datatype], (1,), (1,), (None,))
+    if name not in _OWN:
+        default = rest[0] if rest else None
+        if rest:
+            _element(f"{what}: its default", spec, default)
+        return _Asked(name, spec, default)
+    if rest:
+        raise InvalidArgument(f"{what}: it needs no default, every request has one")
+    if name != "sequence_id" or datatype != "BYTES":
+        _element(what, spec, _OWN[name][1])
+    return _Asked(name, spec, None)
+
+
+def _zero(spec: TensorSpec) -> Parameter:
+    return "" if spec.datatype == "BYTES" else False if spec.datatype == "BOOL" else 0
+
+
+def _element(what: str, spec: TensorSpec, given: Any) -> Any:
+    """The value as an element of that datatype. Raises InvalidArgument: it is none."""
+    kind = spec.dtype.kind
+    if spec.datatype == "BYTES":
+        if isinstance(given, str) or (spec.name == _PREFIX + "sequence_id" and type(given) is int):
+            return str(given).encode()
+    elif spec.datatype == "BOOL":
+        if isinstance(given, bool):
+            return given
+    elif type(given) is int and kind in "iu":
+        limits = np.iinfo(spec.dtype)
+        if limits.min <= given <= limits.max:
+            return given
+        raise InvalidArgument(f"{what} is {given}, {spec.datatype} goes from {limits.min} to {limits.max}")
+    elif type(given) in (int, float) and kind not in "iu":
+        with np.errstate(over="ignore"):
+            made = np.asarray(float(given)).astype(spec.dtype)
+        if math.isfinite(given) and not np.isfinite(made.astype(np.float64)):
+            raise InvalidArgument(f"{what} is {given}, which {spec.datatype} cannot hold")
+        return made
+    raise InvalidArgument(f"{what} is {_KINDS.get(type(given), type(given).__name__)}, {spec.datatype} is expected")

@@ -1,0 +1,84 @@
+"""What is compiled of a model version: its function for certain shapes, and whether it computes what is declared.
+
+program    (parameters, inputs)                  -> outputs
+           (parameters, inputs, rows, carry)     -> outputs, carry        with state: ``state_program.py``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from shm.arrays import DTYPES, datatype_of
+from shm.errors import Internal
+from workers.programs.placement import Placement
+from workers.programs.precision import precision
+from workers.programs.state_program import CARRY, carry_specs, rows_argument, stepping
+from workers.tensors.buckets import Shapes
+from workers.tensors.signature import Signature, TensorSpec
+
+
+class Lowering:
+    """Of one model version. Used in any thread."""
+
+    def __init__(self, signature: Signature, apply: Callable[..., Any]) -> None:
+        self._signature = signature
+        if signature.states:
+            # Donated after the parameters, which are the first argument.
+            self._jitted = jax.jit(stepping(apply, signature), donate_argnums=1 + CARRY)
+        else:
+            self._jitted = jax.jit(apply)
+
+    def lower(self, rows: int, shapes: Shapes, placement: Placement) -> jax.stages.Lowered:
+        """The program for those shapes, to be compiled for that place. Raises whatever tracing raises."""
+        arguments: tuple[Any, ...] = (self.zeros(rows, shapes),)
+        if self._signature.states:
+            arguments = (*arguments, rows_argument(self._signature, rows, ()), carry_specs(self._signature))
+        specs = jax.tree.map(lambda array: placement.spec(array.shape, array.dtype), arguments)
+        with precision(self._signature):
+            return self._jitted.lower(placement.parameter_specs, *specs)
+
+    def zeros(self, rows: int, shapes: Shapes) -> dict[str, Any]:
+        """Inputs on which a program may be run for its own sake."""
+        lead = (rows,) if self._signature.batches else ()
+        return {
+            spec.name: np.zeros((*lead, *shape), spec.dtype)
+            for spec, shape in zip(self._signature.inputs.values(), shapes, strict=True)
+            if shape is not None
+        }
+
+    def check(self, rows: int, lowered: jax.stages.Lowered) -> None:
+        """A jitted model is found out before it serves: its program says what it computes. Raises Internal."""
+        made = lowered.out_info[0] if self._signature.states else lowered.out_info
+        name = self._signature.model
+        if not isinstance(made, dict):
+            raise Internal(f"model '{name}': apply returned {type(made).__name__}, a dict of arrays is expected")
+        for spec in self._signature.outputs.values():
+            if spec.name not in made:
+                raise Internal(f"model '{name}': output '{spec.name}' is declared but not computed")
+            found = made[spec.name]
+            check_output(name, spec, self._signature.batches, rows, found.shape, found.dtype)
+
+    def __repr__(self) -> str:
+        return f"<Lowering of {self._signature.model!r}>"
+
+
+def check_output(
+    model: str, spec: TensorSpec, batches: bool, rows: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+) -> None:
+    """Raises Internal: datatype or shape are not the declared ones; it names both."""
+    inner = shape[1:] if batches else shape
+    fits = spec.fits_model(inner) and (not batches or (len(shape) > 0 and shape[0] == rows))
+    if dtype == spec.dtype and fits:
+        return
+    declared = f"{spec.datatype}{list((rows, *spec.model_dims) if batches else spec.model_dims)}"
+    made = f"{datatype_of(dtype) or dtype}{list(shape)}"
+    raise Internal(f"model '{model}': output '{spec.name}' is computed as {made}, declared as {declared}")
+
+
+def is_numeric(spec: TensorSpec) -> bool:
+    """Whether a jitted function can take or give it."""
+    return DTYPES[spec.datatype].kind != "O"

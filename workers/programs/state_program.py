@@ -1,0 +1,86 @@
+"""The program of a JAX model with state: it takes the rows of some sequences out of the carry, and puts the new ones back.
+
+    carry    | slot 0 | slot 1 | ... | slot S-1 | where sequences begin |     one array for each state, one row for each slot
+                 └──────────┬──────┘                      │ start
+                     rows of the batch ◀──────────────────┘
+                            │ apply(parameters, inputs, rows)
+                 ┌──────────┴──────┐
+    carry    | slot 0 | slot 1 | ...     the same memory: the carry is donated
+
+Slots and starts are data, so one program serves whichever sequences come. Rows of a batch that no request fills begin, and what
+becomes of them is dropped: their slot lies outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shm.arrays import Array, datatype_of
+from shm.errors import Internal
+from workers.tensors.signature import Signature
+
+#: Which of a program's arguments, after the parameters, is the carry.
+CARRY = 2
+
+
+def rows_argument(signature: Signature, rows: int, used: Sequence[tuple[int, bool]]) -> Array:
+    """The slots of a batch, and whether each sequence starts, as the program takes them: (slot, start) of its first rows."""
+    nobody = range(signature.slots + 1, signature.slots + 1 + rows - len(used))
+    return np.array(
+        [[*(slot for slot, _ in used), *nobody], [*(start for _, start in used), *(True for _ in nobody)]], np.int32
+    )
+
+
+def carry_specs(signature: Signature) -> dict[str, jax.ShapeDtypeStruct]:
+    """The carry, as a program takes and gives it."""
+    return {spec.name: jax.ShapeDtypeStruct((signature.slots + 1, *spec.dims), spec.dtype) for spec in signature.states}
+
+
+def stepping(apply: Callable[..., Any], signature: Signature) -> Callable[..., tuple[Any, dict[str, Any]]]:
+    """The program to be traced, of (parameters, inputs, rows, carry); it gives the outputs and the new carry."""
+
+    def step(parameters: Any, inputs: dict[str, Any], rows: Any, carry: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        slots, starts = rows[0], rows[1]
+        taken = jnp.where(starts != 0, signature.slots, slots)
+        state = {name: array.at[taken].get(mode="clip") for name, array in carry.items()}
+        if not signature.batches:
+            state = {name: array[0] for name, array in state.items()}
+        outputs, made = _checked(signature, slots.shape[0], apply(parameters, inputs, state))
+        kept: dict[str, Any] = {}
+        for spec in signature.states:
+            new = made[spec.output] if signature.batches else made[spec.output][None]
+            kept[spec.name] = carry[spec.name].at[slots].set(new, mode="drop", unique_indices=True)
+        shown = {spec.output: made[spec.output] for spec in signature.states if spec.output in signature.outputs}
+        return {**outputs, **shown}, kept
+
+    return step
+
+
+def _checked(signature: Signature, rows: int, returned: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Outputs and new state. Raises Internal: they are not what is declared; this shows when the program is traced."""
+    what = f"model '{signature.model}'"
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise Internal(f"{what}: apply returned {type(returned).__name__}, a pair (outputs, state) is expected")
+    outputs, made = returned
+    for part, kind in ((outputs, "outputs"), (made, "state")):
+        if not isinstance(part, dict):
+            raise Internal(f"{what}: apply returned {type(part).__name__} as its {kind}, a dict of arrays is expected")
+    arrays: dict[str, Any] = {}
+    for spec in signature.states:
+        if spec.output not in made:
+            raise Internal(f"{what}: state '{spec.output}' is declared but not computed")
+        array = arrays[spec.output] = jnp.asarray(made[spec.output])
+        shape = (rows, *spec.dims) if signature.batches else spec.dims
+        if array.shape != shape or array.dtype != spec.dtype:
+            raise Internal(
+                f"{what}: state '{spec.output}' is computed as {datatype_of(array.dtype) or array.dtype}"
+                f"{list(array.shape)}, declared as {spec.datatype}{list(shape)}"
+            )
+    if unknown := sorted(made.keys() - arrays.keys(), key=str):
+        raise Internal(f"{what}: apply returned state {unknown[0]!r}, which is not declared")
+    return outputs, arrays

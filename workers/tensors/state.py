@@ -1,0 +1,147 @@
+"""What a JAX model keeps of each sequence: named arrays that its function takes and gives back, from its completed ModelConfig.
+
+    config.pbtxt      sequence_batching.state: names, datatype and dims, and where they begin
+    model.py          state = {"h": "FP32[256]"}: where config.pbtxt is silent
+
+Every sequence has one row of each. A row has one shape, because those of all sequences lie in one array.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from config.model_config import ModelConfig, data_type_name
+from shm import datatypes
+from shm.arrays import DTYPES, Array, array, datatype_of
+from shm.errors import InvalidArgument, Unsupported
+from workers.tensors.signature import StateSpec, agree, parse_declaration
+
+
+def declare_state(message: ModelConfig, module: ModuleType) -> None:
+    """Completes a configuration with the state that model.py declares.
+
+    Raises: InvalidArgument: both speak of it and contradict each other, or there are no sequences to keep it of.
+    """
+    declared = getattr(module, "state", {})
+    what = f"model '{message.name}': state"
+    if not isinstance(declared, Mapping):
+        raise InvalidArgument(f"{what} of model.py must be a dict of names to declarations")
+    if not declared:
+        return
+    if not message.HasField("sequence_batching"):
+        raise InvalidArgument(
+            f"{what} '{next(iter(declared))}' is declared in model.py, but config.pbtxt has no sequence_batching, "
+            "and only sequences have state"
+        )
+    fields = message.sequence_batching.state
+    known = {field.input_name: field for field in fields}
+    for name, text in declared.items():
+        tensor = parse_declaration(f"{what} '{name}'", text)
+        field = known.get(str(name))
+        if field is None:
+            if known:
+                raise InvalidArgument(f"{what} '{name}' is declared in model.py and missing in config.pbtxt")
+            # Here one name stands for what goes in and what comes out.
+            field = fields.add(input_name=str(name), output_name=str(name), dims=tensor.dims)
+        agree(f"{what} '{name}'", field, tensor)
+
+
+def state_specs(message: ModelConfig) -> tuple[StateSpec, ...]:
+    """Of a completed and checked configuration. Raises Unsupported: what no array on a device can hold."""
+    made: list[StateSpec] = []
+    for field in message.sequence_batching.state:
+        datatype, what = datatypes.from_model_config(data_type_name(field)), _name(message, field)
+        if datatype == "BYTES":
+            raise Unsupported(f"{what} is BYTES, which a jitted function cannot keep")
+        dims = tuple(field.dims)
+        if -1 in dims:
+            raise Unsupported(
+                f"{what} has dims {list(dims)}, but the state of a JAX model has one shape for all sequences"
+            )
+        made.append(StateSpec(field.input_name, field.output_name, datatype, DTYPES[datatype], dims))
+    return tuple(made)
+
+
+@dataclass(frozen=True, slots=True)
+class InitialState:
+    """Where every sequence begins."""
+
+    #: State by the name that goes in; what is not there begins as zeros.
+    values: Mapping[str, Array]
+
+    def row(self, spec: StateSpec) -> Array:
+        """Of one state."""
+        given = self.values.get(spec.name)
+        return np.zeros(spec.dims, spec.dtype) if given is None else given
+
+
+def initial_state(message: ModelConfig, specs: tuple[StateSpec, ...], created: object, folder: Path) -> InitialState:
+    """What the configuration says, and what the model does.
+
+    Args:
+      created: what ``create`` returned for it: arrays by name, or None.
+      folder: the model's.
+    Raises: InvalidArgument: one does not fit, cannot be read, or was given twice.
+    """
+    values: dict[str, Array] = {}
+    for field, spec in zip(message.sequence_batching.state, specs, strict=True):
+        for given in field.initial_state:
+            if given.WhichOneof("state_data") == "data_file":
+                values[spec.name] = _file(_name(message, field), spec, folder, given.data_file)
+            else:
+                values[spec.name] = np.zeros(spec.dims, spec.dtype)
+    if created is None:
+        return InitialState(values)
+    if not isinstance(created, Mapping):
+        raise InvalidArgument(
+            f"model '{message.name}': the third that create() returns is {type(created).__name__}, "
+            "a dict of the state that sequences begin with is expected"
+        )
+    by_name = {spec.name: spec for spec in specs}
+    for name, value in created.items():
+        known = by_name.get(name)
+        if known is None:
+            raise InvalidArgument(f"model '{message.name}': create() returned state {name!r}, which is not declared")
+        if name in values:
+            raise InvalidArgument(
+                f"model '{message.name}': state '{name}' begins as config.pbtxt says, and create() says it too"
+            )
+        values[name] = _fitting(f"model '{message.name}': state '{name}'", known, np.asarray(value))
+    return InitialState(values)
+
+
+def _fitting(what: str, spec: StateSpec, given: Array) -> Array:
+    if given.shape != spec.dims or (given.dtype != spec.dtype and given.ndim > 0):
+        raise InvalidArgument(
+            f"{what} begins as {datatype_of(given.dtype) or given.dtype}{list(given.shape)} from create(), "
+            f"declared is {spec.datatype}{list(spec.dims)}"
+        )
+    return given.astype(spec.dtype, copy=False)
+
+
+def _file(what: str, spec: StateSpec, folder: Path, name: str) -> Array:
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise InvalidArgument(f"{what}: data_file must be a file name, without folders")
+    needed = math.prod(spec.dims) * spec.dtype.itemsize
+    try:
+        with open(folder / "initial_state" / name, "rb") as file:
+            content = file.read(needed + 1)
+            size = len(content) + len(file.read(1 << 30))
+    except OSError as error:
+        raise InvalidArgument(f"{what}: file '{name}' of its initial_state cannot be read: {error.strerror}") from error
+    if size != needed:
+        raise InvalidArgument(
+            f"initial_state setting expects {needed} bytes, but the data provided from {name} has {size} bytes."
+        )
+    return array(content, spec.datatype, spec.dims, what)
+
+
+def _name(message: ModelConfig, field: Any) -> str:
+    return f"model '{message.name}': state '{field.input_name}'"
