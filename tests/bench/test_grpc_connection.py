@@ -18,16 +18,9 @@ from bench.closed_loop import Row, measure
 from bench.grpc_connection import WINDOW, GrpcConnection, infer_request, rows
 from bench.server import answered
 from daemon.grpc import frames
-from tests.daemon_process import PATIENCE, ROOT, DaemonProcess
+from tests.daemon_process import PATIENCE, DaemonProcess
 
 ROWS = {row.name: row for row in rows()}
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [ROOT / "bench" / "models"]) as daemon:
-        daemon.wait_ready()
-        yield daemon
 
 
 def test_a_closed_loop_counts_right_answers(daemon: DaemonProcess) -> None:

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -30,13 +29,6 @@ with serving([sys.executable, "-c", server, sys.argv[1]], f"127.0.0.1:{sys.argv[
     print(pid, flush=True)
     input()
 """
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory, leaves_nothing: None) -> Iterator[DaemonProcess]:
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [ROOT / "bench" / "models"]) as daemon:
-        daemon.wait_ready()
-        yield daemon
 
 
 def _names(pid: int) -> set[str]:

@@ -24,13 +24,6 @@ PLACES = 64
 
 
 @pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory, leaves_nothing: None) -> Iterator[DaemonProcess]:
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [ROOT / "bench" / "models"]) as daemon:
-        daemon.wait_ready()
-        yield daemon
-
-
-@pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory, daemon: DaemonProcess) -> Path:
     """Compiled, with its answers beside it."""
     program = native_chain.compiled(tmp_path_factory.mktemp("native"))

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any, cast
 
+from shm.arena import Arena, Lease
 from shm.arrays import Array
 from shm.messages import RequestedOutput, Submit
 from workers.models.model_version import ModelVersion
 from workers.requests.request import Request
 from workers.requests.submitter import Submitter
+
+
+@dataclass
+class ALane:
+    """What ``complete`` uses of a submitter."""
+
+    arena: Arena
+
+    @property
+    def lane(self) -> ALane:
+        return self
+
+    def loan(self, byte_size: int) -> Lease | None:
+        return self.arena.loan(byte_size)
 
 
 def request_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,16 +16,9 @@ from bench.server import answered
 from bench.vary.answers import WrongAnswer
 from bench.vary.client import Client
 from bench.vary.pools import KINDS, Pool, pool
-from tests.daemon_process import PATIENCE, ROOT, DaemonProcess, wait_until
+from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
 
 _EVERY = [(protocol, kind) for protocol, kinds in KINDS.items() for kind in kinds]
-
-
-@pytest.fixture(scope="module")
-def daemon(tmp_path_factory: pytest.TempPathFactory, leaves_nothing: None) -> Iterator[DaemonProcess]:
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [ROOT / "bench" / "models"]) as daemon:
-        daemon.wait_ready()
-        yield daemon
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,6 @@ from daemon.tracing import trace_file
 from daemon.tracing.trace_file import TraceFiles
 
 
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of a front waits two seconds for the thread that writes; a busy disk may take longer."""
-    monkeypatch.setattr(trace_file, "_CLOSE_SECONDS", 600.0)
-
-
 def test_many_writers_one_array(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     trace_file.begin(str(path))

@@ -6,20 +6,11 @@ import json
 import os
 from pathlib import Path
 
-import pytest
-
-from daemon.tracing import trace_file
 from daemon.tracing.trace_budget import TraceBudget
 from daemon.tracing.trace_turn import TraceTurn
 from daemon.tracing.tracer import Tracer
 from shm.control_records import TraceChanged, TraceCleared
 from shm.messages import Completion, Timeline
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of a front waits two seconds for the thread that writes; a busy disk may take longer."""
-    monkeypatch.setattr(trace_file, "_CLOSE_SECONDS", 600.0)
 
 
 def test_rate_count_and_inheritance(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, cast
 
 import ml_dtypes
@@ -16,13 +15,13 @@ import numpy as np
 import pytest
 
 from config.options import Workers
-from shm.arena import Arena, Lease
+from shm.arena import Arena
 from shm.cuda_regions import CudaRegion, Driver
 from shm.errors import InvalidArgument
 from shm.messages import Inline, RegionSlice, RequestedOutput, Slice
 from tests.cuda_owner import CudaOwner
 from tests.cuda_stub.library import CudaStub
-from tests.workers.made_requests import request_of
+from tests.workers.made_requests import ALane, request_of
 from tests.workers.programs.test_executables import of
 from workers.devices import device_cuda, dlpack
 from workers.devices.cuda_tensor import CudaTensor
@@ -220,20 +219,6 @@ def test_memory_that_is_gone_costs_its_own_request(
         run(model, {"x": CudaTensor(region, 4, FP32, (2, 4))})
     (result,), _ = run(model, {"x": np.ones((2, 4), np.float32)})
     assert np.array_equal(result["y"], np.full((2, 4), 2))
-
-
-@dataclass
-class ALane:
-    """What ``complete`` uses of a submitter."""
-
-    arena: Arena
-
-    @property
-    def lane(self) -> ALane:
-        return self
-
-    def loan(self, byte_size: int) -> Lease | None:
-        return self.arena.loan(byte_size)
 
 
 def test_outputs_go_where_they_are_wanted(device: CudaDevice, region: CudaRegion, cuda_owner: CudaOwner) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -15,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.model_config import parse_pbtxt
-from shm.arena import Arena, Lease
+from shm.arena import Arena
 from shm.arrays import array
 from shm.cuda_regions import CudaRegion
 from shm.errors import Internal, InvalidArgument
 from shm.forms import Forms, answer_template, whole_answer
 from shm.messages import Completion, FormCompletion, Inline, RegionSlice, RequestedOutput, Slice
 from shm.regions import Region
-from tests.workers.made_requests import request_of
+from tests.workers.made_requests import ALane, request_of
 from workers.dispatch.answers import complete, complete_planned, complete_small, plan_answer
 from workers.requests.request import Request
 from workers.tensors.batch_outputs import BatchOutputs, layout_of, layout_of_rows, uncut
@@ -39,20 +38,6 @@ SIGNATURE: Signature = signature(
     {},
     {},
 )
-
-
-@dataclass
-class ALane:
-    """What ``complete`` uses of a submitter."""
-
-    arena: Arena
-
-    @property
-    def lane(self) -> ALane:
-        return self
-
-    def loan(self, byte_size: int) -> Lease | None:
-        return self.arena.loan(byte_size)
 
 
 @pytest.fixture

@@ -523,13 +523,6 @@ def test_whatever_comes_is_answered_or_given_back_as_it_came(
 # --------------------------------------------------------------------------------------------------- in a worker's loop
 
 
-@pytest.fixture
-def loop(leaves_nothing: None) -> Iterator[WorkerLoop]:
-    made = WorkerLoop()
-    yield made
-    made.close()
-
-
 def vector(name: str, values: Any) -> Tensor:
     array = np.asarray(values, np.float32).reshape(1, -1)
     return Tensor(name, "FP32", array.shape, Inline(array.tobytes()))

@@ -317,13 +317,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def loop(leaves_nothing: None) -> Iterator[WorkerLoop]:
-    made = WorkerLoop()
-    yield made
-    made.close()
-
-
 class Asker:
     """Asks a model of a loop with tensors in the request arena."""
 

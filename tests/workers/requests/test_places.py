@@ -23,6 +23,7 @@ from shm.messages import RegionSlice, RequestedOutput, Submit, Tensor
 from shm.regions import Region, open_object
 from shm.snapshot_region import SnapshotRegion
 from tests.workers.made_requests import request_of
+from tests.workers.native.test_output_memory import Lying
 from tests.workers.worker_loop import DEVICE
 from workers.native import output_memory
 from workers.native.output_memory import OutputMemory
@@ -120,14 +121,6 @@ def request_for(
     used = [*inputs, *[place for place in (outputs or {}).values() if place is not None]]
     request.regions = [(regions or {})[place.region] for place in used]
     return request
-
-
-class Lying:
-    """What is asked of an array: its size and where it lies."""
-
-    def __init__(self, byte_size: int, address: int) -> None:
-        self.nbytes = byte_size
-        self.__array_interface__ = {"data": (address, False)}
 
 
 @pytest.fixture(scope="module")
