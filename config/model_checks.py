@@ -138,6 +138,13 @@ def _check_instances(message: ModelConfig) -> None:
             )
         if group.kind not in kinds.Kind.values():
             raise InvalidArgument(f"model '{message.name}': instance_group has kind {group.kind}, which is none")
+        shared = {resource.name.lower(): getattr(resource, "global") for resource in group.rate_limiter.resources}
+        for resource in group.rate_limiter.resources:
+            if shared[resource.name.lower()] != getattr(resource, "global"):
+                raise InvalidArgument(
+                    f'Resource "{resource.name}" is present as both global and device-specific resource in the model '
+                    "configuration."
+                )
         if group.gpus and group.kind in (kinds.KIND_CPU, kinds.KIND_MODEL):
             kind = kinds.Kind.Name(group.kind)
             raise InvalidArgument(
@@ -165,23 +172,24 @@ def check_device(message: ModelConfig, gpu: int | None) -> None:
 def _check_dynamic_batching(message: ModelConfig) -> None:
     if not message.HasField("dynamic_batching"):
         return
-    what, batching, limit = (
-        f"model '{message.name}': dynamic_batching",
-        message.dynamic_batching,
-        message.max_batch_size,
-    )
+    # In Triton's words, and with the number that was given.
+    name, batching, limit = message.name, message.dynamic_batching, message.max_batch_size
     for size in batching.preferred_batch_size:
+        if size < 1:
+            raise InvalidArgument(f"dynamic batching preferred size must be positive for {name}: {size} is given")
         # A limit of 0 may still be filled in by the model itself; the worker checks again then.
-        if size < 1 or (limit > 0 and size > limit):
-            raise InvalidArgument(f"{what}: preferred_batch_size {size} is not between 1 and max_batch_size {limit}")
-    levels = batching.priority_levels
-    if batching.default_priority_level > levels or (levels and not batching.default_priority_level):
-        raise InvalidArgument(
-            f"{what}: default_priority_level {batching.default_priority_level} is not among {levels} levels"
-        )
+        if 0 < limit < size:
+            raise InvalidArgument(
+                f"dynamic batching preferred size must be <= max batch size for {name}: {size} is given, of at most {limit}"
+            )
+    levels, default = batching.priority_levels, batching.default_priority_level
+    if default > levels or (levels and not default):
+        raise InvalidArgument(f"default priority level must be in range [1, {levels}] for {name}: {default} is given")
     for level in batching.priority_queue_policy:
         if not 1 <= level <= levels:
-            raise InvalidArgument(f"{what}: priority_queue_policy for level {level}, but there are {levels} levels")
+            raise InvalidArgument(
+                f"priority queue policy must have priority level in range [1, {levels}] for {name}: {level} is given"
+            )
     if batching.preserve_ordering:
         _check_order(message)
 

@@ -202,6 +202,11 @@ def _complete_instances(message: ModelConfig, gpu: int | None) -> None:
 # ------------------------------------------------------------------------------------------------------------- printing
 
 
+def is_ordered(message: ModelConfig) -> bool:
+    """Whether answers leave in the order of their requests."""
+    return bool(message.dynamic_batching.preserve_ordering or message.sequence_batching.oldest.preserve_ordering)
+
+
 def to_json(message: ModelConfig) -> bytes:
     """Triton's JSON form: the proto's field names and order, enums as names, int64 as numbers, empty lists and maps present."""
     return msgspec.json.encode(to_dict(message))

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from config.options import RateLimit
+
 #: As ModelConfig holds it.
 _MAX_COUNT = (1 << 32) - 1
 _LIMIT = re.compile(r"([^:]+):([0-9]{1,10})(?::([0-9]{1,4}))?", re.ASCII)
@@ -30,6 +32,11 @@ def parse(texts: Iterable[str]) -> tuple[Limit, ...]:
             raise ValueError(f"expected NAME:COUNT or NAME:COUNT:DEVICE, given {text[:100]!r}")
         limits.append(Limit(match[1].lower(), int(match[2]), None if match[3] is None else int(match[3])))
     return tuple(limits)
+
+
+def limits(options: RateLimit, gpu: int | None) -> dict[str, int] | None:
+    """Those of a worker's device; None: there is no rate limiter. The processor is device 0, as in Triton."""
+    return None if options.mode == "off" else of_device(parse(options.resources), gpu or 0)
 
 
 def of_device(limits: Iterable[Limit], device: int) -> dict[str, int]:

@@ -106,6 +106,7 @@ class Worker:
             self._compiler,
             time.monotonic_ns,
             works if self._cuda is None else self._cuda.check,
+            device_name.gpu,
         )
         loader = Loader.configured(options, device_name.gpu, device, self._inbox, self._page, self._cuda)
         self._loader_thread = WorkThread("loader", self._inbox)
@@ -315,6 +316,8 @@ class Worker:
             _log.warning(
                 "model '%s' asks for the response cache, and there is none: response_cache.byte_size is 0", loaded.name
             )
+        self._dispatcher.limiter.add(loaded.instances)
+        version.when_closed(lambda: self._dispatcher.limiter.remove(loaded.instances))
         version.when_closed(
             lambda: self._free_desks.extend(instance.desk for instance in loaded.instances if instance.desk < DESKS)
         )

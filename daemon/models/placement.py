@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from config.model_config import ModelConfig
+from config.model_config import ModelConfig, is_ordered
 from shm import rendezvous
 from shm.errors import InvalidArgument
 
@@ -31,7 +31,7 @@ def place(message: ModelConfig, devices: Sequence[str], rate_limited: bool) -> t
     if len(chosen) > 1 and rate_limited and _shares_resources(message, on_gpus=chosen[0].startswith("cuda:")):
         # Not by the model: all that share anything have to be where the one count of it is.
         return (rendezvous.choose("rate limiter", chosen),)
-    if len(chosen) > 1 and (_is_ordered(message) or 0 < _least_bound(message) < _LEAST_SHARE * len(chosen)):
+    if len(chosen) > 1 and (is_ordered(message) or 0 < _least_bound(message) < _LEAST_SHARE * len(chosen)):
         return (rendezvous.choose(("model", message.name), chosen),)
     return chosen
 
@@ -63,10 +63,6 @@ def _shares_resources(message: ModelConfig, on_gpus: bool) -> bool:
         for group in message.instance_group
         for resource in group.rate_limiter.resources
     )
-
-
-def _is_ordered(message: ModelConfig) -> bool:
-    return bool(message.dynamic_batching.preserve_ordering or message.sequence_batching.oldest.preserve_ordering)
 
 
 def _least_bound(message: ModelConfig) -> int:

@@ -33,12 +33,6 @@ def parsed(text: str) -> Any:
         ("version_policy { latest { } }", "num_versions of at least 1"),
         ("version_policy { specific { } }", "names no version"),
         ("version_policy { specific { versions: [ 0 ] } }", "versions start at 1"),
-        ("max_batch_size: 4 dynamic_batching { preferred_batch_size: [ 8 ] }", "preferred_batch_size 8"),
-        ("dynamic_batching { priority_levels: 2 }", "default_priority_level 0 is not among 2 levels"),
-        (
-            "dynamic_batching { priority_levels: 1 default_priority_level: 1 priority_queue_policy { key: 2 value { } } }",
-            "level 2, but there are 1",
-        ),
         ("instance_group { count: -1 }", "count is -1"),
         ("instance_group { count: 200 } instance_group { count: 57 }", "asks for 257 instances, at most 256"),
         ("instance_group { }" * 257, "asks for 257 instances, at most 256"),
@@ -77,6 +71,26 @@ def test_what_is_not_offered(text: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
+        (
+            "max_batch_size: 4 dynamic_batching { preferred_batch_size: [ 8 ] }",
+            "dynamic batching preferred size must be <= max batch size for m: 8 is given, of at most 4",
+        ),
+        (
+            "dynamic_batching { preferred_batch_size: [ 0 ] }",
+            "dynamic batching preferred size must be positive for m: 0 is given",
+        ),
+        (
+            "dynamic_batching { priority_levels: 2 }",
+            "default priority level must be in range [1, 2] for m: 0 is given",
+        ),
+        (
+            "dynamic_batching { priority_levels: 1 default_priority_level: 1 priority_queue_policy { key: 2 value { } } }",
+            "priority queue policy must have priority level in range [1, 1] for m: 2 is given",
+        ),
+        (
+            "instance_group { rate_limiter { resources [ { name: 'R' count: 1 }, { name: 'R' count: 1 global: true } ] } }",
+            'Resource "R" is present as both global and device-specific resource in the model configuration.',
+        ),
         (
             "instance_group { } instance_group { kind: KIND_CPU gpus: [ 0 ] }",
             "instance group m_1 of model m has kind KIND_CPU but specifies one or more GPUs",

@@ -101,6 +101,15 @@ def test_the_response_cache_has_two_spellings() -> None:
     assert parsed().response_cache.byte_size == 0
 
 
+def test_the_rate_limiter() -> None:
+    found = parsed("--rate-limit=execution_count", "--rate-limit-resource=R1:10", "--rate-limit-resource", "R2:4:0")
+    assert (found.rate_limit.mode, found.rate_limit.resources) == ("execution_count", ("R1:10", "R2:4:0"))
+    with pytest.raises(
+        ConfigurationError, match=r"rate_limit.resources: expected NAME:COUNT or NAME:COUNT:DEVICE, given 'R1'"
+    ):
+        parsed("--rate-limit-resource=R1")
+
+
 def test_every_flag_names_a_key_and_stands_in_the_help() -> None:
     keys = layers.known_keys()
     assert all(flag.key in keys for flag in flags.FLAGS)

@@ -25,7 +25,20 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     folder = tmp_path_factory.mktemp("instances")
     models = folder / "models"
     with_config(models, "bounded", "dynamic_batching { default_queue_policy { max_queue_size: 3 } }")
-    with DaemonProcess(folder, [models], {"workers": {"device": "cpu", "pin": False, "cpu": 2}}) as running:
+    with_config(
+        models, "ordered", "dynamic_batching { preserve_ordering: true } instance_group { count: 2 kind: KIND_CPU }"
+    )
+    for name, resource, count in (("one", "R", 2), ("other", "r", 2), ("free", "Q", 1), ("greedy", "R", 3)):
+        needs = f'rate_limiter {{ resources {{ name: "{resource}" count: {count} }} }}'
+        with_config(models, name, f"instance_group {{ count: 1 kind: KIND_CPU {needs} }}")
+    with_config(models, "passive", "instance_group { count: 1 kind: KIND_CPU passive: true }")
+    with_config(models, "both", "instance_group [ { count: 1 passive: true }, { count: 1 } ]")
+    options: dict[str, dict[str, Any]] = {
+        "workers": {"device": "cpu", "pin": False, "cpu": 2},
+        "rate_limit": {"mode": "execution_count", "resources": ["R:2"]},
+        "repository": {"strict_readiness": False},
+    }
+    with DaemonProcess(folder, [models], options) as running:
         running.wait_ready()
         yield running
 
@@ -78,3 +91,53 @@ def test_a_bound_on_a_queue_holds_over_all_workers(daemon: DaemonProcess, asker:
     asker.go("first", *others)
     wait([first, *others.values()])
     assert sorted(each.result()[0] for each in (first, *others.values())) == 4 * [200] + 7 * [503]
+
+
+def test_answers_leave_in_the_order_in_which_requests_were_taken(daemon: DaemonProcess, asker: Asker) -> None:
+    first = asker.ask("ordered", "first")
+    asker.begun("first")
+    second = asker.ask("ordered", "second")
+    asker.begun("second")
+    asker.go("second")
+    third = asker.ask("ordered", "third")
+    # It runs where the second one did, so that one is done; its answer waits for the first.
+    asker.begun("third")
+    assert not second.done()
+    asker.go("first", "third")
+    assert [each.result()[0] for each in (first, second, third)] == [200, 200, 200]
+
+
+def test_instances_run_while_they_have_what_they_need(daemon: DaemonProcess, asker: Asker) -> None:
+    """Names of resources are the same in any case, and one that needs something else does not wait."""
+    one = asker.ask("one", "a")
+    asker.begun("a")
+    other = asker.ask("other", "b")
+    free = asker.ask("free", "c")
+    asker.begun("c")
+    asker.go("c")
+    assert free.result()[0] == 200
+    assert not asker.has_begun("b")
+    asker.go("a")
+    assert one.result()[0] == 200
+    asker.begun("b")
+    again = asker.ask("one", "d")
+    asker.go("b", "d")
+    assert [other.result()[0], again.result()[0]] == [200, 200]
+
+
+def test_an_instance_that_could_never_run_is_not_loaded(daemon: DaemonProcess) -> None:
+    daemon.wait_log(
+        "model 'greedy' version 1 failed to load: Resource count for \"r\" is limited to 2 which will prevent "
+        "scheduling of one or more model instances, the minimum required count is 3"
+    )
+    assert daemon.get("/v2/models/greedy/ready")[0] == 400
+
+
+def test_passive_instances_hold_their_model_and_take_no_requests(daemon: DaemonProcess, asker: Asker) -> None:
+    assert daemon.get("/v2/models/passive/ready")[0] == 200
+    status, answer = asker.ask("passive", "a").result()
+    assert (status, answer["error"]) == (400, "model 'passive' has only passive instances, which take no requests")
+    # One beside it does.
+    first, second = asker.ask("both", "b"), asker.ask("both", "c")
+    asker.go("b", "c")
+    assert [first.result()[0], second.result()[0]] == [200, 200]

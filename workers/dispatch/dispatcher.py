@@ -10,9 +10,11 @@ Batches of a jitted model with one instance run right here: the model whose head
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 
+from config import rate_limits
 from config.options import Options
 from shm.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable
 from shm.messages import FormSubmit, Submit
@@ -27,6 +29,7 @@ from workers.models.execution import Execution, run
 from workers.models.instance import Instance
 from workers.models.model_table import ModelTable
 from workers.models.model_version import ModelVersion
+from workers.models.rate_limiter import RateLimiter
 from workers.models.statistics import Failure
 from workers.programs.executables import Executable
 from workers.programs.run_errors import CheckDevice, works
@@ -58,8 +61,9 @@ class Dispatcher:
         compiler: WorkThread,
         clock: Callable[[], int],
         check: CheckDevice = works,
+        gpu: int | None = None,
     ) -> None:
-        """``check``: of the worker's device."""
+        """``check``: of the worker's device; ``gpu``: its number, None of the processor."""
         self._check = check
         self._models = models
         self._regions = regions
@@ -67,6 +71,7 @@ class Dispatcher:
         self._clock = clock
         self._outbox = Outbox(options.arenas)
         self._cached = CachedAnswers(self._outbox, clock)
+        self.limiter = RateLimiter(rate_limits.limits(options.rate_limit, gpu) or {})
         self._compiler = ShapeCompiler(
             compiler, page, self._outbox, options.executables.max_unexpected_shapes, clock, check, self._restore
         )
@@ -172,6 +177,8 @@ class Dispatcher:
             self._tick(version, now_ns)
             if not len(planner) and not planner.lives:
                 del self._active[version]
+                if version.limited and self._withdraw(version, now_ns):
+                    next_ns = now_ns
                 continue
             if planner.next_tick_ns:
                 next_ns = _earlier(next_ns, planner.next_tick_ns)
@@ -211,9 +218,12 @@ class Dispatcher:
         for request, error in version.planner.tick(now_ns):
             if isinstance(error, Unavailable):
                 version.statistics.failed(now_ns - request.arrived_ns)
-                self._outbox.refuse(request, Refusal.QUEUE_TIMEOUT, error, now_ns)
+                answer = functools.partial(self._outbox.refuse, request, Refusal.QUEUE_TIMEOUT, error, now_ns)
             else:
-                self._outbox.fail(request, error)
+                answer = functools.partial(self._outbox.fail, request, error)
+            if version.order is not None:
+                version.order.taken(request)
+            self._in_turn(version, request, answer)
 
     def _take(self, version: ModelVersion, now_ns: int, instance: int = 0) -> list[Request]:
         """The next batch, without requests of submitters that do not take their answers."""
@@ -233,8 +243,18 @@ class Dispatcher:
                 if due_ns is None or due_ns > now_ns:
                     next_ns = next_ns if due_ns is None else _earlier(next_ns, due_ns)
                     break
+                if instance.needs and not self.limiter.may_run(instance):
+                    break
                 self._fill(version, instance, self._take(version, now_ns, number), now_ns)
-        return next_ns
+        return now_ns if version.limited and self._withdraw(version, now_ns) else next_ns
+
+    def _withdraw(self, version: ModelVersion, now_ns: int) -> bool:
+        """Of instances without work: they wait for no resources, and have none. True: others may run now."""
+        for number, instance in enumerate(version.loaded.instances):
+            due_ns = None if instance.busy else version.planner.due_ns(number)
+            if instance.needs and not instance.busy and (due_ns is None or due_ns > now_ns):
+                self.limiter.done(instance)
+        return self.limiter.take_moved()
 
     def _fill(self, version: ModelVersion, instance: Instance, batch: list[Request], now_ns: int) -> None:
         executable: Executable | None = None
@@ -245,15 +265,29 @@ class Dispatcher:
             return
         instance.busy = True
         version.executing += 1
-        instance.run(Execution(batch, now_ns, executable), self._done(version, instance))
+        execution = Execution(batch, now_ns, executable)
+        if version.order is not None:
+            version.order.taken(execution)
+        instance.run(execution, self._done(version, instance))
 
     def _done(self, version: ModelVersion, instance: Instance) -> Callable[[Execution], None]:
         def done(execution: Execution) -> None:
             instance.busy = False
             version.executing -= 1
-            self._finish(version, execution)
+            if instance.needs:
+                self.limiter.done(instance)
+            self._in_turn(version, execution, functools.partial(self._finish, version, execution))
 
         return done
+
+    @staticmethod
+    def _in_turn(version: ModelVersion, taken: object, answer: Callable[[], None]) -> None:
+        """Answers when those have left that were taken before, if the model wants that."""
+        if version.order is None:
+            answer()
+        else:
+            for _, leave in version.order.done(taken, answer):
+                leave()
 
     def _run_jitted(self, version: ModelVersion, now_ns: int) -> bool:
         """Runs the next batch. False: none is due."""

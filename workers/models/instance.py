@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from shm.status_page import StatusPage
@@ -54,6 +54,11 @@ class Instance:
         self._failure: BaseException | None = None
         #: Between ``run`` and its ``done``.
         self.busy = False
+        #: It only holds the model.
+        self.passive = False
+        #: What it needs of the rate limiter, and how much its turns count.
+        self.needs: Mapping[str, int] = {}
+        self.priority = 0
         #: Where on the status page it notes what it runs.
         self.desk = 0
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)

@@ -12,14 +12,14 @@ import functools
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
 import jax
 
-from config import model_checks, model_config
+from config import model_checks, model_config, rate_limits
 from config.model_config import ModelConfig
 from config.options import Options
 from shm.control_records import Load
@@ -42,6 +42,7 @@ from workers.models.declaration import (
 from workers.models.execution import describe_exception
 from workers.models.host_model import HostModel
 from workers.models.instance import Instance, Instantiated
+from workers.models.instance_groups import InstanceGroups
 from workers.models.jax_model import JaxModel
 from workers.models.jitted_instance import JittedInstance
 from workers.models.made_inputs import MadeInputs
@@ -90,6 +91,11 @@ class LoadedModel:
     #: Whether it asks for the response cache, and whether it is told which outputs a client wants.
     cached: bool = False
     sees_outputs: bool = False
+    #: Answers leave in the order in which requests were taken.
+    ordered: bool = False
+    #: Threads that only hold the model, and whether nobody takes requests.
+    passive: tuple[Instance, ...] = ()
+    is_passive: bool = False
     #: None: its model has no sequences.
     sequences: SequencePlan | None = None
     #: What it takes besides what clients send.
@@ -112,8 +118,9 @@ class Loader:
         cuda: CudaDevice | None = None,
         single_thread: SingleThreadDevice | None = None,
         max_state_byte_size: int = sys.maxsize,
+        limits: Mapping[str, int] | None = None,
     ) -> None:
-        """``cuda``: the GPU as the thread has it that will run what is loaded."""
+        """``cuda``: the GPU as the thread has it that will run what is loaded. ``limits``: as of ``InstanceGroups``."""
         self._device = device
         self._gpu = gpu
         self._cuda = cuda
@@ -128,6 +135,7 @@ class Loader:
         self._max_unexpected_shapes = max_unexpected_shapes
         self._max_batch_byte_size = max_batch_byte_size
         self._max_state_byte_size = max_state_byte_size
+        self._limits = limits
 
     @classmethod
     def configured(
@@ -155,6 +163,7 @@ class Loader:
             cuda,
             small,
             options.executables.max_state_byte_size,
+            rate_limits.limits(options.rate_limit, gpu),
         )
 
     def load(self, record: Load, tell: Tell = nobody) -> LoadedModel:
@@ -235,12 +244,15 @@ class Loader:
             sticky,
             streams,
             jitted,
-            instances,
+            tuple(instance for instance in instances if not instance.passive),
             queue_rules(message, self._max_queue_size, record.workers),
             batch_rules(message),
             imports,
             cached=message.response_cache.enable,
             sees_outputs=message.backend == "python",
+            ordered=model_config.is_ordered(message),
+            passive=tuple(instance for instance in instances if instance.passive),
+            is_passive=not self._groups(message).active,
             sequences=sequences,
             made_inputs=made_inputs,
         )
@@ -260,10 +272,13 @@ class Loader:
                 f"model '{message.name}': state is for functions that are compiled; a host model keeps its own"
             )
         buckets = choose_buckets(message, module, described)
-        count = sum(group.count for group in message.instance_group)
-        if count > 1 and not host and self._cuda is not None:
-            _log.info("model '%s': its %d instances take turns on the GPU", message.name, count)
-            count = 1
+        groups = self._groups(message)
+        # What waits for resources has a thread of its own, also where there is only one of it.
+        threads = groups.active > 1 or groups.limited
+        if threads and not host and self._cuda is not None:
+            groups.take_turns(message.name)
+            threads = False
+        count = groups.active if threads else 1
         if not host:
             check_size(buckets, self._max_batch_byte_size)
             check_state_size(described, count, self._max_state_byte_size)
@@ -293,7 +308,7 @@ class Loader:
             buckets,
             executables,
             count,
-            alone=message.HasField("sequence_batching") or bool(made_inputs),
+            alone=threads or message.HasField("sequence_batching") or bool(made_inputs),
         )
         executables.warm(progress)
         prepared = self._samples(record, message, described, made_inputs)
@@ -304,7 +319,7 @@ class Loader:
         finally:
             if self._own_cuda is not None:
                 self._own_cuda.close()
-        if count == 1:
+        if not threads:
             return jitted, ()
         return jitted, self._start(message, lambda _: JittedInstance(jitted), prepared)
 
@@ -332,6 +347,9 @@ class Loader:
         nobody = made_inputs.nobody
         return samples(message, described.without_inputs(nobody), Path(record.model_path), nobody)
 
+    def _groups(self, message: ModelConfig) -> InstanceGroups:
+        return InstanceGroups(message, self._gpu, self._limits)
+
     def _start(
         self,
         message: ModelConfig,
@@ -346,14 +364,12 @@ class Loader:
 
         started: list[Instance] = []
         try:
-            for group in message.instance_group:
-                for index in range(group.count):
-                    name = f"{group.name}_{index}"
-                    instance = Instance(
-                        name, functools.partial(create, name), self._inbox, self._page, warm, self._check
-                    )
-                    instance.start()
-                    started.append(instance)
+            for planned in self._groups(message):
+                made = functools.partial(create, planned.name)
+                instance = Instance(planned.name, made, self._inbox, self._page, warm, self._check)
+                instance.passive, instance.needs, instance.priority = planned.passive, planned.needs, planned.priority
+                instance.start()
+                started.append(instance)
         except BaseException:
             for instance in started:
                 instance.close(lambda: None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from shm.errors import NotFound
+from shm.errors import InvalidArgument, NotFound
 from workers.models.model_version import ModelVersion
 
 
@@ -18,6 +18,8 @@ class ModelTable:
         self._serving: dict[tuple[str, int], ModelVersion] = {}
         #: (name, 0) is the newest version: what a request without a version gets.
         self._found: dict[tuple[str, int], ModelVersion] = {}
+        #: Those that only hold their model.
+        self._passive: set[tuple[str, int]] = set()
         self._draining: list[ModelVersion] = []
         #: How often anything was added or removed.
         self.changes = 0
@@ -51,10 +53,12 @@ class ModelTable:
         self._drain(version, lambda: None)
 
     def find(self, name: str, number: int) -> ModelVersion:
-        """Raises NotFound. ``number`` 0 is the newest."""
+        """Raises NotFound; InvalidArgument: it takes no requests. ``number`` 0 is the newest."""
         version = self._found.get((name, number))
         if version is not None:
             return version
+        if (name, number) in self._passive:
+            raise InvalidArgument(f"model '{name}' has only passive instances, which take no requests")
         if (name, 0) in self._found:
             raise NotFound(f"Request for unknown model: '{name}' version {number} is not found")
         raise NotFound(f"Request for unknown model: '{name}' is not found")
@@ -91,9 +95,12 @@ class ModelTable:
         self.changes += 1
         self._found = {key: version for key, version in self._found.items() if key[0] != name}
         versions = {key: version for key, version in self._serving.items() if key[0] == name}
-        self._found.update(versions)
         if versions:
-            self._found[name, 0] = versions[max(versions)]
+            versions[name, 0] = versions[max(versions)]
+        # Those that take no requests are looked for where none was found.
+        self._found.update({key: version for key, version in versions.items() if not version.loaded.is_passive})
+        self._passive = {key for key in self._passive if key[0] != name}
+        self._passive |= {key for key, version in versions.items() if version.loaded.is_passive}
 
     def __repr__(self) -> str:
         return f"<ModelTable {sorted(self._serving)}, {len(self._draining)} draining>"

@@ -20,6 +20,7 @@ from workers.requests.response_cache import ResponseCache
 from workers.scheduling.dynamic_batcher import DynamicBatcher
 from workers.scheduling.planner import Planner
 from workers.scheduling.queue import RequestQueue
+from workers.scheduling.response_order import ResponseOrder
 from workers.scheduling.sequence_batcher import SequenceBatcher
 
 
@@ -68,7 +69,13 @@ class ModelVersion:
         #: Shapes being compiled, with the requests that wait for them.
         self.compiling: dict[Hashable, list[Request]] = {}
         self._on_closed: list[Callable[[], object]] = []
-        self._open_instances = len(loaded.instances)
+        self._open_instances = len(loaded.instances) + len(loaded.passive)
+        #: Whether any instance needs something of the rate limiter.
+        self.limited = any(instance.needs for instance in loaded.instances)
+        #: Of a model that wants it and has several instances: whose answer may leave.
+        self.order: ResponseOrder[object, Callable[[], None]] | None = None
+        if loaded.ordered and len(loaded.instances) > 1:
+            self.order = ResponseOrder()
 
     def key(self, arrays: Mapping[str, Array]) -> Hashable:
         """What requests must have in common to run together."""
@@ -117,7 +124,7 @@ class ModelVersion:
         """Closes a drained version. True: nothing is left to do for it."""
         if self.state is VersionState.DRAINING and not self.busy:
             self.state = VersionState.CLOSED
-            for instance in self.loaded.instances:
+            for instance in (*self.loaded.instances, *self.loaded.passive):
                 instance.close(self._instance_closed)
             if not self._open_instances:
                 self._closed()

@@ -65,6 +65,10 @@ class Resources(Generic[A]):
         self._waiting[asker] = None
         return asker in self._grant()
 
+    def runs(self, asker: A) -> bool:
+        """Whether it has what it needs."""
+        return asker in self._running
+
     def withdraw(self, asker: A) -> list[A]:
         """It has nothing to run any more. Returns those that may run now."""
         self._waiting.pop(asker, None)

@@ -23,6 +23,7 @@ class AnInstance:
 
     def __init__(self) -> None:
         self.busy = False
+        self.needs: dict[str, int] = {}
         self.closed: Any = None
 
     def close(self, closed: Any) -> None:

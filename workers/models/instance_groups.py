@@ -1,0 +1,76 @@
+"""What ``instance_group`` says of this worker: how many instances, which of them take requests, and what each needs to run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from config.model_config import ModelConfig
+from shm.errors import InvalidArgument, Unsupported
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One instance."""
+
+    name: str
+    #: It is loaded, and never gets a request.
+    passive: bool
+    #: Resource of the rate limiter -> how much; empty: it runs whenever it is free.
+    needs: Mapping[str, int]
+    #: It has one turn where others have so many.
+    priority: int
+
+
+class InstanceGroups:
+    """Of one completed configuration."""
+
+    def __init__(self, message: ModelConfig, gpu: int | None, limits: Mapping[str, int] | None) -> None:
+        """``limits``: the operator's, on this device; None: there is no rate limiter.
+
+        Raises: InvalidArgument: an instance needs more than there is.
+        """
+        groups = [group for group in message.instance_group if not group.gpus or gpu in group.gpus]
+        #: Where it is loaded without being meant to (``tensord check``), as anywhere else.
+        groups = groups or list(message.instance_group)
+        self.instances: list[Planned] = []
+        for group in groups:
+            needs: dict[str, int] = {}
+            for resource in group.rate_limiter.resources if limits is not None else ():
+                if resource.count:
+                    needs[resource.name.lower()] = resource.count
+            for name, count in needs.items():
+                if limits is not None and count > limits.get(name, count):
+                    raise InvalidArgument(
+                        f'Resource count for "{name}" is limited to {limits[name]} which will prevent scheduling of one or more '
+                        f"model instances, the minimum required count is {count}"
+                    )
+            priority = group.rate_limiter.priority
+            self.instances += [
+                Planned(f"{group.name}_{index}", group.passive, needs, priority) for index in range(group.count)
+            ]
+
+    @property
+    def active(self) -> int:
+        """How many take requests."""
+        return sum(not planned.passive for planned in self.instances)
+
+    @property
+    def limited(self) -> bool:
+        """Whether any of them needs something."""
+        return any(planned.needs for planned in self.instances)
+
+    def take_turns(self, model: str) -> None:
+        """A GPU has one stream for them. Raises Unsupported: they would have to wait for more than their turn."""
+        if self.limited:
+            raise Unsupported(f"model '{model}': a JAX model on a GPU cannot wait for resources of the rate limiter")
+        _log.info("model '%s': its %d instances take turns on the GPU", model, self.active)
+
+    def __iter__(self) -> Iterator[Planned]:
+        return iter(self.instances)
+
+    def __len__(self) -> int:
+        return len(self.instances)

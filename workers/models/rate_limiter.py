@@ -1,0 +1,67 @@
+"""Triton's rate limiter on this worker: an instance runs only while the resources that it needs are free.
+
+How much there is of a resource the operator says; of others there is as much as the instance needs that needs most of it.
+Belongs to the worker's loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from workers.models.instance import Instance
+from workers.scheduling.resources import Resources
+
+
+class RateLimiter:
+    """One per worker. Only instances that need something come here."""
+
+    def __init__(self, given: Mapping[str, int]) -> None:
+        """``given``: the operator's limits."""
+        self._given = given
+        self._limits: dict[str, int] = dict(given)
+        self._resources: Resources[Instance] = Resources(self._limits)
+        self._known: dict[Instance, None] = {}
+        self._moved = False
+
+    def add(self, instances: Iterable[Instance]) -> None:
+        """They come. None of them needs more than the operator gives."""
+        for instance in instances:
+            if instance.needs:
+                self._known[instance] = None
+                self._set_limits()
+                self._resources.add(instance, instance.needs, instance.priority)
+
+    def remove(self, instances: Iterable[Instance]) -> None:
+        """They are gone."""
+        for instance in instances:
+            if instance in self._known:
+                del self._known[instance]
+                self._moved |= bool(self._resources.remove(instance))
+        self._set_limits()
+
+    def _set_limits(self) -> None:
+        self._limits.clear()
+        for instance in self._known:
+            for name, count in instance.needs.items():
+                self._limits[name] = max(self._limits.get(name, 0), count)
+        self._limits.update(self._given)
+
+    def may_run(self, instance: Instance) -> bool:
+        """Whether it has what it needs; if so, until ``done``. If not, it is in the row for it."""
+        return self._resources.runs(instance) or self._resources.ask(instance)
+
+    def done(self, instance: Instance) -> None:
+        """It has run, or has nothing to run after all."""
+        self._moved |= bool(
+            self._resources.give_back(instance)
+            if self._resources.runs(instance)
+            else self._resources.withdraw(instance)
+        )
+
+    def take_moved(self) -> bool:
+        """Whether somebody who waited may run now; asked once."""
+        moved, self._moved = self._moved, False
+        return moved
+
+    def __repr__(self) -> str:
+        return f"<RateLimiter of {len(self._known)} instances>"
