@@ -81,35 +81,43 @@ class _CorrelationId(NamedTuple):
 class ControlInputs:
     """Those of one model version."""
 
-    def __init__(self, made: list[_Flag | _CorrelationId]) -> None:
-        self._made = made
+    def __init__(self, flags: list[_Flag], ids: list[_CorrelationId]) -> None:
+        self._ids = ids
+        made: list[_Flag | _CorrelationId] = [*flags, *ids]
         #: As the model takes them, by name.
         self.specs: dict[str, TensorSpec] = {each.spec.name: each.spec for each in made}
         #: Of a row that no request fills.
         self.nobody: dict[str, Array] = {each.spec.name: each.false for each in made}
+        #: (START, END) -> the inputs that tell of them: every request gets the same ones.
+        self._flags = {
+            (start, end): {flag.spec.name: flag.array(Controls(0, start, end)) for flag in flags}
+            for start in (False, True)
+            for end in (False, True)
+        }
 
     def arrays(self, controls: Controls) -> dict[str, Array]:
         """What a request gets. Raises InvalidArgument: its id is of a kind that the model cannot be told."""
-        return {each.spec.name: each.array(controls) for each in self._made}
+        return self._flags[controls.start, controls.end] | {each.spec.name: each.array(controls) for each in self._ids}
 
 
 def control_inputs(message: ModelConfig) -> ControlInputs:
     """Of a checked configuration with ``sequence_batching``."""
     kinds = model_config_pb2().ModelSequenceBatching.Control.Kind
     shape = (1, 1) if message.max_batch_size > 0 else (1,)
-    made: list[_Flag | _CorrelationId] = []
+    flags: list[_Flag] = []
+    ids: list[_CorrelationId] = []
     for tensor in message.sequence_batching.control_input:
         for control in tensor.control:
             kind = kinds.Name(control.kind)
             if kind == "CONTROL_SEQUENCE_CORRID":
                 datatype = datatypes.from_model_config(data_type_name(control))
-                made.append(_CorrelationId(_spec(tensor.name, datatype), shape, message.name))
+                ids.append(_CorrelationId(_spec(tensor.name, datatype), shape, message.name))
                 continue
             field = next(name for name in _DATATYPES if len(getattr(control, name)))
             spec = _spec(tensor.name, _DATATYPES[field])
             false, true = (_constant(shape, spec, value) for value in getattr(control, field))
-            made.append(_Flag(spec, _ASKS[kind], false, true))
-    return ControlInputs(made)
+            flags.append(_Flag(spec, _ASKS[kind], false, true))
+    return ControlInputs(flags, ids)
 
 
 def _spec(name: str, datatype: str) -> TensorSpec:

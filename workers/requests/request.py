@@ -24,6 +24,8 @@ from workers.scheduling.planner import Planner
 from workers.scheduling.sequence import Controls, Sequenced
 from workers.tensors.signature import Signature
 
+_NONE: Mapping[str, Array] = {}
+
 
 class Counts(Protocol):
     """What is counted of requests when they are answered."""
@@ -61,6 +63,7 @@ class Request(Sequenced):
     """One client's request."""
 
     __slots__ = (
+        "_added",
         "_arrays",
         "asked",
         "cancelled",
@@ -117,6 +120,8 @@ class Request(Sequenced):
         self.submit = submit
         self.form = form
         self._arrays = arrays
+        #: Inputs that are not of the client.
+        self._added: Mapping[str, Array] = _NONE
         #: Input name -> its bytes, where they say it all.
         self.contents = contents
         #: What was asked for, by name; empty: everything.
@@ -147,6 +152,7 @@ class Request(Sequenced):
                 tensor.name: _array(self.contents[tensor.name], tensor.datatype, tensor.shape)
                 for tensor in self.submit.inputs
             }
+            self._arrays.update(self._added)
         return self._arrays
 
     def keep(self, arrays: dict[str, Array]) -> None:
@@ -155,9 +161,12 @@ class Request(Sequenced):
 
     def add(self, inputs: Mapping[str, Array]) -> None:
         """Further inputs, besides those of the client."""
-        self._arrays = {**self.arrays, **inputs}
-        # These have no bytes of a client.
-        self.contents = None
+        if self.contents is None or any(array.dtype == np.object_ for array in inputs.values()):
+            self._arrays, self.contents = {**self.arrays, **inputs}, None
+            return
+        # What is gathered goes as bytes; the arrays are made if somebody asks for them.
+        self._arrays, self._added = None, {**self._added, **inputs}
+        self.contents = {**self.contents, **{name: array.tobytes() for name, array in inputs.items()}}
 
     @property
     def small(self) -> bool:
