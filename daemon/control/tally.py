@@ -15,6 +15,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from itertools import compress
 
 from config.options import MAX_PROCESSES
 from daemon.control.refusals import OF_FRONTS
@@ -35,6 +36,8 @@ class Tally:
         self.fd = fd
         self._mapping = mmap.mmap(fd, _BYTE_SIZE, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         self._words = memoryview(self._mapping).cast("Q")
+        #: A word of each row.
+        self._serves, self._connections = self._words[::_WORDS], self._words[1::_WORDS]
 
     @classmethod
     def create(cls) -> Tally:
@@ -50,7 +53,7 @@ class Tally:
 
     def seat(self, row: int) -> Seat:
         """The row of one front."""
-        return Seat(self._words, row)
+        return Seat(self._words, self._serves, self._connections, row)
 
     def connections(self, row: int) -> int:
         """Of one front."""
@@ -73,7 +76,8 @@ class Tally:
 
     def close(self) -> None:
         """Once; seats must not be used any more."""
-        self._words.release()
+        for view in (self._serves, self._connections, self._words):
+            view.release()
         self._mapping.close()
         os.close(self.fd)
 
@@ -81,18 +85,20 @@ class Tally:
 class Seat:
     """What one front writes into its row, and reads of the others'."""
 
-    def __init__(self, words: memoryview, row: int) -> None:
+    def __init__(self, words: memoryview, serves: memoryview, connections: memoryview, row: int) -> None:
         self._words = words
+        self._serves = serves
+        self._connections = connections
+        self._row = row
         self._at = row * _WORDS
-        self._others = [at for at in range(0, MAX_PROCESSES * _WORDS, _WORDS) if at != self._at]
 
     def serve(self, serving: bool) -> None:
         """Whether this front takes connections: others leave some to it only then."""
-        self._words[self._at] = serving
+        self._serves[self._row] = serving
 
     def count(self, connections: int) -> None:
         """This front has that many now."""
-        self._words[self._at + 1] = connections
+        self._connections[self._row] = connections
 
     def mint(self, forms: int, evicted: int) -> None:
         """This front has given a form a number, and forgotten so many others for that; it has so many forms now."""
@@ -107,14 +113,14 @@ class Seat:
 
     def own(self) -> int:
         """Connections of this front."""
-        return self._words[self._at + 1]
+        return self._connections[self._row]
 
     def total(self) -> int:
         """Connections of all fronts."""
-        words = self._words
-        return self.own() + sum(words[at + 1] for at in self._others)
+        return sum(self._connections.tolist())
 
     def least(self) -> int | None:
         """The fewest connections that another front has which takes some; None: there is no other."""
-        words = self._words
-        return min((words[at + 1] for at in self._others if words[at]), default=None)
+        serves = self._serves.tolist()
+        serves[self._row] = 0
+        return min(compress(self._connections.tolist(), serves), default=None)

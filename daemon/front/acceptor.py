@@ -8,11 +8,12 @@ while all are well, and no front's trouble keeps a client waiting: docs/decision
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 import logging
 import socket
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from daemon.control.tally import Seat
 
@@ -23,6 +24,8 @@ _PATIENCE = 0.001
 _PAUSE = 0.1
 #: Connections taken in one turn of the loop, so that a crowd of new ones cannot starve the old.
 _BATCH = 64
+#: How often it is looked whether all that was taken is open, at the end.
+_OPENING_POLL_SECONDS = 0.005
 #: Taken at the end at most: no more can have waited (``daemon.processes.listening``), and a flood must not put the end off.
 _MAX_WAITING = 1024
 
@@ -46,7 +49,7 @@ class Acceptor:
         self._tls = tls
         self._loop = asyncio.get_running_loop()
         #: Taken, and not yet among those that the seat counts.
-        self._opening: set[asyncio.Task[None]] = set()
+        self._opening: set[Coroutine[Any, Any, object]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._complained = False
         self._closed = False
@@ -70,8 +73,9 @@ class Acceptor:
         self._pause()
         for listener in self._listeners:
             listener.close()
-        if self._opening:
-            await asyncio.wait(self._opening, timeout=timeout)
+        deadline = self._loop.time() + timeout
+        while self._opening and self._loop.time() < deadline:
+            await asyncio.sleep(_OPENING_POLL_SECONDS)
 
     @property
     def leaves_it(self) -> bool:
@@ -132,23 +136,23 @@ class Acceptor:
             return False
         self._complained = False
         connection.setblocking(False)
-        task = self._loop.create_task(self._begin(connection))
-        self._opening.add(task)
-        task.add_done_callback(self._begun)
+        opening = self._loop.connect_accepted_socket(self._make, connection, ssl=self._tls)
+        self._opening.add(opening)
+        self._go_on_opening(opening, connection)
         return True
 
-    async def _begin(self, connection: socket.socket) -> None:
-        # A client that breaks off its handshake is its own affair.
+    def _go_on_opening(self, opening: Coroutine[Any, Any, object], connection: socket.socket, _: object = None) -> None:
+        """A step of it, to the next future that it waits for: a task would be a twentieth of what a connection costs."""
         try:
-            with contextlib.suppress(OSError, ssl.SSLError):
-                await self._loop.connect_accepted_socket(self._make, connection, ssl=self._tls)
-                return
-        except BaseException:
-            connection.close()
-            raise
+            future: asyncio.Future[object] = opening.send(None)
+            future.add_done_callback(functools.partial(self._go_on_opening, opening, connection))
+            return
+        except StopIteration:
+            self._opening.discard(opening)
+            return
+        except (OSError, ssl.SSLError):
+            pass  # a client that breaks off its handshake is its own affair
+        except Exception:
+            _log.exception("a connection could not be opened")
+        self._opening.discard(opening)
         connection.close()
-
-    def _begun(self, task: asyncio.Task[None]) -> None:
-        self._opening.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("a connection could not be opened", exc_info=error)
