@@ -30,6 +30,8 @@ from shm.lane import SubmitterLane
 from shm.messages import Completion, FormCompletion, Slice
 
 _log = logging.getLogger(__name__)
+#: Before which an answer's head says how the connection goes on.
+_LENGTH = b"\r\nContent-Length: "
 
 
 class Phase(enum.Enum):
@@ -48,19 +50,13 @@ class Phase(enum.Enum):
 class Outlet(Protocol):
     """What an exchange needs of its connection."""
 
-    account: Account | None
-
-    def write_answer(self, pieces: list[response_codec.Buffer]) -> bool:
-        """Returns whether they are all out; else ``written`` is called later."""
-
-    def answered(self) -> None:
-        """The answer was handed over: the connection's next exchange may answer."""
+    account: Account
 
     def answer_whole(self, answer: bytes) -> None:
-        """Both, for a small answer of which nothing has to be given back, of an exchange that does not end the connection."""
+        """The active exchange's, where nothing has to be given back and the connection stays; then the next one may answer."""
 
     def answer_pieces(self, pieces: list[response_codec.Buffer]) -> bool:
-        """Both, for one of which something has. Returns as ``write_answer``."""
+        """The same of any. Returns whether they are all out; else ``written`` is called later."""
 
     def owes(self, exchange: Answering) -> bool:
         """Whether the answer that is written next is that exchange's."""
@@ -138,15 +134,18 @@ class Answering(Pending):
 
     def formed(self, template: Completion, own: FormCompletion) -> None:
         asked = self._asked
-        if self.keep_alive and self._trace is None and self._head.is_plain:
+        pieces: list[response_codec.Buffer] | None = None
+        if self._trace is None and self._head.is_plain:
             assert asked is not None
             assert self.worker is not None
             lane = self.worker.lane
             if own.lease is None:
                 answer = asked.answer(template, own, lane.view).whole(self._client_id, own)
                 if answer is not None:
-                    self._outlet.answer_whole(answer)
-                    return
+                    if self.keep_alive:
+                        self._outlet.answer_whole(answer)
+                        return
+                    pieces = [answer]
             else:
                 try:
                     pieces = asked.answer(template, own, lane.view).pieces(self._client_id, own, lane.view)
@@ -154,10 +153,14 @@ class Answering(Pending):
                     pieces = None  # the ordinary way says what is wrong
                 if pieces is not None:
                     self._unwritten = lane, own.lease
-                    if self._outlet.answer_pieces(pieces):
-                        self.written()
-                    return
-        Pending.formed(self, template, own)
+        if pieces is None:
+            Pending.formed(self, template, own)
+            return
+        if not self.keep_alive:
+            pieces[0] = bytes(pieces[0]).replace(_LENGTH, b"\r\n" + response_codec.CLOSE + _LENGTH[2:], 1)
+        self.phase = Phase.ANSWERED
+        if self._outlet.answer_pieces(pieces):
+            self.written()
 
     def undelivered(self) -> None:
         if self.phase is Phase.ANSWERED or self._gone or not self._outlet.owes(self):
@@ -198,9 +201,8 @@ class Answering(Pending):
         """The answer goes to the connection, whole."""
         if self._trace is not None:
             self._trace.stamp("HTTP_SEND_START")
-        if self._outlet.write_answer(pieces):
+        if self._outlet.answer_pieces(pieces):
             self.written()
-        self._outlet.answered()
 
     def _deflate(self, deflation: Deflation, json_size: int, binary: bool) -> None:
         """A step of it, and in the end the answer. The lease is given back then: the compressed bytes are our own."""

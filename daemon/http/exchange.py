@@ -3,7 +3,7 @@
     head ─▶ body (reception) ─▶ form (http_forms) ─▶ submit ─▶ completion ─▶ encode (answering) ─▶ socket
      ╰────── small and whole ────▲
 
-Each arrow is a call from the connection's or the lane's callback. The connection (protocol.py) keeps exchanges in the order in
+Each arrow is a call from the connection's or the lane's callback. The connection (answer_order) keeps exchanges in the order in
 which their requests came, so an answer is written only by the exchange whose turn it is.
 """
 
@@ -89,6 +89,8 @@ class Exchange(Answering):
 
     def complete(self) -> None:
         """The body is whole."""
+        if self.phase is not Phase.RECEIVING:
+            return
         if self._trace is not None:
             self._trace.stamp("HTTP_RECV_END")
         self.phase = Phase.RECEIVED
@@ -134,22 +136,23 @@ class Exchange(Answering):
         except Exception:
             self._answer_defect()
 
-    def begin_now(self) -> bool:
-        """As ``begin``, of a large binary body. False: nothing happened; it has no place now, or is refused."""
+    def begin_now(self) -> PlacedBody | None:
+        """As ``begin``, of a large binary body. None: nothing happened; it has no place now, or is refused."""
         reception = Reception(self._serving, self._head, self._outlet.pause_body, self._go_on, self._outlet.account)
         try:
-            if not reception.begin_now():
-                return False
+            body = reception.begin_now()
+            if body is None:
+                return None
             self._admit()
         except ServingError:
             reception.drop()
-            return False
+            return None
         except Exception:
             _log.exception("a large request for model '%s' goes the ordinary way", self._head.model)
             reception.drop()
-            return False
+            return None
         self._reception = reception
-        return True
+        return body
 
     # ------------------------------------------------------------------------------------------------ submit
 

@@ -10,6 +10,7 @@ import re
 import urllib.parse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from daemon.http.body import COLLECT_BYTE_SIZE
 from daemon.http.compression import answer_coding, request_coding
@@ -88,6 +89,22 @@ def path_and_query(target: bytes) -> tuple[str, bytes, bytes]:
         return path.decode("utf-8", "replace"), path, query
     segments = [urllib.parse.unquote_to_bytes(segment).replace(b"/", b"%2F") for segment in path.split(b"/")]
     return b"/".join(segments).decode("utf-8", "replace"), path, query
+
+
+def scope(method: bytes, target: bytes, version: str, fields: Fields) -> dict[str, Any]:
+    """What ASGI tells an application of it."""
+    path, raw_path, query = path_and_query(target)
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": version,
+        "method": method.decode("ascii"),
+        "scheme": "http",
+        "path": path,
+        "raw_path": raw_path,
+        "query_string": query,
+        "headers": fields,
+    }
 
 
 def infer_head(

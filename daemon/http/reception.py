@@ -105,17 +105,17 @@ class Reception:
         elif length is not None and json_size is None and length > COLLECT_JSON_BYTE_SIZE:
             self.body = TextBody(length, self._grown)
 
-    def begin_now(self) -> bool:
-        """As ``begin``, of a large binary body that is not compressed. False: nothing happened, because there is no room now."""
+    def begin_now(self) -> PlacedBody | None:
+        """As ``begin``, of a large binary body that is not compressed. None: nothing happened, because there is no room now."""
         length, json_size = self._head.content_length, self._head.json_size
         assert length is not None
         assert json_size is not None
         lease = self._serving.submitter.loan(PlacedBody.lease_size(length), self._account, True)
         if lease is None:
-            return False
+            return None
         self._leases.append(lease)
-        self.body = PlacedBody(lease, length, json_size)
-        return True
+        self.body = body = PlacedBody(lease, length, json_size)
+        return body
 
     def _borrow(self, length: int, json_size: int) -> None:
         submitter = self._serving.submitter

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
+
+from starlette.types import ASGIApp
 
 from config.options import COMPRESSION_LEVELS, Options
 from daemon.control.tally import Seat
@@ -12,6 +15,7 @@ from daemon.front.longest_idle import LongestIdle
 from daemon.http.conversions import Conversions
 from daemon.http.heads import Heads
 from daemon.http.http_forms import HttpForms
+from daemon.http.infer_route import InferRoutes
 from daemon.submit.model_table import ModelTable
 from daemon.submit.submitter import Submitter
 from daemon.tracing.tracer import Tracer
@@ -28,6 +32,11 @@ class Serving:
     seat: Seat
     forms: HttpForms = field(init=False)
     heads: Heads = field(init=False)
+    routes: InferRoutes = field(default_factory=InferRoutes)
+    #: What answers everything but inference requests; its front sets it before it serves.
+    application: ASGIApp = field(init=False)
+    #: In which that answers.
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
     #: Requests without an id get one.
     makes_ids: bool = field(init=False)
     #: What an inference request needs to be let in; None: nothing.

@@ -344,8 +344,8 @@ HTTP_FAULTS = [
     (http_codec, "encode"),
     (http_codec, "response_head"),
     (SubmitterLane, "view"),
-    (AnswerOrder, "write_answer"),
-    (AnswerOrder, "answered"),
+    (AnswerOrder, "answer_whole"),
+    (AnswerOrder, "answer_pieces"),
 ]
 
 

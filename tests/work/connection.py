@@ -1,6 +1,6 @@
 """A connection of a front without sockets of clients: what arrives is given to it, what leaves is kept.
 
-    test ─▶ InferProtocol ─▶ Submitter ══ lane ══ WorkerLane, answered by the test     (of gRPC: tests.work.grpc_connection)
+    test ─▶ Connection ─▶ Submitter ══ lane ══ WorkerLane, answered by the test     (of gRPC: tests.work.grpc_connection)
 
 All but the transport is real. The loop is asyncio's, so that every step can be taken by itself.
 """
@@ -11,14 +11,11 @@ import asyncio
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, cast
-
-from uvicorn.config import Config
-from uvicorn.server import ServerState
+from typing import Any
 
 from config.options import Lanes, Options
 from daemon.control.tally import Tally
-from daemon.http.protocol import InferProtocol, protocol_for
+from daemon.http.connection import Connection
 from daemon.http.serving import Serving
 from daemon.submit.model_table import ModelTable
 from daemon.submit.submitter import Submitter
@@ -190,20 +187,11 @@ class Bench(LaneBench):
     def __init__(self, options: Options = OPTIONS) -> None:
         super().__init__(options)
         self.serving = Serving(options, self.table, self.submitter, self.tally.seat(0))
-        self._kind = protocol_for(self.serving)
-        self._config = Config(
-            cast(Any, _no_application), interface="asgi3", http=self._kind, ws="none", log_config=None
-        )
-        self._config.load()
-        self._state = ServerState()
+        self.connections: set[Connection] = set()
 
     def connect(self) -> KeptTransport:
-        connection: InferProtocol = self._kind(self._config, self._state, {}, asyncio.get_running_loop())
+        connection = Connection(self.serving, self.connections)
         transport = self.transport(connection)
         connection.connection_made(transport)
         self.transports.append(transport)
         return transport
-
-
-async def _no_application(scope: Any, receive: Any, send: Any) -> None:
-    raise AssertionError("nothing but inference is asked for")

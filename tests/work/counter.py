@@ -6,9 +6,10 @@ None of it depends on how fast a machine is or what else runs on it.
 from __future__ import annotations
 
 import contextlib
+import socket
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,13 +18,19 @@ _ROOT = Path(__file__).parent.parent.parent
 #: Code that is counted; not what it calls in libraries, nor the tests.
 _ROOMS = tuple(f"{_ROOT / room}/" for room in ("daemon", "shm", "workers", "config"))
 #: Functions of the standard library that are system calls.
-_SYSTEM_CALLS = {"send", "sendmsg", "sendto", "recv", "recv_into", "recvmsg", "recvmsg_into", "accept", "sched_yield"}
+_SYSTEM_CALLS = {"send", "sendmsg", "sendto", "recv", "recv_into", "recvmsg", "recvmsg_into", "_accept", "sched_yield"}
 _SYSTEM_CALLS |= {
     "memfd_create",
     "ftruncate",
     "posix_fallocate",
     "fcntl",
     "dup",
+    "getpeername",
+    "getsockname",
+    "getsockopt",
+    "setblocking",
+    "setsockopt",
+    "shutdown",
     "pread",
     "pwrite",
     "preadv",
@@ -63,6 +70,9 @@ class Work:
         return self._step
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
-        # A generator has a ``send`` as well.
-        if event == "c_call" and argument.__name__ in _SYSTEM_CALLS and frame.f_code.co_filename.startswith(_ROOMS):
+        if event != "c_call" or argument.__name__ not in _SYSTEM_CALLS or isinstance(argument.__self__, Coroutine):
+            return
+        # Some methods of sockets are functions of the standard library around those that call the system.
+        caller = frame.f_back if frame.f_code.co_filename == socket.__file__ else frame
+        if caller is not None and caller.f_code.co_filename.startswith(_ROOMS):
             self.system_calls[argument.__name__] += 1

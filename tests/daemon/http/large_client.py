@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from daemon.http.protocol import InferProtocol
+from daemon.http.connection import Connection
 from shm.messages import Cancel, Completion, FormSubmit, Inline, RegionSlice, Submit, Tensor
 from tests.fakes import WholeRequests, answer_formed
 from tests.work.connection import Bench, KeptTransport
@@ -153,10 +153,10 @@ class EchoingWorker:
         return self._bench.worker.arena.statistics()["leases"]
 
 
-def connection_of(transport: KeptTransport) -> InferProtocol:
+def connection_of(transport: KeptTransport) -> Connection:
     """Also where another reads for it."""
     protocol = transport._protocol
-    connection: InferProtocol = getattr(protocol, "_connection", protocol)
+    connection: Connection = getattr(protocol, "_connection", protocol)
     return connection
 
 
@@ -182,7 +182,7 @@ async def exchange(
         worker.take()
         if worker.waiting:
             worker.answer(complete)
-        elif not connection._order or connection._receiving is not None:
+        elif not connection.order.requests or connection.order.receiving is not None:
             break
     got = b"".join(bytes(piece) for write in transport.writes for piece in write)
     transport.writes.clear()

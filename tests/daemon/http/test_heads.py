@@ -127,11 +127,20 @@ def test_rules_of_the_operator_see_every_line() -> None:
     assert known[head_of(*LINES, b"key: 2")] is None
 
 
+def test_one_that_ends_its_connection_is_another_head() -> None:
+    known = learned()
+    assert known[head_of(*LINES, b"Connection: close")] is None
+    known = learned(b"Connection: close")
+    meaning = known[head_of(*LINES, b"Connection: close", b"a: b")]
+    assert meaning is not None
+    assert not meaning.keep_alive
+    assert known[head_of(*LINES)] is None
+
+
 @pytest.mark.parametrize(
     ("first", "lines"),
     [
         (b"\r\nPOST /v2/models/m/infer HTTP/1.1", LINES),
-        (b"POST /v2/models/m/infer HTTP/1.1", [*LINES, b"Connection: close"]),
         (b"POST /v2/models/m/infer HTTP/1.1", [LINES[0], b"Transfer-Encoding: chunked"]),
         (b"POST /v2/models/m/infer HTTP/1.1", [*LINES, b"a: " + b"b" * MAX_HEAD]),
         (b"POST /v2/models/m/versions/0/infer HTTP/1.1", LINES),

@@ -16,6 +16,7 @@ from config.options import Requests
 from shm.control_records import ModelGone, ModelState
 from shm.messages import Submit
 from tests.daemon.http.large_client import SIZE, EchoingWorker, LargeBench, connection_of, exchange, head_size, turns
+from tests.daemon.http.large_client import request as plain_request
 from tests.work.connection import OPTIONS, KeptTransport
 
 UNREMEMBERING = msgspec.structs.replace(OPTIONS, requests=Requests(max_forms=0))
@@ -35,7 +36,7 @@ class Front:
         transport = self.connections.get(number) or self.connections.setdefault(number, self.bench.connect())
         got = await exchange(self.worker, transport, pieces)
         connection = connection_of(transport)
-        if transport.is_closing() or connection._closing or not connection.idle:
+        if transport.is_closing() or connection.order.closing or not connection.idle:
             # It ends, or waits for the rest of a body that was announced too long.
             del self.connections[number]
             connection.connection_lost(None)
@@ -160,3 +161,27 @@ def test_the_same_requests_get_the_same_answers(seed: int) -> None:
     asyncio.run(test())
     # A refusal that waited for its turn holds what led to it.
     gc.collect()
+
+
+@pytest.mark.parametrize("size", [4, SIZE])
+def test_the_last_answer_of_a_connection_is_the_same(size: int) -> None:
+    """Of connections that are used once, and say so: the first head is parsed, the others are known."""
+
+    async def test() -> None:
+        front = Front(True)
+        try:
+            content = plain_request(bytes(size), "Connection: close", id="7")
+            answers = []
+            for number in range(4):
+                answers.append(await front.ask(number, [content]))
+                assert number not in front.connections
+                await turns()
+            assert answers[0].startswith(b"HTTP/1.1 200 OK\r\n")
+            assert b"\r\nConnection: close\r\n" in answers[0]
+            assert answers == answers[:1] * 4
+            assert not isinstance(front.worker.records[-1], Submit)
+            assert front.worker.leases == 0
+        finally:
+            front.bench.close()
+
+    asyncio.run(test())

@@ -100,7 +100,7 @@ def test_a_body_that_comes_by_the_byte_gains_no_time() -> None:
         bench = Bench()
         with contextlib.closing(bench):
             transport = await known(bench)
-            times = transport._protocol._times
+            times = transport._protocol.order.times
             transport.arrive(REQUEST[:HEAD])
             times.body_since = since = times.body_since - 5
             assert since > 0

@@ -1,0 +1,242 @@
+"""A connection of a client: it has what receives, an order of answers, and deadlines.
+
+    socket ─▶ Connection ─▶ head parsed before (heads) ─▶ Exchange ──────────────╮
+                │   ╰─────▶ ParserFeed ─▶ Messages ─▶ Exchange, or Starlette's ──┴─▶ AnswerOrder ─▶ socket
+                ╰─────────▶ BodyReader: the rest of a large body, straight to its place
+
+Its guards, each with a clear answer: the number of connections (503), a request that does not get whole in time (408), and those
+of ``messages``. Whoever asks nothing, or does not take its answers, for too long is cut off.
+
+A client may end its sending side: what it sent whole is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from time import monotonic
+
+from daemon.front.body_reader import BodyReader
+from daemon.front.peer import client_of
+from daemon.http.answer_order import AnswerOrder
+from daemon.http.answering import Phase
+from daemon.http.body import COLLECT_BYTE_SIZE, PlacedBody, TextBody
+from daemon.http.deadlines import Late
+from daemon.http.exchange import Exchange
+from daemon.http.heads import END, MAX_HEAD
+from daemon.http.message_head import InferHead
+from daemon.http.parser_feed import ParserFeed
+from daemon.http.serving import Serving
+
+#: A body with more to come than this is read from the socket straight to its place.
+DIRECT_BYTE_SIZE = 64 << 10
+#: What is said where a request does not get whole in time.
+_REFUSED = {
+    Late.HEAD: "the request line and headers were not whole within {http.head_timeout:g} s",
+    Late.BODY: "the request body was not whole within {http.body_timeout:g} s",
+    Late.SLOW: "the request body came at fewer than {http.min_rate} bytes a second",
+}
+_RECEIVING, _SUBMITTED = Phase.RECEIVING, Phase.SUBMITTED
+
+
+class Connection(asyncio.Protocol):
+    """``connections``: all of this front; it is among them while it is open."""
+
+    __slots__ = ("_connections", "_feed", "_held", "_serving", "order", "transport")
+
+    def __init__(self, serving: Serving, connections: set[Connection]) -> None:
+        self._serving = serving
+        self._connections = connections
+        #: There once a head has come that was not parsed before.
+        self._feed: ParserFeed | None = None
+        #: The beginning of a small request whose head was parsed before, until its body is whole.
+        self._held = b""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        serving, connections = self._serving, self._connections
+        seat, limit = serving.seat, serving.options.http.max_connections
+        full = seat.total() >= limit and not serving.longest_idle.make_room(monotonic())
+        # With no room to buffer, a write goes to the socket at once and says whether all of it went.
+        transport.set_write_buffer_limits(high=0)
+        self.transport = transport
+        self.order = AnswerOrder(serving, transport, serving.submitter.accounts.open(client_of(transport)))
+        connections.add(self)
+        seat.count(len(connections))
+        if full:
+            self.order.refuse(503, f"{seat.total()} connections are open, at most {limit} are allowed")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        serving, connections, order = self._serving, self._connections, self.order
+        connections.discard(self)
+        serving.seat.count(len(connections))
+        serving.submitter.accounts.close(order.account)
+        order.lost()
+        if self._feed is not None:
+            self._feed.messages.close()
+
+    # ---------------------------------------------------------------------------------------------- what arrives
+
+    def data_received(self, data: bytes) -> None:
+        order, held = self.order, self._held
+        if held:
+            data, self._held = held + data, b""
+        between = not (order.requests or order.receiving or order.times.head_since)
+        if between:
+            size = data.find(END, 0, MAX_HEAD) + 4
+            head = self._serving.heads[data[:size]]
+            if head is not None and (held or not self._serving.closed) and self._take(head, data, size):
+                return
+        if not order.closing:
+            self._parse(data, between)
+
+    def _take(self, head: InferHead, data: bytes, head_size: int) -> bool:
+        """A request whose head was parsed before, or the beginning of one, where nothing else is under way. False: parse it."""
+        order, length = self.order, head.content_length
+        received = len(data) - head_size
+        assert length is not None
+        if order.closing:
+            return False
+        if received == length:
+            order.times.body_since = 0.0
+            exchange = Exchange(
+                self._serving, head, order, head.keep_alive, None, _SUBMITTED if head.is_small else _RECEIVING
+            )
+            order.requests.append(exchange)
+            if self._serving.stopping:
+                order.announce_end()
+            if order.reader is not None:
+                self._leave_reader()
+            if head.is_small:
+                exchange.take(data[head_size:])
+            else:
+                exchange.begin()
+                exchange.reception.receive(data[head_size:])
+                exchange.complete()
+                exchange.take_turn()
+            return True
+        if received > length or head.coding:
+            return False
+        if length <= COLLECT_BYTE_SIZE:
+            # Many clients send a head and its body one after the other.
+            self._held = data
+            order.times.idle_since = 0.0
+            order.times.body_since = order.times.body_since or monotonic()
+            return True
+        return (
+            length - received >= DIRECT_BYTE_SIZE
+            and head.json_size is not None
+            and self._take_large(head, data[head_size:])
+        )
+
+    def _take_large(self, head: InferHead, first: bytes) -> bool:
+        """A request with that head and the beginning of its body. False: not now."""
+        order = self.order
+        if order.flow.read_paused:
+            return False
+        exchange = Exchange(self._serving, head, order, head.keep_alive)
+        body = exchange.begin_now()
+        if body is None:
+            return False
+        if first:
+            body.write(first)
+        order.append(exchange)
+        exchange.take_turn()
+        order.times.body_since = monotonic()
+        order.times.idle_since = 0.0
+        self._read_rest(body)
+        return True
+
+    def _parse(self, data: bytes, between: bool) -> None:
+        """Anything else. ``between``: nothing was under way when it came."""
+        order, feed = self.order, self._feed
+        if feed is None:
+            feed = self._feed = ParserFeed(self._serving, self.transport, order)
+        feed.receive(data, between)
+        if order.closing or order.flow.resting:
+            return
+        receiving = order.receiving
+        if isinstance(receiving, Exchange):
+            body = receiving.reception.body
+            if isinstance(body, PlacedBody | TextBody) and len(body.rest()) >= DIRECT_BYTE_SIZE:
+                # The parser will not see the end of this one.
+                feed.messages.begin_anew()
+                self._read_rest(body)
+        elif order.reader is not None and receiving is None and not order.times.head_since:
+            self._leave_reader()
+
+    def eof_received(self) -> bool:
+        """The client sends no more, and may still read. True: the connection stays open for what it is owed."""
+        order = self.order
+        order.ended = True
+        if not order.closing:
+            if order.times.head_since or self._held or order.receiving is not None:
+                order.refuse(400, "the connection ended in the middle of a request")
+            else:
+                order.announce_end()
+        return bool(order.requests)
+
+    # ---------------------------------------------------------------------------------------------- large bodies
+
+    def _read_rest(self, body: PlacedBody | TextBody) -> None:
+        """Reads what is to come of it straight to its place."""
+        order = self.order
+        order.reader = order.reader or BodyReader(self, self.transport)
+        order.reader.receive(body)
+
+    def _leave_reader(self) -> None:
+        """What came was small and whole: it is read as everything is, for now."""
+        order = self.order
+        if order.reader is not None and not order.flow.read_paused:
+            order.reader.leave()
+            order.reader = None
+
+    def direct_body_complete(self) -> None:
+        """What the reader had to read is there."""
+        order = self.order
+        order.received_whole()
+        if order.flow.read_paused and not self.transport.is_closing():
+            self.transport.pause_reading()  # it was resumed past the flow control, for this body
+
+    # --------------------------------------------------------------------------------------------------- the rest
+
+    def pause_writing(self) -> None:
+        self.order.pause_writing()
+
+    def resume_writing(self) -> None:
+        self.order.resume_writing()
+
+    def check(self, now: float) -> None:
+        """Ends what has waited too long; called about once a second by the server."""
+        http, order = self._serving.options.http, self.order
+        late = order.times.late(http, now, self.transport.get_write_buffer_size(), order.received, order.closing)
+        if late in _REFUSED:
+            order.refuse(408, _REFUSED[late].format(http=http))
+        elif late is not None and not (late is Late.IDLE and order.requests):
+            self.transport.abort()
+
+    def shutdown(self) -> None:
+        """The server stops: an idle connection closes, a busy one after its last answer."""
+        if self.idle:
+            self.transport.close()
+        else:
+            self.order.announce_end()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is under way."""
+        order = self.order
+        return not (order.requests or order.times.head_since or order.times.body_since)
+
+    @property
+    def used_at(self) -> float:
+        """When it was last of use to its client, where it asks nothing; monotonic seconds."""
+        return self.order.times.idle_since or self.order.times.head_since
+
+    @property
+    def asks_nothing(self) -> bool:
+        """Whether it waits for no answer, nor for all of one to leave. A head that is not whole asks nothing yet."""
+        order = self.order
+        return not (order.requests or order.times.body_since or order.flow.write_paused)
+
+    def make_room(self) -> None:
+        """Others need its place."""
+        self.transport.abort()

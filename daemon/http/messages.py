@@ -1,0 +1,221 @@
+"""Requests whose heads have to be parsed: what httptools calls as it finds them.
+
+The guards of a head, each with a clear answer: its size and its number of fields (431), malformed HTTP (400), what message_head
+refuses. And of a body: its size (413). What is no inference request becomes a cycle of Starlette's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from time import monotonic
+
+import httptools
+
+from daemon.front.access import Restricted
+from daemon.front.chunk_sizes import ChunkSizes
+from daemon.front.connection_end import ConnectionEnd
+from daemon.http import message_head
+from daemon.http.answer_order import AnswerOrder
+from daemon.http.cycle import Cycle
+from daemon.http.exchange import Exchange
+from daemon.http.infer_route import InferRoute
+from daemon.http.message_head import InferHead
+from daemon.http.serving import Serving
+from shm.errors import ServingError
+
+#: Requests a client may send ahead on one connection before the first is answered.
+_MAX_PIPELINED = 256
+
+
+class Messages:
+    """Of one connection; puts what it finds into ``order``."""
+
+    def __init__(self, serving: Serving, transport: asyncio.Transport, order: AnswerOrder) -> None:
+        self._serving = serving
+        self._transport = transport
+        self._order = order
+        self.begin_anew()
+        self.url = b""
+        self.headers: list[tuple[bytes, bytes]] = []
+        #: Headers of the message that are forwarded, with their names as they were sent.
+        self._forwarded: list[tuple[bytes, bytes]] = []
+        #: The message began when the server took nothing any more.
+        self._late = False
+        #: Bytes of a head that is not whole.
+        self.head_size = 0
+        #: Messages that began, and chunks of bodies, since these were set to 0.
+        self.begun = self.chunk_count = 0
+        #: The framing of the body that is arriving, if it comes in chunks.
+        self.chunks: ChunkSizes | None = None
+        #: What the head of the last message meant that began, where another one of the same bytes means the same.
+        self.meaning: InferHead | None = None
+        self._connection_end = ConnectionEnd()
+
+    def begin_anew(self) -> None:
+        """What was parsed before has nothing to do with what comes."""
+        self.parser = httptools.HttpRequestParser(self)
+
+    def close(self) -> None:
+        """The connection is gone."""
+        self._connection_end.close()
+        del self.parser  # which refers to this object
+
+    # ------------------------------------------------------------------------------------------------- head
+
+    def on_message_begin(self) -> None:
+        self.begun += 1
+        times = self._order.times
+        if not times.head_since:
+            times.head_since = monotonic()
+            times.idle_since = 0.0
+        self.meaning = None
+        self._late = self._serving.closed
+        self.url = b""
+        self.headers = []
+        if self._forwarded:
+            self._forwarded = []
+        self._order.expects_continue = False
+
+    def on_url(self, url: bytes) -> None:
+        self.url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._order.receiving is not None:
+            return  # a trailer, which nobody wants
+        if self._serving.forwarding is not None and self._serving.forwarding.wants(name):
+            self._forwarded.append((name, value))
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self._order.expects_continue = True
+        self.headers.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        order, parser = self._order, self.parser
+        # Where it is refused already, the parser goes on to the end of what it was fed. An offered upgrade: see ParserFeed.
+        if order.closing or (parser.should_upgrade() and parser.get_method() != b"CONNECT"):
+            return
+        version = parser.get_http_version()
+        refusal = self._check_size() or self._check(version)
+        if refusal is not None:
+            order.refuse(*refusal)
+            return
+        if version == "1.0":
+            order.expects_continue = False  # that version has no interim answers
+        route = self._serving.routes.find(self.url) if parser.get_method() == b"POST" else None
+        if route is None:
+            self._begin_cycle(version)
+        else:
+            self._begin_exchange(route, version)
+
+    def _check_size(self) -> tuple[int, str] | None:
+        http = self._serving.options.http
+        self.head_size = sum([len(name) + len(value) + 4 for name, value in self.headers], len(self.url))
+        if self.head_size > http.max_head_byte_size:
+            return self.too_long()
+        if len(self.headers) > http.max_head_fields:
+            fields, limit = len(self.headers), http.max_head_fields
+            return 431, f"the request has {fields} header fields, at most {limit} are allowed"
+        self.head_size = 0
+        return None
+
+    def too_long(self) -> tuple[int, str]:
+        """What is said of such a head."""
+        limit = self._serving.options.http.max_head_byte_size
+        return 431, f"the request line and headers have more than {limit} bytes, at most {limit} are allowed"
+
+    def _check(self, version: str) -> tuple[int, str] | None:
+        times = self._order.times
+        times.head_since = 0.0
+        # Of a request that was held it is known already: whoever sends it by the byte gains no time by that.
+        times.body_since = times.body_since or monotonic()
+        if self.parser.get_method() == b"CONNECT":
+            return 400, "malformed HTTP request"
+        if self._late:
+            # Whoever sends the next request before the last answer would go on until the end of the grace period, and be cut.
+            return 503, "the server is stopping"
+        if len(self._order.requests) >= _MAX_PIPELINED:
+            return 400, f"more than {_MAX_PIPELINED} requests are waiting for their answers on this connection"
+        return message_head.refusal(version, self.headers)
+
+    def _begin_exchange(self, route: InferRoute, version: str) -> None:
+        serving, order = self._serving, self._order
+        keep_alive = bool(self.parser.should_keep_alive())
+        head = message_head.infer_head(route, version, keep_alive, self.headers, serving.compression > 0)
+        if serving.infer_rule is not None or self._forwarded:
+            self._apply_rules(head)
+        limit = serving.options.http.max_body_byte_size
+        if (head.content_length or 0) > limit:
+            order.refuse(413, f"the request body has {head.content_length} bytes, at most {limit} are allowed")
+            return
+        if head.content_length is None:
+            self._chunks_begin()
+        if not order.expects_continue:
+            self.meaning = head
+        exchange = Exchange(serving, head, order, head.keep_alive)
+        order.append(exchange)
+        exchange.begin()
+        if exchange.refused and (order.expects_continue or head.content_length is None):
+            # Its body is not wanted, and how much would come is unknown: answer now and hang up.
+            exchange.keep_alive = False
+            order.receiving = None
+            exchange.complete()
+        elif order.expects_continue and len(order.requests) == 1:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if len(order.requests) == 1:
+            exchange.take_turn()
+
+    def _apply_rules(self, head: InferHead) -> None:
+        """What the operator has asked for: a key, headers as parameters."""
+        try:
+            if self._serving.infer_rule is not None:
+                self._serving.infer_rule.check(self.headers)
+            if self._serving.forwarding is not None:
+                head.forwarded = self._serving.forwarding.parameters(self._forwarded)
+        except Restricted as refusal:
+            head.error = refusal  # before anything else that is wrong: nothing is told to who may not ask
+        except ServingError as error:
+            head.error = head.error or error
+
+    def _begin_cycle(self, version: str) -> None:
+        """Everything but infer."""
+        order = self._order
+        if any(name == b"transfer-encoding" for name, _ in self.headers):
+            self._chunks_begin()
+        scope = {
+            **message_head.scope(self.parser.get_method(), self.url, version, self.headers),
+            # Who asks: read from it only where that matters (daemon.front.peer).
+            "tensord.socket": self._transport.get_extra_info("socket"),
+            "tensord.account": order.account,
+            "tensord.end": self._connection_end,
+            "tensord.forwarded": self._forwarded,
+        }
+        # It says by itself when it wants its body.
+        expects_continue, order.expects_continue = order.expects_continue, False
+        keep_alive = bool(self.parser.should_keep_alive())
+        cycle = Cycle(self._serving, scope, order.flow, order.answered, keep_alive, expects_continue)
+        order.append(cycle)
+        if len(order.requests) == 1:
+            cycle.take_turn()
+
+    # ------------------------------------------------------------------------------------------------- body
+
+    def _chunks_begin(self) -> None:
+        """The body whose head came comes in chunks."""
+        http = self._serving.options.http
+        self.chunks = ChunkSizes(http.max_body_byte_size, http.max_head_byte_size)
+
+    def on_body(self, body: bytes) -> None:
+        receiving = self._order.receiving
+        if self.chunks is not None:
+            self.chunk_count += 1
+        if isinstance(receiving, Exchange):
+            limit = self._serving.options.http.max_body_byte_size
+            if receiving.received + len(body) > limit:
+                self._order.refuse(413, f"the request body has more than {limit} bytes, at most {limit} are allowed")
+            else:
+                receiving.reception.receive(body)
+        elif receiving is not None:
+            receiving.take_body(body)
+
+    def on_message_complete(self) -> None:
+        self._order.received_whole()

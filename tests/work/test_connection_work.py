@@ -1,0 +1,171 @@
+"""What a connection costs the HTTP front that is used once, from taking it to its end, counted in its own code.
+
+Over a socket: the client connects, asks, reads its answer and closes. What the kernel and the loop do besides
+cannot be counted here; that they are asked for nothing in vain can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from daemon.front.acceptor import Acceptor
+from daemon.http.connection import Connection
+from shm.messages import Cancel, Completion, FormSubmit
+from tests.fakes import answer_formed
+from tests.work.connection import Bench, KeptTransport
+from tests.work.counter import Work
+from tests.work.test_front_work import _SMALL, binary, two_small
+
+WARM, COUNT = 3, 10
+_TURNS = 200
+REQUEST = binary("addsub", _SMALL, 128)
+#: Its client says that it is used once.
+LAST = REQUEST.replace(b"Accept: */*", b"Connection: close")
+
+
+class Door(Bench):
+    """A front with a listening socket."""
+
+    def open(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.acceptor = Acceptor(
+            [self.listener.dup()], self.serving.seat, lambda: Connection(self.serving, self.connections)
+        )
+        self.acceptor.start()
+
+    async def turn(self, work: Work, done: Callable[[], bool]) -> None:
+        for _ in range(_TURNS):
+            if done():
+                return
+            with work.counting():
+                await asyncio.sleep(0.001)
+        raise AssertionError("nothing happens any more")
+
+    async def visit(self, work: Work, request: bytes) -> bytes:
+        """A client's, from its connect to its end; all that it got."""
+        got: list[Completion] = []
+        answer = bytearray()
+
+        def asked() -> bool:
+            for record in self.worker.receive() or ():
+                assert not isinstance(record, Cancel)
+                if (whole := self._whole.read(record)) is not None:
+                    got.append(two_small(self.worker, whole))
+                    if isinstance(record, FormSubmit):
+                        answer_formed(self.worker, got[0])
+                    else:
+                        self.worker.complete(got[0])
+                    assert self.worker.flush()
+            return bool(got)
+
+        def answered() -> bool:
+            with contextlib.suppress(BlockingIOError):
+                answer.extend(client.recv(1 << 16))
+            return answer.endswith(bytes(128))
+
+        with socket.create_connection(self.listener.getsockname()) as client:
+            client.setblocking(False)
+            await self.turn(work, lambda: bool(self.connections))
+            client.sendall(request)
+            await self.turn(work, asked)
+            await self.turn(work, answered)
+        await self.turn(work, lambda: not self.connections)
+        return bytes(answer)
+
+
+@contextlib.asynccontextmanager
+async def door() -> AsyncIterator[Door]:
+    made = Door()
+    try:
+        made.open()
+        yield made
+    finally:
+        await made.acceptor.close(1)
+        made.listener.close()
+        made.close()
+
+
+async def visits(made: Door, work: Work, count: int, request: bytes) -> None:
+    for _ in range(count):
+        assert (await made.visit(work, request)).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+def on_a_door(test: Callable[[Door], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with door() as made:
+            await test(made)
+
+    asyncio.run(run())
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions of Python have other instructions")
+@pytest.mark.parametrize(("request_", "limit"), [(REQUEST, 1730), (LAST, 1790)], ids=["closes", "is-closed"])
+def test_instructions(request_: bytes, limit: int) -> None:
+    async def test(made: Door) -> None:
+        await visits(made, Work(), WARM, request_)
+        work = Work()
+        await visits(made, work, COUNT, request_)
+        assert 0 < work.instructions / COUNT <= limit
+
+    on_a_door(test)
+
+
+def test_system_calls() -> None:
+    """Two accepts, the second one in vain; it is made not to block; what it asks goes to the worker, and the answer comes."""
+
+    async def test(made: Door) -> None:
+        await visits(made, Work(), WARM, REQUEST)
+        work = Work()
+        await visits(made, work, COUNT, REQUEST)
+        assert work.system_calls.total() <= 5 * COUNT, work.system_calls
+
+    on_a_door(test)
+
+
+def test_a_transport_is_asked_for_its_peer_alone() -> None:
+    """The rest of what it could tell costs system calls."""
+    asked: list[str] = []
+
+    class Asked(KeptTransport):
+        def get_extra_info(self, name: str, default: Any = None) -> Any:
+            asked.append(name)
+            return ("127.0.0.1", 1) if name == "peername" else default
+
+    async def test() -> None:
+        bench = Bench()
+        bench.transport = Asked
+        try:
+            await bench.answer(Work(), [(bench.connect(), REQUEST)], two_small)
+        finally:
+            bench.close()
+
+    asyncio.run(test())
+    assert asked == ["peername"]
+
+
+@pytest.mark.parametrize("request_", [REQUEST, LAST], ids=["closes", "is-closed"])
+def test_nothing_is_left_for_the_garbage_collector(request_: bytes) -> None:
+    async def test(made: Door) -> None:
+        await visits(made, Work(), WARM, request_)
+        gc.collect()
+        gc.disable()
+        try:
+            await visits(made, Work(), COUNT, request_)
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            ours = [type(each).__name__ for each in gc.garbage if type(each).__module__.startswith("daemon.")]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+        assert not ours
+
+    on_a_door(test)
