@@ -28,6 +28,9 @@ ASKED = {
     "16MiB-http-shm-c4": (3.0, 0.33),
     "mlp-http-c32": (2.5, 0.0),
     "mlp-grpc-c32": (2.0, 0.0),
+    "rnn-http-c16": (3.0, 0.0),
+    "rnn-stream-c16": (3.0, 0.0),
+    "rnn-stream-c64": (4.0, 0.0),
 }
 
 

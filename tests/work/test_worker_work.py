@@ -26,7 +26,7 @@ PATIENCE = 1000
 def ask(loop: WorkerLoop, work: Work | None, row: Row) -> list[Completion]:
     """So many requests come in one datagram; returns their answers. Only what the worker does is counted."""
     leases = []
-    for _ in range(row.together):
+    for number in range(row.together):
         content = np.zeros(row.shape, np.float32).tobytes()
         inline = len(content) <= OPTIONS.arenas.inline_byte_size
         lease = None if inline else loop.arena.loan(len(content))
@@ -38,7 +38,8 @@ def ask(loop: WorkerLoop, work: Work | None, row: Row) -> list[Completion]:
         if row.whole:
             loop.submit_whole(row.model, inputs)
         else:
-            loop.submit(row.model, inputs, leases=leases)
+            own = {"sequence_id": 1 + number, "sequence_start": True} if row.sequences else {}
+            loop.submit(row.model, inputs, leases=leases, own=own)
     answers = loop.answers(row.together, work=work)
     for answer in answers:
         if answer.lease is not None:
@@ -61,6 +62,8 @@ class Row:
     together: int = 1
     #: Not told as one of a form.
     whole: bool = False
+    #: Each is of a sequence of its own, which begins anew.
+    sequences: bool = False
 
 
 ROWS = [
@@ -71,6 +74,8 @@ ROWS = [
     Row("mlp-together", "mlp", ("x",), (1, 784), 91, together=8),
     Row("1MiB", "identity", ("INPUT0",), (MIB // 4,), 1675),
     Row("1MiB-whole", "identity", ("INPUT0",), (MIB // 4,), 4625, whole=True),
+    Row("sequence", "rnn", ("x",), (1, 64), 4300, sequences=True),
+    Row("sequence-together", "rnn", ("x",), (1, 64), 1750, together=16, sequences=True),
 ]
 rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
@@ -78,7 +83,7 @@ rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 @pytest.fixture(scope="module")
 def loop(leaves_nothing: None) -> Iterator[WorkerLoop]:
     made = WorkerLoop()
-    for name in ("addsub", "identity", "mlp"):
+    for name in ("addsub", "identity", "mlp", "rnn"):
         made.load(ROOT / "bench" / "models" / name)
     yield made
     made.close()
