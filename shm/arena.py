@@ -37,11 +37,10 @@ OnSegment = Callable[[Segment], None]
 class Lease:
     """A block on loan: write, send, and release exactly once, when no reader can still look at it."""
 
-    __slots__ = ("_arena", "_block", "arriving", "generation", "holder", "place", "view")
+    __slots__ = ("_arena", "arriving", "generation", "holder", "place", "view")
 
-    def __init__(self, arena: Arena, place: Slice, generation: int, view: memoryview, block: int) -> None:
+    def __init__(self, arena: Arena, place: Slice, generation: int, view: memoryview) -> None:
         self._arena: Arena | None = arena
-        self._block = block
         self.place = place
         self.generation = generation
         #: Writable, exactly ``place.byte_size`` bytes.
@@ -108,7 +107,7 @@ class Arena:
         if byte_size <= self._buddies.largest:
             offset = self._buddies.take(byte_size)
             if offset is not None:
-                return self._lease(0, offset, byte_size, self._buddies.block_size(byte_size))
+                return self._lease(0, offset, byte_size)
             if byte_size <= self.small_byte_size:
                 lease = self._loan_reserved(byte_size)
                 if lease is not None:
@@ -151,13 +150,13 @@ class Arena:
             "max_byte_size": self._max_byte_size,
             "segments": len(self._segments),
             "leases": len(self._leases),
-            "leased_byte_size": sum(lease._block for lease in self._leases.values()),
+            "leased_byte_size": self._leased_byte_size(),
             "free_large_segments": len(self._free_large),
         }
 
     def describe_full(self, byte_size: int) -> str:
         """The sentence for a request that waited in vain, with both numbers."""
-        used = sum(lease._block for lease in self._leases.values())
+        used = self._leased_byte_size()
         return f"no room for {byte_size} bytes in the request arena: {used} of {self._max_byte_size} are in use"
 
     def close(self) -> None:
@@ -168,10 +167,20 @@ class Arena:
         self._leases.clear()
         self._free_large.clear()
 
-    def _lease(self, segment: int, offset: int, byte_size: int, block: int) -> Lease:
+    def _leased_byte_size(self) -> int:
+        """Of the blocks that are on loan."""
+        return sum(self._block_size(lease.place) for lease in self._leases.values())
+
+    def _block_size(self, place: Slice) -> int:
+        for number, buddies in ((0, self._buddies), self._reserve or (0, self._buddies)):
+            if place.segment == number:
+                return buddies.block_size(place.byte_size)
+        return self._segments[place.segment].byte_size
+
+    def _lease(self, segment: int, offset: int, byte_size: int) -> Lease:
         self._generation += 1
         view = self._segments[segment].view[offset : offset + byte_size]
-        lease = Lease(self, Slice(segment, offset, byte_size), self._generation, view, block)
+        lease = Lease(self, Slice(segment, offset, byte_size), self._generation, view)
         self._leases[segment, offset] = lease
         return lease
 
@@ -185,7 +194,7 @@ class Arena:
         if fitting:
             number = min(fitting, key=lambda n: self._segments[n].byte_size)
             self._free_large.remove(number)
-            return self._lease(number, 0, byte_size, self._segments[number].byte_size)
+            return self._lease(number, 0, byte_size)
         while self._byte_size + size > self._max_byte_size and self._free_large:
             self._close_segment(self._free_large.pop(0))
         if self._byte_size + size > self._max_byte_size:
@@ -193,7 +202,7 @@ class Arena:
         number, self._next_segment = self._next_segment, self._next_segment + 1
         self._segments[number] = self._create(size)
         self._byte_size += size
-        return self._lease(number, 0, byte_size, size)
+        return self._lease(number, 0, byte_size)
 
     def _loan_reserved(self, byte_size: int) -> Lease | None:
         if self._reserve is None:
@@ -202,7 +211,7 @@ class Arena:
             self._reserve = number, Buddies(self._reserve_byte_size)
         number, buddies = self._reserve
         offset = buddies.take(byte_size)
-        return None if offset is None else self._lease(number, offset, byte_size, buddies.block_size(byte_size))
+        return None if offset is None else self._lease(number, offset, byte_size)
 
     def _create(self, byte_size: int) -> Segment:
         segment = Segment.create(byte_size)

@@ -133,6 +133,12 @@ class PlacedBody:
         """The JSON."""
         return self.lease.view[self._start : self._start + head_size]
 
+    def places(self, head_size: int, parts: list[Part]) -> tuple[Slice, ...]:
+        """Where parts lie of which none is tiny."""
+        slice_ = self.lease.place
+        segment, start = slice_.segment, slice_.offset + self._start + head_size
+        return tuple([Slice(segment, start + part.offset, part.byte_size) for part in parts])
+
     def place(self, head_size: int, part: Part, inline_byte_size: int) -> Content:
         """Where a part lies; of a tiny one its bytes."""
         start = self._start + head_size + part.offset

@@ -10,6 +10,7 @@ which their requests came, so an answer is written only by the exchange whose tu
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from time import monotonic_ns
 
 import msgspec
@@ -179,20 +180,21 @@ class Exchange(Answering):
     def _read(self, body: Body) -> None:
         """Decodes the JSON and submits. What is large in it is found first, in steps."""
         json_size = self._head.json_size
+        text: bytes | memoryview
         if isinstance(body, PlacedBody):
-            assert json_size is not None
             size = body.received
-            content: bytes | memoryview = body.head(json_size or size)
+            text = body.head(json_size or size)
         else:
-            content = body.whole()
-            size = len(content)
-            if json_size is not None and json_size > size:
-                raise InvalidArgument(f"inference header size should be in range (0, {size}), got: {json_size}")
+            text = body.whole()
+            size = len(text)
+            if json_size is not None:
+                if json_size > size:
+                    raise InvalidArgument(f"inference header size should be in range (0, {size}), got: {json_size}")
+                text = text[: json_size or size]
         if json_size == 0:
-            raw = decode_raw(self._serving.table.find(self._head.model, self._head.version), content)
+            raw = decode_raw(self._serving.table.find(self._head.model, self._head.version), text)
             self._submit(request_of(self._head, raw), body)
             return
-        text = content if json_size is None else content[:json_size]
         if len(text) <= PIECE_BYTE_SIZE:
             apart = json_cut.cut(text) if len(text) > request_codec.MAX_UNCUT else None
             self._decode(text, apart, body, size)
@@ -205,7 +207,13 @@ class Exchange(Answering):
         self._job = self._serving.conversions.run(json_cut.steps(text), cut, self._not_converted)
 
     def _decode(self, text: bytes | memoryview, apart: json_cut.Cut | None, body: Body, size: int) -> None:
-        self._submit(self._serving.forms.read(self._head, text, size - len(text), apart), body)
+        request = self._serving.forms.read(self._head, text, size - len(text), apart)
+        form = request.form
+        if form.placed is None or type(body) is not PlacedBody or self._serving.makes_ids:
+            self._submit(request, body)
+            return
+        self._asked, self._client_id = form, request.id
+        self._send(request, body.places(len(text), form.placed))
 
     def _submit(self, request: Request, body: Body) -> None:
         if self._serving.makes_ids and not request.id:
@@ -249,27 +257,24 @@ class Exchange(Answering):
         filling = placement.fill(request.sources, contents, lease)
         self._job = self._serving.conversions.run(filling, filled, self._not_converted)
 
-    def _send(self, request: Request, contents: list[Content]) -> None:
+    def _send(self, request: Request, contents: Sequence[Content]) -> None:
         reception, self._reception = self._reception, None
+        leases, self._leases = self._leases, ()
         if reception is not None:
-            reception.drop_body()
-            self._leases = (*reception.take_leases(), *self._leases)
-        submitter, form, trace = self._serving.submitter, request.form, self._trace
+            leases = (*reception.leave(), *leases)
+        submitter, form, trace, noted = self._serving.submitter, request.form, self._trace, 0
         lane_form = form.lane_form or form.on_lane(submitter.forms, submitter.inline_byte_size)
-        number = 0 if lane_form is None else lane_form.number
-        noted = 0
         if trace is not None:
             noted = trace.level
             trace.client_id = request.id
             trace.stamp("REQUEST_START")
-        record = FormSubmit(
+        number = 0 if lane_form is None else lane_form.number
+        self.record = FormSubmit(
             submitter.next_id(), number, tuple(contents), request.id, 0, monotonic_ns(), *request.scheduling, noted
         )
-        if lane_form is not None:
-            self.record, self.form = record, lane_form
-        else:
-            self.record = whole_request(form.template, record)
-        self.leases, self._leases = self._leases, ()
+        if lane_form is None:
+            self.record = whole_request(form.template, self.record)
+        self.form, self.leases = lane_form, leases
         submitter.send(self)
         self.phase = Phase.SUBMITTED
 

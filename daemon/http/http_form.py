@@ -39,6 +39,7 @@ class HttpForm:
         "lane_form",
         "last_said",
         "model",
+        "placed",
         "sources",
         "tail_size",
         "template",
@@ -61,6 +62,8 @@ class HttpForm:
         self.lane_form: Form[Submit] | None = None
         #: Takes the tensors out of a small body; None: not all of them travel in the record.
         self.unpack: Callable[[bytes, int], tuple[Any, ...]] | None = None
+        #: Its parts, where none of its tensors travels in the record: so they lie in a body that is placed; None: look at each.
+        self.placed: list[Part] | None = None
         #: What the last request whose text was not known said of itself.
         self.last_said: tuple[str, Scheduling] = "", UNSCHEDULED
         self._answers: dict[int, AnswerText] = {}
@@ -69,9 +72,13 @@ class HttpForm:
         """None: it is the first of its kind, and travels whole."""
         if self.lane_form is None:
             self.lane_form = forms.form_again(self.template)
-            sizes = [source.byte_size for source in self.sources if type(source) is Part]
-            if self.lane_form is not None and not self.has_values and max(sizes, default=0) <= inline_byte_size:
-                self.unpack = Struct("".join([f"{size}s" for size in sizes])).unpack_from
+            parts = [source for source in self.sources if type(source) is Part]
+            sizes = [part.byte_size for part in parts]
+            if self.lane_form is not None and not self.has_values:
+                if max(sizes, default=0) <= inline_byte_size:
+                    self.unpack = Struct("".join([f"{size}s" for size in sizes])).unpack_from
+                elif min(sizes) > inline_byte_size:
+                    self.placed = parts
         return self.lane_form
 
     def answer(self, template: Completion, own: FormCompletion, view: Callable[[Slice], memoryview]) -> AnswerText:

@@ -24,10 +24,12 @@ _log = logging.getLogger(__name__)
 
 #: Larger JSON of known length goes straight into memory of its own.
 COLLECT_JSON_BYTE_SIZE = 64 << 10
+#: Until it begins.
+_NO_BODY = CollectedBody()
 
 
 class Reception:
-    """Owns the body and what it lies in until ``take_leases`` or ``drop``.
+    """Owns the body and what it lies in until ``leave`` or ``drop``.
 
     Args:
       pause: stop (True) and go on (False) reading from the socket.
@@ -35,22 +37,17 @@ class Reception:
       account: whose memory it takes.
     """
 
-    __slots__ = (
-        "_account",
-        "_collected_byte_size",
-        "_dropped",
-        "_head",
-        "_inflating",
-        "_inflation",
-        "_leases",
-        "_pause",
-        "_progressed",
-        "_serving",
-        "_waits_for_room",
-        "_whole",
-        "body",
-        "error",
-    )
+    #: What is wrong with the request; the rest of its body is only counted.
+    error: ServingError | None = None
+    #: The body will be placed, and there is no room for it yet.
+    _waits_for_room = False
+    #: What of ``Serving.collected_byte_size`` is this body's.
+    _collected_byte_size = 0
+    #: Of a compressed body, and whether its next step is due.
+    _inflation: Inflation | None = None
+    _inflating = False
+    _whole = False
+    _dropped = False
 
     def __init__(
         self,
@@ -65,19 +62,8 @@ class Reception:
         self._pause = pause
         self._progressed = progressed
         self._account = account
-        self.body: Body = CollectedBody()
-        #: What is wrong with the request; the rest of its body is only counted.
-        self.error: ServingError | None = None
+        self.body: Body = _NO_BODY
         self._leases: list[Lease] = []
-        #: The body will be placed, and there is no room for it yet.
-        self._waits_for_room = False
-        #: What of ``Serving.collected_byte_size`` is this body's.
-        self._collected_byte_size = 0
-        #: Of a compressed body, and whether its next step is due.
-        self._inflation: Inflation | None = None
-        self._inflating = False
-        self._whole = False
-        self._dropped = False
 
     @property
     def ready(self) -> bool:
@@ -94,9 +80,9 @@ class Reception:
     def begin(self) -> None:
         """Prepares a place. Raises InvalidArgument, Unavailable: the head promises what cannot be."""
         length, json_size = self._head.content_length, self._head.json_size
+        self.body = body = CollectedBody()
         if self._head.coding:
-            assert isinstance(self.body, CollectedBody)
-            self._inflation = Inflation(self._head.coding, self.body, self._serving.options.http.max_body_byte_size)
+            self._inflation = Inflation(self._head.coding, body, self._serving.options.http.max_body_byte_size)
             return
         if json_size is not None and length is not None and not 0 <= json_size <= length:
             raise InvalidArgument(f"inference header size should be in range (0, {length}), got: {json_size}")
@@ -228,13 +214,18 @@ class Reception:
 
     # ----------------------------------------------------------------------------------------------------------- leave
 
-    def take_leases(self) -> list[Lease]:
-        """Where the body lies in the arena; from now on its taker gives that back."""
+    def leave(self) -> list[Lease]:
+        """The request is on its way, and what was collected makes way for others, long before the model has answered.
+
+        Returns: where the body lies in the arena; from now on the caller gives that back.
+        """
+        if self._collected_byte_size:
+            self.drop_body()
         leases, self._leases = self._leases, []
         return leases
 
     def drop_body(self) -> None:
-        """The tensors are elsewhere: what was collected makes way for others, long before the model has answered."""
+        """Nobody reads it any more."""
         if self._collected_byte_size:
             self.body, self._inflation = CollectedBody(), None
             self._drop_collected()
@@ -245,7 +236,7 @@ class Reception:
         self._drop_collected()
         if self._inflation is not None:
             self._inflation.drop()
-        for lease in self.take_leases():
+        for lease in self.leave():
             self._serving.submitter.give_back(lease)
 
     def _drop_collected(self) -> None:
