@@ -1,0 +1,51 @@
+"""The keys of sequences: 128 bits that stand for a model version and a correlation id, the same in every process.
+
+What has one key by chance is sent to a wrong worker, which compares whole ids. So it costs an error, never another's state.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from struct import Struct
+
+from shm.messages import SequenceId
+
+#: Neither half is 0.
+Key = tuple[int, int]
+_HALVES = Struct("<QQ")
+#: A sequence has many requests, and a key costs as much as looking for it on two pages.
+_MOST_KNOWN = 4096
+
+
+class SequenceKeys:
+    """Those of one model version. A load of it anew has the same: a sequence goes on in the load that it began in."""
+
+    __slots__ = ("_digest", "_known", "slots")
+
+    def __init__(self, model: str, version: int) -> None:
+        self._digest = blake2b(repr((model, version)).encode("utf-8", "surrogatepass"), digest_size=16)
+        #: Of the model version itself.
+        self.slots = _halves(self._digest.digest())
+        self._known: dict[SequenceId, Key] = {}
+
+    def key(self, sequence: SequenceId) -> Key:
+        """A number and the string of its digits are two sequences."""
+        key = self._known.get(sequence)
+        if key is None:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            key = self._known[sequence] = self._key(sequence)
+        return key
+
+    def _key(self, sequence: SequenceId) -> Key:
+        digest = self._digest.copy()
+        if isinstance(sequence, str):
+            digest.update(b"'" + sequence.encode("utf-8", "surrogatepass"))
+        else:
+            digest.update(b"#%d" % sequence)
+        return _halves(digest.digest())
+
+
+def _halves(digest: bytes) -> Key:
+    low, high = _HALVES.unpack(digest)
+    return low or 1, high or 1

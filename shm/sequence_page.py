@@ -1,0 +1,265 @@
+"""A worker's sequence page: the sequences it has, in memory that every front reads without asking, also when the worker is dead.
+
+Nameless and sealed like every segment. Only the worker writes, nobody locks. Words of u64:
+
+    word 0   layout (1)       word 1   moves             word 2   multiplier (odd, random)      word 3   log2 of the entries
+    entry k  at word 4 + 3 * k:   low, high (the key), value.   low 0: nothing is there
+
+It is an open-addressed hash table. A key stands at its home, the top bits of ``low * multiplier``, or behind it with nothing free
+between; whoever picks the ids of sequences cannot know the multiplier, so cannot make these ways long. What is behind a removed
+entry moves up, so they stay short however many ids come and go. Two kinds of keys (``shm.sequence_keys``), two of values:
+
+    a sequence         since (CLOCK_MONOTONIC ns) << 2 | SequenceState
+    a model version    edition << 42 | free slots << 22 | backlog << 2 | 0
+
+No reader is misled, wherever the writer is or was killed: each store is one aligned word, and stores are seen in their order (as
+on x86). An entry is new with its ``low``, its last store. One that moves stands at both places until ``moves`` has grown; only
+then is the old place overwritten, ``high`` 0 first, which is no key's. So who looked past a moving entry sees another number in
+``moves``, and looks again; and nothing is ever half written that had been whole.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import secrets
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from shm.errors import InvalidArgument
+from shm.segment import Segment
+from shm.sequence_keys import Key
+
+_LAYOUT = 1
+_HEADER, _ENTRY = 4, 3
+_MASK = (1 << 64) - 1
+_MOST_SLOTS = (1 << 20) - 1
+#: Model versions whose slots are told; of more nothing is known.
+_MOST_MODELS = 1024
+
+
+class SequenceState(enum.IntEnum):
+    """How far a sequence is."""
+
+    #: It is admitted, and nothing of it has run.
+    WAITING = 1
+    #: The model may have state of it.
+    BEGUN = 2
+    #: All of it has run or is refused. It stays on the page until its answers have left the worker.
+    ENDED = 3
+
+
+class Slots(NamedTuple):
+    """What is free of a model version on one worker."""
+
+    #: Another number each time that it is told.
+    edition: int
+    free: int
+    #: Sequences that wait for a slot.
+    backlog: int
+
+
+class SequencePage:
+    """One page; writable for the worker that created it."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        self._words = segment.view.cast("Q")
+        self._multiplier, bits = self._words[2], self._words[3]
+        self._shift = 64 - bits
+        self._end = _HEADER + (_ENTRY << bits)
+        #: Sequences that may have ended: with as many that live, and the models, a part of the page stays free.
+        self._most_ended = (1 << bits) // 3
+        #: How many of each kind there are, for the writer alone.
+        self._sequences = self._models = 0
+        self._edition = 0
+        self._last_ns = 0
+        #: Sequences that have ended, and since when they had been there.
+        self._ended: deque[tuple[Key, int]] = deque()
+
+    @classmethod
+    def create(cls, sequences: int) -> SequencePage:
+        """``sequences``: how many may live at a time. Raises Unavailable: the host has no memory for it."""
+        # About as many again may have ended.
+        bits = ((2 * sequences + _MOST_MODELS) * 3 // 2).bit_length()
+        segment = Segment.create(8 * (_HEADER + (_ENTRY << bits)))
+        with segment.view.cast("Q") as words:
+            words[0], words[2], words[3] = _LAYOUT, secrets.randbits(64) | 1, bits
+        segment.share(writable=False)
+        return cls(segment)
+
+    @classmethod
+    def attach(cls, fd: int) -> SequencePage:
+        """Takes the descriptor over. Raises InvalidArgument: not a sequence page.  Unavailable: it cannot be mapped."""
+        segment = Segment.attach(fd, os.fstat(fd).st_size)
+        words = segment.view.cast("Q") if segment.byte_size % 8 == 0 else None
+        whole = (
+            words is not None
+            and len(words) > _HEADER
+            and words[0] == _LAYOUT
+            and words[3] < 40
+            and len(words) == _HEADER + (_ENTRY << words[3])
+        )
+        if words is not None:
+            words.release()
+        if not whole:
+            segment.close()
+            raise InvalidArgument("not a sequence page")
+        return cls(segment)
+
+    @property
+    def fd(self) -> int:
+        return self._segment.fd
+
+    # ---------------------------------------------------------------------------------------------------------- reading
+
+    def find(self, key: Key) -> tuple[SequenceState, int] | None:
+        """How far a sequence is, and since when it is there (CLOCK_MONOTONIC ns). None: it is not."""
+        value = self.value(key)
+        return (_STATES[value & 3], value >> 2) if value & 3 else None
+
+    def slots(self, key: Key) -> Slots | None:
+        """What is free of a model version. None: nothing is told of it."""
+        value = self.value(key)
+        return Slots(value >> 42, value >> 22 & _MOST_SLOTS, value >> 2 & _MOST_SLOTS) if value else None
+
+    def sequences(self) -> Iterator[tuple[Key, SequenceState, int]]:
+        """All of them, with since when they are there; of a dead worker: what it had."""
+        words = self._words
+        for number, low in enumerate(words[_HEADER::_ENTRY].tolist()):
+            at = _HEADER + _ENTRY * number
+            # High 0: the worker died while it wrote over this place. What stood there stands elsewhere too, or was removed.
+            if low and words[at + 1] and words[at + 2] & 3:
+                yield (low, words[at + 1]), _STATES[words[at + 2] & 3], words[at + 2] >> 2
+
+    def value(self, key: Key) -> int:
+        """What stands there, as drawn above: of two sequences the later one has the larger. 0: it is not there."""
+        low, high = key
+        words = self._words
+        home = _HEADER + _ENTRY * ((low * self._multiplier & _MASK) >> self._shift)
+        while True:
+            moves = words[1]
+            at = home
+            while found := words[at]:
+                if found == low and words[at + 1] == high:
+                    value = words[at + 2]
+                    # Whether the entry was still this one's after that was read.
+                    if words[at] == low and words[at + 1] == high and words[1] == moves:
+                        return value
+                    break
+                at += _ENTRY
+                if at == self._end:
+                    at = _HEADER
+            else:
+                if words[1] == moves:
+                    return 0
+
+    # ---------------------------------------------------------------------------------------------------------- writing
+
+    def admit(self, key: Key, now_ns: int) -> int:
+        """A sequence is there from now on, WAITING. Returns since when, which tells it from others of its key."""
+        self._last_ns = since_ns = max(self._last_ns + 1, now_ns)
+        self._sequences += self._store(key, since_ns << 2 | SequenceState.WAITING)
+        return since_ns
+
+    def begin(self, key: Key, since_ns: int) -> None:
+        """It has BEGUN; ignored where a later one has its place."""
+        if self.value(key) == since_ns << 2 | SequenceState.WAITING:
+            self._store(key, since_ns << 2 | SequenceState.BEGUN)
+
+    def end(self, key: Key, since_ns: int) -> None:
+        """It has ENDED, and is gone after the next ``settle``; ignored where a later one has its place."""
+        if self.value(key) in (since_ns << 2 | SequenceState.WAITING, since_ns << 2 | SequenceState.BEGUN):
+            self._store(key, since_ns << 2 | SequenceState.ENDED)
+            self._ended.append((key, since_ns))
+            if len(self._ended) > self._most_ended:
+                self._forget_ended()
+
+    def settle(self) -> None:
+        """The answers of all sequences that have ENDED have left."""
+        while self._ended:
+            self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        key, since_ns = self._ended.popleft()
+        if self.value(key) == since_ns << 2 | SequenceState.ENDED:
+            self._remove(key)
+            self._sequences -= 1
+
+    def tell_slots(self, key: Key, free: int, backlog: int) -> None:
+        """What is free of a model version from now on."""
+        self._edition = self._edition % _MOST_SLOTS + 1
+        if self._models < _MOST_MODELS or self.value(key):
+            free, backlog = min(free, _MOST_SLOTS), min(backlog, _MOST_SLOTS)
+            self._models += self._store(key, self._edition << 42 | free << 22 | backlog << 2)
+
+    def forget_slots(self, key: Key) -> None:
+        """No new sequence of that model version is taken here."""
+        self._models -= self._remove(key)
+
+    def __len__(self) -> int:
+        """Sequences on it, for its writer."""
+        return self._sequences
+
+    def _home(self, low: int) -> int:
+        return _HEADER + _ENTRY * ((low * self._multiplier & _MASK) >> self._shift)
+
+    def _next(self, at: int) -> int:
+        return _HEADER if at + _ENTRY == self._end else at + _ENTRY
+
+    def _place(self, key: Key) -> int:
+        """Where it is, or else the empty place where it belongs."""
+        words, at = self._words, self._home(key[0])
+        while words[at] and (words[at] != key[0] or words[at + 1] != key[1]):
+            at = self._next(at)
+        return at
+
+    def _store(self, key: Key, value: int) -> bool:
+        """Whether it is new."""
+        words, at = self._words, self._place(key)
+        if words[at]:
+            words[at + 2] = value
+            return False
+        words[at + 2] = value
+        words[at + 1] = key[1]
+        words[at] = key[0]
+        return True
+
+    def _remove(self, key: Key) -> bool:
+        """Whether it was there."""
+        words, hole = self._words, self._place(key)
+        if not words[hole]:
+            return False
+        span, at = self._end - _HEADER, self._next(hole)
+        while low := words[at]:
+            # It may stand anywhere from its home on, and the hole lies there.
+            if (at - self._home(low)) % span >= (at - hole) % span:
+                words[hole + 1] = 0
+                words[hole + 2] = words[at + 2]
+                words[hole] = low
+                words[hole + 1] = words[at + 1]
+                words[1] = words[1] + 1 & _MASK
+                hole = at
+            at = self._next(at)
+        words[1] = words[1] + 1 & _MASK
+        words[hole] = 0
+        return True
+
+    def longest_way(self) -> int:
+        """For tests: entries that a reader looks at for the key that is hardest to find."""
+        words, span = self._words, self._end - _HEADER
+        places = range(_HEADER, self._end, _ENTRY)
+        return max(((at - self._home(words[at])) % span // _ENTRY + 1 for at in places if words[at]), default=0)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._words.release()
+        self._segment.close()
+
+    def __repr__(self) -> str:
+        return f"<SequencePage {sum(1 for _ in self.sequences())} sequences>"
+
+
+#: By number: making one of a number costs as much as finding it on a page.
+_STATES = (SequenceState.WAITING, *SequenceState)
