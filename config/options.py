@@ -213,7 +213,7 @@ class Requests(Section, frozen=True):
     #: Requests queued for one model on one worker (a model's own max_queue_size is applied besides).
     max_queue_size: Count = 4096
     #: Sequences that live at a time on one worker, of all its models.
-    max_sequences: Count = 4096
+    max_sequences: Annotated[int, Meta(ge=1, le=1_000_000)] = 4096
     #: A request without an id gets one.
     make_ids: bool = False
     #: Kinds of requests that each front remembers, so that it reads what they say once; 0: none.

@@ -185,8 +185,8 @@ class Supervisor:
     def _open_lane(self, front: Front, worker: Worker) -> None:
         ours, theirs = pair()
         with ours, theirs:
-            page = () if worker.page is None else (worker.page.fd,)
-            front.send(LaneOpened(worker.incarnation, worker.device), ours.fileno(), *page)
+            pages = [page.fd for page in (worker.page, worker.sequences) if page is not None]
+            front.send(LaneOpened(worker.incarnation, worker.device), ours.fileno(), *pages)
             worker.send(LaneOpened(front.incarnation), theirs.fileno())
 
     async def _join(self, worker: Worker) -> None:

@@ -43,7 +43,7 @@ class Stop(Record, frozen=True, tag="stop"):
 class ChildReady(Record, frozen=True, tag="ready"):
     """The child does its work: a front serves clients, a worker its control channel.
 
-    A worker's carries one descriptor: its status page (``shm.status_page``).
+    A worker's carries two descriptors: its status page (``shm.status_page``) and its sequence page (``shm.sequence_page``).
     """
 
     incarnation: int
@@ -70,8 +70,8 @@ class Serve(Record, frozen=True, tag="serve"):
 class LaneOpened(Record, frozen=True, tag="lane"):
     """One end of a lane's SEQPACKET pair travels with this record.
 
-    To a front: ``peer`` is the worker's incarnation, ``device`` its name ("cpu:0", "cuda:1"), and a second descriptor is that
-    worker's status page (see ``shm.status_page``). To a worker: ``peer`` is the submitter's incarnation.
+    To a front: ``peer`` is the worker's incarnation, ``device`` its name ("cpu:0", "cuda:1"), and two further descriptors are
+    that worker's status page (``shm.status_page``) and its sequence page. To a worker: ``peer`` is the submitter's incarnation.
     """
 
     peer: int

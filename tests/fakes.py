@@ -53,6 +53,7 @@ from shm.messages import (
 from shm.operations import Settle
 from shm.progress import Readiness
 from shm.record import Record, decoder
+from shm.sequence_page import SequencePage
 from shm.status_page import StatusPage
 
 MIB = 1 << 20
@@ -116,6 +117,7 @@ class EchoWorker:
         self.incarnation = incarnation
         self.lane = WorkerLane(sock, 1 * MIB, 256 * MIB, 0)
         self.page = StatusPage.create()
+        self.sequences = SequencePage.create(64)
         self.cancelled: list[int] = []
         self.requests = WholeRequests()
         #: The record in which the last of ``next`` came.
@@ -208,6 +210,7 @@ class EchoWorker:
     def close(self) -> None:
         self.lane.close()
         self.page.close()
+        self.sequences.close()
 
 
 class FrontProcess:
@@ -276,7 +279,7 @@ class FrontProcess:
         ours, theirs = pair()
         worker = EchoWorker(ours, self._next_worker)
         with theirs:
-            self.send(LaneOpened(worker.incarnation, "cpu:0"), theirs.fileno(), worker.page.fd)
+            self.send(LaneOpened(worker.incarnation, "cpu:0"), theirs.fileno(), worker.page.fd, worker.sequences.fd)
         self.workers.append(worker)
         return worker
 

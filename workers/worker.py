@@ -29,6 +29,7 @@ from shm.errors import InvalidArgument
 from shm.extensions import missing
 from shm.lane import WorkerLane
 from shm.messages import Cancel, FormSubmit, RequestForm, Submit
+from shm.sequence_page import SequencePage
 from shm.status_page import DESKS, Outputs, StatusPage, WorkerState
 from workers.control import Control
 from workers.devices import dlpack
@@ -78,6 +79,8 @@ class Worker:
         self._channel = channel
         self._options = options
         self._page = StatusPage.create()
+        most = options.requests.max_sequences
+        self._sequences = SequenceRegister(SequencePage.create(most), most)
         self._inbox = Inbox()
         self._models = ModelTable()
         self._driver = Driver()
@@ -121,7 +124,6 @@ class Worker:
             self._stop,
         )
         self._cache = ResponseCache(options.response_cache.byte_size)
-        self._sequences = SequenceRegister(options.requests.max_sequences)
         self._submitters: dict[int, Submitter[Request]] = {}
         self._free_desks = list(range(DESKS - 1, FIRST_INSTANCE_DESK - 1, -1))
         self._epoll = select.epoll()
@@ -146,7 +148,8 @@ class Worker:
         Raises: DeviceLost: the GPU failed for good; what it failed is answered, what waits will run elsewhere.
         """
         self._page.set_state(WorkerState.IDLE, time.monotonic_ns())
-        self._channel.put(ChildReady(incarnation, missing(extensions.PARTS)), self._page.fd)
+        pages = self._page.fd, self._sequences.page.fd
+        self._channel.put(ChildReady(incarnation, missing(extensions.PARTS)), *pages)
         # Our modules live as long as the process: the collector need not look at them again and again. Those of models do not, so
         # this comes before the first is loaded. It must go on looking at the rest as often as ever: arrays of XLA can be in
         # cycles, and each may hold megabytes (measured: with rare collections a 16 MiB request took 3 ms more, for fresh pages).
@@ -163,7 +166,11 @@ class Worker:
         self._next_ns = self._dispatcher.run_due(now_ns)
         self._regions.settle()
         self._models.settle()
+        if self._sequences.changed:
+            self._sequences.tell()
         self._flush()
+        if self._sequences.ended and not any(submitter.lane.waiting for submitter in self._submitters.values()):
+            self._sequences.settle()
         self._dispatcher.say_refusals(now_ns)
         for version, execution in self._dispatcher.count():
             self._poller.learn(version, execution)
@@ -354,4 +361,5 @@ class Worker:
         self._epoll.close()
         self._inbox.close()
         self._page.close()
+        self._sequences.page.close()
         self._channel.close()

@@ -30,6 +30,7 @@ from shm.errors import Unavailable, from_code
 from shm.operations import Operation
 from shm.progress import Loading
 from shm.record import Record, decoder
+from shm.sequence_page import SequencePage
 from shm.status_page import StatusPage
 
 _log = logging.getLogger(__name__)
@@ -251,6 +252,8 @@ class Worker(Child):
         super().__init__(module, name, incarnation, FromWorker, on_record, on_exit)
         self.device = device
         self.page: StatusPage | None = None
+        #: What fronts look for its sequences in.
+        self.sequences: SequencePage | None = None
         #: Loads without an answer in their order, which is that in which it loads: name and version.
         self.owed: list[tuple[str, int]] = []
         #: Since when it has answered none (ns).
@@ -319,9 +322,10 @@ class Worker(Child):
         for waiting in self._calls.values():
             if not waiting.done():
                 waiting.set_exception(Unavailable(f"{self.name} stopped before it answered"))
-        if self.page is not None:
-            self.page.close()
-            self.page = None
+        for page in (self.page, self.sequences):
+            if page is not None:
+                page.close()
+        self.page = self.sequences = None
 
 
 def describe_exit(returncode: int) -> str:

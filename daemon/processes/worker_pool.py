@@ -19,6 +19,7 @@ from shm import descriptors
 from shm.control_records import ChildReady, Loaded, Reply, Unloaded
 from shm.errors import InvalidArgument
 from shm.progress import Loading
+from shm.sequence_page import SequencePage
 from shm.status_page import StatusPage
 
 _log = logging.getLogger(__name__)
@@ -99,13 +100,15 @@ class WorkerPool:
         return descriptors.close(fds)
 
     def _reported(self, worker: Worker, record: ChildReady, fds: list[int]) -> None:
-        if len(fds) != 1:
+        if len(fds) != 2:
             descriptors.close(fds)
-            return worker.kill("reported without its status page")
+            return worker.kill("reported without its pages")
         try:
-            worker.page = StatusPage.attach(fds[0])
+            worker.page = StatusPage.attach(fds.pop(0))
+            worker.sequences = SequencePage.attach(fds.pop(0))
         except InvalidArgument as error:
-            return worker.kill(f"reported with a bad status page ({error.message})")
+            descriptors.close(fds)
+            return worker.kill(f"reported with a bad page ({error.message})")
         self._missing.say(record.missing)
         _log.info("%s (process %d) is up on %s", worker.name, worker.pid, worker.device)
         return self._joined(worker)

@@ -2,36 +2,42 @@
 
 What requests of a form can be run by is remembered until anything changes that it depends on: the table of models, the places of
 regions, the lanes. Of a model that keeps sequences nothing is remembered: each request goes to the worker that has its own
-(``daemon.submit.routing``), and waits for its replacement where that one is gone.
+(``daemon.submit.routing``).
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 
 import msgspec
 
 from daemon.submit.model_table import ModelTable
 from daemon.submit.pending import Pending, Worker
 from daemon.submit.region_places import RegionPlaces
-from daemon.submit.routing import home
+from daemon.submit.routing import Routing, lost
 from shm.control_records import ModelGone, ModelState, RegionPlace
-from shm.errors import InvalidArgument, NotFound
+from shm.errors import InvalidArgument, NotFound, Unavailable
 from shm.forms import MAX_FORMS, Form
-from shm.messages import SequenceId, Submit
+from shm.messages import Submit
+
+#: Of so many workers that were full of sequences it is remembered which ones they had.
+_LOST = 4
 
 
 class Choice:
     """One per front, and the owner of its workers."""
 
-    def __init__(self, table: ModelTable, row: int) -> None:
-        """``row``: the front's place among those of its protocol."""
+    def __init__(self, table: ModelTable, row: int, in_flight: Mapping[int, Pending], max_sequences: int) -> None:
+        """``row``: the front's place among those of its protocol. ``in_flight``: all of its requests, by id.
+
+        ``max_sequences``: as many may live on one worker.
+        """
         self._table = table
         self._row = row
         self._places = RegionPlaces()
         self._workers: dict[int, Worker] = {}
-        #: Of every worker that there ever was: whoever replaces one has its device.
-        self._devices: set[str] = set()
+        self._routing = Routing(in_flight, self._workers, _LOST * max_sequences)
         #: Whoever looks here finds some, or nothing.
         self.remembered: dict[Form[Submit] | None, tuple[Worker, ...]] = {}
 
@@ -43,7 +49,6 @@ class Choice:
     def add(self, worker: Worker) -> None:
         """Its lane is open."""
         self._workers[worker.incarnation] = worker
-        self._devices.add(worker.device)
         self.remembered.clear()
 
     def close(self, worker: Worker) -> None:
@@ -51,8 +56,17 @@ class Choice:
         worker.closed = True
         self.remembered.clear()
 
+    def bury(self, worker: Worker) -> dict[int, Unavailable]:
+        """It is fenced, so its requests have none. Returns which are lost with their sequences, by id, and their answers."""
+        del self._workers[worker.incarnation]
+        for pending in worker.in_flight.values():
+            pending.worker = None
+        gone = self._routing.bury(worker, worker.in_flight.values())
+        return {pending.record.request_id: lost(pending) for pending in gone}
+
     def model_changed(self, state: ModelState | ModelGone) -> None:
         """The supervisor told of a version."""
+        self._routing.model_changed(state.name, state.version)
         if isinstance(state, ModelState):
             # Where all workers are idle the first is chosen: another one by each front.
             turn = self._row % max(1, len(state.workers))
@@ -72,13 +86,16 @@ class Choice:
         """The one for that request; None: there is none now.
 
         Raises: NotFound: there is no such model.  InvalidArgument: it names regions of two GPUs, or of another one than its
-          sequence is on.
+          sequence is on.  Unavailable: its sequence was lost.
         """
         submit, form = pending.submit, pending.form
         state = self._table.find(submit.model, submit.version)
         device = self._places.device_of(submit) if self._places else ""
         if state.sticky:
-            device, form = self._home(state, pending.record.sequence_id, device), None
+            # A request of no sequence goes anywhere, to be refused.
+            if pending.record.sequence_id:
+                return self._routing.find(pending, state, device)
+            form = None
         workers: list[Worker] = []
         for incarnation in state.workers:
             worker = self._workers.get(incarnation)
@@ -91,19 +108,6 @@ class Choice:
                 self.remembered.clear()
             self.remembered[form] = tuple(workers)
         return min(workers, key=load)
-
-    def _home(self, state: ModelState, sequence: SequenceId, device: str) -> str:
-        """The device of a sequence. A request of none goes anywhere, to be refused. ``device``: of the request's regions."""
-        if not sequence:
-            return device
-        living = {worker.device: worker for worker in self._workers.values() if not worker.closed}
-        posts = [name for name in self._devices if name not in living or living[name].incarnation in state.workers]
-        found = home(state.name, state.version, sequence, posts) if posts else device
-        if device and device != found:
-            raise InvalidArgument(
-                f"sequence {sequence} of model '{state.name}' is on {found}, its request names a region that is on {device}"
-            )
-        return found
 
     def state_of(self, submit: Submit) -> ModelState | None:
         """Of its model; None: that is gone."""

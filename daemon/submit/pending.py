@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 
 import msgspec
 
 from daemon.submit.accounts import Account
 from shm.arena import Lease
 from shm.control_records import ModelState
-from shm.errors import DEFECT, Internal, ServingError, Unavailable
+from shm.errors import DEFECT, Internal, ServingError
 from shm.forms import Form, whole_answer, whole_request
 from shm.lane import SubmitterLane
 from shm.messages import Completion, FormCompletion, FormSubmit, Submit
+from shm.sequence_keys import Key
+from shm.sequence_page import SequencePage
 from shm.status_page import StatusPage
 
 _log = logging.getLogger(__name__)
@@ -33,19 +36,36 @@ _UNSENT = FormSubmit(0, 0, ())
 class Worker:
     """A lane and what is in flight on it."""
 
-    __slots__ = ("closed", "device", "dirty", "in_flight", "incarnation", "lane", "page", "writing")
+    __slots__ = (
+        *("closed", "device", "dirty", "in_flight", "incarnation", "lane"),
+        *("page", "seed", "sequences", "starts", "writing"),
+    )
 
-    def __init__(self, incarnation: int, device: str, lane: SubmitterLane, page: StatusPage) -> None:
+    def __init__(
+        self, incarnation: int, device: str, lane: SubmitterLane, page: StatusPage, sequences: SequencePage
+    ) -> None:
         self.incarnation = incarnation
         self.device = device
         self.lane = lane
         self.page = page
+        #: What it tells of its sequences.
+        self.sequences = sequences
+        #: Sequences that were sent to it since it last told what is free of their model: of which telling, and how many.
+        self.starts: dict[Key, tuple[int, int]] = {}
+        #: Stands for the device where sequences are shared out; every front has the same.
+        self.seed = int.from_bytes(blake2b(device.encode(), digest_size=8).digest(), "little")
         self.in_flight: dict[int, Pending] = {}
         #: End of file was seen: nothing is sent any more, and its requests wait for the fence.
         self.closed = False
         #: It is flushed at the end of this turn of the loop.
         self.dirty = False
         self.writing = False
+
+    def shut(self) -> None:
+        """Lets go of what it shares with this front."""
+        self.page.close()
+        self.sequences.close()
+        self.lane.close()
 
 
 class Pending(msgspec.Struct, eq=False, kw_only=True):
@@ -66,6 +86,8 @@ class Pending(msgspec.Struct, eq=False, kw_only=True):
     answered: bool = False
     #: Its worker was asked not to run it, if it has not begun: its client holds its share of answers.
     recalled: bool = False
+    #: Its sequence, where its model keeps such; once it was sent, or waits to be.
+    sequence: Key | None = None
 
     @property
     def account(self) -> Account | None:
@@ -96,13 +118,8 @@ class Pending(msgspec.Struct, eq=False, kw_only=True):
     def orphaned(self, was_executing: bool, state: ModelState | None) -> ServingError | None:
         """Its worker died. Returns its answer, where it may not be run again. ``state``: of its model; None: that is gone.
 
-        What waited for its turn was not begun. But a request of a sequence follows others, and what those came to is gone.
+        What waited for its turn was not begun. (Of sequences ``daemon.submit.routing`` decides.)
         """
-        if state is not None and state.sticky and self.record.sequence_id:
-            return Unavailable(
-                f"sequence {self.record.sequence_id} of model '{state.name}' was lost when its worker died; "
-                "start it again with the START flag"
-            )
         if (was_executing or self.answered) and state is not None and not state.repeatable:
             return Internal("the worker process died while it executed the request, which may not be run twice")
         if was_executing:

@@ -1,19 +1,225 @@
-"""Which worker holds a sequence. Pure: every front finds the same one, without asking anybody.
+"""Which worker has a sequence. For requests of models that keep sequences, and for these alone.
 
-    a sequence and each device ─▶ a rank (digest of both) ─▶ the device with the highest one holds it
+    a START of this front on its way ─▶ the worker that it was sent to: no page tells of it yet
+    on the page of a worker          ─▶ that worker; on two, the one that has admitted it last
+    a START of neither               ─▶ among the workers with free slots, or else with the shortest backlogs, by rendezvous
+    lost with its worker             ─▶ refused, until a START begins it anew
+    anything else                    ─▶ some worker, whose answer says that it was not begun
 
-A worker that comes or goes changes the home of those sequences alone that it holds or held. The worker that replaces a dead one
-has its device, and so its sequences: it knows nothing of them, and says so to whoever goes on with one.
+A worker writes a sequence on its page (``shm.sequence_page``) before any answer of it leaves. So whoever waits for the answer to
+its START may go on through any front; who does not wait does so on one connection, and that is one front's.
+
+The rank of a sequence and a device is the same in every front, so fronts that do not know of each other's requests mostly agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated
 
-from shm import rendezvous
-from shm.messages import SequenceId
+import msgspec
+
+from daemon.submit.lost_sequences import LostSequences
+from daemon.submit.pending import Pending, Worker
+from shm.control_records import ModelState
+from shm.errors import InvalidArgument, Unavailable
+from shm.sequence_keys import Key, SequenceKeys
+from shm.sequence_page import SequenceState
+
+_log = logging.getLogger(__name__)
+
+_MASK = (1 << 64) - 1
+_MIX = 0x9E3779B97F4A7C15
+#: STARTs that were answered are looked for when there are so many more than requests in flight.
+_MORE_STARTS = 256
 
 
-def home(model: str, version: int, sequence: SequenceId, devices: Iterable[str]) -> str:
-    """The device, of at least one. A number and the string of its digits are two sequences."""
-    return rendezvous.choose((model, version, sequence), devices)
+class Routing:
+    """One per front. ``in_flight``: all of its requests, by id; ``workers``: those that are not fenced."""
+
+    def __init__(
+        self,
+        in_flight: Mapping[int, Pending],
+        workers: Mapping[int, Worker],
+        most_lost: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``most_lost``: sequences of dead workers that are remembered."""
+        self._in_flight = in_flight
+        self._workers = workers
+        self._clock = clock
+        self._models: dict[tuple[str, int], _Model] = {}
+        #: The last START of each that was sent, or waits for a worker; some are answered.
+        self._starts: dict[Key, Pending] = {}
+        self._lost = LostSequences(most_lost)
+
+    def model_changed(self, name: str, version: int) -> None:
+        """What was known of it may not hold any more."""
+        self._models.pop((name, version), None)
+
+    def find(self, pending: Pending, state: ModelState, device: str) -> Worker | None:
+        """The worker for a request of a sequence. None: the one that has it cannot be asked now, or there is none.
+
+        Args:
+          device: where the regions of the request are; "": anywhere.
+        Raises: Unavailable: it was lost.  InvalidArgument: it is on another GPU than the request's regions.
+        """
+        model = self._models.get((state.name, state.version)) or self._learn(state)
+        record = pending.record
+        key = pending.sequence = model.keys.key(record.sequence_id)
+        first = self._starts.get(key)
+        if first is None or first is pending or first.record.request_id not in self._in_flight:
+            worker = self._holder(key)
+            if record.sequence_start:
+                self._lost.forget(key)
+                if worker is None or worker.closed:
+                    worker = self._place(key, model.keys.slots, state, device)
+                self._note(key, pending)
+            elif worker is None:
+                if self._lost.holds(key, model.idle_seconds, self._clock()):
+                    raise lost(pending)
+                worker = max(self._candidates(state, device), key=lambda each: _rank(key, each), default=None)
+        else:
+            worker = first.worker
+            if record.sequence_start and worker is not None:
+                self._note(key, pending)
+        if worker is None or worker.closed:
+            return None
+        if device and device != worker.device:
+            raise InvalidArgument(
+                f"sequence {record.sequence_id} of model '{state.name}' is on {worker.device}, its request names a region "
+                f"that is on {device}"
+            )
+        return worker
+
+    def bury(self, worker: Worker, orphans: Iterable[Pending]) -> set[Pending]:
+        """A worker is dead, and its page says what it had. Returns those of its requests that are lost with their sequences.
+
+        The others are to be sent again, in their order: nothing of their sequences has run.
+        """
+        runs: dict[Key, list[Pending]] = {}
+        for pending in orphans:
+            if pending.sequence is not None:
+                runs.setdefault(pending.sequence, []).append(pending)
+        states = {key: state for key, state, _ in worker.sequences.sequences()}
+        had = [key for key, state in states.items() if state is not SequenceState.ENDED]
+        now = self._clock()
+        for key in had:
+            self._lost.add(key, now)
+        if had:
+            _log.warning("the worker on %s had %d sequences: what had begun of them is lost", worker.device, len(had))
+        gone: set[Pending] = set()
+        for key, run in runs.items():
+            if self._starts.get(key) in run:
+                del self._starts[key]
+            kept = _unharmed(run, states.get(key))
+            if len(kept) < len(run):
+                gone.update(run[: len(run) - len(kept)])
+            if not kept:
+                self._lost.add(key, now)
+        return gone
+
+    # ---------------------------------------------------------------------------------------------------------- choosing
+
+    def _holder(self, key: Key) -> Worker | None:
+        """Who has it, dead or not."""
+        found, newest = None, 0
+        for worker in self._workers.values():
+            value = worker.sequences.value(key)
+            if value > newest and value & 3 != SequenceState.ENDED:
+                found, newest = worker, value
+        return found
+
+    def _candidates(self, state: ModelState, device: str) -> list[Worker]:
+        """Those that would take a new sequence."""
+        found = [self._workers[number] for number in state.workers if number in self._workers]
+        return [worker for worker in found if not worker.closed and (not device or worker.device == device)]
+
+    def _place(self, key: Key, slots: Key, state: ModelState, device: str) -> Worker | None:
+        """Where a new sequence goes."""
+        best, best_rank = None, (0, -1)
+        for worker in self._candidates(state, device):
+            rank = (min(1, _spare(worker, slots)), _rank(key, worker))
+            if best is None or rank > best_rank:
+                best, best_rank = worker, rank
+        if best is not None and (told := best.sequences.slots(slots)) is not None:
+            edition, count = best.starts.get(slots, (0, 0))
+            best.starts[slots] = (told.edition, count + 1 if edition == told.edition else 1)
+        return best
+
+    def _note(self, key: Key, start: Pending) -> None:
+        if len(self._starts) > 2 * len(self._in_flight) + _MORE_STARTS:
+            alive = self._in_flight
+            self._starts = {key: each for key, each in self._starts.items() if each.record.request_id in alive}
+        self._starts[key] = start
+
+    def _learn(self, state: ModelState) -> _Model:
+        model = self._models[state.name, state.version] = _Model(state)
+        return model
+
+    def __repr__(self) -> str:
+        return f"<Routing {len(self._starts)} STARTs, {len(self._lost)} lost>"
+
+
+def lost(pending: Pending) -> Unavailable:
+    """What a request is answered whose sequence went with its worker."""
+    return Unavailable(
+        f"sequence {pending.record.sequence_id} of model '{pending.submit.model}' was lost when its worker died; "
+        "start it again with the START flag"
+    )
+
+
+def _unharmed(run: list[Pending], state: SequenceState | None) -> list[Pending]:
+    """The last ones of a sequence's requests that a dead worker has not begun. ``state``: what it last said; None: nothing.
+
+    All of a sequence from its START on, or none: what another front had sent, or a client took back, would be missing.
+    """
+    if state is SequenceState.BEGUN or state is SequenceState.ENDED:
+        return []
+    kept = run
+    if state is SequenceState.WAITING:
+        # That is said of the sequence that it admitted last; one before it, of the same id, may have run.
+        ends = [number for number, pending in enumerate(run[:-1]) if pending.record.sequence_end]
+        kept = run[ends[-1] + 1 :] if ends else run
+        if not kept[0].record.sequence_start:
+            return []
+    return [] if any(pending.cancelled for pending in kept) else kept
+
+
+def _rank(key: Key, worker: Worker) -> int:
+    return (key[0] ^ worker.seed) * _MIX & _MASK
+
+
+def _spare(worker: Worker, slots: Key) -> int:
+    """Free slots less the sequences that wait for one; 0 where nothing is known."""
+    told = worker.sequences.slots(slots)
+    if told is None:
+        return 0
+    edition, count = worker.starts.get(slots, (0, 0))
+    # Those that were sent since it said so are not in what it said.
+    return told.free - told.backlog - (count if edition == told.edition else 0)
+
+
+# ------------------------------------------------------------------------------------------------------ what is known of a model
+
+
+class _Batching(msgspec.Struct):
+    max_sequence_idle_microseconds: Annotated[int, msgspec.Meta(ge=0)] = 1_000_000
+
+
+class _Config(msgspec.Struct):
+    sequence_batching: _Batching = msgspec.field(default_factory=_Batching)
+
+
+class _Model:
+    """What is needed of a model for each of its requests."""
+
+    __slots__ = ("idle_seconds", "keys")
+
+    def __init__(self, state: ModelState) -> None:
+        self.keys = SequenceKeys(state.name, state.version)
+        config = msgspec.json.decode(state.config or b"{}", type=_Config, strict=False)
+        #: After so long a silence a sequence is forgotten anyway.
+        self.idle_seconds = config.sequence_batching.max_sequence_idle_microseconds / 1e6

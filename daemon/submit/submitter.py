@@ -44,6 +44,7 @@ from shm.forms import Forms, OnMint
 from shm.lane import SubmitterLane
 from shm.messages import Completion, Submit
 from shm.refusals import Refusal
+from shm.sequence_page import SequencePage
 from shm.status_page import StatusPage
 
 _log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class Submitter:
         self._loop = asyncio.get_running_loop()
         self.refusals = Refusals(self._loop, counted)
         self._busy_poll = BusyPoll(self._loop, options.lanes.spin_us * 1000, self._pending)
-        self._choice = Choice(table, row)
+        self._choice = Choice(table, row, self._pending, options.requests.max_sequences)
         self._workerless = Workerless(self._pending, self._choice, options.requests.worker_wait)
         self._sending = Sending(self._loop, self._busy_poll, self._pending, self._readable)
         # Workers that still map a segment that was closed keep its pages: they are told.
@@ -180,10 +181,9 @@ class Submitter:
     # -------------------------------------------------------------------------------------- workers and models
 
     def open_lane(self, opened: LaneOpened, fds: list[int]) -> None:
-        """A worker can be reached. Takes both descriptors: the lane's socket and the status page."""
-        sock, page = socket.socket(fileno=fds[0]), StatusPage.attach(fds[1])
-        lane = SubmitterLane(sock, self._arena, writable=opened.device.startswith("cuda:"))
-        worker = Worker(opened.peer, opened.device, lane, page)
+        """A worker can be reached. Takes the descriptors: the lane's socket, the status page and the sequence page."""
+        lane = SubmitterLane(socket.socket(fileno=fds[0]), self._arena, writable=opened.device.startswith("cuda:"))
+        worker = Worker(opened.peer, opened.device, lane, StatusPage.attach(fds[1]), SequencePage.attach(fds[2]))
         self._choice.add(worker)
         self._loop.add_reader(worker.lane.fileno(), self._readable, worker)
         self._workerless.retry(self._send_again)
@@ -199,7 +199,7 @@ class Submitter:
 
     def fence(self, fenced: WorkerFenced) -> None:
         """That process is certainly gone: run its requests elsewhere."""
-        worker = self._choice.workers.pop(fenced.worker, None)
+        worker = self._choice.workers.get(fenced.worker)
         if worker is None:
             return
         # What it answered before it died is still in the socket, all of it: the process is gone.
@@ -208,6 +208,7 @@ class Submitter:
         if not worker.closed:
             self._close(worker)
         executing = {request for submitter, request in worker.page.executing() if submitter == self._incarnation}
+        lost = self._choice.bury(worker)
         orphans, worker.in_flight = worker.in_flight, {}
         models = Counter(pending.submit.model for number, pending in orphans.items() if number in executing)
         _log.log(
@@ -217,11 +218,11 @@ class Submitter:
             len(orphans),
             ", ".join(f"{count} of model '{name}'" for name, count in models.most_common()) or "none of them",
         )
-        for pending in orphans.values():
-            pending.worker = None
-            self._run_again(pending, pending.record.request_id in executing)
-        worker.page.close()
-        worker.lane.close()
+        for number, pending in orphans.items():
+            self._run_again(pending, lost.get(number), number in executing)
+        # What belongs to its sequences may have waited for that.
+        self._workerless.retry(self._send_again)
+        worker.shut()
 
     def close(self) -> None:
         """Closes lanes and arena; what is in flight gets no answer."""
@@ -231,18 +232,17 @@ class Submitter:
         for worker in self._choice.workers.values():
             if not worker.closed:
                 self._close(worker)
-            worker.page.close()
-            worker.lane.close()
+            worker.shut()
         self._choice.workers.clear()
         held = sum(len(pending.leases) for pending in self._pending.values())
         if forgotten := self._arena.statistics()["leases"] - held:
             _log.warning("%d leases of the request arena belong to no request and were never given back", forgotten)
         self._arena.close()
 
-    def _run_again(self, pending: Pending, was_executing: bool) -> None:
+    def _run_again(self, pending: Pending, lost: ServingError | None, was_executing: bool) -> None:
         if pending.cancelled:
             self._finish(pending)
-        elif (error := pending.orphaned(was_executing, self._choice.state_of(pending.submit))) is not None:
+        elif error := lost or pending.orphaned(was_executing, self._choice.state_of(pending.submit)):
             self._fail(pending, error)
         else:
             self._send_again(pending)

@@ -38,6 +38,7 @@ from shm.operations import ModelStatistics, RegionRecords, RegisterSystemRegion,
 from shm.parent import die_with_parent
 from shm.record import decoder
 from shm.regions import open_object
+from shm.sequence_page import SequencePage
 from shm.status_page import StatusPage, WorkerState
 
 
@@ -46,6 +47,7 @@ class FakeWorker:
 
     def __init__(self, control_fd: int) -> None:
         self.page = StatusPage.create()
+        self.sequences = SequencePage.create(1)
         self.done = asyncio.Event()
         self.models: dict[tuple[str, int], int] = {}
         self.regions: dict[str, int] = {}
@@ -67,7 +69,7 @@ class FakeWorker:
             case Start(incarnation):
                 stack_report.enable(*fds)
                 self.page.set_state(WorkerState.IDLE, time.monotonic_ns())
-                self.connection.send(ChildReady(incarnation), self.page.fd)
+                self.connection.send(ChildReady(incarnation), self.page.fd, self.sequences.fd)
             case LaneOpened():
                 self.lanes += fds
                 fds = []

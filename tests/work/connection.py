@@ -23,6 +23,7 @@ from shm.channel import pair
 from shm.control_records import LaneOpened, ModelState
 from shm.lane import WorkerLane
 from shm.messages import Cancel, Completion, FormSubmit, Submit
+from shm.sequence_page import SequencePage
 from shm.status_page import StatusPage
 from tests.fakes import WholeRequests, answer_formed
 from tests.work.counter import Work
@@ -99,11 +100,13 @@ class LaneBench(ABC):
         self.table = ModelTable()
         self.submitter = Submitter(1, options, self.table)
         self.page = StatusPage.create()
+        self.sequences = SequencePage.create(1)
         ours, theirs = pair()
         arenas = OPTIONS.arenas
         self.worker = WorkerLane(theirs, arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
         self._whole = WholeRequests()
-        self.submitter.open_lane(LaneOpened(7, "cpu:0"), [ours.detach(), os.dup(self.page.fd)])
+        pages = [os.dup(self.page.fd), os.dup(self.sequences.fd)]
+        self.submitter.open_lane(LaneOpened(7, "cpu:0"), [ours.detach(), *pages])
         for name in ("addsub", "identity", "subadd"):
             self.submitter.model_changed(ModelState(name, 1, "READY", workers=(7,), metadata=b"{}", config=b"{}"))
         self.tally = Tally.create()
@@ -178,6 +181,7 @@ class LaneBench(ABC):
         self.submitter.close()
         self.worker.close()
         self.page.close()
+        self.sequences.close()
         self.tally.close()
 
 

@@ -37,6 +37,7 @@ from shm.errors import from_code
 from shm.lane import SubmitterLane
 from shm.messages import Completion, Inline, RequestedOutput, Slice, Submit, Tensor
 from shm.record import Record, decoder
+from shm.sequence_page import SequencePage
 from shm.status_page import StatusPage
 from tests.fakes import whole_answers
 
@@ -76,7 +77,7 @@ class WorkerProcess:
         self.send(Start(42, "worker-0", msgspec.Raw(msgspec.msgpack.encode(self.options))), stack)
         os.close(stack)
         _, fds = self.wait(lambda record: isinstance(record, ChildReady) and record.incarnation == 42)
-        self.page = StatusPage.attach(fds[0])
+        self.page, self.sequences = StatusPage.attach(fds[0]), SequencePage.attach(fds[1])
         self.lane = self.open_lane(self.arena)
 
     def __enter__(self) -> WorkerProcess:
@@ -87,6 +88,7 @@ class WorkerProcess:
         self.lane.close()
         self.arena.close()
         self.page.close()
+        self.sequences.close()
         self.process.kill()
         self.process.wait()
         assert self.process.stderr is not None

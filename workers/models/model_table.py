@@ -32,6 +32,7 @@ class ModelTable:
         old = self._serving.pop((version.name, version.version), None)
         self._serving[version.name, version.version] = version
         self._index(version.name)
+        version.serve()
         if old is not None:
             version.statistics.succeed(old.statistics)
             self._drain(old, version.statistics.inherit)

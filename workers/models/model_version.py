@@ -12,7 +12,7 @@ from shm.arrays import Array
 from shm.figures import VersionFigures
 from workers.models.host_model import shapes_key
 from workers.models.loader import LoadedModel
-from workers.models.sequence_register import SequenceRegister
+from workers.models.sequence_register import RegisteredSequences, SequenceRegister
 from workers.models.statistics import ModelStatistics
 from workers.requests.familiar import Familiar
 from workers.requests.request import Request
@@ -39,7 +39,7 @@ class ModelVersion:
     """Queue, batcher, statistics and the requests that wait for a shape to be compiled."""
 
     def __init__(self, loaded: LoadedModel, register: SequenceRegister | None = None) -> None:
-        """``register``: of the worker's sequences."""
+        """``register``: of the worker's sequences; for a model that has such."""
         self.loaded = loaded
         self.name = loaded.name
         self.version = loaded.version
@@ -53,11 +53,13 @@ class ModelVersion:
         self.sequences: SequenceBatcher[Request] | None = None
         #: Who decides what runs.
         self.planner: Planner[Request] = self.batcher
+        self._registered: RegisteredSequences | None = None
         if loaded.sequences is not None:
+            assert register is not None
             plan = loaded.sequences
-            events = (register or SequenceRegister()).of(loaded.name, loaded.version)
+            self._registered = register.of(loaded.name, loaded.version)
             self.sequences = SequenceBatcher(
-                loaded.name, plan.rules, plan.strategy, max(1, len(loaded.instances)), events
+                loaded.name, plan.rules, plan.strategy, max(1, len(loaded.instances)), self._registered
             )
             self.planner = self.sequences
         self.statistics = ModelStatistics(loaded.name, loaded.version)
@@ -104,12 +106,19 @@ class ModelVersion:
         """Whether any request waits or runs, or may still come for a sequence."""
         return bool(len(self.planner) or self.executing or self.compiling or self.planner.lives)
 
+    def serve(self) -> None:
+        """Requests find it from now on."""
+        if self._registered is not None and self.sequences is not None:
+            self._registered.serve(self.sequences.table)
+
     def drain(self, on_closed: Callable[[], None]) -> None:
         """No new requests but those of live sequences; ``on_closed`` is called once all is done and the instances have ended."""
         self.when_closed(on_closed)
         if self.state is VersionState.SERVING:
             self.state = VersionState.DRAINING
             self.planner.end_delays()
+            if self._registered is not None:
+                self._registered.retire()
 
     def end_sequences(self) -> None:
         """Nobody finds this version any more: its sequences end when what waits has run."""

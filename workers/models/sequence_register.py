@@ -1,23 +1,37 @@
-"""The live sequences of all models of a worker: that there are not too many. Belongs to the worker's loop."""
+"""The live sequences of all models of a worker: that there are not too many, and what fronts are told of them.
+
+Belongs to the worker's loop. Its rule: a sequence is on the page before anything of it runs, and until its answers have left.
+"""
 
 from __future__ import annotations
 
-import sys
+import time
+from typing import Any
 
 from shm.errors import Unavailable
+from shm.sequence_keys import Key, SequenceKeys
+from shm.sequence_page import SequencePage
+from workers.scheduling.sequence_table import SequenceTable
 
 
 class SequenceRegister:
-    """One per worker."""
+    """One per worker, and the only one that writes its page."""
 
-    def __init__(self, most: int = sys.maxsize) -> None:
+    def __init__(self, page: SequencePage, most: int) -> None:
+        self.page = page
         self._most = most
         #: Of all models.
         self.live = 0
+        #: Whether any has ended whose answers may not have left.
+        self.ended = False
+        #: Those that new sequences join, by the key of their model version.
+        self.serving: dict[Key, RegisteredSequences] = {}
+        #: Those of them whose slots are not as it was told.
+        self.changed: set[RegisteredSequences] = set()
 
     def of(self, model: str, version: int) -> RegisteredSequences:
-        """What one model version tells of its sequences."""
-        return RegisteredSequences(self, model, version)
+        """What one load of a model version tells of its sequences."""
+        return RegisteredSequences(self, SequenceKeys(model, version))
 
     def add(self) -> None:
         """Raises Unavailable: there are as many as may be."""
@@ -27,25 +41,66 @@ class SequenceRegister:
             )
         self.live += 1
 
+    def tell(self) -> None:
+        """Says what is free. To be called before answers leave: who has one and starts another sequence is sent by that."""
+        changed, self.changed = self.changed, set()
+        for each in changed:
+            each.tell_slots()
+
+    def settle(self) -> None:
+        """Forgets those that have ended: their answers have left."""
+        self.ended = False
+        self.page.settle()
+
     def __repr__(self) -> str:
         return f"<SequenceRegister {self.live} of {self._most}>"
 
 
 class RegisteredSequences:
-    """Those of one model version."""
+    """Those of one load of a model version."""
 
-    def __init__(self, register: SequenceRegister, model: str, version: int) -> None:
+    def __init__(self, register: SequenceRegister, keys: SequenceKeys) -> None:
         self._register = register
-        self.model = model
-        self.version = version
+        self._keys = keys
+        #: By generation: its key, and since when it is on the page.
+        self._entries: dict[int, tuple[Key, int]] = {}
+        self._table: SequenceTable[Any] | None = None
+
+    def serve(self, table: SequenceTable[Any]) -> None:
+        """New sequences join this load from now on."""
+        self._table = table
+        self._register.serving[self._keys.slots] = self
+        self._register.changed.add(self)
+
+    def retire(self) -> None:
+        """None do any more: it was unloaded, or loaded again."""
+        self._table = None
+        if self._register.serving.get(self._keys.slots) is self:
+            del self._register.serving[self._keys.slots]
+            self._register.page.forget_slots(self._keys.slots)
+
+    def tell_slots(self) -> None:
+        """Says what is free, while new sequences join."""
+        if self._table is not None:
+            self._register.page.tell_slots(self._keys.slots, self._table.free_slots, self._table.backlog)
 
     def waiting(self, correlation_id: int | str, generation: int) -> None:
         """One is to be admitted. Raises Unavailable: there are too many."""
         self._register.add()
+        key = self._keys.key(correlation_id)
+        self._entries[generation] = key, self._register.page.admit(key, time.monotonic_ns())
+        self._register.changed.add(self)
 
     def begun(self, correlation_id: int | str, generation: int) -> None:
         """Its first request is about to run."""
+        self._register.page.begin(*self._entries[generation])
 
     def gone(self, correlation_id: int | str, generation: int) -> None:
         """Nothing of it waits or runs."""
+        self._register.page.end(*self._entries.pop(generation))
         self._register.live -= 1
+        self._register.ended = True
+        self._register.changed.add(self)
+
+    def __repr__(self) -> str:
+        return f"<RegisteredSequences {len(self._entries)}>"

@@ -11,6 +11,7 @@ import pytest
 
 from shm.control_records import ModelGone
 from shm.messages import Inline, Slice, Submit, Tensor
+from shm.sequence_keys import SequenceKeys
 from tests.fakes import (
     INCARNATION,
     MIB,
@@ -219,10 +220,12 @@ def test_a_request_that_kills_two_workers_is_given_up() -> None:
 def test_a_sequence_is_not_run_twice() -> None:
     with serving(2) as (front, workers), front.client() as client:
         front.model(*workers, repeatable=False, sticky=True)
+        keys = SequenceKeys("echo", 1)
+        workers[0].sequences.tell_slots(keys.slots, 1, 0)
         client.send(json_request(b"\1", parameters={"sequence_id": 5, "sequence_start": True}))
-        until(lambda: not (workers[0].idle(0.01) and workers[1].idle(0.01)))
-        dead, other = workers if not workers[0].idle(0.01) else workers[::-1]
+        dead, other = workers
         assert dead.next().sequence_id == 5
+        dead.sequences.begin(keys.key(5), dead.sequences.admit(keys.key(5), 1))
         dead.die()
         front.fence(dead)
         answer = client.answer()

@@ -11,13 +11,15 @@ from daemon.submit.choice import Choice
 from daemon.submit.model_table import ModelTable
 from daemon.submit.pending import Calling, Pending, Worker
 from shm.control_records import ModelGone, ModelState, RegionPlace
-from shm.errors import InvalidArgument, NotFound
+from shm.errors import InvalidArgument, NotFound, Unavailable
 from shm.forms import MAX_FORMS, Form
 from shm.messages import FormSubmit, Inline, RegionSlice, Submit, Tensor
+from shm.sequence_keys import SequenceKeys
+from shm.sequence_page import SequencePage
 
 
 def worker_of(incarnation: int, device: str = "cpu:0") -> Worker:
-    return Worker(incarnation, device, cast(Any, None), cast(Any, None))
+    return Worker(incarnation, device, *cast(Any, (None, None, None)))
 
 
 def asks(regions: tuple[str, ...] = (), model: str = "m") -> Submit:
@@ -34,7 +36,7 @@ def formed(submit: Submit) -> Pending:
 
 
 def choice_of(*workers: Worker, row: int = 0) -> Choice:
-    choice = Choice(ModelTable(), row)
+    choice = Choice(ModelTable(), row, {}, 10)
     for worker in workers:
         choice.add(worker)
     choice.model_changed(ModelState("m", 1, "READY", workers=tuple(worker.incarnation for worker in workers)))
@@ -83,73 +85,36 @@ def test_models_that_are_not_there() -> None:
 # ------------------------------------------------------------------------------------------------------------ sequences
 
 
-def of_sequence(sequence: int | str, regions: tuple[str, ...] = ()) -> Pending:
-    form = Form(0, asks(regions))
+def of_sequence(sequence: int | str) -> Pending:
+    form = Form(0, asks())
     return Calling(lambda completion, lane: None, record=FormSubmit(1, 0, (b"1",), sequence_id=sequence), form=form)
 
 
-def sticky_choice(*workers: Worker, row: int = 0) -> Choice:
-    choice = choice_of(*workers, row=row)
-    incarnations = tuple(worker.incarnation for worker in workers)
-    choice.model_changed(ModelState("m", 1, "READY", workers=incarnations, repeatable=False, sticky=True))
-    return choice
-
-
-def test_a_sequence_stays_with_its_worker_whatever_that_has_to_do() -> None:
-    workers = [worker_of(number, f"cpu:{number}") for number in range(4)]
-    choice, other = sticky_choice(*workers), sticky_choice(*reversed(workers), row=1)
-    homes = {sequence: choice.find(of_sequence(sequence)) for sequence in (*range(1, 20), "1", "two")}
-    assert set(homes.values()) == set(workers)
-    for worker in workers[:2]:
-        worker.in_flight |= {number: of_sequence(1) for number in range(9)}
-    for sequence, worker in homes.items():
-        assert choice.find(of_sequence(sequence)) is worker
-        assert other.find(of_sequence(sequence)) is worker
-    # Nothing is remembered by form: the next request of it is of another sequence.
+def test_a_request_of_a_sequence_is_routed_and_nothing_is_remembered_of_its_form() -> None:
+    first, second = (
+        Worker(number, f"cpu:{number}", *cast(Any, (None, None)), SequencePage.create(4)) for number in (1, 2)
+    )
+    choice = choice_of(first, second)
+    config = b'{"sequence_batching": {"max_sequence_idle_microseconds": 1000000000}}'
+    choice.model_changed(ModelState("m", 1, "READY", workers=(1, 2), config=config, repeatable=False, sticky=True))
+    keys = SequenceKeys("m", 1)
+    second.sequences.admit(keys.key(5), 1)
+    second.in_flight |= {number: of_sequence(1) for number in range(9)}
+    pending = of_sequence(5)
+    assert choice.find(pending) is second
+    assert pending.sequence == keys.key(5)
+    assert choice.find(of_sequence("5")) in (first, second)
+    # One of no sequence goes where there is least to do.
+    assert choice.find(of_sequence(0)) is choice.find(of_sequence("")) is first
     assert not choice.remembered
-
-
-def test_a_request_of_no_sequence_goes_where_there_is_least_to_do() -> None:
-    first, second = worker_of(1, "cpu:0"), worker_of(2, "cpu:1")
-    choice = sticky_choice(first, second)
-    for worker, other in ((first, second), (second, first)):
-        other.in_flight |= {number: of_sequence(1) for number in range(len(worker.in_flight) + 1)}
-        assert choice.find(of_sequence(0)) is choice.find(of_sequence("")) is worker
-
-
-def test_a_sequence_waits_for_the_worker_that_replaces_its_own() -> None:
-    workers = [worker_of(number, f"cpu:{number}") for number in range(2)]
-    choice = sticky_choice(*workers)
-    sequences = [number for number in range(1, 20) if choice.find(of_sequence(number)) is workers[0]]
-    others = [number for number in range(1, 20) if number not in sequences]
-    assert sequences
-    assert others
-    choice.close(workers[0])
-    assert {choice.find(of_sequence(number)) for number in sequences} == {None}
-    replacement = worker_of(7, "cpu:0")
-    choice.add(replacement)
-    choice.model_changed(ModelState("m", 1, "READY", workers=(1, 7), repeatable=False, sticky=True))
-    assert {choice.find(of_sequence(number)) for number in sequences} == {replacement}
-    assert {choice.find(of_sequence(number)) for number in others} == {workers[1]}
-
-
-def test_a_worker_that_has_not_the_model_has_none_of_its_sequences() -> None:
-    workers = [worker_of(number, f"cpu:{number}") for number in range(2)]
-    choice = sticky_choice(*workers)
-    choice.model_changed(ModelState("m", 1, "READY", workers=(1,), repeatable=False, sticky=True))
-    assert {choice.find(of_sequence(number)) for number in range(1, 20)} == {workers[1]}
-
-
-def test_a_region_on_another_gpu_than_the_sequence_is_refused() -> None:
-    workers = [worker_of(number, f"cuda:{number}") for number in range(2)]
-    choice = sticky_choice(*workers)
-    for number in range(2):
-        choice.region_placed(RegionPlace(f"on {number}", f"cuda:{number}"))
-    sequence = next(number for number in range(1, 99) if choice.find(of_sequence(number)) is workers[0])
-    assert choice.find(of_sequence(sequence, ("on 0",))) is workers[0]
-    words = f"^sequence {sequence} of model 'm' is on cuda:0, its request names a region that is on cuda:1$"
-    with pytest.raises(InvalidArgument, match=words):
-        choice.find(of_sequence(sequence, ("on 1",)))
+    # A dead one takes along what it has.
+    second.in_flight.clear()
+    assert choice.bury(second) == {}
+    assert choice.workers == {1: first}
+    with pytest.raises(Unavailable, match="sequence 5 of model 'm' was lost when its worker died"):
+        choice.find(pending)
+    for worker in (first, second):
+        worker.sequences.close()
 
 
 # -------------------------------------------------------------------------------------------------------------- changes

@@ -29,7 +29,8 @@ class Setting:
         self.submitter = Submitter(INCARNATION, Options(arenas=Arenas(**arenas)), ModelTable())
         ours, theirs = pair()
         self.worker = EchoWorker(ours, 1)
-        self.submitter.open_lane(LaneOpened(1, "cpu:0"), [theirs.detach(), os.dup(self.worker.page.fd)])
+        pages = [os.dup(self.worker.page.fd), os.dup(self.worker.sequences.fd)]
+        self.submitter.open_lane(LaneOpened(1, "cpu:0"), [theirs.detach(), *pages])
         self.submitter.model_changed(ModelState("m", 1, "READY", workers=(1,)))
 
     async def next(self) -> Submit:

@@ -29,7 +29,7 @@ def test_an_answer_of_a_form_comes_whole_to_who_knows_no_other() -> None:
     lane = cast(SubmitterLane, object())
     got: list[Any] = []
     plain = Calling(lambda completion, lane: got.append((completion, lane)), record=Submit(7, "m", 0, ()))
-    plain.worker = Worker(1, "cpu:0", lane, cast(Any, None))
+    plain.worker = Worker(1, "cpu:0", lane, *cast(Any, (None, None)))
     plain.formed(ANSWERS, OWN)
     assert got == [(WHOLE, lane)]
 

@@ -78,7 +78,7 @@ class Setting:
         self.pending: dict[int, Pending] = {}
         self.received: list[Worker] = []
         self.sending = Sending(cast(Any, self.loop), cast(Any, self.poll), self.pending, self.received.append)
-        self.worker = Worker(1, "cpu:0", cast(Any, self.lane), cast(Any, None))
+        self.worker = Worker(1, "cpu:0", cast(Any, self.lane), *cast(Any, (None, None)))
 
     def send(self, formed: bool) -> Pending:
         number = len(self.pending) + 1

@@ -40,6 +40,7 @@ from shm.messages import (
     Submit,
     Tensor,
 )
+from shm.sequence_keys import SequenceKeys
 from tests.fakes import INCARNATION, EchoWorker
 
 MIB = 1 << 20
@@ -92,11 +93,12 @@ class Setting:
         self._last += 1
         ours, theirs = pair()
         worker = EchoWorker(ours, self._last)
-        self.submitter.open_lane(LaneOpened(self._last, device), [theirs.detach(), os.dup(worker.page.fd)])
+        pages = [os.dup(worker.page.fd), os.dup(worker.sequences.fd)]
+        self.submitter.open_lane(LaneOpened(self._last, device), [theirs.detach(), *pages])
         self.workers[self._last] = worker
         return worker
 
-    def ready(self, *workers: EchoWorker, **kind: bool) -> None:
+    def ready(self, *workers: EchoWorker, **kind: Any) -> None:
         """``kind``: as ModelState names it."""
         incarnations = tuple(worker.incarnation for worker in workers)
         self.submitter.model_changed(ModelState("m", 1, "READY", workers=incarnations, **kind))
@@ -416,7 +418,7 @@ def test_what_can_never_fit(setting: Setting) -> None:
         setting.submitter.loan(2 * MIB)
 
 
-def replaced(setting: Setting, first: EchoWorker, executing: list[Asked], **kind: bool) -> EchoWorker:
+def replaced(setting: Setting, first: EchoWorker, executing: list[Asked], **kind: Any) -> EchoWorker:
     """The worker has died while it executed those; returns the one that has taken its place."""
     first.page.begin(0, [(INCARNATION, asked.request_id) for asked in executing])
     first.die()
@@ -427,26 +429,92 @@ def replaced(setting: Setting, first: EchoWorker, executing: list[Asked], **kind
     return second
 
 
-def test_nothing_of_a_sequence_is_run_again(setting: Setting) -> None:
+#: Whose sequences are remembered for long enough.
+STICKY: dict[str, Any] = {
+    "repeatable": False,
+    "sticky": True,
+    "config": b'{"sequence_batching": {"max_sequence_idle_microseconds": 1000000000}}',
+}
+KEYS = SequenceKeys("m", 1)
+
+
+def admit(worker: EchoWorker, who: int | str, begun: bool = True) -> None:
+    """It says so on its page."""
+    since = worker.sequences.admit(KEYS.key(who), 1)
+    if begun:
+        worker.sequences.begin(KEYS.key(who), since)
+
+
+def lost(who: int | str) -> str:
+    return f"sequence {who} of model 'm' was lost when its worker died; start it again with the START flag"
+
+
+def test_nothing_of_a_begun_sequence_is_run_again(setting: Setting) -> None:
     """Neither what was executing nor what waited: its worker had its state. The next START begins anew."""
-    kind = {"repeatable": False, "sticky": True}
     first = setting.open_worker()
-    setting.ready(first, **kind)
-    lost = [setting.ask(sequence_id=5, sequence_start=True), setting.ask(sequence_id=5), setting.ask(sequence_id="six")]
+    setting.ready(first, **STICKY)
+    asked = [
+        setting.ask(sequence_id=5, sequence_start=True),
+        setting.ask(sequence_id=5),
+        setting.ask(sequence_id="six"),
+    ]
     without = setting.ask()
     setting.turn()
-    second = replaced(setting, first, lost[:1], **kind)
-    for asked, sequence in zip(lost, ("5", "5", "six"), strict=True):
-        (final,) = asked.finals
-        assert (final.code, final.message) == (
-            "UNAVAILABLE",
-            f"sequence {sequence} of model 'm' was lost when its worker died; start it again with the START flag",
-        )
+    for who in (5, "six"):
+        admit(first, who)
+    second = replaced(setting, first, asked[:1], **STICKY)
+    for each, sequence in zip(asked, ("5", "5", "six"), strict=True):
+        (final,) = each.finals
+        assert (final.code, final.message) == ("UNAVAILABLE", lost(sequence))
     # It belongs to no sequence, and whoever is asked says so.
     assert second.next().request_id == without.request_id
+    # Nor does it go on later.
+    late = setting.ask(sequence_id=5)
+    setting.turn()
+    assert [final.message for final in late.finals] == [lost(5)]
     again = setting.ask(sequence_id=5, sequence_start=True)
     setting.turn()
     assert second.next().request_id == again.request_id
+    assert second.idle(0.01)
+
+
+@pytest.mark.parametrize("admitted", [True, False])
+def test_a_sequence_that_waited_is_moved_in_its_order(setting: Setting, admitted: bool) -> None:
+    first = setting.open_worker()
+    setting.ready(first, **STICKY)
+    asked = [
+        setting.ask(sequence_id=5, sequence_start=True),
+        setting.ask(sequence_id=5),
+        setting.ask(sequence_id=5, sequence_end=True),
+    ]
+    setting.turn()
+    if admitted:
+        admit(first, 5, begun=False)
+    second = replaced(setting, first, [], **STICKY)
+    moved = [second.next() for _ in asked]
+    assert [record.request_id for record in moved] == [each.request_id for each in asked]
+    assert [record.strikes for record in moved] == [0, 0, 0]
+    for record in moved:
+        second.echo(record)
+    while setting.submitter.in_flight():
+        setting.turn()
+    assert [final.code for each in asked for final in each.finals] == [""] * 3
+
+
+def test_who_goes_on_with_a_sequence_of_a_closed_worker_hears_at_the_fence(setting: Setting) -> None:
+    """Before it nobody may say that it is lost: the worker might still write."""
+    first, second = setting.open_worker(), setting.open_worker()
+    setting.ready(first, second, **STICKY)
+    admit(first, 5)
+    first.die()
+    setting.turn()
+    late = setting.ask(sequence_id=5)
+    setting.turn()
+    assert not late.finals
+    assert setting.submitter.statistics()["waiting_for_worker"] == 1
+    setting.submitter.fence(WorkerFenced(first.incarnation))
+    setting.turn()
+    assert [final.message for final in late.finals] == [lost(5)]
     assert second.idle(0.01)
 
 

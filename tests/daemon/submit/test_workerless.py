@@ -11,7 +11,7 @@ from shm.messages import Submit
 
 def made(count: int) -> tuple[Workerless, dict[int, Pending]]:
     in_flight: dict[int, Pending] = {}
-    waiting = Workerless(in_flight, Choice(ModelTable(), 0), 10.0)
+    waiting = Workerless(in_flight, Choice(ModelTable(), 0, in_flight, 1), 10.0)
     for number in range(1, count + 1):
         in_flight[number] = Calling(lambda completion, lane: None, record=Submit(number, "m", 0, ()))
         waiting.add(in_flight[number], float(number))

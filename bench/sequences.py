@@ -1,0 +1,175 @@
+"""Sequences while workers are killed: ``python -m bench.sequences SECONDS``.
+
+A daemon with two workers, an HTTP and a gRPC front, and a Triton Python model that sums each sequence up. A thousand sequences
+live at a time, and each of their steps goes through one of the fronts by chance. Every few seconds a worker is killed. Each sum
+is compared: one that is wrong was computed from fresh or from foreign state. A sequence may say that it was lost with its worker,
+and has to say so at every step until a START begins it anew.
+Exit status 1: a sum was wrong, a step failed otherwise, or a lost sequence answered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as grpcclient
+import tritonclient.http as httpclient
+from tritonclient.utils import InferenceServerException
+
+from bench.server import children, serving
+
+_HTTP, _GRPC = "127.0.0.1:18180", "127.0.0.1:18181"
+MODEL = "sums"
+_PATIENCE = 300.0
+#: One in so many steps is the last of its sequence, and one in so many of a lost one asks before it begins anew.
+_ENDS, _ASKS = 12, 2
+
+
+class Sequence:
+    """One, as its client sees it."""
+
+    def __init__(self, who: int | str) -> None:
+        self.who = who
+        #: None: there is none until the next START.
+        self.sum: int | None = None
+        #: Its worker died, and it says so until then.
+        self.lost = False
+
+
+class Clients:
+    """Threads that step through their own sequences and compare every sum, until the block ends."""
+
+    def __init__(self, http: str, grpc: str, sequences: int, threads: int) -> None:
+        self._addresses = http, grpc
+        self._stop = threading.Event()
+        kinds = [(str(number) if number % 3 == 0 else number) for number in range(1, sequences + 1)]
+        shares = [[Sequence(who) for who in kinds[first::threads]] for first in range(threads)]
+        self._threads = [
+            threading.Thread(target=self._run, args=(number, share)) for number, share in enumerate(shares)
+        ]
+        self._lock = threading.Lock()
+        #: right, lost, and whatever must not be.
+        self.seen: Counter[str] = Counter()
+
+    def __enter__(self) -> Clients:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(_PATIENCE)
+        if any(thread.is_alive() for thread in self._threads):
+            self.seen["a client got no answer at all"] += 1
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """What must not be."""
+        return {what: count for what, count in self.seen.items() if what not in ("right", "lost")}
+
+    def _run(self, seed: int, sequences: list[Sequence]) -> None:
+        chance = random.Random(seed)
+        with connections(*self._addresses) as fronts:
+            while not self._stop.is_set():
+                said = step(chance.choice(fronts), chance.choice(sequences), chance)
+                with self._lock:
+                    self.seen[said] += 1
+
+
+Front = tuple[Any, Any]
+
+
+@contextlib.contextmanager
+def connections(http: str, grpc: str) -> Iterator[list[Front]]:
+    """A client of each protocol with its module."""
+    timeouts = {"network_timeout": _PATIENCE, "connection_timeout": _PATIENCE}
+    with (
+        contextlib.closing(httpclient.InferenceServerClient(http, **timeouts)) as over_http,
+        contextlib.closing(grpcclient.InferenceServerClient(grpc)) as over_grpc,
+    ):
+        yield [(over_http, httpclient), (over_grpc, grpcclient)]
+
+
+def step(front: Front, sequence: Sequence, chance: random.Random) -> str:
+    """One step of a sequence: what came of it."""
+    client, module = front
+    x = chance.randrange(1, 1000)
+    start = sequence.sum is None and not (sequence.lost and chance.randrange(_ASKS) == 0)
+    end = chance.randrange(_ENDS) == 0
+    given = module.InferInput("x", [1, 1], "INT32")
+    given.set_data_from_numpy(np.full((1, 1), x, np.int32))
+    try:
+        answer = client.infer(MODEL, [given], sequence_id=sequence.who, sequence_start=start, sequence_end=end)
+    except InferenceServerException as error:
+        sequence.sum, sequence.lost = None, True
+        expected = f"sequence {sequence.who} of model '{MODEL}' was lost when its worker died; start it again with the START flag"
+        return "lost" if error.message() == expected else f"failed: {error.message()}".replace(str(sequence.who), "N")
+    total = int(answer.as_numpy("sum").flat[0])
+    if sequence.sum is None and not start:
+        return "a lost sequence answered"
+    right = total == (0 if start else sequence.sum or 0) + x
+    sequence.sum, sequence.lost = (None if end else total), False
+    return "right" if right else "a sum is wrong"
+
+
+def kill_worker(supervisor: int, chance: random.Random) -> bool:
+    """Whether there was one."""
+    workers = [pid for pid, kind in children(supervisor).items() if kind == "workers"]
+    if workers:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(chance.choice(workers), signal.SIGKILL)
+    return bool(workers)
+
+
+def main() -> int:
+    """Parses the command line and runs."""
+    parser = argparse.ArgumentParser(
+        prog="bench.sequences", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("seconds", type=float, help="how long")
+    parser.add_argument("--sequences", type=int, default=1000, help="how many live at a time")
+    parser.add_argument("--clients", type=int, default=16, help="threads, each with a connection of each protocol")
+    parser.add_argument("--kill-pause", type=float, default=5.0, help="seconds between two kills; 0: none is killed")
+    parser.add_argument(
+        "--log", type=Path, default=Path("/tmp/bench-sequences.log"), help="where the daemon's log goes"
+    )
+    arguments = parser.parse_args()
+    if arguments.seconds <= 0 or not 1 <= arguments.clients <= arguments.sequences or arguments.kill_pause < 0:
+        parser.error(
+            "seconds and --clients must be more than 0, --sequences no fewer than clients, --kill-pause no less than 0"
+        )
+    command = [sys.executable, "-m", "tensord", "serve", "--config", "bench/serve.toml", "--allow-metrics=false"]
+    command += [f"--http-port={_HTTP.rpartition(':')[2]}", f"--grpc-port={_GRPC.rpartition(':')[2]}"]
+    command += ["--model-control-mode=explicit", f"--load-model={MODEL}"]
+    os.environ["TENSORD_WORKERS_CPU"] = "2"
+    chance, killed = random.Random(), 0
+    with serving(command, _HTTP, arguments.log) as pid:
+        end = time.monotonic() + arguments.seconds
+        with Clients(_HTTP, _GRPC, arguments.sequences, arguments.clients) as clients:
+            while (left := end - time.monotonic()) > 0:
+                time.sleep(min(left, arguments.kill_pause or left))
+                if arguments.kill_pause and time.monotonic() < end:
+                    killed += kill_worker(pid, chance)
+    print(f"{killed} workers killed; right: {clients.seen['right']}, lost with their worker: {clients.seen['lost']}")
+    for what, count in clients.failures.items():
+        print(f"{count} x {what}")
+    tracebacks = arguments.log.read_text(errors="replace").count("Traceback")
+    if tracebacks:
+        print(f"{tracebacks} tracebacks in {arguments.log}")
+    return int(bool(clients.failures) or tracebacks > 0 or not clients.seen["right"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
