@@ -29,7 +29,7 @@ from bench.server import children, serving
 
 _HTTP, _GRPC = "127.0.0.1:18170", "127.0.0.1:18171"
 #: What a client says that lost its connection with a front.
-_LOST = ("ConnectionResetError", "ConnectionError", "BrokenPipeError", "ConnectionRefusedError")
+LOST = ("ConnectionResetError", "ConnectionError", "BrokenPipeError", "ConnectionRefusedError")
 _ATTACK_SECONDS = 10.0
 #: Connections of the ordinary clients and their lanes' channels come and go: so many more are no leak.
 _MORE_DESCRIPTORS = 32
@@ -181,8 +181,8 @@ def _report(
     for client in seen:
         for said, count in client["failures"].items():
             failures[said] = failures.get(said, 0) + count
-    lost = sum(count for said, count in failures.items() if said.startswith(_LOST))
-    failed = {said: count for said, count in failures.items() if not said.startswith(_LOST)}
+    lost = sum(count for said, count in failures.items() if said.startswith(LOST))
+    failed = {said: count for said, count in failures.items() if not said.startswith(LOST)}
     answers = sum(client["answers"] for client in seen)
     print(f"answers {answers}, worst wait {max(client['worst_ms'] for client in seen):.0f} ms")
     print(

@@ -271,6 +271,10 @@ def has_ended(process: subprocess.Popen[str]) -> bool:
         return process.poll() is not None
 
 
+#: Names of tests, and of the benchmarks' clients that tests use: those beside this one have some.
+_OF_TESTS = ("tensord-test", "tensord-bench")
+
+
 def shared_memory_names() -> set[str]:
     """Names in /dev/shm."""
     return set(os.listdir("/dev/shm"))
@@ -301,7 +305,7 @@ def nothing_left_behind() -> Iterator[None]:
         processes = [process for process in set(psutil.Process().children()) - children if process.is_running()]
         left = [str(process) for process in processes]
         left += [what for fd, what in descriptors().items() if fd not in fds and not what.startswith("anon_inode:")]
-        left += [name for name in shared_memory_names() if "tensord" in name and "tensord-test" not in name]
+        left += [name for name in shared_memory_names() if "tensord" in name and not any(word in name for word in _OF_TESTS)]
         if not left:
             return
         time.sleep(0.05)

@@ -1,0 +1,87 @@
+"""Every attack of the benchmark, for a moment each, beside ordinary clients of both protocols who must not notice.
+
+1. A daemon serves; an ordinary client of each protocol asks and compares, all the time.
+2. Attackers of a kind come, several at once, do their worst for a moment, and go.
+3. No ordinary request failed or was answered wrongly, descriptors and the places of requests are given back, and nothing that an
+   attacker did was answered with a traceback.
+4. A body as large as may be finds its room.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.attack import bystanders, largest_is_answered
+from bench.attackers.catalogue import ATTACKS
+from bench.footprint import footprints
+from tests.daemon_process import ROOT, DaemonProcess, nothing_left_behind, wait_until
+
+_SECONDS = 2.0
+_AT_ONCE = 4
+#: Of connections that come and go meanwhile, such as the ordinary clients' own.
+_MORE_DESCRIPTORS = 8
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    options = {"arenas": {"byte_size": 32 << 20}}
+    with (
+        nothing_left_behind(),
+        DaemonProcess(tmp_path_factory.mktemp("daemon"), [ROOT / "bench" / "models"], options) as daemon,
+    ):
+        daemon.wait_ready()
+        with bystanders(daemon.url, daemon.grpc_url):
+            assert largest_is_answered(daemon.url)
+        yield daemon
+
+
+def _batches() -> list[list[str]]:
+    names = list(ATTACKS)
+    return [names[at : at + _AT_ONCE] for at in range(0, len(names), _AT_ONCE)]
+
+
+@pytest.mark.parametrize("names", _batches(), ids=lambda names: names[0] + "-to-" + names[-1])
+def test_others_do_not_notice(daemon: DaemonProcess, names: list[str]) -> None:
+    before = footprints(daemon.pid)
+    with bystanders(daemon.url, daemon.grpc_url) as seen:
+        for counts in _attack(daemon, names):
+            assert sum(counts.values()) > 0, "the attack did nothing"
+    for protocol, client in seen.items():
+        assert client["answers"] > 0, protocol
+        assert client["failures"] == {}, protocol
+
+    def given_back() -> bool:
+        now = footprints(daemon.pid)
+        return all(now[name].descriptors <= held.descriptors + _MORE_DESCRIPTORS for name, held in before.items())
+
+    wait_until(given_back, "descriptors to be given back", daemon)
+    assert largest_is_answered(daemon.url)
+    assert "Traceback" not in daemon.log
+
+
+def _attack(daemon: DaemonProcess, names: list[str]) -> list[dict[str, int]]:
+    """Runs the attacks together; returns what each counted."""
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", "bench.attackers", name, daemon.url, daemon.grpc_url, str(_SECONDS)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name in names
+    ]
+    printed = [process.communicate()[0] for process in running]
+    assert [process.returncode for process in running] == [0] * len(names)
+    return [json.loads(text) for text in printed]
+
+
+def test_the_log_is_short(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """Whatever came, a line each time is no flood: what attackers do is told by counts, a line a minute."""
+    lines = daemon.log.splitlines()
+    assert len(lines) < 200, "\n".join(lines[:50])
