@@ -34,8 +34,8 @@ class Target:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
     def going_on(self) -> bool:
-        """Until the time is over."""
-        return time.monotonic() < self._end
+        """Until the time is over, and something has happened."""
+        return time.monotonic() < self._end or not self.counts
 
     def count(self, what: str, number: int = 1) -> None:
         self.counts[what] = self.counts.get(what, 0) + number
