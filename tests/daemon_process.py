@@ -305,7 +305,9 @@ def nothing_left_behind() -> Iterator[None]:
         processes = [process for process in set(psutil.Process().children()) - children if process.is_running()]
         left = [str(process) for process in processes]
         left += [what for fd, what in descriptors().items() if fd not in fds and not what.startswith("anon_inode:")]
-        left += [name for name in shared_memory_names() if "tensord" in name and not any(word in name for word in _OF_TESTS)]
+        left += [
+            name for name in shared_memory_names() if "tensord" in name and not any(word in name for word in _OF_TESTS)
+        ]
         if not left:
             return
         time.sleep(0.05)
