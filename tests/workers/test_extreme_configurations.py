@@ -51,7 +51,7 @@ WHOLE = """
       default_queue_policy { default_timeout_microseconds: 1000000 max_queue_size: 9 }
       priority_queue_policy { key: 2 value { default_timeout_microseconds: 1000000 max_queue_size: 9 } }
     }
-    instance_group { count: 1 kind: KIND_CPU }
+    instance_group { count: 1 kind: KIND_CPU rate_limiter { resources { name: "r" count: 1 } priority: 1 } }
     model_warmup {
       name: "w" batch_size: 1 count: 1
       inputs { key: "x" value { data_type: TYPE_FP32 dims: [ 2, 1 ] zero_data: true } }

@@ -35,7 +35,8 @@ class Wire:
     is_plain = True
 
     def __init__(self, window: int, room: int, frame_size: int, options: Grpc) -> None:
-        self.serving = Serving(options, {}, Seat(memoryview(bytearray(4096)).cast("Q"), 0), Accounts(Arenas(), 0, 0))
+        words = memoryview(bytearray(4096)).cast("Q")
+        self.serving = Serving(options, {}, Seat(words, words[:1], words[1:2], 0), Accounts(Arenas(), 0, 0))
         self.loop = asyncio.new_event_loop()
         self.max_frame_size = frame_size
         self.send_window = window
