@@ -61,8 +61,8 @@ class Client(threading.Thread):
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
     options = {
-        # Large enough for all of it: an arena that grew keeps its segments for a while.
-        "arenas": {"byte_size": 32 << 20},
+        # Large enough for most of it; segments that come besides are closed as soon as they are free.
+        "arenas": {"byte_size": 32 << 20, "keep_byte_size": 0},
         "workers": {"cpu": 2},
         "http": {"processes": 2},
         "grpc": {"processes": 2},
