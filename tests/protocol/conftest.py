@@ -1,14 +1,20 @@
-"""What a module's tests have in common: one daemon with models of every datatype; a driver that stands in for a GPU's."""
+"""What a module's tests have in common: one daemon with models of every datatype; tritonclient for both protocols; a driver
+that stands in for a GPU's.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import tritonclient.grpc as grpcclient
+import tritonclient.http as httpclient
 
 from tests import repositories
 from tests.cuda_stub.library import CudaStub
-from tests.daemon_process import DaemonProcess
+from tests.daemon_process import PATIENCE, DaemonProcess
 
 
 @pytest.fixture(scope="module")
@@ -29,3 +35,25 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     ) as running:
         running.wait_ready()
         yield running
+
+
+@pytest.fixture(scope="module")
+def http(daemon: DaemonProcess) -> Iterator[httpclient.InferenceServerClient]:
+    with contextlib.closing(
+        httpclient.InferenceServerClient(
+            daemon.url, concurrency=32, network_timeout=PATIENCE, connection_timeout=PATIENCE
+        )
+    ) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def grpc(daemon: DaemonProcess) -> Iterator[grpcclient.InferenceServerClient]:
+    with contextlib.closing(grpcclient.InferenceServerClient(daemon.grpc_url)) as client:
+        yield client
+
+
+@pytest.fixture(params=["http", "grpc"])
+def client(request: pytest.FixtureRequest) -> Any:
+    """Of each protocol in turn."""
+    return request.getfixturevalue(request.param)

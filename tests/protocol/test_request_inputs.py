@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
-from tests.daemon_process import PATIENCE, DaemonProcess
+from tests.daemon_process import DaemonProcess
 from tests.repositories import write_model
 
 #: y: x times a parameter, plus 1000 for each level of priority.
@@ -96,25 +95,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
         running.wait_ready()
         yield running
-
-
-@pytest.fixture(scope="module")
-def http(daemon: DaemonProcess) -> Iterator[httpclient.InferenceServerClient]:
-    with contextlib.closing(
-        httpclient.InferenceServerClient(daemon.url, network_timeout=PATIENCE, connection_timeout=PATIENCE)
-    ) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def grpc(daemon: DaemonProcess) -> Iterator[grpcclient.InferenceServerClient]:
-    with contextlib.closing(grpcclient.InferenceServerClient(daemon.grpc_url)) as client:
-        yield client
-
-
-@pytest.fixture(params=["http", "grpc"])
-def client(request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue(request.param)
 
 
 def ask(client: Any, model: str, x: list[Any], **said: Any) -> Any:

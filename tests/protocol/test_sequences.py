@@ -35,22 +35,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
         yield running
 
 
-@pytest.fixture(scope="module")
-def http(daemon: DaemonProcess) -> Iterator[httpclient.InferenceServerClient]:
-    with contextlib.closing(
-        httpclient.InferenceServerClient(
-            daemon.url, concurrency=32, network_timeout=PATIENCE, connection_timeout=PATIENCE
-        )
-    ) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def grpc(daemon: DaemonProcess) -> Iterator[grpcclient.InferenceServerClient]:
-    with contextlib.closing(grpcclient.InferenceServerClient(daemon.grpc_url)) as client:
-        yield client
-
-
 def tensor(module: Any, x: int, rows: bool, size: int = 1) -> Any:
     given = module.InferInput("x", [1, size] if rows else [size], "INT32")
     given.set_data_from_numpy(np.full([1, size] if rows else [size], x, np.int32))
@@ -94,11 +78,6 @@ class Sender:
         with pytest.raises(InferenceServerException) as caught:
             self(who, x, flags, **more)
         return caught.value
-
-
-@pytest.fixture(params=["http", "grpc"])
-def client(request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue(request.param)
 
 
 # ---------------------------------------------------------------------------------------------------------------- rules

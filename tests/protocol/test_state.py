@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
-from tests.daemon_process import PATIENCE, ROOT, DaemonProcess
+from tests.daemon_process import ROOT, DaemonProcess
 from tests.repositories import write_model
 
 SEQUENCES = "sequence_batching { max_sequence_idle_microseconds: 60000000 oldest { max_candidate_sequences: 128 } }"
@@ -173,27 +172,6 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
 def begin(folder: Path, content: bytes) -> None:
     (folder / "initial_state").mkdir()
     (folder / "initial_state" / "begin").write_bytes(content)
-
-
-@pytest.fixture(scope="module")
-def http(daemon: DaemonProcess) -> Iterator[httpclient.InferenceServerClient]:
-    with contextlib.closing(
-        httpclient.InferenceServerClient(
-            daemon.url, concurrency=32, network_timeout=PATIENCE, connection_timeout=PATIENCE
-        )
-    ) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def grpc(daemon: DaemonProcess) -> Iterator[grpcclient.InferenceServerClient]:
-    with contextlib.closing(grpcclient.InferenceServerClient(daemon.grpc_url)) as client:
-        yield client
-
-
-@pytest.fixture(params=["http", "grpc"])
-def client(request: pytest.FixtureRequest) -> Any:
-    return request.getfixturevalue(request.param)
 
 
 def ask(client: Any, model: str, who: int | str, x: Any, flags: str = "", name: str = "x") -> Any:
