@@ -32,7 +32,7 @@ serve: $(VENV)/.examples
 	$(BIN)/tensord serve --config examples/serve.toml $(ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n 4 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

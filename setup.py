@@ -1,14 +1,25 @@
 """The one thing setup.cfg cannot say: the C extensions. Everything else is in setup.cfg."""
 
+import sys
+from pathlib import Path
+
 from setuptools import Extension, setup
+
+_HERE = Path(__file__).parent
+sys.path.insert(0, str(_HERE))  # where an isolated build does not look
 
 
 def extension(room: str, name: str, *headers: str) -> Extension:
     """``ROOM/NAME.c`` as ``ROOM.NAME``; where it cannot be compiled the package still installs."""
+    from shm.extensions import sources
+
+    files = [f"{room}/{file}" for file in (f"{name}.c", *headers)]
     return Extension(
         f"{room.replace('/', '.')}.{name}",
-        [f"{room}/{name}.c"],
-        depends=[f"{room}/{header}" for header in headers],
+        files[:1],
+        depends=files[1:],
+        # Whoever imports it sees whether it is of the sources beside it.
+        define_macros=[("SOURCES", f'"{sources([_HERE / file for file in files])}"')],
         py_limited_api=True,
         optional=True,
         extra_compile_args=["-O2", "-std=gnu11", "-Wall", "-Wextra"],
@@ -31,6 +42,8 @@ setup(
             "_plans.h",
             "_records.h",
             "_runs.h",
+            "_spin.h",
+            "_sequences.h",
         ),
     ]
 )

@@ -27,7 +27,7 @@ PEER = "127.0.0.1:18000"
 ROWS = "small-http-c1,small-http-c4,small-http-c16,small-http-shm-c16,1MiB-http-c1,16MiB-http-c1,16MiB-http-shm-c1"
 ROWS += ",16MiB-http-shm-c4,mlp-http-c32"
 ROWS += ",small-grpc-c1,small-grpc-c16,small-grpc-stream-c4,1MiB-grpc-c1,16MiB-grpc-c1,16MiB-grpc-shm-c1,mlp-grpc-c32"
-ROWS += ",rnn-http-c16,rnn-stream-c16,rnn-stream-c64"
+ROWS += ",rnn-http-c16,rnn-stream-c16,rnn-stream-c64,repeat-stream-c4,writer-stream-c1,writer-stream-c16"
 #: What stands before the table in docs/.
 _PREFACE = """# Side by side with a real Triton
 

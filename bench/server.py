@@ -69,9 +69,10 @@ def ready(address: str) -> bool:
         return False
 
 
-def answered(address: str) -> int:
-    """Inference requests answered rightly since the start, over all models."""
-    with urllib.request.urlopen(f"http://{address}/v2/models/stats", timeout=30) as answer:
+def answered(address: str, model: str = "") -> int:
+    """Inference requests answered rightly since the start: of a model, or over all of them."""
+    which = f"{model}/stats" if model else "stats"
+    with urllib.request.urlopen(f"http://{address}/v2/models/{which}", timeout=30) as answer:
         return sum(model["inference_stats"]["success"]["count"] for model in json.load(answer)["model_stats"])
 
 

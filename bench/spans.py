@@ -87,11 +87,13 @@ class Measured:
         settled(file)
         known = len(list(traces(file)))
         processes = children(supervisor)
-        before, count = {pid: Usage.of(pid) for pid in processes}, answered(ADDRESS)
+        # The steps of an ensemble are requests as well, but not the client's.
+        model = command[command.index("-m") + 1]
+        before, count = {pid: Usage.of(pid) for pid in processes}, answered(ADDRESS, model)
         began = time.perf_counter()
         client_us, said = run(command)
         took = time.perf_counter() - began
-        after, self.count = {pid: Usage.of(pid) for pid in processes}, max(1, answered(ADDRESS) - count)
+        after, self.count = {pid: Usage.of(pid) for pid in processes}, max(1, answered(ADDRESS, model) - count)
         settled(file)
         new = [spans(trace) for trace in list(traces(file))[known:]]
         self.traced = len(new)

@@ -6,6 +6,7 @@ expected and what was given. The one rule: an unknown key is refused, with the n
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import tomllib
@@ -82,7 +83,8 @@ def merge(settings: Iterable[Setting]) -> Options:
             raise ConfigurationError(f"{setting.source}: unknown key {setting.key}{_nearest(setting.key, keys)}")
         section, _, name = setting.key.rpartition(".")
         target = merged.setdefault(section, {}) if section else merged
-        target[name] = _convert(setting, keys[setting.key])
+        value = _convert(setting, keys[setting.key])
+        target[name] = _at_home(setting, value) if setting.key in _PATHS else value
     options = msgspec.convert(merged, Options)
     _check(options)
     return _absolute(options)
@@ -154,6 +156,29 @@ def _convert(setting: Setting, wanted: Any) -> Any:
 
 #: How msgspec describes ``tuple[str, ...]``.
 _LIST = msgspec.inspect.VarTupleType
+
+
+#: What names a file or a folder, or may do so after ``unix:``.
+_PATHS = (
+    *("repository.paths", "executables.cache_directory", "log.file", "trace.file", "http.address", "grpc.address"),
+    *("grpc.certificate", "grpc.key", "grpc.root_certificate", "regions.socket", "supervisor.control_socket"),
+)
+
+
+def _at_home(setting: Setting, value: Any) -> Any:
+    """With the home directory in the place of ``~``: in a file or a variable no shell has put it there."""
+    if not isinstance(value, str):
+        return tuple(_at_home(setting, each) for each in value)
+    scheme = "unix:" if value.startswith("unix:") else ""
+    path = value.removeprefix(scheme)
+    with contextlib.suppress(ValueError):  # no name of a user
+        path = os.path.expanduser(path)
+    if path.startswith("~"):
+        raise ConfigurationError(
+            f"{setting.source}: {setting.key}: expected a path, given {_shown(value)}, and no home directory is known for "
+            f"{_shown(path.partition('/')[0])}; a folder of that name is './~'"
+        )
+    return scheme + path
 
 
 def _absolute(options: Options) -> Options:

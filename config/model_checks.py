@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from config import model_fields, sequence_checks, state_checks
+from config import ensemble_checks, model_fields, ragged_checks, sequence_checks, state_checks
 from config.model_config import ModelConfig, data_type_name, model_config_pb2
 from shm.datatypes import MAX_RANK, from_model_config
 from shm.errors import InvalidArgument, Unsupported
@@ -21,6 +21,9 @@ from shm.errors import InvalidArgument, Unsupported
 BACKENDS = ("jax", "python")
 #: Each is a thread of the worker.
 MAX_INSTANCES = 256
+#: How parameters begin that list sizes of a named axis.
+_AXIS = "buckets."
+_MAX_SIZE = 1 << 31
 
 
 def check(message: ModelConfig, *, whole: bool = False) -> None:
@@ -33,11 +36,14 @@ def check(message: ModelConfig, *, whole: bool = False) -> None:
     name = message.name
     _check_cache(message)
     model_fields.refuse(message)
-    if message.platform and not message.backend:
+    ensemble = ensemble_checks.is_ensemble(message)
+    if ensemble:
+        ensemble_checks.check(message)
+    elif message.platform and not message.backend:
         raise Unsupported(
             f"model '{name}': platform '{message.platform}' is not supported; name a backend: {' or '.join(BACKENDS)}"
         )
-    if (message.backend or whole) and message.backend not in BACKENDS:
+    if not ensemble and (message.backend or whole) and message.backend not in BACKENDS:
         raise InvalidArgument(
             f"model '{name}': backend '{message.backend}' is not supported; supported are {' and '.join(BACKENDS)}"
         )
@@ -56,8 +62,10 @@ def check(message: ModelConfig, *, whole: bool = False) -> None:
     if message.HasField("sequence_batching"):
         sequence_checks.check(message)
         state_checks.check(message, whole)
+    ragged_checks.check(message, whole)
     _check_instances(message)
     batch_buckets(message)
+    axis_buckets(message)
 
 
 def _check_tensor(what: str, tensor: Any, batches: bool, whole: bool) -> None:
@@ -228,14 +236,29 @@ def batch_buckets(message: ModelConfig) -> tuple[int, ...]:
     """
     if "batch_buckets" not in message.parameters:
         return ()
-    text = message.parameters["batch_buckets"].string_value
+    return _sizes(message, "batch_buckets", message.max_batch_size, f"max_batch_size {message.max_batch_size}")
+
+
+def axis_buckets(message: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Sizes of named axes to compile, from parameters such as ``buckets.sequence`` ("32,128,256"); none: "auto".
+
+    Raises: InvalidArgument: neither that nor ascending whole numbers.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for name in sorted(name for name in message.parameters if name.startswith(_AXIS)):
+        automatic = message.parameters[name].string_value == "auto"
+        found[name.removeprefix(_AXIS)] = () if automatic else _sizes(message, name, _MAX_SIZE, str(_MAX_SIZE))
+    return found
+
+
+def _sizes(message: ModelConfig, parameter: str, limit: int, most: str) -> tuple[int, ...]:
+    text = message.parameters[parameter].string_value
     pieces = [piece.strip() for piece in text.split(",")]
-    sizes = tuple(int(piece) for piece in pieces if piece.isascii() and piece.isdigit() and len(piece) < 10)
-    limit = message.max_batch_size
+    sizes = tuple(int(piece) for piece in pieces if piece.isascii() and piece.isdigit() and len(piece) < 11)
     ascending = all(a < b for a, b in itertools.pairwise(sizes))
     if len(sizes) != len(pieces) or not ascending or sizes[0] < 1 or (limit > 0 and sizes[-1] > limit):
         raise InvalidArgument(
-            f"model '{message.name}': parameter batch_buckets is '{text[:100]}'; expected ascending whole numbers "
-            f"between 1 and max_batch_size {limit}, such as '1,8,32'"
+            f"model '{message.name}': parameter {parameter} is '{text[:100]}'; expected ascending whole numbers "
+            f"between 1 and {most}, such as '1,8,32'"
         )
     return sizes

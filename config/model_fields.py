@@ -31,6 +31,14 @@ HONOURED = frozenset(
         "input.dims",
         "input.reshape.shape",
         "input.optional",
+        "input.allow_ragged_batch",
+        "batch_input.kind",
+        "batch_input.target_name",
+        "batch_input.data_type",
+        "batch_input.source_input",
+        "batch_output.kind",
+        "batch_output.target_name",
+        "batch_output.source_input",
         "output.name",
         "output.data_type",
         "output.dims",
@@ -51,6 +59,14 @@ HONOURED = frozenset(
         "dynamic_batching.priority_queue_policy.value.allow_timeout_override",
         "dynamic_batching.priority_queue_policy.value.max_queue_size",
         "response_cache.enable",
+        "model_transaction_policy.decoupled",
+        "ensemble_scheduling.step.model_name",
+        "ensemble_scheduling.step.model_version",
+        "ensemble_scheduling.step.input_map.key",
+        "ensemble_scheduling.step.input_map.value",
+        "ensemble_scheduling.step.output_map.key",
+        "ensemble_scheduling.step.output_map.value",
+        "ensemble_scheduling.max_inflight_requests",
         "sequence_batching.max_sequence_idle_microseconds",
         "sequence_batching.control_input.name",
         "sequence_batching.control_input.control.kind",
@@ -102,10 +118,6 @@ _SHAPE_TENSOR = "shape tensors are only supported for TensorRT platform"
 _NON_LINEAR = "non-linear formats are only supported for TensorRT platform"
 #: What a model cannot be served without: path -> why it is refused.
 REFUSED = {
-    "ensemble_scheduling": "ensembles are not supported yet",
-    "model_transaction_policy.decoupled": "decoupled models are not supported yet",
-    "batch_input": "no such tensors are made, and the model would be run without them",
-    "batch_output": "outputs are cut by rows only, and clients would get the wrong parts",
     "input.is_shape_tensor": _SHAPE_TENSOR,
     "output.is_shape_tensor": _SHAPE_TENSOR,
     "input.is_non_linear_format_io": _NON_LINEAR,
@@ -117,7 +129,6 @@ _PINNED = "page-locked memory is used wherever there is some (workers.pinned_byt
 #: What a model is served without: path -> what happens instead.
 WITHOUT_EFFECT = {
     "runtime": "the back end is part of the worker",
-    "input.allow_ragged_batch": "requests of different shapes run in different batches",
     "optimization.graph": "XLA optimizes as it does by itself",
     "optimization.priority": "all models of a worker have the same priority",
     "optimization.cuda": "XLA decides about CUDA graphs and streams",
@@ -126,15 +137,22 @@ WITHOUT_EFFECT = {
     "optimization.output_pinned_memory.enable": _PINNED,
     "optimization.gather_kernel_buffer_threshold": "inputs are gathered as the device does it best",
     "optimization.eager_batching": "a batch is gathered when it runs",
+    "ensemble_scheduling.step.model_namespace": "names of models are the daemon's, whichever repository they are in",
     "sequence_batching.state.use_same_buffer_for_input_output": "state is always computed in place",
-    "sequence_batching.state.use_growable_memory": "state has one size from the beginning",
-    "instance_group.secondary_devices": "a worker has one device",
+    "sequence_batching.state.use_growable_memory": "state has as much memory as it needs",
+    "instance_group.secondary_devices": "devices of model.py says on how many a model runs",
     "instance_group.profile": "there are no TensorRT profiles",
     "instance_group.host_policy": "workers.pin and workers.cores place workers",
     "cc_model_filenames": "default_model_filename is loaded on every device",
     "metric_tags": "metrics are labelled with model and version only",
     "model_operations": "no libraries are loaded for a model",
     "model_metrics": "a model's metrics are the same for all models",
+}
+
+#: What a Triton Python model is served without, as in Triton: field -> what happens instead.
+PYTHON_WITHOUT_EFFECT = {
+    "batch_input": "a Triton Python model sees the tensors of each request",
+    "batch_output": "a Triton Python model answers each request",
 }
 
 #: Parameters with a meaning in Triton's Python back end: key -> what happens instead.
@@ -157,6 +175,12 @@ def without_effect(message: ModelConfig) -> list[str]:
     """A sentence for each thing that the configuration asks for and that has no effect."""
     paths = dict.fromkeys(path for path in _given(message, message.DESCRIPTOR, "") if path in WITHOUT_EFFECT)
     found = [f"{path} is without effect: {WITHOUT_EFFECT[path]}" for path in paths]
+    if message.backend == "python":
+        found += [
+            f"{field} is without effect: {instead}"
+            for field, instead in PYTHON_WITHOUT_EFFECT.items()
+            if len(getattr(message, field))
+        ]
     found += [
         f"parameter {key} is without effect: {PARAMETERS_WITHOUT_EFFECT[key]}"
         for key in sorted(message.parameters.keys() & PARAMETERS_WITHOUT_EFFECT.keys())

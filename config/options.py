@@ -46,7 +46,9 @@ class Repository(Section, frozen=True):
     """Where models are and which of them to serve."""
 
     paths: tuple[str, ...] = ()
-    control_mode: Literal["none", "explicit"] = "none"
+    control_mode: Literal["none", "explicit", "poll"] = "none"
+    #: poll mode: seconds between two looks at the folders.
+    poll_interval: Annotated[float, Meta(ge=0.1, le=1e8)] = 15.0
     #: explicit mode: what to load at start; "*" is everything.
     load: tuple[str, ...] = ()
     strict_readiness: bool = True
@@ -83,6 +85,8 @@ class Http(Section, frozen=True):
     #: A client that takes none of its answer for that long, or less than ``min_rate``, is cut off.
     write_timeout: Seconds = 30.0
     keep_alive_timeout: Seconds = 75.0
+    #: A client that has ended its sending side gets the answers to what it sent; else it is gone, and its requests are cancelled.
+    answer_half_closed: bool = False
     #: "GROUP[,GROUP...]:KEY=VALUE" each: these calls need the header KEY with VALUE (config.restrictions).
     restricted_api: tuple[str, ...] = ()
     #: Headers whose names it matches become parameters of the request (RE2, any case); "": none.
@@ -146,6 +150,8 @@ class Metrics(Section, frozen=True):
     enabled: bool = True
     address: str = "127.0.0.1"
     port: Port = 8002
+    #: Of GPUs as well, where there are GPU workers; what they meet is logged then.
+    gpus: bool = True
 
 
 class Workers(Section, frozen=True):
@@ -154,6 +160,8 @@ class Workers(Section, frozen=True):
     #: "auto": one per visible GPU, else CPU workers.
     device: Literal["auto", "cpu", "cuda"] = "auto"
     cpu: Count = 1
+    #: GPUs of one worker, which a model may have several of; CPU workers have so many devices of XLA on the same cores.
+    devices_per_worker: Annotated[int, Meta(ge=1, le=64)] = 1
     #: Pin each CPU worker to its share of the cores (before XLA sizes its thread pool).
     pin: bool = True
     #: The cores of each CPU worker, as Linux lists them ("0-3,8"); empty: shares of those the daemon may use.
@@ -214,10 +222,19 @@ class Requests(Section, frozen=True):
     max_queue_size: Count = 4096
     #: Sequences that live at a time on one worker, of all its models.
     max_sequences: Annotated[int, Meta(ge=1, le=1_000_000)] = 4096
+    #: Calls of other models that one execution of a model has under way at a time.
+    max_calls: Annotated[int, Meta(ge=1, le=1_000_000)] = 1024
     #: A request without an id gets one.
     make_ids: bool = False
     #: Kinds of requests that each front remembers, so that it reads what they say once; 0: none.
     max_forms: Forms = 1024
+
+
+class Responses(Section, frozen=True):
+    """Models that answer a request with several responses."""
+
+    #: Bytes of a request's responses that wait to be taken by its client; its model waits beyond.
+    max_ahead: Annotated[int, Meta(ge=4096, le=_LARGEST)] = 1 << 20
 
 
 class ResponseCache(Section, frozen=True):
@@ -244,7 +261,7 @@ class Executables(Section, frozen=True):
     max_unexpected_shapes: Count = 32
     #: The inputs and outputs of a model's largest batch together; a model that needs more is not loaded.
     max_batch_byte_size: ByteSize = 1 << 30
-    #: What a model keeps of all its sequences on one worker; one that needs more is not loaded.
+    #: What a model keeps of all its sequences on one worker; one that needs more is not loaded, or its step is refused.
     max_state_byte_size: ByteSize = 4 << 30
     #: Large outputs are written by XLA itself into the client's region or the arena, on CPU workers; else they are copied there.
     place_outputs: bool = True
@@ -333,6 +350,7 @@ class Options(Section, frozen=True):
     arenas: Arenas = Arenas()
     lanes: Lanes = Lanes()
     requests: Requests = Requests()
+    responses: Responses = Responses()
     response_cache: ResponseCache = ResponseCache()
     rate_limit: RateLimit = RateLimit()
     executables: Executables = Executables()

@@ -1,6 +1,7 @@
 """Whether models load: each is tried in a process of its own, by a worker's own code, and nothing is served.
 
     found in the repositories ─▶ python -m workers.check, bounded in time ─▶ good, or the reason, or how the process ended
+    an ensemble               ─▶ its configuration beside those of its members, once they were tried
 
 Whatever a model does to its process, its neighbours and this one are not touched.
 """
@@ -16,21 +17,29 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
+from config import ensemble_fusion, ensemble_graph, model_config
+from config.model_config import ModelConfig
 from config.options import Options
 from daemon.models.repository import FoundModel
 from daemon.processes.child import child_environment, describe_exit
 from daemon.processes.devices import Device
-from shm.check import CheckLoads, LoadOutcome
+from daemon.progress_bar import ProgressBar
+from shm.check import CheckLoads, LoadLine, LoadOutcome, LoadStep
+from shm.errors import InvalidArgument
+from shm.footprint import Footprint
 
 #: At a time: each needs a core and the memory of its model.
 _MAX_PROCESSES = 4
 #: Of what a model's process printed, its end.
 _MAX_PRINTED = 64 << 10
+#: How often it is looked how far they are.
+_LOOK_SECONDS = 0.25
+_LINES = msgspec.json.Decoder(LoadLine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +51,81 @@ class Verdict:
     reason: str
     #: What its process printed, the end of it.
     printed: str = ""
+    #: Of the versions that can: the completed configuration.
+    configs: Mapping[int, ModelConfig] = field(default_factory=dict)
+    #: And what each takes.
+    footprints: Mapping[int, Footprint] = field(default_factory=dict)
 
 
-def check(models: Sequence[FoundModel], options: Options, device: Device, timeout: float) -> Iterator[Verdict]:
-    """Of each model, in order. Those that cannot even be read are not tried.
+def check(
+    models: Sequence[FoundModel], options: Options, device: Device, timeout: float, bar: ProgressBar
+) -> Iterator[Verdict]:
+    """Of each model, in order, ensembles last. Those that cannot even be read are not tried.
 
     Args:
       device: where they are loaded.
       timeout: seconds for each version.
+      bar: drawn while somebody waits for a verdict, and not when one is given.
     """
+    tried: dict[str, Verdict] = {}
+    for verdict in _tried([model for model in models if not model.members], options, device, timeout, bar):
+        tried[verdict.model.name] = verdict
+        yield verdict
+    waiting = {model.name: model for model in models if model.members}
+    while waiting:
+        # Those whose members are all known; of a circle the first.
+        ready = [model for model in waiting.values() if not waiting.keys() & dict(model.members)]
+        for model in ready or [next(iter(waiting.values()))]:
+            del waiting[model.name]
+            yield tried.setdefault(model.name, _ensemble(model, tried, circular=not ready))
+
+
+def _ensemble(model: FoundModel, tried: Mapping[str, Verdict], circular: bool) -> Verdict:
+    """As the daemon would say of it when its members are loaded."""
+    reason, name = model.problem, model.name
+    message = model_config.from_bytes(model.config)
+    missing = [member for member in dict(model.members) if member not in tried and not circular]
+
+    def find(member: str, number: int) -> ModelConfig:
+        configs = tried[member].configs
+        if not configs:
+            why = tried[member].reason
+            raise InvalidArgument(
+                f"ensemble '{name}' depends on '{member}' which has no loaded version. Model '{member}' loading failed with "
+                f"error: {why}"
+            )
+        if number > 0 and number not in configs:
+            raise InvalidArgument(
+                f"ensemble '{name}' depends on '{member}' whose required version {number} is not loaded."
+            )
+        return configs[number if number > 0 else max(configs)]
+
+    if not reason and circular:
+        reason = f"circular dependency between ensembles: {name} -> ... -> {name}"
+    elif not reason and missing:
+        reason = f"ensemble {name} contains models that are not available or ambiguous: {', '.join(missing)}"
+    try:
+        if not reason:
+            ensemble_graph.check(message, find)
+            message.model_transaction_policy.decoupled = ensemble_graph.decoupled(message, find)
+            _check_programs(message, tried)
+    except InvalidArgument as error:
+        reason = error.message
+    return Verdict(model, reason, configs={} if reason else dict.fromkeys(model.chosen, message))
+
+
+def _check_programs(message: ModelConfig, tried: Mapping[str, Verdict]) -> None:
+    """Raises InvalidArgument: it is to be one program, and a model of it has none."""
+    for member in dict.fromkeys(step.model_name for step in message.ensemble_scheduling.step):
+        made = tried[member].footprints
+        if ensemble_fusion.is_wanted(message) and any(not footprint.programs for footprint in made.values()):
+            raise InvalidArgument(ensemble_fusion.describe(message.name, f"model '{member}' is not compiled"))
+
+
+def _tried(
+    models: Sequence[FoundModel], options: Options, device: Device, timeout: float, bar: ProgressBar
+) -> Iterator[Verdict]:
+    """Of models that are no ensembles."""
     # Beside a daemon that has most of a GPU's memory.
     workers = msgspec.structs.replace(options.workers, gpu_preallocate=False)
     encoded = msgspec.msgpack.encode(msgspec.structs.replace(options, workers=workers))
@@ -69,8 +144,10 @@ def check(models: Sequence[FoundModel], options: Options, device: Device, timeou
                 if begun[0].ended:
                     begun[0] = begun[0].verdict()
                 else:
+                    bar.draw(len(models) - len(waiting) - len(running), len(models), "; ".join(a.at for a in running))
                     _wait(running)
             else:
+                bar.clear()
                 yield begun[0]
                 begun.popleft()
     finally:
@@ -80,12 +157,12 @@ def check(models: Sequence[FoundModel], options: Options, device: Device, timeou
 
 
 def _wait(running: Sequence[_Attempt]) -> None:
-    """Returns when one has ended, or was ended because its time is over."""
+    """Returns when one has ended, or was ended because its time is over; at the latest in a moment."""
     poll = select.poll()
     for attempt in running:
         poll.register(attempt.pidfd, select.POLLIN)
     left = min(attempt.deadline for attempt in running) - time.monotonic()
-    ready = {fd for fd, _ in poll.poll(max(0.0, left) * 1000)}
+    ready = {fd for fd, _ in poll.poll(min(_LOOK_SECONDS, max(0.0, left)) * 1000)}
     for attempt in running:
         if attempt.pidfd in ready:
             attempt.end()
@@ -121,6 +198,17 @@ class _Attempt:
         self.pidfd = os.pidfd_open(self._process.pid)
         self.deadline = time.monotonic() + timeout * len(self._loads)
 
+    @property
+    def at(self) -> str:
+        """What it does now."""
+        steps = [line.at for line in self._lines() if isinstance(line, LoadStep)]
+        return steps[-1] if steps else f"loading {self._model.name}"
+
+    def _lines(self) -> list[LoadLine]:
+        """Those that are whole."""
+        content = os.pread(self._answers.fileno(), os.fstat(self._answers.fileno()).st_size, 0)
+        return [_LINES.decode(line) for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
+
     def end(self) -> None:
         """Kills what is left of it. Idempotent. ``verdict`` closes its files."""
         if self.ended:
@@ -135,15 +223,21 @@ class _Attempt:
     def verdict(self) -> Verdict:
         """What came of it, once it has ended; closes its files."""
         with self._files:
-            self._answers.seek(0)
-            outcomes = [msgspec.json.decode(line, type=LoadOutcome) for line in self._answers]
+            outcomes = [line for line in self._lines() if isinstance(line, LoadOutcome)]
             self._printed.seek(max(0, self._printed.seek(0, os.SEEK_END) - _MAX_PRINTED))
             text = self._printed.read().decode(errors="replace")
         reasons = [(outcome.version, outcome.reason) for outcome in outcomes if outcome.reason]
+        configs = {
+            outcome.version: model_config.parse_json(outcome.config, self._model.name)
+            for outcome in outcomes
+            if outcome.config
+        }
         if len(outcomes) < len(self._loads):
             how = describe_exit(self._process.returncode)
             why = (
                 f"it was not loaded within {self._timeout:g} s" if self.late else f"its process {how} while loading it"
             )
             reasons.append((self._loads[len(outcomes)].version, why))
-        return Verdict(self._model, "; ".join(f"version {number}: {reason}" for number, reason in reasons), text)
+        reason = "; ".join(f"version {number}: {reason}" for number, reason in reasons)
+        footprints = {outcome.version: outcome.footprint for outcome in outcomes}
+        return Verdict(self._model, reason, text, configs, footprints)

@@ -1,4 +1,4 @@
-"""The command line: ``tensord serve``, ``tensord check``, ``tensord config``, ``tensord --version``.
+"""The command line: ``tensord serve``, ``check``, ``init``, ``export``, ``config``, ``--version``.
 
 Exit status: 0 done, 1 a failure while serving or a bad repository, 2 a bad configuration or command line.
 """
@@ -22,17 +22,24 @@ from config import layers, log, service_links
 from config.layers import ConfigurationError
 from config.options import Options
 from daemon import check as model_check
-from daemon import flags
+from daemon import export as exporting
+from daemon import first_model, flags
 from daemon.check import Verdict
 from daemon.models import repository
 from daemon.models.repository import FoundModel
 from daemon.processes.devices import Device, NoDevice, find_devices
+from daemon.progress_bar import ProgressBar
 from daemon.tracing import trace_file
 from shm.errors import InvalidArgument
+from shm.footprint import Footprint
 
 _log = logging.getLogger(__name__)
 #: Flags are ours to parse (see ``daemon.flags``), --config and --help are click's.
 _PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": True, "help_option_names": ["-h", "--help"]}
+
+
+#: A change is acted upon when it has been there for one look.
+_WATCH = ("--model-control-mode=poll", "--repository-poll-secs=0.5", "--exit-on-error=false")
 
 
 class _FlagCommand(click.Command):
@@ -65,9 +72,15 @@ def main() -> None:
 @click.option(
     "--config", type=click.Path(path_type=Path), envvar=layers.CONFIG_VARIABLE, help="Configuration file (TOML)."
 )
+@click.option(
+    "--watch",
+    is_flag=True,
+    help="While models are being written: load one again within seconds of a change to its files.",
+)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS]...")
-def serve(config: Path | None, arguments: tuple[str, ...]) -> None:
+def serve(config: Path | None, watch: bool, arguments: tuple[str, ...]) -> None:
     """Serve models until SIGTERM or SIGINT. SIGHUP reads the configuration again."""
+    arguments = (*arguments, *(_WATCH if watch else ()))
     options = _options(config, arguments)
     if not options.repository.paths:
         _fail(
@@ -104,12 +117,15 @@ def serve(config: Path | None, arguments: tuple[str, ...]) -> None:
     "--config", type=click.Path(path_type=Path), envvar=layers.CONFIG_VARIABLE, help="Configuration file (TOML)."
 )
 @click.option("--read-only", is_flag=True, help="Read configurations and folders; run no code of a model.")
+@click.option("--load", "report", is_flag=True, help="Say what each model takes: time, programs, memory, operations.")
 @click.option(
     "--timeout", type=click.FloatRange(min=1), default=120.0, show_default=True, help="Seconds for each version."
 )
 @click.option("--verbose", is_flag=True, help="Show what a bad model printed while it was loaded.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[FILE] [FLAGS]...")
-def check(config: Path | None, read_only: bool, timeout: float, verbose: bool, arguments: tuple[str, ...]) -> None:
+def check(
+    config: Path | None, read_only: bool, report: bool, timeout: float, verbose: bool, arguments: tuple[str, ...]
+) -> None:
     """Check a configuration FILE, and that the models in its repositories load, without serving anything.
 
     Each model is loaded and compiled in a process of its own, as a worker does it, on the first device that the configuration
@@ -127,11 +143,15 @@ def check(config: Path | None, read_only: bool, timeout: float, verbose: bool, a
         _fail(str(error))
     models, bad = [_placed(model, devices, options) for model in found.values()], 0
     read = (Verdict(model, model.problem) for model in models)
-    for verdict in read if read_only else model_check.check(models, options, devices[0], timeout):
+    for verdict in read if read_only else model_check.check(models, options, devices[0], timeout, ProgressBar()):
         bad += bool(verdict.reason)
         versions = f"version {', '.join(map(str, verdict.model.chosen))}"
         # One line, whatever a model's exception says.
         click.echo(f"{verdict.model.name}: {' '.join((verdict.reason or versions).split())}", err=bool(verdict.reason))
+        for sentence in verdict.model.without_effect:
+            click.echo(f"    {sentence}", err=bool(verdict.reason))
+        for number in verdict.model.chosen if report and not verdict.reason else ():
+            click.echo(f"    version {number}: {_takes(verdict.footprints.get(number, Footprint()))}")
         if verbose and verdict.reason:
             click.echo(textwrap.indent(verdict.printed, "    "), err=True, nl=False)
     missing = [name for name in options.repository.load if name != "*" and name not in found]
@@ -141,12 +161,68 @@ def check(config: Path | None, read_only: bool, timeout: float, verbose: bool, a
     sys.exit(1 if bad or missing else 0)
 
 
+def _takes(footprint: Footprint) -> str:
+    """``1.3 s; 6 programs (2 compiled) of 210 KiB; parameters 17 KiB; largest 32 rows of [64]: 12 KiB, 1.2 Mflop``."""
+    said = [f"{footprint.seconds:.1f} s"]
+    if footprint.programs:
+        made = f"{footprint.programs} programs ({footprint.compiled} compiled)"
+        said.append(f"{made} of {_scaled(footprint.program_byte_size, 1024, 'B')}")
+        said.append(f"parameters {_scaled(footprint.parameter_byte_size, 1024, 'B')}")
+        flops = "" if footprint.flops < 0 else f", {_scaled(footprint.flops, 1000, 'flop')}"
+        largest = footprint.largest or "program"
+        said.append(f"largest {largest}: {_scaled(footprint.batch_byte_size, 1024, 'B')}{flops}")
+    return "; ".join(said)
+
+
+def _scaled(number: float, step: int, unit: str) -> str:
+    """``1.5 MiB``, ``12 Mflop``: three digits are enough."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if number < step or prefix == "T":
+            break
+        number /= step
+    name = f"{prefix.upper()}i" if step == 1024 and prefix else prefix
+    return f"{number:.3g} {name}{unit}"
+
+
 def _placed(model: FoundModel, devices: Sequence[Device], options: Options) -> FoundModel:
     """The model with the workers that would load it, or with why none can."""
     try:
-        return repository.placed(model, [device.name for device in devices], options.rate_limit)
+        return repository.placed(model, [device.name for device in devices], options)
     except InvalidArgument as error:
         return dataclasses.replace(model, error=error.message)
+
+
+@main.command("init")
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+def init_model(folder: Path) -> None:
+    """Write a model to begin with into FOLDER, whose name is the model's, such as models/mine."""
+    try:
+        click.echo(first_model.write(folder), nl=False)
+    except InvalidArgument as error:
+        _fail(str(error), status=1)
+    except OSError as error:
+        _fail(f"{error.filename} cannot be written: {error.strerror}", status=1)
+
+
+@main.command("export")
+@click.argument("model", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--platforms", default="", help="What it may run on, such as cpu,cuda; without it, what runs this.")
+def export_model(model: Path, folder: Path, platforms: str) -> None:
+    """Write the JAX model in the folder MODEL as one without Python files into FOLDER.
+
+    The newest version becomes a program of jax.export with its parameters beside it, which any tensord serves, and any JAX calls.
+    That runs the model's code as whoever runs this.
+    """
+    options = _options(None, ())
+    try:
+        found = repository.poll(model.absolute())
+        exporting.export(found, options, find_devices(options.workers, os.environ)[0], folder, platforms)
+    except (InvalidArgument, NoDevice) as error:
+        _fail(str(error), status=1)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in files:
+        click.echo(f"{path}  {path.stat().st_size} bytes")
 
 
 @main.command("config")

@@ -123,8 +123,9 @@ def models() -> None:
 @models.command("list")
 @click.pass_obj
 def models_list(printer: _Printer) -> None:
-    """Every model and version with its state."""
-    printer.run(("name", "version", "state", "reason"), command="models")
+    """Every model and version with its state, and what it takes on a device: bytes, and the number of its programs."""
+    columns = ("name", "version", "state", "parameters", "programs", "program_bytes", "largest_batch", "reason")
+    printer.run(columns, command="models")
 
 
 @models.command("load")

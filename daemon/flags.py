@@ -39,9 +39,10 @@ FLAGS = (
     Flag(
         "model-control-mode",
         "repository.control_mode",
-        "none: all models, at start. explicit: on request.",
+        "none: all models, at start. explicit: on request. poll: all, and whatever changes.",
         metavar="MODE",
     ),
+    Flag("repository-poll-secs", "repository.poll_interval", "Mode poll: between two looks.", metavar="SECONDS"),
     Flag(
         "load-model",
         "repository.load",
@@ -177,6 +178,7 @@ FLAGS = (
     Flag("allow-metrics", "metrics.enabled", "Serve metrics for Prometheus.", switch=True),
     Flag("metrics-address", "metrics.address", "Address to listen on.", metavar="ADDRESS"),
     Flag("metrics-port", "metrics.port", "Port to listen on; 0 picks a free one.", metavar="PORT"),
+    Flag("allow-gpu-metrics", "metrics.gpus", "Of GPUs as well, where workers use them.", switch=True),
     Flag("allow-client-shm", "regions.enabled", "Clients may register shared memory.", switch=True),
     Flag("device", "workers.device", "auto, cpu or cuda.", metavar="KIND"),
     Flag("cpu-workers", "workers.cpu", "Number of CPU workers.", metavar="COUNT"),
@@ -222,19 +224,15 @@ _BY_NAME = {flag.name: flag for flag in FLAGS}
 #: Flags that name something tensord does not have: harmless with a value that asks for nothing, refused otherwise.
 #: name -> (harmless values; None: any, because it only shapes what is not there, reason)
 _ABSENT: dict[str, tuple[tuple[str, ...] | None, str]] = {
-    "allow-gpu-metrics": (
-        ("false", "0"),
-        "the metrics are of the daemon only; of GPUs, NVIDIA's DCGM exporter has them",
-    ),
     "allow-cpu-metrics": (
         ("false", "0"),
         "the metrics are of the daemon only; of the host, Prometheus' node exporter has them",
     ),
     "metrics-config": (
-        ("counter_latencies=true", "summary_latencies=false", "histogram_latencies=false"),
-        "durations are counters, there are neither summaries nor histograms",
+        ("counter_latencies=true", "summary_latencies=false", "histogram_latencies=false", "histogram_latencies=true"),
+        "durations are counters, and of models with several responses there is a histogram; there are no summaries",
     ),
-    "metrics-interval-ms": (None, "every scrape reads the figures of its moment"),
+    "metrics-interval-ms": (None, "every scrape reads the figures of its moment; GPUs are looked at every two seconds"),
     # Ports and addresses of what is not served: a client will be told so by the connection.
     "grpc-infer-allocation-pool-size": (None, "messages are read into memory that is not kept"),
     "grpc-infer-thread-count": (None, "the front needs one thread"),
@@ -255,7 +253,6 @@ _ABSENT: dict[str, tuple[tuple[str, ...] | None, str]] = {
     "enable-peer-access": (None, "each worker owns one device"),
 }
 _REFUSED = {
-    "repository-poll-secs": "polling is not offered: SIGHUP reads the repositories again",
     "backend-directory": "back ends are part of tensord: jax and python",
     "backend-config": "back ends take no settings of their own; see [workers] and [executables] in the configuration",
     "cuda-memory-pool-byte-size": "XLA manages device memory: set XLA_PYTHON_CLIENT_MEM_FRACTION",

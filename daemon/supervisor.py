@@ -15,31 +15,36 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from config import layers, log
+from config import log
 from config.layers import ConfigurationError
 from config.options import Log, Options
 from daemon.control.log_settings import LogSettings
 from daemon.metrics.collection import Collection
 from daemon.metrics.endpoint import Endpoint
 from daemon.models.changes import Models
+from daemon.models.polling import Polling
 from daemon.operator import model_list, process_list
+from daemon.operator.configuration import Configuration
 from daemon.operator.control_socket import ControlSocket
 from daemon.operator.operations import Operations
-from daemon.processes import watch
 from daemon.processes.child import Child, Front, Worker
 from daemon.processes.devices import Device, find_devices
 from daemon.processes.fronts import Fronts
+from daemon.processes.gpu_watcher import GpuWatcher
 from daemon.processes.notify import Notifier
 from daemon.processes.phase import Phase
 from daemon.processes.posts import Posts
 from daemon.processes.shutdown import Shutdown
+from daemon.processes.tasks import Tasks
+from daemon.processes.watchdog import Watchdog
 from daemon.processes.worker_pool import WorkerPool
+from daemon.progress_bar import ProgressBar
 from daemon.regions.region_registry import RegionRegistry
 from daemon.regions.region_socket import RegionSocket
 from daemon.tracing.trace_settings import TraceSettings
@@ -47,15 +52,11 @@ from shm import descriptors
 from shm.channel import pair
 from shm.control_records import Call, LaneOpened, Loaded, LogChanged, ModelGone, ModelState, Unloaded, WorkerFenced
 from shm.errors import ServingError
-from shm.progress import Readiness
+from shm.progress import Loading, Readiness
 
 _log = logging.getLogger(__name__)
-#: Between looks at the workers' status pages.
-_WATCH_INTERVAL = 0.5
 #: Workers get at least this to exit once the fronts are done.
 _WORKER_GRACE = 2.0
-#: Changed by SIGHUP; everything else needs a restart.
-_RELOADABLE = ("repository.paths", "repository.load", "log.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,33 +79,36 @@ class Supervisor:
         programs: Programs = Programs(),
     ) -> None:
         """``reread`` reads the configuration again, for SIGHUP; it raises ConfigurationError."""
-        self.options = options
         self.phase = Phase.STARTING
-        self._reread = reread
+        self._configuration = Configuration(options, reread)
+        self._shutdown = Shutdown()
+        self._tasks = Tasks(self._shutdown.fail)
         self._environment = environment
         self._next_incarnation = 1
         self._posts = Posts(options.supervisor, self._is_needed, self._give_up)
         self._notifier = Notifier(environment)
+        self._bar = ProgressBar()
+        #: The readiness that the log has told last.
+        self._told = Readiness()
         self._fronts = Fronts(
             {"http": programs.http, "grpc": programs.grpc},
-            lambda: self.options,
+            self._in_force,
             self._incarnation,
             self._tell,
-            lambda front, call, fds: self._spawn_task(self._answer(front, call, fds)),
+            lambda front, call, fds: self._tasks.spawn(self._answer(front, call, fds)),
             self._front_died,
         )
         self._workers = WorkerPool(
             programs.worker,
-            lambda: self.options,
+            self._in_force,
             self._incarnation,
-            lambda worker: self._spawn_task(self._join(worker)),
+            lambda worker: self._tasks.spawn(self._join(worker)),
             self._answered,
+            lambda worker, call: self._tasks.spawn(self._answer_worker(worker, call)),
             self._worker_died,
         )
         publish, workers = self._fronts.publish, self._workers
-        self._models = Models(
-            options.repository, workers.by_incarnation, self._model_changed, lambda: workers.devices, options.rate_limit
-        )
+        self._models = Models(options, workers.by_incarnation, self._model_changed, lambda: workers.devices)
         self._regions = RegionRegistry(options.regions, workers.ready, lambda: workers.devices, publish)
         self._log_settings = LogSettings(options.log, self._log_changed)
         self._trace_settings = TraceSettings(options.trace, self._models.lifecycle.is_ready, publish)
@@ -116,11 +120,11 @@ class Supervisor:
             self._workers.ready,
             self._fronts.settled,
         )
-        collection = Collection(workers, self._fronts, self._posts, self._regions, options.regions, self._models)
+        self._gpus = GpuWatcher()
+        collection = Collection(
+            workers, self._fronts, self._posts, self._regions, options.regions, self._models, self._gpus
+        )
         self._metrics = Endpoint(options.metrics, collection.snapshot)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._shutdown = Shutdown()
-        self._exit_status = 0
 
     async def run(self) -> int:
         """From the first bind to the last child. Raises ListenError, NoDevice, InvalidArgument, OSError: it cannot start."""
@@ -130,7 +134,7 @@ class Supervisor:
         self._fronts.listen(self._environment)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._shutdown.signalled)
-        loop.add_signal_handler(signal.SIGHUP, lambda: self._spawn_task(self._reload()))
+        loop.add_signal_handler(signal.SIGHUP, lambda: self._tasks.spawn(self._reload()))
         control = ControlSocket(self.options.supervisor, self._environment, self._operations, self.describe)
         regions = RegionSocket(self.options.regions, self._environment, self._regions, self._fronts.settled)
         try:
@@ -138,10 +142,15 @@ class Supervisor:
             await control.open()
             regions.open()
             self._workers.start_all(devices)
-            outcomes = self._models.begin(await self._models.scan(self.options.repository), self.options.repository)
+            found = await self._models.scan(self.options.repository)
+            outcomes = self._models.begin(found, self.options.repository)
             self._fronts.start_all()
-            self._spawn_task(self._watch())
-            self._spawn_task(self._become_ready(outcomes))
+            if self.options.repository.control_mode == "poll":
+                self._tasks.spawn(Polling(self._models, lambda: self.options.repository, found).run())
+            if self.options.metrics.gpus and any(device.name.startswith("cuda") for device in devices):
+                self._tasks.spawn(self._gpus.run(self._environment))
+            self._tasks.spawn(Watchdog(self._workers, self._fronts, self._notifier, self._in_force).run())
+            self._tasks.spawn(self._become_ready(outcomes))
             await self._shutdown.requested.wait()
             await self._drain()
         finally:
@@ -155,7 +164,7 @@ class Supervisor:
             self._trace_settings.close()
             self._notifier.close()
             self._fronts.close()
-        return self._exit_status
+        return self._shutdown.exit_status
 
     # --------------------------------------------------------------------------------------------------------- starting
 
@@ -208,8 +217,7 @@ class Supervisor:
         failures = [error for outcome in outcomes if (error := outcome.result())]
         if failures and self.options.repository.exit_on_error is True:
             _log.critical("stopping: a model failed to load at start, and repository.exit_on_error is set")
-            self._exit_status = 1
-            self._shutdown.requested.set()
+            self._shutdown.fail()
             return
         while self.phase is Phase.STARTING and not self._all_up():
             await asyncio.sleep(0.05)
@@ -237,14 +245,23 @@ class Supervisor:
 
     def _model_changed(self, record: ModelState | ModelGone | Readiness) -> None:
         self._fronts.publish(record)
+        if isinstance(record, Readiness):
+            self._bar.draw(
+                record.wanted - record.unserved, record.wanted, record.at
+            ) if record.at else self._bar.clear()
         if isinstance(record, Readiness) and self.phase is Phase.SERVING:
-            self._log_readiness()
+            # How far a load is stands in the worker's log.
+            if self._told != (told := msgspec.structs.replace(record, at="")):
+                self._told = told
+                self._log_readiness()
             self._notifier.status(self._summary())
 
     # ---------------------------------------------------------------------------------------------------------- records
 
-    def _answered(self, worker: Worker, record: Loaded | Unloaded) -> None:
-        if isinstance(record, Loaded):
+    def _answered(self, worker: Worker, record: Loading | Loaded | Unloaded) -> None:
+        if isinstance(record, Loading):
+            self._models.loading(worker.incarnation, record)
+        elif isinstance(record, Loaded):
             self._models.loaded(worker.incarnation, record)
         else:
             self._models.unloaded(worker.incarnation, record.name, record.version)
@@ -255,9 +272,12 @@ class Supervisor:
         finally:
             descriptors.close(fds)
 
+    async def _answer_worker(self, worker: Worker, call: Call) -> None:
+        worker.send(await self._operations.reply_to_model(call))
+
     def _log_changed(self, options: Log) -> None:
         """Here, in every process, and in those that start later."""
-        self.options = msgspec.structs.replace(self.options, log=options)
+        self._configuration.take_log(options)
         log.configure(options, "supervisor", self._environment)
 
         def tell(child: Child) -> None:
@@ -291,26 +311,8 @@ class Supervisor:
         """A post that was never filled: a daemon that starts stops, one that serves goes on."""
         if self.phase is not Phase.STARTING:
             return False
-        self._exit_status = 1
-        self._shutdown.requested.set()
+        self._shutdown.fail()
         return True
-
-    async def _watch(self) -> None:
-        """Looks at every worker; kills those that overran their time; feeds the watchdog while none is overdue."""
-        fed = 0.0
-        while True:
-            now_ns = time.monotonic_ns()
-            overdue = False
-            self._fronts.ask_idle(now_ns, int(self.options.workers.idle_timeout * 1e9 / 3))
-            for child in [*self._workers, *self._fronts]:
-                if reason := watch.overdue(watch.snapshot(child), self.options, now_ns):
-                    overdue = True
-                    child.kill(reason)
-            interval = self._notifier.watchdog_interval
-            if interval and not overdue and now_ns / 1e9 - fed >= min(interval, 5.0):
-                self._notifier.alive()
-                fed = now_ns / 1e9
-            await asyncio.sleep(min(_WATCH_INTERVAL, interval or _WATCH_INTERVAL))
 
     # --------------------------------------------------------------------------------------------------- reload and stop
 
@@ -321,24 +323,16 @@ class Supervisor:
         _log.info("reload: reading the configuration again")
         self._notifier.reloading()
         try:
-            new = await asyncio.to_thread(self._reread)
-            log.check_writable(new.log)
+            new = await self._configuration.read()
             found = await self._models.scan(new.repository)
         except (ConfigurationError, ServingError, OSError) as error:
             _log.error("reload refused, the former configuration stays in force: %s", error)
             self._notifier.ready(f"reload refused: {error}")
             return
-        changed = layers.changed_keys(self.options, new)
-        fixed = [key for key in changed if not key.startswith(_RELOADABLE)]
-        if fixed:
-            _log.warning("reload: these keys need a restart: %s", ", ".join(fixed))
-        repository = msgspec.structs.replace(
-            self.options.repository, paths=new.repository.paths, load=new.repository.load
-        )
-        self.options = msgspec.structs.replace(self.options, repository=repository)
+        changed = self._configuration.take(new)
         self._log_settings.replace(new.log)
         outcomes = self._models.begin(found, self.options.repository)
-        _log.info("reload: done, %d keys changed, %d models to look at", len(changed), len(outcomes))
+        _log.info("reload: done, %d keys changed, %d models to look at", changed, len(outcomes))
         self._notifier.ready(self._summary())
         await asyncio.gather(*outcomes)
         self._notifier.status(self._summary())
@@ -357,13 +351,19 @@ class Supervisor:
 
     async def _bury(self) -> None:
         """Nothing outlives us."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
         await self._shutdown.bury(lambda: (*self._fronts, *self._workers))
         _log.info("stopped")
 
     # ------------------------------------------------------------------------------------------------------------ others
+
+    @property
+    def options(self) -> Options:
+        """Those in force."""
+        return self._configuration.options
+
+    def _in_force(self) -> Options:
+        return self._configuration.options
 
     def describe(self) -> dict[str, Any]:
         """The processes, for ``tensorctl status``."""
@@ -383,15 +383,3 @@ class Supervisor:
     def _incarnation(self) -> int:
         incarnation, self._next_incarnation = self._next_incarnation, self._next_incarnation + 1
         return incarnation
-
-    def _spawn_task(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
-
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.critical("a task of the supervisor failed: the daemon stops", exc_info=error)
-            self._exit_status = 1
-            self._shutdown.requested.set()

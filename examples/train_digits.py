@@ -17,7 +17,6 @@ from types import ModuleType
 import jax
 import jax.numpy as jnp
 import numpy as np
-import sklearn.datasets
 
 EXAMPLES = Path(__file__).parent
 VERSION = EXAMPLES / "models" / "digits" / "1"
@@ -42,6 +41,8 @@ def network() -> ModuleType:
 
 def splits() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Images FP32[n, 64] and labels INT64[n] of "train", "validation" and "held_out"."""
+    import sklearn.datasets  # a second, which those who only want the network need not spend
+
     images, labels = sklearn.datasets.load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(images))
     images, labels = images[order].astype(np.float32), labels[order].astype(np.int64)

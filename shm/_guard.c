@@ -168,4 +168,9 @@ static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "shm._guard", "Turns SIGBUS in registered ranges into a count.", -1, methods, NULL, NULL, NULL, NULL,
 };
 
-PyMODINIT_FUNC PyInit__guard(void) { return PyModule_Create(&definition); }
+PyMODINIT_FUNC PyInit__guard(void) {
+    PyObject *module = PyModule_Create(&definition);
+    if (module != NULL && PyModule_AddStringMacro(module, SOURCES))
+        Py_CLEAR(module);
+    return module;
+}

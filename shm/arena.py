@@ -16,6 +16,7 @@ a peer that is out of step, is refused instead of freeing somebody else's block.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from shm import descriptors
 from shm.errors import InvalidArgument, Unavailable
@@ -46,7 +47,7 @@ class Lease:
         #: Writable, exactly ``place.byte_size`` bytes.
         self.view = view
         #: For who lends it on: whom it counts for, and whether what belongs there is still to come.
-        self.holder: object | None = None
+        self.holder: Any = None
         self.arriving = False
 
     @property
@@ -378,12 +379,11 @@ class ArenaMap:
                     f"it may, {descriptors.limit()}"
                 )
             raise InvalidArgument(f"segment {place.segment} is not open")
-        end = place.offset + place.byte_size
-        if place.offset < 0 or place.byte_size < 0 or end > segment.byte_size:
-            raise InvalidArgument(
-                f"offset {place.offset} and {place.byte_size} bytes leave a segment of {segment.byte_size} bytes"
-            )
-        return segment.view[place.offset : end]
+        offset, byte_size = place.offset, place.byte_size
+        end = offset + byte_size
+        if offset < 0 or byte_size < 0 or end > segment.byte_size:
+            raise InvalidArgument(f"offset {offset} and {byte_size} bytes leave a segment of {segment.byte_size} bytes")
+        return segment.view[offset:end]
 
     def close(self) -> None:
         """Unmaps everything."""

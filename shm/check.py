@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from shm.control_records import Load
+from shm.footprint import Footprint
 from shm.record import Record
 
 
@@ -17,9 +18,21 @@ class CheckLoads(Record, frozen=True, tag="check"):
     loads: tuple[Load, ...]
 
 
-class LoadOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LoadStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="at"):
+    """One line of JSON from it: what it is at, as in ``shm.progress.Loading``."""
+
+    at: str
+
+
+class LoadOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="of"):
     """One line of JSON from it: a version that was tried."""
 
     version: int
     #: Why it does not load; "": it does.
     reason: str
+    #: The completed configuration as JSON, if it does.
+    config: str = ""
+    footprint: Footprint = Footprint()
+
+
+LoadLine = LoadStep | LoadOutcome

@@ -10,15 +10,17 @@ Pure values, no I/O: ``shm.channel`` carries them; ``shm.record`` says what they
 
                 supervisor --> worker                    worker --> supervisor
     control     Start Stop LaneOpened Load Unload        ChildReady Loaded Reply
-                Call LogChanged                          Unloaded Loading
+                Call Reply LogChanged                    Unloaded Loading Call
 
-A Call, by a front or to a worker, is answered by one Reply with the same ``call_id``; what it asks for is in ``shm.operations``.
+A Call, by a front, by a worker or to one, is answered by one Reply with the same ``call_id``; what it asks for is in
+``shm.operations``.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from shm.footprint import Footprint
 from shm.operations import ANONYMOUS, Operation, Peer
 from shm.progress import Loading, Readiness
 from shm.record import Record
@@ -132,6 +134,8 @@ class ModelState(Record, frozen=True, tag="model"):
     sticky: bool = False
     #: Whether it answers a request with any number of responses (Triton: decoupled).
     streams: bool = False
+    #: Whether these can be joined along their first axes, for who wants one.
+    joins: bool = False
 
 
 class ModelGone(Record, frozen=True, tag="gone"):
@@ -177,6 +181,8 @@ class Loaded(Record, frozen=True, tag="loaded"):
     repeatable: bool = True
     sticky: bool = False
     streams: bool = False
+    joins: bool = False
+    footprint: Footprint = Footprint()
 
 
 class Unload(Record, frozen=True, tag="unload"):
@@ -228,5 +234,5 @@ ToFront = (
     | Reply
 )
 FromFront = ChildReady | Seen | Call
-ToWorkerControl = Start | Stop | LogChanged | LaneOpened | Load | Unload | Call
-FromWorker = ChildReady | Loaded | Loading | Unloaded | Reply
+ToWorkerControl = Start | Stop | LogChanged | LaneOpened | Load | Unload | Call | Reply
+FromWorker = ChildReady | Loaded | Loading | Unloaded | Reply | Call

@@ -10,6 +10,9 @@ import operator
 
 import msgspec
 
+#: Bounds of the histogram of the time to the first response, as Triton's: in ms.
+FIRST_RESPONSE_MS = (100, 500, 2000, 5000)
+
 
 class Counts(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """What only grows while a version is served on one worker. Requests, unless the name says otherwise."""
@@ -40,6 +43,19 @@ class Counts(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
     cache_hit_ns: int = 0
     cache_miss: int = 0
     cache_miss_ns: int = 0
+    #: Of models with several responses: requests that had one, the time to the first one, and how many had it within each of
+    #: ``FIRST_RESPONSE_MS``.
+    first: int = 0
+    first_ns: int = 0
+    first_within_0: int = 0
+    first_within_1: int = 0
+    first_within_2: int = 0
+    first_within_3: int = 0
+    #: Sequences whose state went with a run that failed.
+    lost_sequences: int = 0
+    #: Rows and elements of inputs that were computed for nobody, because programs have fixed shapes.
+    padded_rows: int = 0
+    padded_elements: int = 0
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*map(operator.add, msgspec.structs.astuple(self), msgspec.structs.astuple(other)))
@@ -55,8 +71,34 @@ class VersionFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknow
     #: Requests that wait for their turn now, or for their shape to be compiled.
     pending: int
     counts: Counts
-    #: Whether the response cache is used for it.
+    #: Whether the response cache is used for it, and whether it answers with several responses.
     cached: bool = False
+    streams: bool = False
+    #: Of a model with sequences: those with a slot, and those that wait for one.
+    sequences: tuple[int, int] | None = None
+
+
+class MetricFigures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """One metric that a model keeps itself."""
+
+    labels: tuple[tuple[str, str], ...]
+    #: The value; of a histogram the sum of what it has observed.
+    value: float
+    #: Of a histogram: upper bounds, and how many were within each and no smaller one; the last beyond all.
+    buckets: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()
+
+
+class OwnMetrics(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A family of them."""
+
+    name: str
+    description: str
+    #: "counter", "gauge", "histogram".
+    kind: str
+    #: The models and versions that have made it.
+    owners: tuple[tuple[str, int], ...]
+    metrics: tuple[MetricFigures, ...]
 
 
 class Figures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -66,3 +108,5 @@ class Figures(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
     versions: tuple[VersionFigures, ...]
     #: Kind of region, "system" or "cuda" -> tensors of requests that are in such regions now.
     leases: dict[str, int]
+    #: What models keep themselves.
+    own: tuple[OwnMetrics, ...] = ()

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import mmap
 
+from shm.extensions import check
+
 try:
     from shm import _guard
-except ImportError:  # no compiler at installation
+
+    check(_guard)
+except ImportError:  # not built, or not from these sources
     available = False
 else:
     available = True

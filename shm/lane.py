@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 from shm import descriptors
+from shm.announcer import Announcer
 from shm.arena import Arena, ArenaMap, Lease, LeaseKey, OnSegment
 from shm.channel import Channel, DescriptorsLost
 from shm.errors import InvalidArgument, Unavailable
@@ -38,6 +39,7 @@ from shm.messages import (
     SegmentRefused,
     Slice,
     Submit,
+    Taken,
     ToSubmitter,
     ToWorker,
 )
@@ -47,43 +49,8 @@ _FROM_WORKER = decoder(ToSubmitter)
 _FROM_SUBMITTER = decoder(ToWorker)
 #: Of one Release: it fits into a datagram however large the numbers are.
 _MAX_RELEASES = 1024
-_REQUESTS = (FormSubmit, Submit, RequestForm, Cancel)
-
-
-class _Announcer:
-    """Tells the peer which segments of an arena exist, each before its first use and again when it is closed."""
-
-    def __init__(self, channel: Channel, arena: Arena, writable: bool) -> None:
-        self._channel = channel
-        self._arena = arena
-        self._writable = writable
-        self._announced: set[int] = set()
-        self._closures = arena.closures
-
-    def announce(self, segment: int) -> None:
-        """Raises Unavailable: this process has no descriptor left to send."""
-        if segment not in self._announced:
-            opened = self._arena.segment(segment)
-            with descriptors.needed("sending an arena segment"):
-                self._channel.put(SegmentOpened(segment, opened.byte_size), opened.share(self._writable))
-            self._announced.add(segment)
-
-    def refused(self, segment: int) -> None:
-        """The peer could not map it: it is announced again."""
-        self._announced.discard(segment)
-
-    def is_told(self, segment: int) -> bool:
-        """Whether there is nothing to announce before its use."""
-        return segment in self._announced and self._closures == self._arena.closures
-
-    def withdraw_closed(self) -> None:
-        """One comparison when nothing was closed. A mapping at the peer would keep the pages of a closed segment."""
-        if self._closures == self._arena.closures:
-            return
-        self._closures = self._arena.closures
-        for gone in self._announced - self._arena.segments.keys():
-            self._channel.put(SegmentClosed(gone))
-            self._announced.discard(gone)
+_REQUESTS = (FormSubmit, Submit, RequestForm, Cancel, Taken)
+RequestRecord = Submit | RequestForm | FormSubmit | Cancel | Taken
 
 
 class SubmitterLane:
@@ -92,7 +59,7 @@ class SubmitterLane:
     def __init__(self, sock: socket.socket, arena: Arena, writable: bool = False) -> None:
         """``writable``: the worker has a GPU, and page-locks the arena (``shm.segment``)."""
         self._channel = Channel(sock, _FROM_WORKER)
-        self._announcer = _Announcer(self._channel, arena, writable)
+        self._announcer = Announcer(self._channel, arena, writable)
         self._responses = ArenaMap()
         self._releases: list[LeaseKey] = []
         self._said: SaidForms[Submit] = SaidForms(self._channel, RequestForm)
@@ -116,8 +83,10 @@ class SubmitterLane:
 
     def announce(self, leases: Iterable[Lease]) -> None:
         """Before a request of a form: its inputs lie there. Raises Unavailable: no descriptor is left to send."""
+        announced = self._announcer.announced
         for lease in leases:
-            self._announcer.announce(lease.place.segment)
+            if lease.place.segment not in announced:
+                self._announcer.announce(lease.place.segment)
 
     def submit_formed(self, form: Form[Submit], record: FormSubmit) -> None:
         """Queues a request of a form, whose inputs are in place."""
@@ -134,6 +103,10 @@ class SubmitterLane:
     def cancel(self, request_id: int) -> None:
         """Nobody waits for it any more; the final Completion still comes."""
         self._channel.put(Cancel(request_id))
+
+    def taken(self, request_id: int, byte_size: int) -> None:
+        """So much of a request's responses has left since that was last said."""
+        self._channel.put(Taken(request_id, byte_size))
 
     def release(self, key: LeaseKey) -> None:
         """The bytes of that answer have left. Travels with the next flush."""
@@ -241,7 +214,7 @@ class WorkerLane:
         """``on_segment``: told of every segment of both arenas. ``writable``: they are to be page-locked (``shm.segment``)."""
         self._channel = Channel(sock, _FROM_SUBMITTER)
         self._arena = Arena(byte_size, max_byte_size, keep_byte_size, on_segment)
-        self._announcer = _Announcer(self._channel, self._arena, False)
+        self._announcer = Announcer(self._channel, self._arena, False)
         self._requests = ArenaMap(on_segment, writable)
         self._forms: Forms[Completion] = Forms()
         self._said: SaidForms[Completion] = SaidForms(self._channel, AnswerForm)
@@ -255,12 +228,17 @@ class WorkerLane:
         return self._channel.waiting
 
     @property
+    def unsaid(self) -> bool:
+        """Whether something waits for a flush: records, or that a segment is closed, which the submitter still has mapped."""
+        return self._channel.waiting > 0 or self._announcer.behind
+
+    @property
     def arena(self) -> Arena:
         """The response arena, for statistics."""
         return self._arena
 
-    def receive(self) -> list[Submit | RequestForm | FormSubmit | Cancel] | None:
-        """One datagram's requests, forms and cancellations (possibly none), in order; None when nothing is waiting.
+    def receive(self) -> list[RequestRecord] | None:
+        """One datagram's requests and what is said of them (possibly none), in order; None when nothing is waiting.
 
         Raises: ChannelClosed: the submitter is gone.  InvalidArgument: malformed, or a lease given back that is not on loan.
         """
@@ -271,7 +249,7 @@ class WorkerLane:
             return []
         return None if received is None else self._apply(*received)
 
-    def read(self, content: bytes, fds: list[int], flags: int) -> list[Submit | RequestForm | FormSubmit | Cancel]:
+    def read(self, content: bytes, fds: list[int], flags: int) -> list[RequestRecord]:
         """What a datagram holds that ``workers.dispatch.fast_path`` received, as from ``receive``; ``flags``: ``recvmsg``'s.
 
         Raises: InvalidArgument: malformed, or a lease given back that is not on loan.
@@ -286,7 +264,7 @@ class WorkerLane:
         self._requests.refuse(segment)
         self._channel.put(SegmentRefused(segment))
 
-    def _apply(self, records: list[Any], fds: list[int]) -> list[Submit | RequestForm | FormSubmit | Cancel]:
+    def _apply(self, records: list[Any], fds: list[int]) -> list[RequestRecord]:
         if len(records) == 1 and type(records[0]) is SegmentOpened:
             try:
                 _apply_segment(records[0], fds, self._requests)
@@ -294,7 +272,7 @@ class WorkerLane:
                 self._refuse(records[0].segment)
             return []
         _refuse_descriptors(fds)
-        wanted: list[Submit | RequestForm | FormSubmit | Cancel] = []
+        wanted: list[RequestRecord] = []
         returned: list[LeaseKey] = []
         for record in records:
             if type(record) in _REQUESTS:

@@ -6,7 +6,7 @@ between the supervisor and its children.
                 submitter --> worker                     worker --> submitter
     lane        SegmentOpened, -Closed, -Refused         SegmentOpened, -Closed, -Refused
                 Submit RequestForm FormSubmit            Completion AnswerForm FormCompletion
-                Release Cancel
+                Release Taken Cancel
 """
 
 from __future__ import annotations
@@ -111,6 +111,11 @@ class Timeline(Record, frozen=True, tag="tl"):
 
     moments: tuple[tuple[str, int], ...]
     tensors: tuple[TracedTensor, ...] = ()
+    #: Of a request that was made inside the worker for the traced one: what it was for, and which load of it.
+    model: str = ""
+    version: int = 0
+    #: Those of requests that were made for this one.
+    children: tuple[Timeline, ...] = ()
 
 
 class Submit(Record, frozen=True, tag="Q"):
@@ -148,6 +153,16 @@ class Release(Record, frozen=True, tag="L"):
     leases: tuple[tuple[int, int, int], ...]
 
 
+class Taken(Record, frozen=True, tag="T"):
+    """Its client has taken responses of a request: so many bytes (``response_byte_size``) since that was last told.
+
+    Told by and by: who sends responses waits only where much of them was not taken.
+    """
+
+    request_id: int
+    byte_size: int
+
+
 class Cancel(Record, frozen=True, tag="X"):
     """Nobody waits for this request any more. If it still queues it is dropped; a final Completion comes either way."""
 
@@ -155,7 +170,10 @@ class Cancel(Record, frozen=True, tag="X"):
 
 
 class Completion(Record, frozen=True, tag="C"):
-    """An answer. Exactly one with ``final`` per Submit."""
+    """An answer. Exactly one with ``final`` per Submit; of models with several responses, in their order.
+
+    A last one may be no response (``is_mark``).
+    """
 
     request_id: int
     #: "" or a ``ServingError.code``; with a code, ``message`` is the sentence for the client.
@@ -169,6 +187,11 @@ class Completion(Record, frozen=True, tag="C"):
     parameters: dict[str, Parameter] = msgspec.field(default_factory=dict)
     #: Of a request that asked for it.
     trace: Timeline | None = None
+
+    @property
+    def is_mark(self) -> bool:
+        """Whether it is no response, and says only that none comes any more."""
+        return self.final and not (self.code or self.version or self.outputs)
 
 
 class RequestForm(Record, frozen=True, tag="Q+"):
@@ -207,7 +230,7 @@ class AnswerForm(Record, frozen=True, tag="C+"):
 
 
 class FormCompletion(Record, frozen=True, tag="c"):
-    """An answer of a form, final and good."""
+    """An answer of a form, and good; whether it is the last one the form says."""
 
     request_id: int
     form: int
@@ -217,5 +240,22 @@ class FormCompletion(Record, frozen=True, tag="c"):
     lease: tuple[int, int, int] | None = None
 
 
-ToWorker = SegmentOpened | SegmentClosed | SegmentRefused | Submit | RequestForm | FormSubmit | Release | Cancel
+ToWorker = SegmentOpened | SegmentClosed | SegmentRefused | Submit | RequestForm | FormSubmit | Release | Taken | Cancel
 ToSubmitter = SegmentOpened | SegmentClosed | SegmentRefused | Completion | AnswerForm | FormCompletion
+
+
+#: What a response counts beside its tensors where those that nobody has taken are bounded.
+_RESPONSE_BYTE_SIZE = 256
+
+
+def response_byte_size(response: Completion | FormCompletion) -> int:
+    """What it counts where a request's responses that nobody has taken are bounded: both ends of a lane come to the same."""
+    size = _RESPONSE_BYTE_SIZE
+    if type(response) is FormCompletion:
+        for content in response.contents:
+            size += content.byte_size if type(content) is Slice else len(content)  # type: ignore[arg-type]
+        return size
+    for tensor in response.outputs:  # type: ignore[union-attr]
+        place = tensor.place
+        size += len(place.content) if type(place) is Inline else place.byte_size if type(place) is Slice else 0
+    return size

@@ -20,6 +20,8 @@ class LoadModel(Record, frozen=True, tag="c.load"):
     name: str
     config: str = ""
     files: dict[str, bytes] = msgspec.field(default_factory=dict)
+    #: The model that asks while it is being loaded itself: its load waits for this one.
+    within: str = ""
 
 
 class UnloadModel(Record, frozen=True, tag="c.unload"):
@@ -29,10 +31,18 @@ class UnloadModel(Record, frozen=True, tag="c.unload"):
     unload_dependents: bool = False
 
 
+class ModelReady(Record, frozen=True, tag="c.isready"):
+    """Asked by a worker. Reply: JSON, whether that version, or any (0), is served by any worker."""
+
+    name: str
+    version: int = 0
+
+
 class RepositoryIndex(Record, frozen=True, tag="c.index"):
-    """Reply: JSON array of {name, version?, state?, reason?}."""
+    """Reply: JSON array of {name, version?, state?, reason?}; ``detailed``: and what the version takes, for operators."""
 
     ready: bool = False
+    detailed: bool = False
 
 
 class ModelStatistics(Record, frozen=True, tag="c.stats"):
@@ -136,6 +146,7 @@ class Settle(Record, frozen=True, tag="c.settle"):
 Operation = (
     Settle
     | LoadModel
+    | ModelReady
     | UnloadModel
     | RepositoryIndex
     | ModelStatistics

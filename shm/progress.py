@@ -14,6 +14,8 @@ class Readiness(Record, frozen=True, tag="readiness"):
     unserved: int = 0
     #: The first of those, by name.
     names: tuple[str, ...] = ()
+    #: What a worker loads now, and how far it is.
+    at: str = ""
 
 
 class Loading(Record, frozen=True, tag="loading"):
@@ -23,3 +25,12 @@ class Loading(Record, frozen=True, tag="loading"):
     version: int
     number: int = 0
     total: int = 0
+    #: Of those before it, how many had to be compiled, and were not in the cache.
+    compiled: int = 0
+
+    def __str__(self) -> str:
+        """``loading digits``, ``compiling digits 3/16, 1 from the cache``."""
+        if not self.total:
+            return f"loading {self.name}"
+        cached = self.number - 1 - self.compiled
+        return f"compiling {self.name} {self.number}/{self.total}, {cached} from the cache"

@@ -3,13 +3,18 @@
 Waking a process costs tens of microseconds, more in a virtual machine; a small request costs about as much. So both ends of a
 lane look for the next record for a moment before they sleep, but only while records have lately followed each other within that
 moment, and they give the processor away between looks. An idle end, and one whose peer takes its time, sleeps at once.
+
+``workers/native/_spin.h`` says the same in C: who changes one changes the other.
 """
 
 from __future__ import annotations
 
+import os
+from time import monotonic_ns
+
 
 class Spin:
-    """Decides; pure: it is told the time. ``limit_ns`` 0: never."""
+    """Decides: it is told the time. ``limit_ns`` 0: never."""
 
     __slots__ = ("_limit_ns", "_since_ns", "_worth")
 
@@ -26,6 +31,12 @@ class Spin:
         """
         self._since_ns = now_ns
         return now_ns + self._limit_ns if self._worth and 2 * worked_ns <= self._limit_ns else 0
+
+    @staticmethod
+    def give_way() -> int:
+        """Gives the processor away between two looks. Returns what time it is then."""
+        os.sched_yield()
+        return monotonic_ns()
 
     def end(self, now_ns: int) -> None:
         """A record came, or the time was up without one: the next wait learns from this one."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,13 @@ import jax
 import pytest
 from hypothesis import HealthCheck, settings
 
+from daemon.grpc.server import GrpcFront
+from shm.extensions import STALE, missing
+from tests import run_folder
 from tests.cuda_owner import CudaOwner
 from tests.cuda_stub.library import CudaStub
 from tests.daemon_process import DaemonProcess, nothing_left_behind
+from workers.native.extensions import PARTS
 
 # No test asserts a time, on a busy machine least of all. The same examples everywhere, so that a change is judged by what it
 # changes; `make test ARGS=--hypothesis-profile=search` looks for others.
@@ -21,8 +27,30 @@ settings.register_profile("search", deadline=None, suppress_health_check=[Health
 settings.register_profile("tensord", settings.get_profile("search"), derandomize=True, database=None)
 settings.load_profile("tensord")
 
+# Here and not when pytest is configured: by then it has imported the conftest of a folder that its command line names.
+_run_folder_gone = run_folder.make()
 # As in a CPU worker (workers/devices/device.py); the back end takes it when the first test module that needs one opens it.
 jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Without bytecode each of hundreds of processes compiles what it imports, and each of pytest's rewrites all tests.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+    config.add_cleanup(_run_folder_gone)
+    # Each would fail a hundred tests, for another reason each time.
+    if stale := [said for said in missing({**PARTS, **GrpcFront.parts}) if STALE in said]:
+        pytest.exit(f"build the package again (pip install -e .): {'; '.join(stale)}", 2)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start daemons take longest: first, so that no process still works on one of them when the others have ended."""
+    long = {item.path for item in items if isinstance(item, pytest.Function) and _starts_daemons(item)}
+    items.sort(key=lambda item: item.path not in long)
+
+
+def _starts_daemons(item: pytest.Function) -> bool:
+    return "daemon" in item.fixturenames or any(value is DaemonProcess for value in vars(item.module).values())
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -34,6 +62,9 @@ def runtime_directory(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(autouse=True, scope="module")
 def leaves_nothing() -> Iterator[None]:
     """Every module of tests ends with the processes and descriptors it began with."""
+    # What is there by now stays. A collection in a test need not walk through all of JAX each time, which takes 0.3 s.
+    gc.collect()
+    gc.freeze()
     with nothing_left_behind():
         yield
 

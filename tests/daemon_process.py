@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import re
@@ -20,9 +21,12 @@ from typing import Any
 
 import psutil
 
+from tests import prepared, run_folder
+
 ROOT = Path(__file__).parent.parent
 #: Generous: these machines are shared, and no test decides by time.
 PATIENCE = 240.0
+_PROGRAM = (sys.executable, "-m", "tensord")
 
 
 class DaemonProcess:
@@ -58,18 +62,18 @@ class DaemonProcess:
             "arenas": {"byte_size": 1 << 20, "wait": PATIENCE},
             "requests": {"worker_wait": PATIENCE},
             "supervisor": {"start_timeout": PATIENCE, "exit_timeout": PATIENCE / 2},
-            "executables": {"cache_directory": str(folder / "cache")},
+            "executables": {"cache_directory": run_folder.programs()},
         }
         for section, values in (options or {}).items():
             sections.setdefault(section, {}).update(values)
         self.write_config(sections)
         self.sections = sections
         self._log: list[str] = []
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[str] | prepared.Process | None = None
         self._reader: threading.Thread | None = None
         self.port = 0
         #: Another installation's, for those who test one.
-        self.program: Sequence[str] = (sys.executable, "-m", "tensord")
+        self.program: Sequence[str] = _PROGRAM
         self.cwd = ROOT
         #: What the log says once it serves.
         self.served_on = r"serving http on http://127\.0\.0\.1:(\d+)"
@@ -93,16 +97,22 @@ class DaemonProcess:
     def start(self) -> None:
         """Starts it and waits until it says where it serves."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith("TENSORD_")} | self.environment
-        self._process = subprocess.Popen(
-            [*self.program, "serve", "--config", str(self.config), *self.arguments],
-            cwd=self.cwd,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        arguments = ["serve", "--config", str(self.config), *self.arguments]
+        if self.program is _PROGRAM:
+            self._process = prepared.start(
+                ["tensord", *arguments], environment=environment, cwd=self.cwd, new_session=True, read_errors=True
+            )
+        else:
+            self._process = subprocess.Popen(
+                [*self.program, *arguments],
+                cwd=self.cwd,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self.wait_log(self.served_on)
@@ -240,7 +250,7 @@ def wait_until(condition: Any, what: str, daemon: DaemonProcess | None = None) -
         time.sleep(0.02)
 
 
-def end_group(leader: subprocess.Popen[str], number: int) -> int:
+def end_group(leader: subprocess.Popen[str] | prepared.Process, number: int) -> int:
     """Asks the leader of a process group to end, then ends what is left of the group by force. Returns the leader's exit status.
 
     The group is killed before its leader is reaped: afterwards the number may belong to somebody else.
@@ -260,7 +270,7 @@ def end_group(leader: subprocess.Popen[str], number: int) -> int:
     return status
 
 
-def has_ended(process: subprocess.Popen[str]) -> bool:
+def has_ended(process: subprocess.Popen[str] | prepared.Process) -> bool:
     """As ``poll``, and its number stays its own."""
     if process.returncode is not None:
         return True
@@ -294,7 +304,8 @@ def nothing_left_behind() -> Iterator[None]:
     """Fails when processes, descriptors or names of ours are left over.
 
     What the clients' libraries keep for the life of this process (event loops of gevent, the pipe to multiprocessing's
-    resource tracker) is theirs. /dev/shm is shared with tests beside this one, so only names no test makes count: there are none.
+    resource tracker) is theirs, and the processes that others are forked off stay until the end. /dev/shm is shared with tests
+    beside this one, so only names no test makes count: there are none.
     """
     resource_tracker.ensure_running()
     fds, children = descriptors(), set(psutil.Process().children())
@@ -303,12 +314,14 @@ def nothing_left_behind() -> Iterator[None]:
     deadline = time.monotonic() + PATIENCE / 4
     while time.monotonic() < deadline:
         processes = [process for process in set(psutil.Process().children()) - children if process.is_running()]
-        left = [str(process) for process in processes]
-        left += [what for fd, what in descriptors().items() if fd not in fds and not what.startswith("anon_inode:")]
+        left = [str(process) for process in processes if process.pid not in prepared.firsts()]
+        others = {fd: what for fd, what in descriptors().items() if int(fd) not in prepared.firsts().values()}
+        left += [what for fd, what in others.items() if fd not in fds and not what.startswith("anon_inode:")]
         left += [
             name for name in shared_memory_names() if "tensord" in name and not any(word in name for word in _OF_TESTS)
         ]
         if not left:
             return
+        gc.collect()  # what only an exception's traceback still holds is not left
         time.sleep(0.05)
     raise AssertionError(f"left behind: {left}")

@@ -11,8 +11,6 @@ import json
 import os
 import selectors
 import socket
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -48,6 +46,7 @@ from shm.messages import (
     RegionSlice,
     RequestForm,
     Submit,
+    Taken,
     Tensor,
 )
 from shm.operations import Settle
@@ -55,6 +54,7 @@ from shm.progress import Readiness
 from shm.record import Record, decoder
 from shm.sequence_page import SequencePage
 from shm.status_page import StatusPage
+from tests import prepared
 
 MIB = 1 << 20
 INCARNATION = 77
@@ -119,6 +119,8 @@ class EchoWorker:
         self.page = StatusPage.create()
         self.sequences = SequencePage.create(64)
         self.cancelled: list[int] = []
+        #: What it was told that clients have taken of responses: request and bytes.
+        self.taken: list[tuple[int, int]] = []
         self.requests = WholeRequests()
         #: The record in which the last of ``next`` came.
         self.record: Submit | FormSubmit | None = None
@@ -132,6 +134,8 @@ class EchoWorker:
             for record in records:
                 if isinstance(record, Cancel):
                     self.cancelled.append(record.request_id)
+                elif isinstance(record, Taken):
+                    self.taken.append((record.request_id, record.byte_size))
                 elif (whole := self.requests.read(record)) is not None:
                     assert not isinstance(record, RequestForm)
                     self._requests.append((whole, record))
@@ -229,14 +233,9 @@ class FrontProcess:
         ours, theirs = pair()
         with listener, theirs:
             self.port: int = listener.getsockname()[1]
-            fds = (theirs.fileno(), listener.fileno(), self.tally.fd)
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", self.program, "--row=0"),
-                    *(f"--control-fd={fds[0]}", f"--listen-fds={fds[1]}", f"--tally-fd={fds[2]}"),
-                ],
-                pass_fds=fds,
-            )
+            fds = {"control-fd": theirs.fileno(), "listen-fds": listener.fileno(), "tally-fd": self.tally.fd}
+            words = [self.program, "--row=0", *(f"--{name}={fd}" for name, fd in fds.items())]
+            self.process = prepared.start(words, list(fds.values()))
         self._control = Channel(ours, decoder(FromFront))
         self._received: deque[Any] = deque()
         stack = stack_report.create()
@@ -327,7 +326,7 @@ class FrontProcess:
             self.process.wait(PATIENCE_SECONDS)
         finally:
             self.process.kill()
-            self.process.wait()
+            self.process.wait(PATIENCE_SECONDS)
             self.tally.close()
             for worker in self.workers:
                 worker.close()

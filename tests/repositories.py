@@ -177,3 +177,39 @@ def sleepy_model(repository: Path, name: str = "sleepy") -> Path:
         """,
     )
     return repository
+
+
+def ensemble(
+    repository: Path,
+    name: str,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    steps: Sequence[tuple[str, dict[str, str], dict[str, str]]],
+    max_batch_size: int = 0,
+    more: str = "",
+) -> Path:
+    """An ensemble. ``inputs``, ``outputs``: ``"x FP32 4"``; a step: its model, input -> tensor, output -> tensor."""
+
+    def tensors(field: str, told: Sequence[str]) -> str:
+        lines: list[str] = []
+        for name, datatype, *dims in map(str.split, told):
+            optional = "optional: true" if dims[-1:] == ["?"] else ""
+            listed = ", ".join(dim for dim in dims if dim != "?")
+            lines.append(f'{field} {{ name: "{name}" data_type: TYPE_{datatype} dims: [ {listed} ] {optional} }}')
+        return "\n".join(lines)
+
+    def maps(field: str, told: dict[str, str]) -> str:
+        return " ".join(f'{field} {{ key: "{key}" value: "{value}" }}' for key, value in told.items())
+
+    listed = "\n".join(
+        f'step {{ model_name: "{model.partition(":")[0]}" model_version: {model.partition(":")[2] or -1} '
+        f"{maps('input_map', taken)} {maps('output_map', given)} }}"
+        for model, taken, given in steps
+    )
+    folder = repository / name
+    (folder / "1").mkdir(parents=True, exist_ok=True)
+    (folder / "config.pbtxt").write_text(
+        f'platform: "ensemble"\nmax_batch_size: {max_batch_size}\n{tensors("input", inputs)}\n{tensors("output", outputs)}\n'
+        f"ensemble_scheduling {{ {listed} }}\n{more}\n"
+    )
+    return folder

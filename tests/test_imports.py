@@ -16,9 +16,20 @@ OURS = {
     "shm": {"shm"},
     "config": {"config", "shm.datatypes", "shm.errors"},
     "daemon": {"daemon", "config", "shm"},
-    # It only hands over, once it has looked whether what it hands over to is ours.
-    "tensord": {"tensord", "daemon.cli", "daemon.ctl"},
-    "workers": {"workers", "config", "shm"},
+    # Commands hand over, once it is known that what they hand over to is ours; for authors of models it calls the worker's code,
+    # with what the daemon reads of their folders.
+    "tensord": {
+        *("tensord", "config", "shm.arrays", "shm.errors", "shm.messages", "daemon.cli", "daemon.ctl"),
+        *(
+            "daemon.models.repository",
+            "workers.models.exporting",
+            "workers.models.model_version",
+            "workers.local_worker",
+        ),
+        "workers.requests.inner_request",
+        *("workers.calls.asking", "workers.tensors.strings"),
+    },
+    "workers": {"workers", "config", "shm", "tensord.parameter_files"},
 }
 #: The rooms of the two large packages: each may use those that it names, which come before it in this table.
 INSIDE = {
@@ -39,21 +50,38 @@ INSIDE = {
     "workers.threads": (),
     "workers.native": (),
     "workers.tensors": (),
-    "workers.python_backend": (),
-    "workers.imports": ("python_backend",),
     "workers.devices": ("threads",),
     "workers.regions": ("devices",),
     "workers.requests": ("scheduling", "native", "tensors", "regions"),
-    "workers.programs": ("native", "tensors", "devices", "regions", "requests"),
+    "workers.calls": ("tensors", "requests"),
+    "workers.python_backend": ("requests", "calls"),
+    "workers.imports": ("calls", "python_backend"),
+    "workers.programs": ("scheduling", "native", "tensors", "devices", "regions", "requests"),
     "workers.models": (
-        *("scheduling", "threads", "native", "tensors", "python_backend", "imports", "devices", "requests", "programs"),
+        *("scheduling", "threads", "native", "tensors", "devices", "requests", "calls", "python_backend", "imports"),
+        "programs",
     ),
-    "workers.dispatch": (*("threads", "native", "tensors", "devices", "regions", "requests", "programs", "models"),),
-    "workers": (*("threads", "native", "imports", "devices", "regions", "requests", "programs", "models", "dispatch"),),
+    "workers.dispatch": (
+        *(
+            "scheduling",
+            "threads",
+            "native",
+            "tensors",
+            "devices",
+            "regions",
+            "requests",
+            "calls",
+            "programs",
+            "models",
+        ),
+    ),
+    "workers": (
+        *("threads", "native", "calls", "imports", "devices", "regions", "requests", "programs", "models", "dispatch"),
+    ),
 }
 #: Libraries that only some files may import: they are heavy, or they are a border where foreign errors stop.
 FENCED = {
-    "jax": ("workers/",),
+    "jax": ("workers/", "tensord/parameter_files.py", "tensord/testing.py"),
     "jaxlib": ("workers/",),
     "cuda": ("shm/cuda_regions.py",),
     "posix_ipc": ("shm/regions.py",),
@@ -65,8 +93,16 @@ FENCED = {
     "grpc_reflection": ("daemon/grpc/",),
     "hpack": ("daemon/grpc/",),
     "prometheus_client": ("daemon/metrics/exposition.py",),
+    "pynvml": ("daemon/processes/gpu_watch.py",),
     "re2": ("config/header_pattern.py",),
-    "numpy": ("shm/arrays.py", "workers/", "daemon/http/", "daemon/grpc/"),
+    "numpy": (
+        "shm/arrays.py",
+        "workers/",
+        "daemon/http/",
+        "daemon/grpc/",
+        "tensord/parameter_files.py",
+        "tensord/testing.py",
+    ),
 }
 #: Pure deciders: no device, no socket, no clock.
 PURE = ("workers/scheduling/",)

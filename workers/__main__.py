@@ -60,7 +60,7 @@ def main() -> None:
     import_system.prepare()
     status = 1
     try:
-        worker = Worker(channel, options, device_name, device_name.open())
+        worker = Worker(channel, options, device_name, device_name.open(options.workers.devices_per_worker))
         worker.run(start.incarnation)
         worker.close()
         status = 0

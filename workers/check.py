@@ -1,7 +1,7 @@
 """``python -m workers.check --device cpu:0``: loads versions of one model as a worker does, serves nothing, and ends.
 
     stdin   CheckLoads: the configuration, and what to load, one version after the other
-    stdout  one LoadOutcome a version that is done
+    stdout  LoadSteps, and one LoadOutcome a version that is done
 
 Started by ``daemon.check``, which knows by a missing line which version ended the process. What the model prints goes to stderr.
 """
@@ -13,16 +13,18 @@ import faulthandler
 import os
 import resource
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from config import log
 from config.options import Options
-from shm.check import CheckLoads, LoadOutcome
+from shm.check import CheckLoads, LoadLine, LoadOutcome, LoadStep
 from shm.control_records import Load
 from shm.errors import ServingError
 from shm.parent import die_with_parent
+from shm.progress import Loading
 from shm.status_page import StatusPage
 from workers.devices import device_cpu
 from workers.devices.device import DeviceName, NoDevice
@@ -58,25 +60,33 @@ def main() -> None:
     else:
         device_cuda.prepare_environment(options.workers)
     import_system.prepare()
-    try:
-        loader = Loader.configured(options, device_name.gpu, device_name.open(), Inbox(), StatusPage.create())
-        reasons = (_tried(loader, load) for load in asked.loads)
-    except NoDevice as error:
-        reasons = (str(error) for _ in asked.loads)
-    for load, reason in zip(asked.loads, reasons, strict=True):
-        answers.write(msgspec.json.encode(LoadOutcome(load.version, reason)) + b"\n")
+
+    def say(line: LoadLine) -> None:
+        answers.write(msgspec.json.encode(line) + b"\n")
         answers.flush()
+
+    try:
+        device = device_name.open(options.workers.devices_per_worker)
+        loader = Loader.configured(options, device_name.gpu, device, Inbox(), StatusPage.create())
+        outcomes = (_tried(loader, load, say) for load in asked.loads)
+    except NoDevice as error:
+        reason = str(error)
+        outcomes = (LoadOutcome(load.version, reason) for load in asked.loads)
+    for outcome in outcomes:
+        say(outcome)
     # Threads inside models cannot be ended, and must not keep the process.
     os._exit(0)
 
 
-def _tried(loader: Loader, load: Load) -> str:
-    """Why it does not load; "": it does."""
+def _tried(loader: Loader, load: Load, say: Callable[[LoadLine], None]) -> LoadOutcome:
+    def tell(number: int, total: int, compiled: int) -> None:
+        say(LoadStep(str(Loading(load.name, load.version, number, total, compiled))))
+
     try:
-        loader.load(load)
+        loaded = loader.load(load, tell)
     except ServingError as error:
-        return error.message
-    return ""
+        return LoadOutcome(load.version, error.message)
+    return LoadOutcome(load.version, "", loaded.config.decode(), loaded.footprint)
 
 
 if __name__ == "__main__":

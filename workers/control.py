@@ -3,15 +3,18 @@
 LaneOpened + fd                 a submitter more
 Load, Unload                    a version more or less; answered with Loaded (after Loading), Unloaded
 Call                            answered with Reply: statistics, figures for metrics, register and unregister regions
+Reply                           to a Call of this worker's models
 LogChanged                      another level or format of the log
 Stop                            finish, then exit
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -34,9 +37,13 @@ from shm.operations import (
     WorkerFigures,
 )
 from shm.progress import Loading
-from workers.models.loader import LoadedModel, Loader
+from workers.daemon_operations import DaemonOperations
+from workers.models.ensemble_members import joined
+from workers.models.loaded_model import LoadedModel
+from workers.models.loader import Loader
 from workers.models.model_table import ModelTable
 from workers.models.model_version import ModelVersion
+from workers.programs.load_progress import LoadProgress
 from workers.regions.region_table import RegionTable
 from workers.threads.work_thread import WorkThread
 
@@ -53,6 +60,7 @@ class Control:
         regions: RegionTable,
         loader: Loader,
         thread: WorkThread,
+        operations: DaemonOperations,
         open_lane: Callable[[int, socket.socket], None],
         adopt: Callable[[LoadedModel], ModelVersion],
         stop: Callable[[int], None],
@@ -62,6 +70,7 @@ class Control:
         self._regions = regions
         self._loader = loader
         self._thread = thread
+        self._operations = operations
         self._open_lane = open_lane
         self._adopt = adopt
         self._stop = stop
@@ -80,6 +89,8 @@ class Control:
                 self._unload(record)
             elif isinstance(record, Call):
                 self._call(record, fds)
+            elif isinstance(record, Reply):
+                self._operations.answered(record)
             elif isinstance(record, LogChanged):
                 log.configure(msgspec.msgpack.decode(record.options, type=Log), record.name)
             elif isinstance(record, Stop):
@@ -95,13 +106,27 @@ class Control:
         self._serial += 1
         serial = self._loads[record.name, record.version] = self._serial
 
-        def tell(number: int, total: int) -> None:
-            at = Loading(record.name, record.version, number, total)
+        def tell(number: int, total: int, compiled: int) -> None:
+            at = Loading(record.name, record.version, number, total, compiled)
             self._thread.tell(lambda: self._channel.put(at))
 
         def load() -> LoadedModel:
-            tell(0, 0)
+            tell(0, 0, 0)
             return self._loader.load(record, tell)
+
+        def made(outcome: LoadedModel | Exception) -> None:
+            if not isinstance(outcome, Exception) and outcome.ensemble is not None:
+                try:
+                    outcome, members = joined(outcome, self._models)
+                except ServingError as error:
+                    outcome = error
+                else:
+                    if outcome.fuses:
+                        progress = LoadProgress(record.name, record.version, tell)
+                        job = functools.partial(self._loader.fuse, record, outcome, members, progress)
+                        self._thread.do(job, done)
+                        return
+            done(outcome)
 
         def done(outcome: LoadedModel | Exception) -> None:
             # Each Load has one answer: the supervisor counts them.
@@ -125,10 +150,12 @@ class Control:
                     repeatable=outcome.repeatable,
                     sticky=outcome.sticky,
                     streams=outcome.streams,
+                    joins=outcome.stepped is not None and outcome.stepped.gather == "concat",
+                    footprint=outcome.footprint,
                 )
             )
 
-        self._thread.do(load, done)
+        self._thread.do(load, made)
 
     def _unload(self, record: Unload) -> None:
         self._loads.pop((record.name, record.version), None)
@@ -191,8 +218,9 @@ class Control:
         return json.dumps({"model_stats": found}, separators=(",", ":")).encode()
 
     def _figures(self) -> bytes:
-        versions = tuple(version.figures() for version in self._models)
-        return msgspec.json.encode(Figures(versions, self._regions.leases()))
+        now_ns = time.monotonic_ns()
+        versions = tuple(version.figures(now_ns) for version in self._models)
+        return msgspec.json.encode(Figures(versions, self._regions.leases(), self._loader.metrics.figures()))
 
 
 def _sentence(error: Exception) -> str:

@@ -27,20 +27,23 @@ from shm.control_records import ChildReady
 from shm.cuda_regions import DeviceLost, Driver, NoCuda
 from shm.errors import InvalidArgument
 from shm.extensions import missing
-from shm.lane import WorkerLane
-from shm.messages import Cancel, FormSubmit, RequestForm, Submit
+from shm.lane import RequestRecord, WorkerLane
+from shm.messages import Cancel, RequestForm, Taken
 from shm.sequence_page import SequencePage
 from shm.status_page import DESKS, Outputs, StatusPage, WorkerState
 from workers.control import Control
+from workers.daemon_operations import DaemonOperations
 from workers.devices import dlpack
 from workers.devices.device import DeviceName
 from workers.devices.device_cuda import CudaDevice
 from workers.devices.pinned_memory import PinnedMemory
 from workers.dispatch import fast_path
-from workers.dispatch.dispatcher import FIRST_INSTANCE_DESK, LOOP_DESK, Dispatcher
+from workers.dispatch.dispatcher import FIRST_INSTANCE_DESK, Dispatcher
 from workers.dispatch.fast_path import FastPath
+from workers.dispatch.jitted_turns import LOOP_DESK
 from workers.dispatch.poller import Datagram, Poller
-from workers.models.loader import LoadedModel, Loader
+from workers.models.loaded_model import LoadedModel
+from workers.models.loader import Loader
 from workers.models.model_table import ModelTable
 from workers.models.model_version import ModelVersion
 from workers.models.sequence_register import SequenceRegister
@@ -110,15 +113,20 @@ class Worker:
             time.monotonic_ns,
             works if self._cuda is None else self._cuda.check,
             device_name.gpu,
+            self._inbox.post,
         )
-        loader = Loader.configured(options, device_name.gpu, device, self._inbox, self._page, self._cuda)
+        loader = Loader.configured(
+            options, device_name.gpu, device, self._inbox, self._page, self._cuda, desk=self._dispatcher.calls
+        )
         self._loader_thread = WorkThread("loader", self._inbox)
+        operations = self._dispatcher.calls.daemon = DaemonOperations(channel, self._loader_thread, self._inbox)
         self._control = Control(
             channel,
             self._models,
             self._regions,
             loader,
             self._loader_thread,
+            operations,
             self._open_lane,
             self._adopt,
             self._stop,
@@ -132,7 +140,17 @@ class Worker:
         self._control_writing = False
         look_ns = options.lanes.spin_us * 1000
         self._poller = (
-            FastPath(self._epoll, look_ns, self._page, LOOP_DESK, self._regions, self._changes)
+            FastPath(
+                self._epoll,
+                look_ns,
+                self._page,
+                LOOP_DESK,
+                self._regions,
+                self._changes,
+                self._sequences,
+                self._models,
+                self._dispatcher.ensembles.chains,
+            )
             if fast_path.available
             else Poller(self._epoll, look_ns)
         )
@@ -190,7 +208,13 @@ class Worker:
         """Returns events; what else came is taken care of."""
         idle = self._next_ns is None and not self._stop_ns and self._dispatcher.idle
         idle = idle and not any(submitter.behind for submitter in self._submitters.values())
-        woken = self._poller.wait(self._timeout_ns(), idle)
+        timeout_ns = self._timeout_ns()
+        # Where responses are gathered the last turn said when to look: it is not idle then.
+        if not idle and self._dispatcher.gathering:
+            # Who looks for them takes the time of who makes them.
+            self._poller.sleep(timeout_ns)
+            timeout_ns = 0
+        woken = self._poller.wait(timeout_ns, idle)
         for fd, answers in woken.unsent:
             self._submitters[fd].lane.adopt(answers)
             self._submitters[fd].unflushed = True
@@ -221,12 +245,12 @@ class Worker:
         try:
             if datagram is not None:
                 self._take(submitter, submitter.lane.read(*datagram), now_ns)
-                submitter.unflushed |= submitter.lane.waiting > 0
+                submitter.unflushed |= submitter.lane.unsaid
                 return
             for _ in range(_DATAGRAMS_PER_TURN):
                 self._take(submitter, submitter.lane.receive() or (), now_ns)
                 # What the lane has to say itself.
-                submitter.unflushed |= submitter.lane.waiting > 0
+                submitter.unflushed |= submitter.lane.unsaid
                 # Asking whether more came costs less than trying to receive it in vain.
                 if not [event for event in self._epoll.poll(0) if event[0] == fd and event[1] != select.EPOLLOUT]:
                     return
@@ -236,12 +260,12 @@ class Worker:
             _log.error("closing the lane of submitter %d: %s", submitter.peer, error.message)
             self._close_lane(submitter)
 
-    def _take(
-        self, submitter: Submitter[Request], records: Iterable[Submit | RequestForm | FormSubmit | Cancel], now_ns: int
-    ) -> None:
+    def _take(self, submitter: Submitter[Request], records: Iterable[RequestRecord], now_ns: int) -> None:
         for record in records:
             if type(record) is Cancel:
                 self._dispatcher.cancel(submitter, record.request_id)
+            elif type(record) is Taken:
+                self._dispatcher.taken(submitter, record)
             elif type(record) is RequestForm:
                 submitter.forms.learn(record.number, KnownForm(record.number, record.submit))
                 self._poller.forget(submitter, record.number)
@@ -333,7 +357,7 @@ class Worker:
     def _stop(self, grace_ns: int) -> None:
         now_ns = time.monotonic_ns()
         self._stop_ns = now_ns + grace_ns
-        self._dispatcher.resting_state = WorkerState.STOPPING
+        self._dispatcher.jitted.resting_state = WorkerState.STOPPING
         for version in self._models:
             version.planner.stop()
         self._page.set_state(WorkerState.STOPPING, now_ns)

@@ -7,14 +7,16 @@
 
 A row vary-PROTOCOL-KIND-cN has N connections, of which each sends, waits for its whole answer and sends the next request of a
 pool in which no two are the same. KIND says what differs: id; trace, a trace header; shape; models, three in turn; new, a
-connection for each request; all, ids, trace headers, values and the heads of four clients in turn. Before a row is measured each
+connection for each request; all, ids, trace headers, values and the heads of four clients in turn; rnn, steps of sequences of
+one to forty steps, each of which one connection sends in order. Before a row is measured each
 request is asked once of each server and what came is checked in full; then every answer is compared with it, byte for byte. The
 client is one thread in C (client.c); what it takes itself for each answer is printed.
 
 Rates, p50 and cpu, the processor time of all the server's processes for an answer, are medians of the rounds; x is the median
 of the rounds' ratios ours/that server (rate: more is better). On a busy machine the processor times say more than the rates. MB
 is the memory of all the server's processes after the row. Answers that never came are said beside the rate. A server that answers
-wrongly or not at all fails the row, which is said instead; the others go on. Exit status 1: an answer was wrong or never came.
+wrongly or not at all fails the row, which is said instead; the others go on, and one that has died is started again before them.
+Exit status 1: an answer was wrong or never came.
 """
 
 from __future__ import annotations
@@ -103,6 +105,7 @@ def _measure(
     protocol, failed = rows[0].protocol, 0
     requests = pool(protocol, rows[0].kind, arguments.pool)
     files: list[Path] = []
+    _revive(measured)
     try:
         for server in measured:
             files.append(client.record(server.address(protocol), requests))
@@ -110,6 +113,7 @@ def _measure(
         print(f"{', '.join(row.name for row in rows)} not measured: {error}", flush=True)
         failed, rows = len(rows), []
     for row in rows:
+        _revive(measured)
         try:
             rounds = [
                 [
@@ -132,6 +136,13 @@ def _measure(
     for file in files:
         file.unlink()
     return failed
+
+
+def _revive(measured: list[Server]) -> None:
+    """One that has died fails the row that it died of, not those that follow."""
+    for server in measured:
+        if server.revive():
+            print(f"{server.name} had died and was started again", flush=True)
 
 
 def _figures(client: Client, server: Server, row: Row, file: Path, seconds: float) -> Figures:

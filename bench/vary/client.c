@@ -4,7 +4,9 @@
  *     client --protocol http|grpc|stream --address IP:PORT --connections N --pool FILE --seconds S [--new]
  *
  * Each connection sends a request of the pool, waits for its whole answer, compares every byte of it with the one that the pool has,
- * and sends the next: the connections begin at different places of the pool and go through it in order, round and round.
+ * and sends the next: the connections begin at different places of the pool and go through it in order, round and round. Where
+ * requests of a pool belong together, one connection sends them one after the other, also when the time is over; then it takes the
+ * next ones that no other connection has.
  * The clock starts when so many answers have come as there are connections. With --record each request is asked once and what was
  * answered is written down; who calls (client.py) decides whether that is right. With --new each request has a connection of its
  * own, which counts to its time. After S seconds nothing more is sent, and what is on its way is waited for, checked and not
@@ -12,7 +14,7 @@
  * answer, ends it with status 1.
  *
  *     pool:      u32 entries | u32 size, opening | u32 blocks, { u32 size, block } |
- *                { u32 size, request | u32 size, answer | u32 rounded }               all numbers little-endian
+ *                { u32 size, request | u32 size, answer | u32 rounded | u32 goes on } all numbers little-endian
  *     recorded:  u32 blocks, { u32 size, block } | { u32 size, answer }
  *
  * Prints JSON: answers, total with those that were not counted, lost, seconds, p50_us, p99_us, worst_us, and client_us, the processor time
@@ -161,14 +163,37 @@ static void count_latency(client_t *client, int64_t nanoseconds) {
     client->latencies_us[client->latency_count++] = (uint32_t)(nanoseconds / 1000);
 }
 
+/* The connection takes the next requests that belong together, and that no other connection has. */
+static void take_next(client_t *client, connection_t *connection) {
+    pool_t *pool = &client->pool;
+    connection->first = client->asked;
+    for (uint32_t looked = 0; pool->entries[connection->first].taken; looked++) {
+        if (looked == pool->count)
+            fail(NULL, 0, "a pool of %u requests has nothing for each of %u connections", pool->count, client->connection_count);
+        while (pool->entries[connection->first++].goes_on)
+            ;
+        connection->first %= pool->count;
+    }
+    connection->entry = client->asked = connection->first;
+    pool->entries[connection->first].taken = true;
+    while (pool->entries[client->asked++].goes_on)
+        ;
+    if (!pool->records)
+        client->asked %= pool->count;
+}
+
 /* Keeps an answer, and asks what was not asked yet. */
 static void record(client_t *client, connection_t *connection) {
     uint8_t *copy = allocated(connection->size + 1);
     memcpy(copy, connection->answer, connection->size);
     client->pool.entries[connection->entry].answer = (piece_t){copy, (uint32_t)connection->size};
     connection->size = 0;
-    if (client->asked < client->pool.count) {
-        connection->entry = client->asked++;
+    bool goes_on = client->pool.entries[connection->entry].goes_on;
+    if (goes_on || client->asked < client->pool.count) {
+        if (goes_on)
+            connection->entry++;
+        else
+            take_next(client, connection);
         ask(client, connection);
     }
 }
@@ -183,9 +208,15 @@ static void go_on(client_t *client, connection_t *connection) {
         client->used_us = used_us();
     } else if (client->to_warm == 0 && now < client->end_ns)
         count_latency(client, now - connection->began_ns);
-    if (client->to_warm == 0 && now >= client->end_ns)
+    bool goes_on = client->pool.entries[connection->entry].goes_on;
+    if (client->pool.together && !goes_on)
+        client->pool.entries[connection->first].taken = false;
+    if (client->to_warm == 0 && now >= client->end_ns && !goes_on)
         return;
-    connection->entry = (connection->entry + 1) % client->pool.count;
+    if (client->pool.together && !goes_on)
+        take_next(client, connection);
+    else
+        connection->entry = (connection->entry + 1) % client->pool.count;
     (client->renews ? ask_anew : ask)(client, connection);
 }
 
@@ -195,7 +226,13 @@ static void run(client_t *client) {
         open_connection(client, &client->connections[i]);
     for (uint32_t i = 0; i < count; i++) {
         connection_t *connection = &client->connections[i];
-        connection->entry = client->pool.records ? client->asked++ : (uint32_t)((uint64_t)i * client->pool.count / count);
+        bool takes = client->pool.records || client->pool.together;
+        if (client->pool.records && client->asked == client->pool.count)
+            break; /* there are more connections than requests that do not belong together */
+        if (takes)
+            take_next(client, connection);
+        else
+            connection->entry = (uint32_t)((uint64_t)i * client->pool.count / count);
         ask(client, connection);
     }
     while (client->in_flight > 0) {
@@ -279,6 +316,11 @@ static void load(pool_t *pool, const char *name) {
         entry->request = read_piece(&reader);
         entry->answer = read_piece(&reader);
         entry->rounded = read_number(&reader);
+        entry->goes_on = read_number(&reader) != 0;
+        entry->taken = false;
+        if (entry->goes_on && i + 1 == pool->count)
+            fail(NULL, 0, "the last request of the pool goes on");
+        pool->together |= entry->goes_on;
         if (entry->rounded > entry->answer.size || (!pool->records && entry->answer.size == 0))
             fail(NULL, 0, "request %u has no answer, or one smaller than its tensors", i);
     }

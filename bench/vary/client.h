@@ -23,6 +23,10 @@ typedef struct {
     /* So many of its last bytes are FP32 that may differ a little: a model that computes several requests together rounds
      * differently with each number of them. */
     uint32_t rounded;
+    /* The entry behind it is to be asked next, by whoever asked this one. Never of the last one. */
+    bool goes_on;
+    /* Of the first of those that belong together: a connection has them. */
+    bool taken;
 } entry_t;
 
 typedef struct {
@@ -33,6 +37,8 @@ typedef struct {
     /* gRPC: the header blocks that the server may send, each behind a byte that says whether it ends the stream. */
     piece_t blocks[BLOCKS];
     uint32_t block_count;
+    /* Whether any requests belong together. */
+    bool together;
     bool records;
 } pool_t;
 
@@ -40,6 +46,8 @@ typedef struct {
     int fd;
     /* The entry that is asked, and when. */
     uint32_t entry;
+    /* Of what belongs together with it: the first. */
+    uint32_t first;
     int64_t began_ns;
     /* What came of its answer. */
     uint8_t *answer;

@@ -121,7 +121,7 @@ def _file(pool: Pool, blocks: list[bytes], answers: list[bytes]) -> bytes:
     for exchange, answer in zip(pool.exchanges, answers, strict=True):
         asked = exchange.asked
         rounded = sum(values.nbytes for values in asked.outputs.values()) if asked.rounded and answer else 0
-        pieces += (_piece(exchange.request), _piece(answer), struct.pack("<I", rounded))
+        pieces += (_piece(exchange.request), _piece(answer), struct.pack("<II", rounded, exchange.goes_on))
     return b"".join(pieces)
 
 

@@ -8,15 +8,18 @@ import numpy as np
 from tritonclient.grpc import service_pb2
 
 from bench.grpc_connection import HELLO, call, headers
+from bench.vary.step import Step
 from daemon.grpc import frames
 
 #: Makes a message of model, id, inputs and the outputs' names.
 Writer = Callable[[str, str, Mapping[str, np.ndarray], tuple[str, ...]], bytes]
 
 
-def tritonclient(model: str, id: str, inputs: Mapping[str, np.ndarray], outputs: tuple[str, ...]) -> bytes:
+def tritonclient(
+    model: str, id: str, inputs: Mapping[str, np.ndarray], outputs: tuple[str, ...], step: Step | None = None
+) -> bytes:
     """As tritonclient.grpc does with the outputs it wants."""
-    return _message(model, id, inputs, outputs)
+    return _message(model, id, inputs, outputs, step=step)
 
 
 def all_outputs(model: str, id: str, inputs: Mapping[str, np.ndarray], outputs: tuple[str, ...]) -> bytes:
@@ -35,7 +38,12 @@ def reordered(model: str, id: str, inputs: Mapping[str, np.ndarray], outputs: tu
 
 
 def _message(
-    model: str, id: str, inputs: Mapping[str, np.ndarray], outputs: tuple[str, ...], version: str = ""
+    model: str,
+    id: str,
+    inputs: Mapping[str, np.ndarray],
+    outputs: tuple[str, ...],
+    version: str = "",
+    step: Step | None = None,
 ) -> bytes:
     message = service_pb2.ModelInferRequest(
         model_name=model,
@@ -47,9 +55,12 @@ def _message(
         ],
         outputs=[service_pb2.ModelInferRequest.InferRequestedOutputTensor(name=name) for name in outputs],
         raw_input_contents=[values.tobytes() for values in inputs.values()],
-    ).SerializeToString()
-    assert isinstance(message, bytes)
-    return message
+    )
+    for name, value in ({} if step is None else step.parameters).items():
+        setattr(message.parameters[name], "bool_param" if isinstance(value, bool) else "int64_param", value)
+    content = message.SerializeToString()
+    assert isinstance(content, bytes)
+    return content
 
 
 def unary(message: bytes) -> bytes:

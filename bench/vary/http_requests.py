@@ -11,13 +11,23 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from bench.vary.step import Step
+
 #: Makes a whole request of model, id, trace, inputs and the outputs' names; without id or trace where these are empty.
 Writer = Callable[[str, str, str, Mapping[str, np.ndarray], tuple[str, ...]], bytes]
 
 
-def tritonclient(model: str, id: str, trace: str, inputs: Mapping[str, np.ndarray], outputs: tuple[str, ...]) -> bytes:
+def tritonclient(
+    model: str,
+    id: str,
+    trace: str,
+    inputs: Mapping[str, np.ndarray],
+    outputs: tuple[str, ...],
+    step: Step | None = None,
+) -> bytes:
     """tritonclient.http of 2.60 and later."""
     said = {"id": id} if id else {}
+    last = {} if step is None else {"parameters": step.parameters}
     content, tensors = _body(
         {
             **said,
@@ -26,6 +36,7 @@ def tritonclient(model: str, id: str, trace: str, inputs: Mapping[str, np.ndarra
                 for name, values in inputs.items()
             ],
             "outputs": [{"name": name, "parameters": {"binary_data": True}} for name in outputs],
+            **last,
         },
         inputs,
     )

@@ -4,20 +4,26 @@
     trace   a trace header that never repeats                     new     like "trace"; the client connects for each request
     shape   one to eight rows                                     all     id, trace header and values differ, and four clients'
                                                                           ways of writing a request come in turn
+    rnn     sequences of one to forty steps of a recurrent network, with random ids
 
 A pool is made from a seed, so two servers of a comparison are asked the same.
 """
 
 from __future__ import annotations
 
+import functools
 import random
+import runpy
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
+import jax
 import numpy as np
 
+from bench.server import ROOT
 from bench.vary import grpc_requests, http_requests
+from bench.vary.step import Step
 
 _HTTP_WRITERS = (http_requests.tritonclient, http_requests.requests, http_requests.go, http_requests.curl)
 _GRPC_WRITERS = (
@@ -27,6 +33,7 @@ _GRPC_WRITERS = (
     grpc_requests.reordered,
 )
 _MOST_ROWS = 8
+_MOST_STEPS = 40
 _SEED = 17
 
 
@@ -48,6 +55,8 @@ class Exchange:
 
     request: bytes
     asked: Asked
+    #: The next one is a step of the same sequence.
+    goes_on: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +90,16 @@ class Numbers:
         probabilities = (powers / powers.sum()).astype(np.float32)
         return Asked("post", id, {"logits": logits}, {"probabilities": probabilities}, rounded=True)
 
+    def sequence(self) -> Iterator[tuple[Asked, Step]]:
+        """The steps of one."""
+        who, length = self._texts.getrandbits(48) + 1, self._texts.randint(1, _MOST_STEPS)
+        h = np.zeros((1, 256), np.float32)
+        for number in range(length):
+            x = self._values.standard_normal((1, 64)).astype(np.float32)
+            h = np.tanh(x @ _weights()["wx"] + h @ _weights()["wh"])
+            asked = Asked("rnn", "", {"x": x}, {"y": h @ _weights()["wo"]}, rounded=True)
+            yield asked, Step(who, number == 0, number == length - 1)
+
     def rows(self) -> int:
         return self._texts.randint(1, _MOST_ROWS)
 
@@ -93,11 +112,22 @@ class Numbers:
         return (self._values.integers(-(1 << 16), 1 << 16, shape) / 16).astype(np.float32)
 
 
+@functools.cache
+def _weights() -> dict[str, np.ndarray]:
+    """Those of the recurrent network, from its own model.py."""
+    module = runpy.run_path(str(ROOT / "bench" / "models" / "rnn" / "1" / "model.py"))
+    _, params = module["create"](None, None, jax.devices("cpu")[0])
+    return {name: np.asarray(array) for name, array in params.items()}
+
+
 def pool(protocol: str, kind: str, count: int) -> Pool:
     """So many requests of a kind. Raises KeyError: the protocol has no such kind."""
     make = KINDS[protocol][kind]
     opening = b"" if protocol == "http" else grpc_requests.opening(protocol == "stream")
-    return Pool(protocol, opening, list(islice(make(Numbers()), count)))
+    exchanges = list(islice(make(Numbers()), count))
+    # The last sequence may be cut off; its id begins anew in the next round.
+    exchanges[-1] = replace(exchanges[-1], goes_on=False)
+    return Pool(protocol, opening, exchanges)
 
 
 def _http(asked: Asked, trace: str = "", write: http_requests.Writer = http_requests.tritonclient) -> Exchange:
@@ -133,6 +163,20 @@ def _http_all(numbers: Numbers) -> Iterator[Exchange]:
         for write in _HTTP_WRITERS:
             number += 1
             yield _http(numbers.addsub(str(number)), numbers.trace(), write)
+
+
+def _http_rnn(numbers: Numbers) -> Iterator[Exchange]:
+    while True:
+        for asked, step in numbers.sequence():
+            request = http_requests.tritonclient(asked.model, "", "", asked.inputs, ("y",), step)
+            yield Exchange(request, asked, not step.end)
+
+
+def _stream_rnn(numbers: Numbers) -> Iterator[Exchange]:
+    while True:
+        for asked, step in numbers.sequence():
+            message = grpc_requests.tritonclient(asked.model, "", asked.inputs, ("y",), step)
+            yield Exchange(grpc_requests.on_stream(message), asked, not step.end)
 
 
 def _grpc(asked: Asked, write: grpc_requests.Writer = grpc_requests.tritonclient) -> bytes:
@@ -180,7 +224,8 @@ KINDS: dict[str, dict[str, Callable[[Numbers], Iterator[Exchange]]]] = {
         "shape": _http_shape,
         "models": _http_models,
         "new": _http_trace,
+        "rnn": _http_rnn,
     },
     "grpc": {"id": _grpc_id, "models": _grpc_models, "shape": _grpc_shape},
-    "stream": {"all": _stream_all},
+    "stream": {"all": _stream_all, "rnn": _stream_rnn},
 }

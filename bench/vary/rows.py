@@ -8,7 +8,7 @@ from bench.vary.pools import KINDS
 
 _CONNECTIONS = (4, 16)
 #: Rows that have more of them besides.
-_MANY = {("http", "all"): (64, 256, 3000)}
+_MANY = {("http", "all"): (64, 256, 3000), ("stream", "rnn"): (64,)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,4 +123,4 @@ class Seat:
         """The fewest connections that another front has which takes some; None: there is no other."""
         serves = self._serves.tolist()
         serves[self._row] = 0
-        return min(compress(self._connections.tolist(), serves), default=None)
+        return min(compress(self._connections.tolist(), serves)) if any(serves) else None

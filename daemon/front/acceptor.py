@@ -8,22 +8,20 @@ while all are well, and no front's trouble keeps a client waiting: docs/decision
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import socket
-import ssl
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence, Sized
 
 from daemon.control.tally import Seat
+from daemon.front.crowd import Crowd
+from daemon.front.listening_socket import ListeningSocket
+from daemon.front.peer import owner_of
 
 _log = logging.getLogger(__name__)
 #: How long a connection is left to a front that has fewer, in seconds. A loop that turns needs less.
 _PATIENCE = 0.001
 #: Until the next attempt after there was no descriptor or no memory for a connection, in seconds.
 _PAUSE = 0.1
-#: Connections taken in one turn of the loop, so that a crowd of new ones cannot starve the old.
-_BATCH = 64
 #: How often it is looked whether all that was taken is open, at the end.
 _OPENING_POLL_SECONDS = 0.005
 #: Taken at the end at most: no more can have waited (``daemon.processes.listening``), and a flood must not put the end off.
@@ -33,31 +31,30 @@ _MAX_WAITING = 1024
 class Acceptor:
     """Owns this process's descriptors of the listening sockets.
 
-    ``make`` gives each connection its protocol, which counts it in ``seat`` when it is made and when it is lost.
+    Args:
+      open_: takes a connection and whose it is, as ``Peer.owner`` tells it; its protocol counts it in ``seat`` until it is lost.
+      opening: what of that is under way, and not yet counted.
     """
 
     def __init__(
         self,
         listeners: Sequence[socket.socket],
         seat: Seat,
-        make: Callable[[], asyncio.BaseProtocol],
-        tls: ssl.SSLContext | None = None,
+        open_: Callable[[socket.SocketType, str], None],
+        opening: Sized = (),
     ) -> None:
-        self._listeners = tuple(listeners)
+        self._listeners = [ListeningSocket(listener) for listener in listeners]
         self._seat = seat
-        self._make = make
-        self._tls = tls
+        self._open = open_
+        self._opening = opening
         self._loop = asyncio.get_running_loop()
-        #: Taken, and not yet among those that the seat counts.
-        self._opening: set[Coroutine[Any, Any, object]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._crowd = Crowd()
         self._complained = False
         self._closed = False
 
     def start(self) -> None:
         """Takes connections from now on."""
-        for listener in self._listeners:
-            listener.setblocking(False)
         self._go_on()
 
     async def close(self, timeout: float) -> None:
@@ -82,20 +79,19 @@ class Acceptor:
         """Whether new connections are left to others at this moment."""
         return self._timer is not None
 
-    def _readable(self, listener: socket.socket) -> None:
+    def _readable(self, listener: ListeningSocket) -> None:
         mine, least = self._seat.own() + len(self._opening), self._seat.least()
-        if least is None:
-            room = _BATCH
-        elif mine <= least + (least >> 3):
-            room = max(1, least - mine)
-        else:
+        if least is not None and mine > least + (least >> 3):
             # Somebody else's.
             self._pause()
             self._timer = self._loop.call_later(_PATIENCE, self._resume)
             return
-        for _ in range(min(room, _BATCH)):
-            if not self._take(listener):
-                return
+        crowd = self._crowd
+        room = crowd.room if least is None else min(crowd.room, max(1, least - mine))
+        taken = 0
+        while taken < room and self._take(listener):
+            taken += 1
+        crowd.took(taken, room)
 
     def _pause(self) -> None:
         if self._timer is not None:
@@ -117,10 +113,10 @@ class Acceptor:
             if self._timer is None:
                 self._take(listener)
 
-    def _take(self, listener: socket.socket) -> bool:
+    def _take(self, listener: ListeningSocket) -> bool:
         """Whether there was a connection to take."""
         try:
-            connection, _ = listener.accept()
+            connection, address = listener.accept()
         except (BlockingIOError, InterruptedError):
             return False
         except ConnectionError:  # the client has gone again
@@ -135,24 +131,5 @@ class Acceptor:
             self._timer = self._loop.call_later(_PAUSE, self._resume)
             return False
         self._complained = False
-        connection.setblocking(False)
-        opening = self._loop.connect_accepted_socket(self._make, connection, ssl=self._tls)
-        self._opening.add(opening)
-        self._go_on_opening(opening, connection)
+        self._open(connection, owner_of(connection, address))
         return True
-
-    def _go_on_opening(self, opening: Coroutine[Any, Any, object], connection: socket.socket, _: object = None) -> None:
-        """A step of it, to the next future that it waits for: a task would be a twentieth of what a connection costs."""
-        try:
-            future: asyncio.Future[object] = opening.send(None)
-            future.add_done_callback(functools.partial(self._go_on_opening, opening, connection))
-            return
-        except StopIteration:
-            self._opening.discard(opening)
-            return
-        except (OSError, ssl.SSLError):
-            pass  # a client that breaks off its handshake is its own affair
-        except Exception:
-            _log.exception("a connection could not be opened")
-        self._opening.discard(opening)
-        connection.close()

@@ -6,7 +6,6 @@ TCP           the address, which says nothing about who it is
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import select
@@ -45,13 +44,9 @@ def peer_of(fd: int) -> Peer:
         return ANONYMOUS
 
 
-def client_of(transport: asyncio.BaseTransport) -> Peer:
-    """Who is at the other end of a transport; of a client of TCP without a question to the kernel."""
-    name = transport.get_extra_info("peername")
-    if isinstance(name, tuple):
-        return Peer("tcp", f"{name[0]}:{name[1]}")
-    sock = transport.get_extra_info("socket")
-    return ANONYMOUS if sock is None else peer_of(sock.fileno())
+def owner_of(connection: socket.SocketType, address: object) -> str:
+    """``Peer.owner`` of who connected from that address; of a client of TCP without a question to the kernel."""
+    return f"tcp {address[0]}" if isinstance(address, tuple) else peer_of(connection.fileno()).owner
 
 
 def _groups(sock: socket.socket) -> tuple[int, ...]:

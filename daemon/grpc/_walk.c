@@ -210,4 +210,9 @@ static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "daemon.grpc._walk", "Walks over messages.", -1, methods, NULL, NULL, NULL, NULL,
 };
 
-PyMODINIT_FUNC PyInit__walk(void) { return PyModule_Create(&definition); }
+PyMODINIT_FUNC PyInit__walk(void) {
+    PyObject *module = PyModule_Create(&definition);
+    if (module != NULL && PyModule_AddStringMacro(module, SOURCES))
+        Py_CLEAR(module);
+    return module;
+}

@@ -28,7 +28,7 @@ class Caller(Protocol):
         """An answer to it."""
 
     def formed(self, asked: FormedCallRequest, template: Completion, answer: FormCompletion) -> None:
-        """The only answer to it, a good one of a form."""
+        """A good answer to it, of a form."""
 
 
 class CallRequest:

@@ -5,6 +5,11 @@
 HTTP/2 is spoken here and not by a library because a call then costs a third or less (docs/decisions/grpc-transport.md).
 Whatever breaks the protocol ends the connection with GOAWAY; whatever is merely wrong with one call ends that stream. In one turn
 of the loop so many frames are looked at (``floods``); what came beyond is read no further until the next one.
+
+One object in five files, each a class that adds a noun to the one before: Outgoing ◁ DataFrames ◁ HeaderFrames ◁ FrameReader ◁
+Connection; a Stream adds receiving to its Reply. They are layers and not parts: what arrives changes windows, streams and pings,
+all of which write, so parts would refer to each other both ways. Counted: of the 1,943 bytecodes of a small unary call 35 reach
+into another file's state, of the 1,631 of a stream's message 18, each of which would be a look-up more.
 Source: RFC 9113.
 """
 
@@ -16,7 +21,6 @@ from typing import cast
 
 from daemon.front.connection_end import ConnectionEnd
 from daemon.front.each import call_each
-from daemon.front.peer import client_of
 from daemon.grpc import frames
 from daemon.grpc.data_frames import CONNECTION_WINDOW, STREAM_WINDOW
 from daemon.grpc.frame_reader import FRAME_SIZE, FrameReader
@@ -38,10 +42,11 @@ _LAST_CALL = b"tensord!"
 
 
 class Connection(FrameReader):
-    """Owns the streams; control frames, deadlines and the end."""
+    """Owns the streams; control frames, deadlines and the end. ``owner``: of what it holds (``Peer.owner``)."""
 
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: Serving, owner: str) -> None:
         super().__init__(serving)
+        self._owner = owner
         #: For who waits for the end of this connection.
         self.connection_end = ConnectionEnd()
         self._opened_at = self._checked_at = self._heard_at
@@ -71,7 +76,7 @@ class Connection(FrameReader):
             transport.close()
             return
         connections.add(self)
-        self.account = self.serving.accounts.open(client_of(transport))
+        self.account = self.serving.accounts.open(self._owner)
         seat.count(len(connections))
         transport.write(
             frames.settings(

@@ -176,8 +176,12 @@ class InferCalls:
         if not client_id and self._makes_ids:
             text = request_id.made()
             client_id = text.encode()
-        record = FormSubmit(
-            submitter.next_id(), lane_form.number, contents, text, deadline_ns, monotonic_ns(), *scheduling
+        number = lane_form.number
+        # Most say nothing of their scheduling, and to unpack that costs more than all else here.
+        record = (
+            FormSubmit(submitter.next_id(), number, contents, text, deadline_ns, monotonic_ns())
+            if scheduling is UNSCHEDULED
+            else FormSubmit(submitter.next_id(), number, contents, text, deadline_ns, monotonic_ns(), *scheduling)
         )
         asked = FormedCallRequest(
             call=call, message_form=form, id=client_id, record=record, form=lane_form, leases=leases
@@ -189,10 +193,12 @@ class InferCalls:
         self, completion: Completion, lane: SubmitterLane | None, trace: Trace | None
     ) -> Callable[[], None] | None:
         """What is due when an answer has left: its lease is given back and, with the last, the trace ends. None: nothing."""
+        if lane is not None and not completion.final:
+            return partial(self.submitter.taken, lane, completion)
         release = None
         if completion.lease is not None and lane is not None:
             release = partial(self.submitter.release, lane, completion.lease)
-        return release if trace is None or not completion.final else Sent(trace, release)
+        return release if trace is None else Sent(trace, release)
 
 
 def _placed(raws: tuple[Buffer, ...], lease: Lease, inline: int) -> tuple[Content, ...]:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from config.options import Grpc
 from daemon.front.connection_end import ConnectionEnd
+from daemon.grpc.step_order import StepOrder
 from daemon.submit.accounts import Account
 from shm.messages import Buffer
 
@@ -31,6 +32,8 @@ class Link(Protocol):
     connection_end: ConnectionEnd
     #: What its client holds of the arenas.
     account: Account | None
+    #: Large requests that are not sent yet, and who waits for them.
+    steps: StepOrder
     is_plain: bool
     #: What of an answer may leave now: by the client's window, its largest frame, and what the socket takes.
     send_window: int

@@ -46,7 +46,7 @@ class MessageForm:
         if form is None:
             if len(known) >= self.MAX_ANSWERS:
                 known.clear()
-            form = known[id(template)] = AnswerForm(template, self.decoded.model, True if streamed else None)
+            form = known[id(template)] = AnswerForm(template, self.decoded.model, template.final if streamed else None)
         return form
 
     def __repr__(self) -> str:

@@ -16,6 +16,7 @@ from daemon.grpc import frames
 from daemon.grpc.frames import MAX_WINDOW, STREAM_ID, Violation
 from daemon.grpc.reply import Reply
 from daemon.grpc.serving import Serving
+from daemon.grpc.step_order import StepOrder
 from daemon.grpc.stream import Stream
 from daemon.grpc.stream_numbers import Past, StreamNumbers
 from daemon.submit.accounts import Account
@@ -78,6 +79,7 @@ class Outgoing(asyncio.Protocol):
         self._pace = Pace()
         #: What it holds of the arenas, while it is open.
         self.account: Account | None = None
+        self.steps = StepOrder(self.loop)
 
     def fileno(self) -> int:
         """The client's connection; -1: it is gone already."""

@@ -91,6 +91,11 @@ class Reception:
         """What it has in ordinary memory."""
         return len(self._fields.head) + len(self._fields.client_id)
 
+    @property
+    def head(self) -> bytearray:
+        """What came of the message beside its id and its raw tensors."""
+        return self._fields.head
+
     # -------------------------------------------------------------------------------------------------------- receive
 
     def feed(self, piece: memoryview, on_room: Callable[[], None]) -> None:

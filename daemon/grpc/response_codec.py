@@ -70,9 +70,9 @@ def streamed_error(message: str, client_id: str, model: str = "", final: bool | 
     return field(0x0A, message.encode()) + field(0x12, inner)
 
 
-def empty_final(model: str, version: int, client_id: str) -> bytes:
-    """A last response without outputs, for clients that want to know when a decoupled model is done."""
-    inner = _names(model, version)
+def empty_final(model: str, client_id: str) -> bytes:
+    """No response, but that none comes any more: for clients that want to know when a decoupled model is done."""
+    inner = field(0x0A, model.encode())
     if client_id:
         inner += field(0x1A, client_id.encode())
     return field(0x12, inner + _parameter(_FINAL, True))

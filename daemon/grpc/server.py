@@ -22,6 +22,7 @@ from daemon.grpc.call import Call
 from daemon.grpc.connection import Connection
 from daemon.grpc.infer_calls import InferCalls
 from daemon.grpc.management import SERVICE, Management
+from daemon.grpc.opening import Opening
 from daemon.grpc.serving import Serving
 from daemon.grpc.standard_services import StandardServices
 from daemon.grpc.stream import Stream
@@ -62,9 +63,8 @@ class GrpcFront(Front):
         serving = self._serving = Serving(
             options.grpc, methods, self.place.tally.seat(self.place.row), self.submitter.accounts, rules
         )
-        self._acceptor = Acceptor(
-            self.place.listeners, serving.seat, lambda: Connection(serving), tls.context(options.grpc)
-        )
+        opening = Opening(lambda owner: Connection(serving, owner), tls.context(options.grpc))
+        self._acceptor = Acceptor(self.place.listeners, serving.seat, opening.open, opening.pending)
         self._acceptor.start()
         self._check = asyncio.create_task(self._check_connections())
 

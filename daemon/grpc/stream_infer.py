@@ -207,11 +207,14 @@ class StreamInfer(Call):
             self._go_on()
 
     def formed(self, asked: FormedCallRequest, template: Completion, answer: FormCompletion) -> None:
-        self._in_flight.discard(asked)
         assert asked.worker is not None
-        lane, release = asked.worker.lane, None
-        if answer.lease is not None:
-            release = partial(self._calls.submitter.release, lane, answer.lease)
+        lane, release, submitter = asked.worker.lane, None, self._calls.submitter
+        if template.final:
+            self._in_flight.discard(asked)
+            if answer.lease is not None:
+                release = partial(submitter.release, lane, answer.lease)
+        else:
+            release = partial(submitter.taken, lane, answer)
         form = asked.message_form.answer_form(template, True)
         self._send(response_codec.streamed(form.pieces(asked.id, answer.contents, lane.view)), release)
         if self._waiting or self._half_closed or self._stream.held:
@@ -224,9 +227,9 @@ class StreamInfer(Call):
         view: Callable[[Slice], memoryview],
         sent: Callable[[], None] | None,
     ) -> None:
-        if asked.decoupled and completion.final and not completion.outputs:
+        if asked.decoupled and completion.is_mark:
             if asked.empty_final:
-                empty = response_codec.empty_final(asked.model, completion.version, asked.client_id)
+                empty = response_codec.empty_final(asked.model, asked.client_id)
                 self._send([empty], sent)
             elif sent is not None:
                 sent()

@@ -9,10 +9,11 @@ from functools import partial
 from daemon.grpc import response_codec
 from daemon.grpc.call import Call, kept
 from daemon.grpc.call_requests import CallRequest, FormedCallRequest
-from daemon.grpc.codes import INTERNAL, number
+from daemon.grpc.codes import CANCELLED, INTERNAL, number
 from daemon.grpc.infer_calls import InferCalls, Message, Sent
 from daemon.grpc.reception import Reception
 from daemon.grpc.request_fields import RefusedRequest
+from daemon.grpc.step_order import Sequence, sequence_of
 from daemon.grpc.stream import Stream
 from daemon.submit.accounts import Account
 from daemon.submit.inference import begin
@@ -26,12 +27,16 @@ _log = logging.getLogger(__name__)
 class UnaryInfer(Call):
     """One call."""
 
-    __slots__ = ("_asked", "_calls", "_message", "_stream", "_waits_since")
+    __slots__ = ("_arriving", "_asked", "_calls", "_message", "_sequence", "_stream", "_waits_since")
 
     def __init__(self, calls: InferCalls, stream: Stream) -> None:
         self._calls = calls
         self._stream = stream
         self._message: Message | None = None
+        #: Who takes it, where it is large.
+        self._arriving: Reception | None = None
+        #: Of how much of it the sequence was looked for, and what was found.
+        self._sequence: tuple[int, Sequence | None] = 0, None
         self._asked: CallRequest | FormedCallRequest | None = None
         #: CLOCK_MONOTONIC ns, if it may be traced.
         self._waits_since = time.monotonic_ns() if calls.tracer.on else 0
@@ -41,7 +46,10 @@ class UnaryInfer(Call):
         return self._stream.connection.account
 
     def reception(self, byte_size: int) -> Reception:
-        return self._calls.reception(byte_size, self._stream.connection.account)
+        connection = self._stream.connection
+        connection.steps.enter(self)
+        self._arriving = self._calls.reception(byte_size, connection.account)
+        return self._arriving
 
     def message(self, content: Buffer, start: int, end: int) -> None:
         if self._message is not None:
@@ -57,10 +65,53 @@ class UnaryInfer(Call):
             self._message = message
 
     def half_closed(self) -> None:
-        message, self._message = self._message, None
-        if message is None:
+        if self._message is None:
             self._stream.finish(INTERNAL, "a unary call has one request message")
             return
+        steps = self._stream.connection.steps
+        if not steps.unsent:
+            self._begin()
+        elif not steps.waits(self):
+            self._begin_in_turn()
+
+    @property
+    def sequence(self) -> Sequence | None:
+        message = self._arriving if self._message is None else self._message
+        said = message.head if isinstance(message, Reception) else message
+        size, found = self._sequence
+        if found is None and said is not None and len(said) != size:
+            found = sequence_of(said)
+            self._sequence = len(said), found
+        return found
+
+    def resume(self) -> None:
+        try:
+            self._begin_in_turn()
+        except Exception:
+            _log.exception("a step that had waited met a defect of the server")
+            self._stream.refuse(INTERNAL, DEFECT)
+
+    def miss(self, sequence: Sequence) -> None:
+        if isinstance(self._message, Reception):
+            self._message.drop()
+        self._message = None
+        self._stream.finish(CANCELLED, f"a request of sequence {sequence[1]} before this one did not run")
+
+    def _begin_in_turn(self) -> None:
+        """Others may wait for it, while it is not sent."""
+        try:
+            self._begin()
+        finally:
+            asked = self._asked
+            if not isinstance(asked, CallRequest) or asked.inference is None or not asked.inference.waits_for_room:
+                self._left()
+
+    def _left(self) -> None:
+        self._stream.connection.steps.leave(self, self._asked is not None)
+
+    def _begin(self) -> None:
+        message, self._message = self._message, None
+        assert message is not None
         calls, stream = self._calls, self._stream
         try:
             if self._waits_since:
@@ -90,6 +141,7 @@ class UnaryInfer(Call):
             self._stream.stopped()
 
     def abandoned(self) -> None:
+        self._stream.connection.steps.leave(self, False)
         if isinstance(self._message, Reception):
             self._message.drop()
         if self._asked is not None:
@@ -109,7 +161,11 @@ class UnaryInfer(Call):
             if read_ns:
                 calls.sample(request, self._waits_since, read_ns)
             request.deadline_ns = stream.deadline_ns
-            asked.inference = begin(calls.submitter, request, asked.completed)
+            inference = asked.inference = begin(calls.submitter, request, asked.completed)
+            if inference.waits_for_room and request.scheduling.sequence_id:
+                self._sequence = 0, (request.model, request.scheduling.sequence_id)
+                stream.connection.steps.enter(self)
+                inference.on_room = self._left
         except BaseException:
             calls.drop(request)
             raise

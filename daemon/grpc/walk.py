@@ -11,10 +11,11 @@ Python it is the dearest step of a small request; both find the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from daemon.submit.scheduling import KEYS
 from shm.arena import ALIGNMENT
+from shm.extensions import check
 from shm.messages import Buffer
 
 #: Rest, id, parameters that schedule, raw tensors, and the room that those need which do not travel in a record.
@@ -86,6 +87,17 @@ def walk_beginning_in_python(content: Buffer, start: int, end: int) -> Begun | N
     return None
 
 
+def fields(content: Buffer | bytearray, end: int) -> Iterator[tuple[int, int, int, int]]:
+    """The first fields, as far as they are whole before ``end``: tag, where it begins, where its content begins, and its size."""
+    at = 0
+    while at < end and (field := _field(content, at, end)) is not None:
+        tag, begin, size = field
+        if size > end - begin:
+            return
+        yield tag, at, begin, size
+        at = begin + size
+
+
 class _Own:
     """What was found besides raw tensors."""
 
@@ -106,7 +118,7 @@ class _Own:
         return len(self.rest) <= MAX_REST and len(self.scheduling) <= MAX_SCHEDULING
 
 
-def _field(content: Buffer, at: int, end: int) -> tuple[int, int, int] | None:
+def _field(content: Buffer | bytearray, at: int, end: int) -> tuple[int, int, int] | None:
     """The field that begins there: its tag, where its content begins, and its size, wherever that ends."""
     tag = content[at]
     at += 1
@@ -127,7 +139,9 @@ walk: Callable[[Buffer, int, int, int], Walked | None]
 walk_beginning: Callable[[Buffer, int, int], Begun | None]
 try:
     from daemon.grpc import _walk
-except ImportError:  # no compiler at installation
+
+    check(_walk)
+except ImportError:  # not built, or not from these sources
     walk, walk_beginning = walk_in_python, walk_beginning_in_python
 else:
     walk, walk_beginning = _walk.walk, _walk.walk_beginning

@@ -244,8 +244,9 @@ class AnswerOrder:
 
     def lost(self) -> None:
         """The connection is gone."""
-        call_each([request.abandon for request in {*self.requests, *self._unwritten}], "leaving a request")
-        self.requests.clear()
-        self._unwritten.clear()
+        if self.requests or self._unwritten:
+            call_each([request.abandon for request in {*self.requests, *self._unwritten}], "leaving a request")
+            self.requests.clear()
+            self._unwritten.clear()
         self.receiving = self.reader = self._ends_with = None
         self.flow.resume_writing()

@@ -102,7 +102,7 @@ class PlacedBody:
 
     def __init__(self, lease: Lease, byte_size: int, head_size: int) -> None:
         self.lease = lease
-        self._start = self.start(head_size)
+        self._start = -head_size % ALIGNMENT
         self._end = self._start + byte_size
         self.received = 0
 

@@ -7,7 +7,8 @@
 Its guards, each with a clear answer: the number of connections (503), a request that does not get whole in time (408), and those
 of ``messages``. Whoever asks nothing, or does not take its answers, for too long is cut off.
 
-A client may end its sending side: what it sent whole is answered.
+A client that ends its sending side is gone: what it asked is cancelled. Where the operator says so it may still read, and what
+it sent whole is answered (``http.answer_half_closed``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import asyncio
 from time import monotonic
 
 from daemon.front.body_reader import BodyReader
-from daemon.front.peer import client_of
 from daemon.http.answer_order import AnswerOrder
 from daemon.http.answering import Phase
 from daemon.http.body import COLLECT_BYTE_SIZE, PlacedBody, TextBody
@@ -39,13 +39,14 @@ _RECEIVING, _SUBMITTED = Phase.RECEIVING, Phase.SUBMITTED
 
 
 class Connection(asyncio.Protocol):
-    """``connections``: all of this front; it is among them while it is open."""
+    """``connections``: all of this front; it is among them while it is open. ``owner``: of what it holds (``Peer.owner``)."""
 
-    __slots__ = ("_connections", "_feed", "_held", "_serving", "order", "transport")
+    __slots__ = ("_connections", "_feed", "_held", "_owner", "_serving", "order", "transport")
 
-    def __init__(self, serving: Serving, connections: set[Connection]) -> None:
+    def __init__(self, serving: Serving, connections: set[Connection], owner: str) -> None:
         self._serving = serving
         self._connections = connections
+        self._owner = owner
         #: There once a head has come that was not parsed before.
         self._feed: ParserFeed | None = None
         #: The beginning of a small request whose head was parsed before, until its body is whole.
@@ -55,10 +56,8 @@ class Connection(asyncio.Protocol):
         serving, connections = self._serving, self._connections
         seat, limit = serving.seat, serving.options.http.max_connections
         full = seat.total() >= limit and not serving.longest_idle.make_room(monotonic())
-        # With no room to buffer, a write goes to the socket at once and says whether all of it went.
-        transport.set_write_buffer_limits(high=0)
         self.transport = transport
-        self.order = AnswerOrder(serving, transport, serving.submitter.accounts.open(client_of(transport)))
+        self.order = AnswerOrder(serving, transport, serving.submitter.accounts.open(self._owner))
         connections.add(self)
         seat.count(len(connections))
         if full:
@@ -76,14 +75,14 @@ class Connection(asyncio.Protocol):
     # ---------------------------------------------------------------------------------------------- what arrives
 
     def data_received(self, data: bytes) -> None:
-        order, held = self.order, self._held
+        order, held, serving = self.order, self._held, self._serving
         if held:
             data, self._held = held + data, b""
         between = not (order.requests or order.receiving or order.times.head_since)
         if between:
             size = data.find(END, 0, MAX_HEAD) + 4
-            head = self._serving.heads[data[:size]]
-            if head is not None and (held or not self._serving.closed) and self._take(head, data, size):
+            head = serving.heads[data[:size]]
+            if head is not None and (held or not serving.closed) and self._take(head, data, size):
                 return
         if not order.closing:
             self._parse(data, between)
@@ -139,9 +138,9 @@ class Connection(asyncio.Protocol):
         if first:
             body.write(first)
         order.append(exchange)
-        exchange.take_turn()
-        order.times.body_since = monotonic()
-        order.times.idle_since = 0.0
+        times = order.times
+        times.body_since = monotonic()
+        times.idle_since = 0.0
         self._read_rest(body)
         return True
 
@@ -164,7 +163,7 @@ class Connection(asyncio.Protocol):
             self._leave_reader()
 
     def eof_received(self) -> bool:
-        """The client sends no more, and may still read. True: the connection stays open for what it is owed."""
+        """The client sends no more; nothing says whether it still reads. True: the connection stays open for what it is owed."""
         order = self.order
         order.ended = True
         if not order.closing:
@@ -172,7 +171,7 @@ class Connection(asyncio.Protocol):
                 order.refuse(400, "the connection ended in the middle of a request")
             else:
                 order.announce_end()
-        return bool(order.requests)
+        return bool(order.requests) and self._serving.options.http.answer_half_closed
 
     # ---------------------------------------------------------------------------------------------- large bodies
 

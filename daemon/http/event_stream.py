@@ -13,27 +13,39 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from shm.errors import InvalidArgument
+
 _MEDIA_TYPE = "text/event-stream; charset=utf-8"
 
 T = TypeVar("T")
 
 
 class EventStream(Response):
-    """Sends ``events``, JSON objects of one line each, until there are no more."""
+    """Sends ``events``, JSON objects of one line each, until there are no more.
+
+    ``most``: bytes that are kept for a client of HTTP/1.0, which gets all of them at once.
+    """
 
     media_type = _MEDIA_TYPE
 
-    def __init__(self, events: AsyncIterator[bytes], status_code: int = 200) -> None:
+    def __init__(self, events: AsyncIterator[bytes], most: int, status_code: int = 200) -> None:
         super().__init__(None, status_code)
         # Nobody knows its length yet.
         del self.headers["content-length"]
         self._events = events
+        self._most = most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["http_version"] == "1.0":
             # That version has no chunks: the length has to be known.
-            body = b"".join([_event(event) async for event in self._events])
-            await Response(body, self.status_code, media_type=_MEDIA_TYPE)(scope, receive, send)
+            body = bytearray()
+            async for event in self._events:
+                body += _event(event)
+                if len(body) > self._most:
+                    raise InvalidArgument(
+                        f"the events have {len(body)} bytes so far, at most {self._most} are kept for an answer of HTTP/1.0"
+                    )
+            await Response(bytes(body), self.status_code, media_type=_MEDIA_TYPE)(scope, receive, send)
             return
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for event in self._events:

@@ -10,7 +10,6 @@ which their requests came, so an answer is written only by the exchange whose tu
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from time import monotonic_ns
 
 import msgspec
@@ -26,12 +25,15 @@ from daemon.http.http_forms import request_of
 from daemon.http.json_array import PIECE_BYTE_SIZE
 from daemon.http.raw_request import decode_raw
 from daemon.http.reception import Reception
+from daemon.submit.scheduling import UNSCHEDULED
 from shm.arena import Lease
 from shm.errors import InvalidArgument, ServingError, Unsupported
 from shm.forms import whole_request
 from shm.messages import Content, FormSubmit
 
 _log = logging.getLogger(__name__)
+# A member of an enum is found slowly.
+_RECEIVING, _RECEIVED, _SUBMITTED = Phase.RECEIVING, Phase.RECEIVED, Phase.SUBMITTED
 
 
 class Exchange(Answering):
@@ -90,11 +92,11 @@ class Exchange(Answering):
 
     def complete(self) -> None:
         """The body is whole."""
-        if self.phase is not Phase.RECEIVING:
+        if self.phase is not _RECEIVING:
             return
         if self._trace is not None:
             self._trace.stamp("HTTP_RECV_END")
-        self.phase = Phase.RECEIVED
+        self.phase = _RECEIVED
         self.reception.complete()
         self._go_on()
 
@@ -127,9 +129,12 @@ class Exchange(Answering):
                 client_id = request_id.made()
             self._asked, self._client_id = form, client_id
             contents = form.unpack(body, text_size)
-            submitter = serving.submitter
-            self.record = FormSubmit(
-                submitter.next_id(), lane_form.number, contents, client_id, 0, monotonic_ns(), *request.scheduling
+            submitter, number, scheduling = serving.submitter, lane_form.number, request.scheduling
+            # Most say nothing of their scheduling, and to unpack that costs more than all else here.
+            self.record = (
+                FormSubmit(submitter.next_id(), number, contents, client_id, 0, monotonic_ns())
+                if scheduling is UNSCHEDULED
+                else FormSubmit(submitter.next_id(), number, contents, client_id, 0, monotonic_ns(), *scheduling)
             )
             submitter.send(self)
         except ServingError as error:
@@ -138,7 +143,7 @@ class Exchange(Answering):
             self._answer_defect()
 
     def begin_now(self) -> PlacedBody | None:
-        """As ``begin``, of a large binary body. None: nothing happened; it has no place now, or is refused."""
+        """As ``begin``, of a large binary body whose turn it is. None: nothing happened; it has no place now, or is refused."""
         reception = Reception(self._serving, self._head, self._outlet.pause_body, self._go_on, self._outlet.account)
         try:
             body = reception.begin_now()
@@ -153,18 +158,17 @@ class Exchange(Answering):
             reception.drop()
             return None
         self._reception = reception
+        self._my_turn = True
         return body
 
     # ------------------------------------------------------------------------------------------------ submit
 
     def _go_on(self) -> None:
         """Submits once the body is whole and placed and it is our turn."""
-        if (
-            self._gone
-            or self._job is not None
-            or not (self._my_turn and self.phase is Phase.RECEIVED)
-            or not (reception := self.reception).ready
-        ):
+        if self.phase is not _RECEIVED or not self._my_turn or self._gone or self._job is not None:
+            return
+        reception = self.reception
+        if not reception.ready:
             return
         try:
             if reception.error is not None:
@@ -247,21 +251,23 @@ class Exchange(Answering):
         inline, json_size = self._serving.submitter.inline_byte_size, self._head.json_size or 0
         contents = placement.place(request.sources, body, json_size, lease, inline)
         if lease is None or placement.is_filled(request.sources):
-            self._send(request, contents)
+            self._send(request, tuple(contents))
             return
 
         def filled(contents: list[Content]) -> None:
             self._job = None
-            self._answer_if_refused(self._send, request, contents)
+            self._answer_if_refused(self._send, request, tuple(contents))
 
         filling = placement.fill(request.sources, contents, lease)
         self._job = self._serving.conversions.run(filling, filled, self._not_converted)
 
-    def _send(self, request: Request, contents: Sequence[Content]) -> None:
+    def _send(self, request: Request, contents: tuple[Content, ...]) -> None:
         reception, self._reception = self._reception, None
-        leases, self._leases = self._leases, ()
+        leases = self._leases
+        if leases:
+            self._leases = ()
         if reception is not None:
-            leases = (*reception.leave(), *leases)
+            leases = reception.leave() + leases
         submitter, form, trace, noted = self._serving.submitter, request.form, self._trace, 0
         lane_form = form.lane_form or form.on_lane(submitter.forms, submitter.inline_byte_size)
         if trace is not None:
@@ -270,13 +276,13 @@ class Exchange(Answering):
             trace.stamp("REQUEST_START")
         number = 0 if lane_form is None else lane_form.number
         self.record = FormSubmit(
-            submitter.next_id(), number, tuple(contents), request.id, 0, monotonic_ns(), *request.scheduling, noted
+            submitter.next_id(), number, contents, request.id, 0, monotonic_ns(), *request.scheduling, noted
         )
         if lane_form is None:
             self.record = whole_request(form.template, self.record)
         self.form, self.leases = lane_form, leases
         submitter.send(self)
-        self.phase = Phase.SUBMITTED
+        self.phase = _SUBMITTED
 
     # ------------------------------------------------------------------------------------------------ the end
 

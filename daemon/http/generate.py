@@ -1,6 +1,6 @@
 """generate and generate_stream: a model's answer to one plain JSON object, as one object or as events.
 
-    body ─▶ generate_codec ─▶ daemon.submit.inference ─▶ answers, any number ─▶ generate: exactly one as JSON
+    body ─▶ generate_codec ─▶ daemon.submit.inference ─▶ answers, any number ─▶ generate: exactly one as JSON, or all joined
                                                                       ╰▶ generate_stream: each as an event, when it comes
 
 A client that leaves cancels its request. Source: Triton docs/protocol/extension_generate.md.
@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from daemon.front import request_id
 from daemon.http import generate_codec
 from daemon.http.event_stream import EventStream, while_connected
+from daemon.http.joined_answers import JoinedAnswers
 from daemon.http.serving import Serving
 from daemon.http.whole_body import read_body
 from daemon.submit import inference
@@ -44,7 +45,9 @@ class Generation:
         trace = self._sampled(model, version)
         with _ended_if_refused(trace):
             asked = await self._read(request, model, version, trace)
-            body = await while_connected(request.receive, self._one(asked))
+            state = self._serving.table.find(model, version)
+            joined = JoinedAnswers(state, self._serving.options.http.max_body_byte_size) if state.joins else None
+            body = await while_connected(request.receive, self._one(asked, joined))
         return _Object(body, None if body is None else trace)
 
     async def generate_stream(self, request: Request, model: str, version: int) -> Response:
@@ -81,13 +84,16 @@ class Generation:
         asked.account = request.scope["tensord.account"]
         return asked
 
-    async def _one(self, asked: InferenceRequest) -> bytes:
+    async def _one(self, asked: InferenceRequest, joined: JoinedAnswers | None) -> bytes:
         found: list[bytes] = []
         async with inference.answers(self._serving.submitter, asked) as each:
             try:
                 async for answer in each:
                     if isinstance(answer, ServingError):
                         raise answer
+                    if joined is not None:
+                        joined.add(answer)
+                        continue
                     if found:
                         raise InvalidArgument(_NOT_ONE)
                     found.append(generate_codec.encode(answer, asked.model, asked.id))
@@ -95,6 +101,8 @@ class Generation:
                 raise
             except ServingError as error:
                 raise InvalidArgument(error.message) from error
+        if joined is not None:
+            return generate_codec.encode(joined.whole(), asked.model, asked.id)
         if not found:
             raise InvalidArgument(_NOT_ONE)
         return found[0]
@@ -136,7 +144,9 @@ class _Stream(Response):
                 # The model's own; what was wrong with the request before it ran is no event.
                 status, first = 400, _error(error)
             with _sending(self._asked.trace):
-                await EventStream(self._events(first, each), status)(scope, receive, send)
+                await EventStream(self._events(first, each), self._serving.options.http.max_body_byte_size, status)(
+                    scope, receive, send
+                )
 
     async def _events(self, first: bytes | None, each: AsyncIterator[Answer | ServingError]) -> AsyncIterator[bytes]:
         if first is not None:

@@ -55,7 +55,8 @@ class HttpForms:
         if request is None or request.form.tail_size != tail_size:
             request = self._read(head, text, tail_size, apart)
             form = request.form
-            said = request.id, request.scheduling
+            # What one step of a sequence says, its next one mostly says again, whatever others say between them.
+            said = request.id, UNSCHEDULED if request.scheduling.goes_on else request.scheduling
             if form.last_said != said:
                 form.last_said = said
             elif not form.has_values:

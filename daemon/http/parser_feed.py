@@ -28,8 +28,6 @@ _log = logging.getLogger(__name__)
 _PIECE = 8 << 10
 #: Messages that begin and chunks of bodies in one turn of the loop: with each piece some more than that.
 _EVENTS_A_TURN = 64
-#: What a read of the transport may bring at most, or nearly: there is probably more, which the transport reads in the same turn.
-_FULL_READ = 128 << 10
 _find_coding = re.compile(rb"transfer-encoding", re.IGNORECASE).search
 
 
@@ -116,12 +114,6 @@ class ParserFeed:
             at = end
             if chunks is not None and chunks.ended:
                 messages.chunks = None
-        if (
-            len(data) >= _FULL_READ
-            and messages.begun + messages.chunk_count > _EVENTS_A_TURN // 2
-            and not order.closing
-        ):
-            self._wait_a_turn(b"")
 
     def _end_of_head(self, data: bytes, at: int, end: int) -> int:
         """Where the head that is arriving ends, if it does before ``end``."""

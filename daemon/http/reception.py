@@ -63,7 +63,7 @@ class Reception:
         self._progressed = progressed
         self._account = account
         self.body: Body = _NO_BODY
-        self._leases: list[Lease] = []
+        self._lease: Lease | None = None
 
     @property
     def ready(self) -> bool:
@@ -96,10 +96,9 @@ class Reception:
         length, json_size = self._head.content_length, self._head.json_size
         assert length is not None
         assert json_size is not None
-        lease = self._serving.submitter.loan(PlacedBody.lease_size(length), self._account, True)
+        lease = self._lease = self._serving.submitter.loan(PlacedBody.lease_size(length), self._account, True)
         if lease is None:
             return None
-        self._leases.append(lease)
         self.body = body = PlacedBody(lease, length, json_size)
         return body
 
@@ -108,7 +107,7 @@ class Reception:
         size = PlacedBody.lease_size(length)
         lease = submitter.loan(size, self._account, True)
         if lease is not None:
-            self._leases.append(lease)
+            self._lease = lease
             self.body = PlacedBody(lease, length, json_size)
             return
         self._waits_for_room = True
@@ -122,7 +121,7 @@ class Reception:
                 submitter.give_back(lease)
                 return
             else:
-                self._leases.append(lease)
+                self._lease = lease
                 try:
                     placed = PlacedBody(lease, length, json_size)
                     placed.write(self.body.whole() if isinstance(self.body, CollectedBody) else b"")
@@ -183,8 +182,8 @@ class Reception:
     def complete(self) -> None:
         """The body is whole."""
         self._whole = True
-        for lease in self._leases:
-            self._serving.submitter.arrived(lease)
+        if self._lease is not None:
+            self._serving.submitter.arrived(self._lease)
         if self._inflation is not None and not self._inflating:
             self._inflate()
 
@@ -214,15 +213,15 @@ class Reception:
 
     # ----------------------------------------------------------------------------------------------------------- leave
 
-    def leave(self) -> list[Lease]:
+    def leave(self) -> tuple[Lease, ...]:
         """The request is on its way, and what was collected makes way for others, long before the model has answered.
 
         Returns: where the body lies in the arena; from now on the caller gives that back.
         """
         if self._collected_byte_size:
             self.drop_body()
-        leases, self._leases = self._leases, []
-        return leases
+        lease, self._lease = self._lease, None
+        return () if lease is None else (lease,)
 
     def drop_body(self) -> None:
         """Nobody reads it any more."""

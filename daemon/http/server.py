@@ -14,6 +14,7 @@ from daemon.front.endpoints import Endpoints
 from daemon.front.forwarding import Forwarding
 from daemon.front.longest_idle import LongestIdle
 from daemon.front.process import Front
+from daemon.front.socket_watch import SocketWatch
 from daemon.http.connection import Connection
 from daemon.http.generate import Generation
 from daemon.http.routes import Routes
@@ -44,8 +45,11 @@ class HttpFront(Front):
         self._serving.application = Routes(endpoints, Generation(self._serving), access).application()
         self._connections: set[Connection] = set()
         self._serving.longest_idle = LongestIdle(self._connections, options.http.max_connections)
+        self._sockets = SocketWatch()
         self._acceptor = Acceptor(
-            self.place.listeners, self._serving.seat, lambda: Connection(self._serving, self._connections)
+            self.place.listeners,
+            self._serving.seat,
+            lambda socket, owner: self._sockets.open(socket, Connection(self._serving, self._connections, owner)),
         )
         self._acceptor.start()
         self._check = asyncio.create_task(self._check_connections())

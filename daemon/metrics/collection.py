@@ -9,21 +9,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Iterable
 
 import msgspec
 
 from config.options import Regions as RegionOptions
 from daemon.metrics.ledger import Ledger
+from daemon.metrics.own_metrics import OwnMetricsLedger
 from daemon.metrics.snapshot import FrontPost, Regions, Snapshot, WorkerPost
 from daemon.models.changes import Models
 from daemon.processes.child import Worker
 from daemon.processes.fronts import Fronts
+from daemon.processes.gpu_watcher import GpuWatcher
 from daemon.processes.posts import Posts
 from daemon.processes.worker_pool import WorkerPool
 from daemon.regions.region_registry import RegionRegistry
 from shm import descriptors
 from shm.errors import ServingError
 from shm.figures import Figures
+from shm.footprint import Footprint
 from shm.operations import WorkerFigures
 
 _log = logging.getLogger(__name__)
@@ -42,6 +46,7 @@ class Collection:
         regions: RegionRegistry,
         limits: RegionOptions,
         models: Models,
+        gpus: GpuWatcher,
     ) -> None:
         self._workers = workers
         self._fronts = fronts
@@ -49,7 +54,9 @@ class Collection:
         self._regions = regions
         self._limits = limits
         self._models = models
+        self._gpus = gpus
         self._ledger = Ledger()
+        self._own = OwnMetricsLedger()
         #: Incarnation -> what it said last of the leases on regions.
         self._leases: dict[int, dict[str, int]] = {}
 
@@ -63,6 +70,7 @@ class Collection:
             (name, number) for name, numbers in self._models.lifecycle.ready_models().items() for number in numbers
         ]
         self._ledger.keep(living, set(served))
+        self._own.keep(living, set(served))
         self._leases = {incarnation: held for incarnation, held in self._leases.items() if incarnation in living}
         return Snapshot(
             self._models.readiness.ready,
@@ -74,7 +82,16 @@ class Collection:
             self._limits.max_count if self._limits.enabled else 0,
             self._limits.max_total_byte_size if self._limits.enabled else 0,
             {"supervisor": os.getpid(), **{child.name: child.pid for child in (*self._workers, *self._fronts)}},
+            self._footprints(served),
+            self._gpus.gpus,
+            dict(self._gpus.errors),
+            self._own.families(apart=len(self._workers.posts) > 1),
         )
+
+    def _footprints(self, served: Iterable[tuple[str, int]]) -> dict[tuple[str, int], Footprint]:
+        models = self._models.lifecycle.models
+        described = {(name, number): models[name].versions[number].described for name, number in served}
+        return {key: loaded.footprint for key, loaded in described.items() if loaded is not None}
 
     async def _ask(self, worker: Worker) -> bool:
         """Notes what a worker has counted. False: it did not say so in time."""
@@ -90,6 +107,7 @@ class Collection:
             return False
         # At once, before anything else is waited for: of two answers of a worker the later one holds.
         self._ledger.update(worker.incarnation, figures)
+        self._own.update(worker.incarnation, worker.name, figures.own)
         self._leases[worker.incarnation] = figures.leases
         return True
 
@@ -100,7 +118,9 @@ class Collection:
             worker = filled.get(name)
             up = worker is not None and worker.ready
             told = worker is not None and worker.incarnation in answered
-            found.append(WorkerPost(name, device, up, told, self._posts.restarts(name)))
+            lost = self._workers.lost_sequences[name]
+            loading = worker.loading if worker is not None else None
+            found.append(WorkerPost(name, device, up, told, self._posts.restarts(name), lost, loading))
         return found
 
     def _front_posts(self) -> list[FrontPost]:

@@ -8,17 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, exposition
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, UnknownMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    UnknownMetricFamily,
+)
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
+from daemon.metrics.own_metrics import OwnFamily
 from daemon.metrics.snapshot import Snapshot
-from shm.figures import Counts
+from daemon.processes.gpu_watch import Gpu
+from shm.figures import FIRST_RESPONSE_MS, Counts
+from shm.footprint import Footprint
 from shm.refusals import Refusal
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -58,6 +68,26 @@ _CACHE_COUNTERS: tuple[tuple[str, str, Callable[[Counts], int]], ...] = (
         lambda c: c.cache_miss_ns // 1000,
     ),
 )
+#: What a version takes on each worker that serves it.
+_FOOTPRINT: tuple[tuple[str, str, Callable[[Footprint], float]], ...] = (
+    ("tensord_model_load_seconds", "Time of its last load, on the worker that was done last", lambda f: f.seconds),
+    ("tensord_model_parameter_bytes", "Its parameters on the device, of each worker", lambda f: f.parameter_byte_size),
+    ("tensord_model_programs", "Programs that were made when it was loaded", lambda f: f.programs),
+    ("tensord_model_program_bytes", "Those programs, as they are kept", lambda f: f.program_byte_size),
+    (
+        "tensord_model_largest_batch_bytes",
+        "Inputs, outputs and what lies between them of the program that takes most",
+        lambda f: f.batch_byte_size,
+    ),
+)
+#: Triton's of a GPU.
+_GPU: tuple[tuple[str, str, Callable[[Gpu], float | None]], ...] = (
+    ("nv_gpu_utilization", "Part of the last moment in which the GPU worked, from 0 to 1", lambda g: g.utilization),
+    ("nv_gpu_memory_total_bytes", "Memory of the GPU", lambda g: g.memory_total),
+    ("nv_gpu_memory_used_bytes", "Of that, in use, by whomever", lambda g: g.memory_used),
+    ("nv_gpu_power_usage", "Power that the GPU draws, in watts", lambda g: g.power_usage),
+    ("nv_gpu_power_limit", "Power that it may draw, in watts", lambda g: g.power_limit),
+)
 _FAILURES: tuple[tuple[str, Callable[[Counts], int]], ...] = (
     ("REJECTED", lambda c: c.rejected + c.queue_full),
     ("CANCELED", lambda c: c.canceled),
@@ -66,6 +96,8 @@ _FAILURES: tuple[tuple[str, Callable[[Counts], int]], ...] = (
 )
 
 
+#: Of sequences, as ``Total.sequences`` has them.
+_STATES = ("slot", "backlog")
 _REFUSALS: tuple[tuple[Refusal, Callable[[Counts], int]], ...] = (
     (Refusal.QUEUE_FULL, lambda c: c.queue_full),
     (Refusal.QUEUE_TIMEOUT, lambda c: c.rejected),
@@ -100,10 +132,14 @@ class _Snapshots(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from _readiness(self._snapshot)
         yield from _models(self._snapshot)
+        yield from _footprints(self._snapshot)
         yield from _regions(self._snapshot)
         yield from _workers(self._snapshot)
         yield from _fronts(self._snapshot)
+        yield from _gpus(self._snapshot)
         yield _memory(self._snapshot.processes)
+        for own in self._snapshot.own:
+            yield _own(own)
         version = importlib.metadata.version("tensord")
         yield _filled(GaugeMetricFamily("tensord_build_info", "Always 1", labels=["version"]), [((version,), 1)])
 
@@ -134,16 +170,73 @@ def _models(snapshot: Snapshot) -> Iterator[Metric]:
         for name, text, of in counters:
             family = UnknownMetricFamily(name, text, labels=_MODEL)
             yield _filled(family, [(labels, of(total.counts)) for labels, total in counted])
+    first = HistogramMetricFamily(
+        "nv_inference_first_response_histogram_ms",
+        "Time from arrival to the first response, of models with several",
+        labels=_MODEL,
+    )
+    for labels, total in models:
+        if total.streams:
+            counts = total.counts
+            within = counts.first_within_0, counts.first_within_1, counts.first_within_2, counts.first_within_3
+            bounds = [str(bound) for bound in FIRST_RESPONSE_MS]
+            buckets = [*zip(bounds, within, strict=True), ("+Inf", counts.first)]
+            first.add_metric(labels, buckets, counts.first_ns / 1e6)
+    yield first
     pending = GaugeMetricFamily(
         "nv_inference_pending_request_count", "Inference requests that wait for their turn now", labels=_MODEL
     )
     yield _filled(pending, [(labels, total.pending) for labels, total in models])
+    stateful = [(labels, total, total.sequences) for labels, total in models if total.sequences is not None]
+    live = GaugeMetricFamily(
+        "tensord_model_sequences", "Sequences that have a slot, or wait for one, now", labels=[*_MODEL, "state"]
+    )
+    rows = [((*labels, state), count) for labels, _, of in stateful for state, count in zip(_STATES, of, strict=True)]
+    yield _filled(live, rows)
+    lost = CounterMetricFamily(
+        "tensord_model_sequences_lost_total",
+        "Sequences whose state went with an execution that failed",
+        labels=_MODEL,
+    )
+    yield _filled(lost, [(labels, total.counts.lost_sequences) for labels, total, _ in stateful])
     copied = CounterMetricFamily(
         "tensord_copied_bytes_total",
         "Bytes of tensors that workers have copied for requests, in and out",
         labels=_MODEL,
     )
     yield _filled(copied, [(labels, total.counts.copied_byte_size) for labels, total in models])
+    rows_of_nobody = CounterMetricFamily(
+        "tensord_padded_rows_total", "Rows of batches that filled a bucket up and belonged to nobody", labels=_MODEL
+    )
+    yield _filled(rows_of_nobody, [(labels, total.counts.padded_rows) for labels, total in models])
+    padded = CounterMetricFamily(
+        "tensord_padded_elements_total",
+        "Elements of inputs that filled buckets up, of rows and of axes",
+        labels=_MODEL,
+    )
+    yield _filled(padded, [(labels, total.counts.padded_elements) for labels, total in models])
+
+
+def _gpus(snapshot: Snapshot) -> Iterator[Metric]:
+    for name, text, of in _GPU:
+        rows = [((gpu.uuid,), value) for gpu in snapshot.gpus if (value := of(gpu)) is not None]
+        yield _filled(GaugeMetricFamily(name, text, labels=["gpu_uuid"]), rows)
+    energy = UnknownMetricFamily(
+        "nv_energy_consumption", "Energy in joules since the driver was loaded", labels=["gpu_uuid"]
+    )
+    yield _filled(energy, [((gpu.uuid,), gpu.energy) for gpu in snapshot.gpus if gpu.energy is not None])
+    errors = CounterMetricFamily(
+        "tensord_gpu_errors_total",
+        "What a GPU has met: an XID of the driver, or memory errors",
+        labels=["gpu_uuid", "kind"],
+    )
+    yield _filled(errors, list(snapshot.gpu_errors.items()))
+
+
+def _footprints(snapshot: Snapshot) -> Iterator[Metric]:
+    for name, text, of in _FOOTPRINT:
+        rows = [((model, str(version)), of(taken)) for (model, version), taken in snapshot.footprints.items()]
+        yield _filled(GaugeMetricFamily(name, text, labels=_MODEL), rows)
 
 
 def _regions(snapshot: Snapshot) -> Iterator[Metric]:
@@ -173,6 +266,21 @@ def _workers(snapshot: Snapshot) -> Iterator[Metric]:
     yield _filled(answered, [(of, post.answered) for of, post in workers])
     restarts = CounterMetricFamily("tensord_worker_restarts_total", "How often it died and was replaced", labels=labels)
     yield _filled(restarts, [(of, post.restarts) for of, post in workers])
+    lost = CounterMetricFamily(
+        "tensord_worker_sequences_lost_total", "Sequences that had begun on it when it died", labels=labels
+    )
+    yield _filled(lost, [(of, post.lost_sequences) for of, post in workers])
+    programs = GaugeMetricFamily(
+        "tensord_worker_load_programs",
+        "Of the model that it loads now: the programs that are made, and all that are to be",
+        labels=(*labels, *_MODEL, "state"),
+    )
+    for of, at in [(of, post.loading) for of, post in workers]:
+        if at is not None and at.total:
+            model = (*of, at.name, str(at.version))
+            programs.add_metric((*model, "made"), at.number - 1)
+            programs.add_metric((*model, "all"), at.total)
+    yield programs
 
 
 def _fronts(snapshot: Snapshot) -> Iterator[Metric]:
@@ -210,6 +318,22 @@ def _memory(processes: Mapping[str, int]) -> Metric:
     for name, pid in processes.items():
         with contextlib.suppress(OSError):  # it has just ended
             family.add_metric([name], int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE)
+    return family
+
+
+def _own(own: OwnFamily) -> Metric:
+    """Of a model's own, under the names that it has given."""
+    kinds = {"counter": UnknownMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+    family: Metric = kinds[own.kind](own.name, own.description)
+    for labels, metric in own.metrics.items():
+        if own.kind != "histogram":
+            family.add_sample(own.name, dict(labels), metric.value)
+            continue
+        within = list(itertools.accumulate(metric.counts))
+        for bound, count in zip((*map(str, metric.buckets), "+Inf"), within, strict=True):
+            family.add_sample(f"{own.name}_bucket", {**dict(labels), "le": bound}, count)
+        family.add_sample(f"{own.name}_count", dict(labels), within[-1])
+        family.add_sample(f"{own.name}_sum", dict(labels), metric.value)
     return family
 
 

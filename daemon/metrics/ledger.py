@@ -27,8 +27,11 @@ class Total:
     counts: Counts
     #: Requests that wait now.
     pending: int
-    #: Whether the response cache is used for it.
+    #: Whether the response cache is used for it, and whether it answers with several responses.
     cached: bool = False
+    streams: bool = False
+    #: Of a model with sequences: those with a slot now, and those that wait for one.
+    sequences: tuple[int, int] | None = None
 
 
 class Ledger:
@@ -61,11 +64,16 @@ class Ledger:
         """Of each version that is served."""
         found = []
         for key in served:
-            counts, pending, cached = self._ended.get(key, Counts()), 0, False
+            counts, pending, cached, streams = self._ended.get(key, Counts()), 0, False, False
+            sequences: tuple[int, int] | None = None
             for versions in self._workers.values():
                 if (version := versions.get(key)) is not None:
                     counts += version.counts
                     pending += version.pending
                     cached |= version.cached
-            found.append(Total(*key, counts, pending, cached))
+                    streams |= version.streams
+                    if version.sequences is not None:
+                        seated, backlog = sequences or (0, 0)
+                        sequences = seated + version.sequences[0], backlog + version.sequences[1]
+            found.append(Total(*key, counts, pending, cached, streams, sequences))
         return found

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from daemon.metrics.ledger import Total
+from daemon.metrics.own_metrics import OwnFamily
+from daemon.processes.gpu_watch import Gpu
+from shm.footprint import Footprint
+from shm.progress import Loading
 from shm.refusals import Refusal
 
 
@@ -21,6 +25,10 @@ class WorkerPost:
     answered: bool
     #: How often a dead one was replaced.
     restarts: int
+    #: Sequences that had begun on those that died.
+    lost_sequences: int = 0
+    #: What it loads now, if that is known.
+    loading: Loading | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +76,11 @@ class Snapshot:
     max_region_byte_size: int
     #: Name -> id of each process.
     processes: Mapping[str, int]
+    #: Name and number of each version that is served -> what it takes on a worker.
+    footprints: Mapping[tuple[str, int], Footprint]
+    #: This host's, where models run on GPUs.
+    gpus: Sequence[Gpu] = ()
+    #: UUID and kind of what a GPU has met -> how often.
+    gpu_errors: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    #: What models keep themselves.
+    own: Sequence[OwnFamily] = ()

@@ -8,24 +8,29 @@ until the next load or unload.
 from __future__ import annotations
 
 import asyncio
-import itertools
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from config.options import RateLimit, Repository
-from daemon.models import load_errors, readiness, repository
-from daemon.models.given import GivenModels
+from config.options import Options, Repository
+from daemon.models import ensembles, listing, load_errors, readiness, repository
+from daemon.models.ensembles import Ensembles
+from daemon.models.given import GivenModels, NotKept
 from daemon.models.instructions import Instruction, Publish, Retry, Send, Settled
+from daemon.models.judgement import Judgement
 from daemon.models.lifecycle import Lifecycle
+from daemon.models.outcomes import Outcomes
 from daemon.models.readiness import Standing
+from daemon.models.repositories import Repositories
 from daemon.models.repository import FoundModel
+from daemon.models.retries import Retries
 from shm.control_records import Loaded, ModelGone, ModelState
 from shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
 from shm.operations import LoadModel
-from shm.progress import Readiness
+from shm.progress import Loading, Readiness
 from shm.record import Record
 
 _log = logging.getLogger(__name__)
@@ -44,41 +49,37 @@ class Models:
 
     def __init__(
         self,
-        options: Repository,
+        options: Options,
         workers: Mapping[int, Peer],
         publish: Callable[[ModelState | ModelGone | Readiness], None],
         devices: Callable[[], Sequence[str]],
-        rate_limit: RateLimit,
     ) -> None:
         """``devices``: of every worker's post, filled or not."""
         self._devices = devices
-        self._rate_limit = rate_limit
-        self._options = options
+        self._placing = options
+        self._options = options.repository
         self._workers = workers
         self._publish = publish
         self.lifecycle = Lifecycle()
-        #: Whether the daemon is ready, as it was published last; not before it is known what is wanted.
-        self.readiness = Readiness()
-        self._begun = False
+        self._judgement = Judgement(self.standings, publish)
         #: Names that should be served: in the repositories, or asked for by name and not unloaded since.
         self._wanted: set[str] = set()
         #: Names that could not even be tried when they were asked for last, with the reason.
         self._refused: dict[str, str] = {}
-        #: Repositories that cannot be read, and may be so, with the reason. No model can have such a name.
-        self._unreadable: dict[str, str] = {}
-        #: When versions that are given up are tried again.
-        self._retries: dict[tuple[str, int], asyncio.TimerHandle] = {}
+        self._repositories = Repositories()
+        #: What lies in the folders that options name; as of ``Repositories``.
+        self.scan = self._repositories.scan
+        self._retries = Retries(self._retry)
+        self.ensembles = Ensembles(self.lifecycle.models)
+        #: Names that somebody asked for, not only ensembles.
+        self._named: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         #: ``repository.load`` as it was last acted upon.
         self._listed: set[str] = set()
-        self._tokens = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[str]] = {}
+        self._outcomes = Outcomes()
         #: name -> (fingerprint of the files it was given for, configuration in JSON).
         self._overrides: dict[str, tuple[str, str]] = {}
         self._given = GivenModels()
-        #: name -> folders of given files: one may be served, others are coming or going.
-        self._given_folders: dict[str, list[Path]] = {}
-        #: Those whose load is not over.
-        self._coming: set[Path] = set()
 
     # --------------------------------------------------------------------------------------------- clients' operations
 
@@ -89,22 +90,22 @@ class Models:
         client gave.  Unsupported: the model asks for what is not offered.
         """
         self._only_explicit()
+        self._named.add(request.name)
         try:
             if request.files:
                 await self._load_given(request.name, request.files, request.config)
             else:
                 await self._load_found(request.name, request.config)
         finally:
-            self._drop_unused(request.name)
+            self._given.drop_unused(request.name, self.lifecycle.folders(request.name))
 
     async def _load_found(self, name: str, config: str) -> None:
         """Loads a model of a repository, with a client's configuration where one is given now or holds from before."""
-        found = await asyncio.to_thread(self._poll, name)
-        fingerprint, former = self._overrides.get(name, ("", ""))
-        given = config or (former if fingerprint == found.fingerprint else "")
+        found = await asyncio.to_thread(repository.find, self._paths(), name)
+        given = config or self._override(found)
         loaded = found
         if given and found.path.name:
-            loaded = await asyncio.to_thread(_overridden, found.path, given)
+            loaded = await asyncio.to_thread(repository.overridden, found.path, given)
         elif found.error:
             _log.error("model '%s' cannot be polled: %s", name, found.error)
             if name in self.lifecycle.known | self._wanted:
@@ -120,6 +121,11 @@ class Models:
         else:
             self._overrides.pop(name, None)
 
+    def _override(self, found: FoundModel) -> str:
+        """The configuration that a client gave for these very files, if it is in force; else ""."""
+        fingerprint, given = self._overrides.get(found.name, ("", ""))
+        return given if fingerprint == found.fingerprint else ""
+
     async def _load_given(self, name: str, files: Mapping[str, bytes], config: str) -> None:
         """Loads the model that consists of a client's files, in a folder of its own."""
         if not config:
@@ -127,93 +133,62 @@ class Models:
         if not repository.NAME.fullmatch(name):
             raise InvalidArgument(load_errors.given_error(name, "no model can have that name"))
         try:
-            folder = await asyncio.to_thread(self._given.keep, name, files)
-        except InvalidArgument as error:
-            raise InvalidArgument(load_errors.given_error(name, error.message)) from None
-        except OSError as error:
-            raise Unavailable(load_errors.given_error(name, f"its files cannot be kept: {error.strerror}")) from None
-        self._coming.add(folder)
-        self._given_folders.setdefault(name, []).append(folder)
-        try:
-            if failure := await self._bring(await asyncio.to_thread(_overridden, folder, config)):
-                raise InvalidArgument(failure)
-        finally:
-            self._coming.discard(folder)
+            async with self._given.coming(name, files) as folder:
+                if failure := await self._bring(await asyncio.to_thread(repository.overridden, folder, config)):
+                    raise InvalidArgument(failure)
+        except NotKept as error:
+            raise type(error.cause)(load_errors.given_error(name, error.cause.message)) from None
         self._overrides.pop(name, None)
 
-    def _drop_unused(self, name: str) -> None:
-        """Removes folders of given files that no version of that name needs any more."""
-        folders = self._given_folders.pop(name, [])
-        needed = self.lifecycle.folders(name)
-        kept = [folder for folder in folders if str(folder) in needed or folder in self._coming]
-        if kept:
-            self._given_folders[name] = kept
-        for folder in folders:
-            if folder not in kept:
-                asyncio.get_running_loop().run_in_executor(None, self._given.drop, folder)
+    def unload(self, name: str, dependents: bool = False) -> None:
+        """Begins to take a model away; unknown names are no error. Raises Unavailable: not in explicit mode.
 
-    def unload(self, name: str) -> None:
-        """Begins to take a model away; unknown names are no error. Raises Unavailable: not in explicit mode."""
+        Ensembles that use it go before it, and come back when it does. ``dependents``: with the models that only it used.
+        """
         self._only_explicit()
-        self._overrides.pop(name, None)
-        self._wanted.discard(name)
-        self._refused.pop(name, None)
-        token = self._token()
-        gone = self._waiting[token] = asyncio.get_running_loop().create_future()
-        gone.add_done_callback(lambda _: self._drop_unused(name))
-        self._begin(self.lifecycle.unload(name, token))
+        gone = [name, *(self.ensembles.only_used_by(name, self._named - {name}) if dependents else ())]
+        users = self.ensembles.take_down(self.ensembles.users(name))
+        for each in gone:
+            self.ensembles.drop(each)
+            self._named.discard(each)
+            self._overrides.pop(each, None)
+            self._refused.pop(each, None)
+        self._take_down(users, *gone)
+
+    def _take_down(self, users: Sequence[str], *more: str) -> None:
+        """Unloads ensembles that have lost a member, and what else is to go, in one step."""
+        if users:
+            _log.warning("a model is gone, and with it the ensembles that use it: %s", ", ".join(users))
+        out: list[Instruction] = []
+        for name in (*users, *more):
+            self._wanted.discard(name)
+            token, gone = self._outcomes.expect()
+            gone.add_done_callback(functools.partial(self._gone, name))
+            out += self.lifecycle.unload(name, token)
+        if out:
+            self._begin(out)
+
+    def _gone(self, name: str, _: object) -> None:
+        self._given.drop_unused(name, self.lifecycle.folders(name))
 
     def close(self) -> None:
         """Tries nothing again, and removes the files that clients gave; to be called when no worker runs."""
-        for timer in self._retries.values():
-            timer.cancel()
+        self._retries.close()
         self._given.close()
 
-    async def index(self, ready: bool) -> list[dict[str, str]]:
-        """The repository index, with what lies in the folders now."""
-        folders = Counter(folder.name for folder in await asyncio.to_thread(_readable_folders, self._paths()))
+    async def index(self, ready: bool, detailed: bool = False) -> list[dict[str, str | int]]:
+        """The repository index, with what lies in the folders now. ``detailed``: and with what each version takes."""
+        folders = Counter(folder.name for folder in await asyncio.to_thread(repository.readable_folders, self._paths()))
         self.lifecycle.known = set(folders)
         refused = {name: reason for name, reason in self._refused.items() if name in folders or name in self._wanted}
         refused |= {name: repository.DUPLICATE for name, count in folders.items() if count > 1}
-        found = {(entry["name"], entry.get("version", "")): entry for entry in self.lifecycle.index(ready)}
-        now = asyncio.get_running_loop().time()
-        for (name, version), timer in self._retries.items():
-            entry = found.get((name, str(version)))
-            if entry is not None and self.lifecycle.reason(name, version):
-                entry["reason"] += f"; it is tried again in {max(0.0, timer.when() - now):.0f} s"
-        listed = {name for name, version in found if version}
-        for name in refused.keys() - listed if not ready else ():
-            found[name, ""] = {"name": name, "state": "UNAVAILABLE", "reason": refused[name]}
-        # By name and number; the versions of a name are in order already.
-        return sorted(found.values(), key=lambda entry: entry["name"])
+        return listing.index(self.lifecycle, refused, self._retries, ready, detailed)
 
     def _only_explicit(self) -> None:
         if self._options.control_mode != "explicit":
             raise Unavailable("explicit model load / unload is not allowed if polling is enabled")
 
-    def _poll(self, name: str) -> FoundModel:
-        # Only a well-formed name may become part of a path.
-        if repository.NAME.fullmatch(name):
-            places = [path / name for path in self._paths() if (path / name).is_dir()]
-            if len(places) == 1:
-                return repository.poll(places[0])
-            if places:
-                return FoundModel(name, Path(), error=repository.DUPLICATE)
-        return FoundModel(name, Path(), error="it is in no repository")
-
     # ------------------------------------------------------------------------------------------------ start and reload
-
-    async def scan(self, options: Repository) -> dict[str, FoundModel]:
-        """What lies in the folders that ``options`` names. Raises InvalidArgument: one cannot be read, and has to be."""
-        paths = [Path(path) for path in options.paths]
-        if options.exit_on_error is False:
-            unreadable = await asyncio.to_thread(repository.unreadable, paths)
-            # Clients are told the name alone.
-            self._unreadable = {f"repository '{path.name}'": f"'{path}': {why}" for path, why in unreadable.items()}
-            for path, reason in unreadable.items():
-                _log.error("model repository '%s' cannot be read: %s; a reload looks again", path, reason)
-            paths = [path for path in paths if path not in unreadable]
-        return await asyncio.to_thread(repository.scan, paths)
 
     def begin(self, found: Mapping[str, FoundModel], options: Repository) -> list[asyncio.Future[str]]:
         """Begins to load what should be served and to unload what no longer should; the futures are the outcomes ("" or why not).
@@ -221,25 +196,39 @@ class Models:
         At the start, and again with new options after a reload.
         """
         self._options = options
-        self._begun = True
+        self._judgement.begin()
         self.lifecycle.known = set(found)
-        if options.control_mode == "none":
+        if options.control_mode != "explicit":
             wanted: Iterable[str] = found
             self._wanted = set(found)
             for name in self.lifecycle.models.keys() - found.keys():
-                self._begin(self.lifecycle.unload(name, self._token()))
+                self.ensembles.drop(name)
+                self._begin(self.lifecycle.unload(name, self._outcomes.token()))
         elif "*" in options.load:
-            wanted = found
+            # What a client gave as files, it gave in the place of these.
+            wanted = [name for name in found if not self._given.serves(name, self.lifecycle.folders(name))]
         else:
             # Explicit models that clients loaded stay as they are; names that are new in the list, or do not serve, are loaded.
             served = self.lifecycle.ready_models()
             again = self._wanted - served.keys()
             wanted = [name for name in dict.fromkeys(options.load) if name not in self._listed or name in again]
         self._listed = set(options.load)
+        self._named.update(wanted)
         self._forget(found)
         self._wanted.update(wanted)
         self._judge()
         return [asyncio.ensure_future(self._bring_wanted(name, found.get(name))) for name in wanted]
+
+    async def follow(self, found: Mapping[str, FoundModel], changed: Sequence[FoundModel], gone: Sequence[str]) -> None:
+        """Loads what has changed in the repositories, unloads what is gone from them, and waits until that is over."""
+        self.lifecycle.known = set(found)
+        for name in gone:
+            self._wanted.discard(name)
+            self._begin(self.lifecycle.unload(name, self._outcomes.token()))
+        self._forget(found)
+        self._wanted.update(model.name for model in changed)
+        self._judge()
+        await asyncio.gather(*(self._bring_wanted(model.name, model) for model in changed))
 
     def _forget(self, found: Mapping[str, FoundModel]) -> None:
         """What is in no repository any more and serves nothing is neither listed nor counted."""
@@ -249,32 +238,87 @@ class Models:
         self._refused = {name: reason for name, reason in self._refused.items() if name in self._wanted | found.keys()}
 
     async def _bring_wanted(self, name: str, found: FoundModel | None) -> str:
+        if found is not None and (given := self._override(found)):
+            try:
+                return await self._bring(await asyncio.to_thread(repository.overridden, found.path, given))
+            except ServingError as error:
+                self._refuse(name, error.message)
+                return error.message
+        self._overrides.pop(name, None)
         if found is None or found.error:
             reason = "it is in no repository" if found is None else found.error
             self._refuse(name, reason)
             return f"model '{name}' cannot be polled: {reason}"
         return await self._bring(found)
 
-    async def _bring(self, found: FoundModel) -> str:
+    async def _bring(self, found: FoundModel, within: tuple[str, ...] = (), again: bool = False) -> str:
+        """Loads a model. Returns why it could not be.
+
+        Args:
+          within: the ensembles that it is loaded for.
+          again: nobody asked for it, so no members are loaded for it.
+        """
         self._wanted.add(found.name)
         if not found.chosen:
             self._refuse(found.name, found.problem)
             return load_errors.no_version_error(found.name)
         try:
-            found = repository.placed(found, self._devices(), self._rate_limit)
+            if found.members:
+                placed = (
+                    self.ensembles.check(found, self._devices()) if again else await self._with_members(found, within)
+                )
+            else:
+                placed = repository.placed(found, self._devices(), self._placing)
         except InvalidArgument as error:
             self._refuse(found.name, error.message)
             return load_errors.placement_error(found.name, error.message)
         self._refused.pop(found.name, None)
         known = self.lifecycle.models.get(found.name)
-        if known is None or known.fingerprint != found.fingerprint:
+        if known is None or known.fingerprint != placed.fingerprint:
             for sentence in found.without_effect:
                 _log.warning("model '%s': %s", found.name, sentence)
-        token = self._token()
-        outcome: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._waiting[token] = outcome
-        self._begin(self.lifecycle.load(found, token))
+        token, outcome = self._outcomes.expect(found.name)
+        if found.members:
+            self.ensembles.add(found)
+        else:
+            self.ensembles.drop(found.name)
+        self._begin(self.lifecycle.load(placed, token))
         return await outcome
+
+    async def _with_members(self, found: FoundModel, within: tuple[str, ...]) -> FoundModel:
+        """An ensemble whose members are loaded, by others or now. Raises InvalidArgument: it cannot be."""
+        name, within = found.name, (*within, found.name)
+        polled: dict[str, FoundModel] = {}
+        for member, _ in found.members:
+            if member in within or self.ensembles.circle(name, member):
+                raise InvalidArgument(f"circular dependency between ensembles: {member} -> ... -> {name} -> {member}")
+            if not self.lifecycle.is_ready(member):
+                polled[member] = await asyncio.to_thread(repository.find, self._paths(), member)
+        ensembles.check_found(name, polled)
+        reasons: dict[str, str] = {}
+        for member, one in polled.items():
+            coming = self._outcomes.coming(member)
+            with self.ensembles.waits.waiting(name, member):
+                failed = await (self._bring(one, within) if coming is None else asyncio.shield(coming))
+            reasons[member] = failed.removeprefix(f"load failed for model '{member}': ").strip()
+            if reasons[member].startswith("circular dependency"):
+                raise InvalidArgument(reasons[member])
+        return self.ensembles.check(found, self._devices(), reasons)
+
+    def _settle_ensembles(self) -> None:
+        """Takes down what has lost a member, and loads again what has one again, or another one."""
+        self._take_down(self.ensembles.lost())
+        for found in self.ensembles.returned():
+            task = asyncio.get_running_loop().create_task(self._bring_again(found))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _bring_again(self, found: FoundModel) -> None:
+        if error := await self._bring(found, again=True):
+            _log.error("ensemble '%s' is not served any more: %s", found.name, error.strip())
+            self._take_down((), found.name)
+            self.ensembles.failed(found)
+            self._wanted.add(found.name)
 
     def _refuse(self, name: str, reason: str) -> None:
         _log.error("model '%s' is not served: %s", name, reason)
@@ -285,15 +329,17 @@ class Models:
 
     def standings(self) -> list[Standing]:
         """Every model that should be served, by name, and every repository that cannot be read."""
-        refused = {**self._refused, **self._unreadable}
-        return readiness.standings({*self._wanted, *self._unreadable}, refused, self.lifecycle)
+        unreadable = self._repositories.unreadable
+        refused = {**self._refused, **unreadable}
+        return readiness.standings({*self._wanted, *unreadable}, refused, self.lifecycle)
 
     def _judge(self) -> None:
-        """Tells the fronts whether the daemon is ready, where that or the models it names have changed."""
-        judged = readiness.readiness(self.standings(), self._options.strict_readiness)
-        if self._begun and judged != self.readiness:
-            self.readiness = judged
-            self._publish(judged)
+        self._judgement.judge(self._options.strict_readiness)
+
+    @property
+    def readiness(self) -> Readiness:
+        """Whether the daemon is ready, as it was published last."""
+        return self._judgement.readiness
 
     # ----------------------------------------------------------------------------------------------- workers and fronts
 
@@ -303,10 +349,17 @@ class Models:
 
     def worker_left(self, incarnation: int, how: str) -> None:
         """Tells fronts that a dead worker serves nothing. ``how`` it ended: "was killed by SIGSEGV"."""
+        self._judgement.loads(incarnation, None)
         self._begin(self.lifecycle.worker_left(incarnation, how))
+
+    def loading(self, incarnation: int, at: Loading) -> None:
+        """How far a worker is with a load."""
+        self._judgement.loads(incarnation, at)
+        self._judge()
 
     def loaded(self, incarnation: int, answer: Loaded) -> None:
         """A worker's answer to Load."""
+        self._judgement.loads(incarnation, None)
         if answer.reason:
             _log.error("model '%s' version %d failed to load: %s", answer.name, answer.version, answer.reason)
         else:
@@ -331,50 +384,16 @@ class Models:
                 case Publish(state):
                     self._publish(state)
                 case Retry():
-                    self._retry_later(instruction)
+                    self._retries.later(instruction, self.lifecycle.reason(instruction.name, instruction.version))
                 case Settled(token, error):
-                    waiting = self._waiting.pop(token, None)
-                    if waiting is not None and not waiting.done():
-                        waiting.set_result(error)
+                    self._outcomes.settle(token, error)
+        self._settle_ensembles()
         self._judge()
 
-    def _retry_later(self, due: Retry) -> None:
-        key = (due.name, due.version)
-
-        def retry() -> None:
-            del self._retries[key]
-            if self.lifecycle.reason(*key):
-                _log.info("model '%s' version %d is tried again", *key)
-            self._begin(self.lifecycle.retry(*key, due.deaths))
-
-        if (former := self._retries.pop(key, None)) is not None:
-            former.cancel()
-        self._retries[key] = asyncio.get_running_loop().call_later(due.seconds, retry)
-        _log.error(
-            "model '%s' version %d is given up for now: %s; it is tried again in %g s",
-            *key,
-            self.lifecycle.reason(*key),
-            due.seconds,
-        )
-
-    def _token(self) -> int:
-        return next(self._tokens)
+    def _retry(self, retry: Retry) -> None:
+        if self.lifecycle.reason(retry.name, retry.version):
+            _log.info("model '%s' version %d is tried again", retry.name, retry.version)
+        self._begin(self.lifecycle.retry(retry.name, retry.version, retry.deaths))
 
     def _paths(self) -> list[Path]:
         return [Path(path) for path in self._options.paths]
-
-
-def _readable_folders(paths: Sequence[Path]) -> list[Path]:
-    unreadable = repository.unreadable(paths)
-    return repository.folders([path for path in paths if path not in unreadable])
-
-
-def _overridden(folder: Path, config: str) -> FoundModel:
-    """The model of a folder with a client's configuration. Raises InvalidArgument, Unsupported: as the client is told."""
-    try:
-        found = repository.override(folder, config)
-    except ServingError as error:
-        raise type(error)(load_errors.given_error(folder.name, error.message)) from None
-    if not found.chosen:
-        raise InvalidArgument(load_errors.no_version_error(folder.name))
-    return found

@@ -8,24 +8,38 @@ Source: Triton docs/protocol/extension_model_repository.md, "file:<version>/<fil
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from pathlib import Path
 
-from shm.errors import InvalidArgument
+from shm.errors import InvalidArgument, ServingError, Unavailable
 
 #: Every part of a file's path; none may mean anything to a file system.
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254}", re.ASCII)
 _MAX_DEPTH = 8
 
 
+class NotKept(Exception):
+    """What a client gave cannot be kept, and ``cause`` says why."""
+
+    def __init__(self, cause: ServingError) -> None:
+        super().__init__(cause.message)
+        self.cause = cause
+
+
 class GivenModels:
     """The folders, all beneath one that is made with the first of them."""
 
     def __init__(self) -> None:
+        #: name -> its folders: one may be served, others are coming or going.
+        self._folders: dict[str, list[Path]] = {}
+        #: Those whose load is not over.
+        self._coming: set[Path] = set()
         self._root: tempfile.TemporaryDirectory[str] | None = None
         self._serials = itertools.count(1)
 
@@ -49,6 +63,36 @@ class GivenModels:
             self.drop(folder)
             raise
         return folder
+
+    @contextlib.asynccontextmanager
+    async def coming(self, name: str, files: Mapping[str, bytes]) -> AsyncIterator[Path]:
+        """The folder of a model that is being loaded with those files. Raises NotKept."""
+        try:
+            folder = await asyncio.to_thread(self.keep, name, files)
+        except InvalidArgument as error:
+            raise NotKept(error) from None
+        except OSError as error:
+            raise NotKept(Unavailable(f"its files cannot be kept: {error.strerror}")) from None
+        self._coming.add(folder)
+        self._folders.setdefault(name, []).append(folder)
+        try:
+            yield folder
+        finally:
+            self._coming.discard(folder)
+
+    def serves(self, name: str, needed: Collection[str]) -> bool:
+        """Whether a folder of that name is among the ``needed``."""
+        return any(str(folder) in needed for folder in self._folders.get(name, ()))
+
+    def drop_unused(self, name: str, needed: Collection[str]) -> None:
+        """Removes the folders of a name that are neither coming nor ``needed``."""
+        folders = self._folders.pop(name, [])
+        kept = [folder for folder in folders if str(folder) in needed or folder in self._coming]
+        if kept:
+            self._folders[name] = kept
+        for folder in folders:
+            if folder not in kept:
+                asyncio.get_running_loop().run_in_executor(None, self.drop, folder)
 
     @staticmethod
     def drop(folder: Path) -> None:

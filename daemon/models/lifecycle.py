@@ -20,7 +20,7 @@ from collections.abc import Collection
 from daemon.models.instructions import Instruction, Publish, Retry, Send, Settled
 from daemon.models.load_errors import load_error
 from daemon.models.repository import FoundModel
-from daemon.models.versions import Model, Operation, Version, VersionState
+from daemon.models.versions import Model, Operation, Version, VersionState, awaits, has_members
 from shm.control_records import Loaded, ModelGone, ModelState, Unload
 
 #: A version under which that many workers died while it alone was loading is given up until its next try.
@@ -86,7 +86,9 @@ class Lifecycle:
         model.bringing = dict.fromkeys(found.chosen, "")
         for number, version in model.versions.items():
             if version.given_up and number not in found.chosen:
-                version.wanted, version.given_up, version.due = False, "", False
+                # No further try; what serves of it does so until something replaces it.
+                version.wanted = version.state is VersionState.READY
+                version.given_up, version.due, version.postponed = "", False, set()
         out = self._forget(found.name, model, {*found.versions, *found.chosen})
         for number in found.chosen:
             load = found.load(number)
@@ -98,7 +100,7 @@ class Lifecycle:
             if version.state is not VersionState.READY:
                 version.state, version.reason = VersionState.LOADING, ""
                 out.append(self._publish(number, version))
-            version.postponed, version.devices = set(), found.devices
+            version.postponed, version.devices, version.members = set(), found.devices, found.members
             # What was to leave comes again: each worker does the one after the other.
             version.unloading = set()
             for worker in sorted(self._homes(version)):
@@ -138,17 +140,22 @@ class Lifecycle:
                 return []
             model.running = None
             return [Settled(operation.token)]
+        out: list[Instruction] = []
         brought = [model.versions[number] for number in model.bringing]
+        for number, version in zip(model.bringing, brought, strict=True):
+            waits = version.state is VersionState.LOADING and not version.ready and version.postponed
+            if waits and not awaits(self.models, version):
+                version.postponed = set()
+                out += self._failed(name, number, version, "a model that it is made of is not there any more")
         # Without any worker the load waits for the first one: it cannot be said to have succeeded.
-        if any(v.loading or v.postponed or (v.state is VersionState.LOADING and not v.ready) for v in brought):
-            return []
+        if any(awaits(self.models, v) or (v.state is VersionState.LOADING and not v.ready) for v in brought):
+            return out
         # Nor where it is served as it was, by workers that it is to leave.
         coming = [model.versions[number] for number, reason in model.bringing.items() if not reason]
         if any(v.ready and not v.ready.keys() & self._homes(v) for v in coming):
-            return []
+            return out
         if any(version.unloading for version in model.versions.values()):
-            return []
-        out: list[Instruction] = []
+            return out
         failed = {number: reason for number, reason in model.bringing.items() if reason}
         if len(failed) < len(model.bringing):
             # Something new serves: what it replaces goes, and the operation ends when that is gone.
@@ -297,7 +304,7 @@ class Lifecycle:
         return [self._publish(number, version)]
 
     def _send_load(self, worker: int, version: Version) -> list[Instruction]:
-        if version.suspect and self.loading_at(worker):
+        if (version.suspect and self.loading_at(worker)) or not has_members(self.models, version, worker):
             if worker not in version.loading:
                 version.postponed.add(worker)
             return []
@@ -307,12 +314,18 @@ class Lifecycle:
         return [Send(worker, version.load)]
 
     def _send_postponed(self, worker: int) -> list[Instruction]:
-        for model in self.models.values():
+        """After an answer of that worker: what waited for it, or for what it has loaded."""
+        out: list[Instruction] = []
+        for name, model in list(self.models.items()):
             for version in model.versions.values():
-                if worker in version.postponed and not self.loading_at(worker):
+                if worker not in version.postponed or (version.suspect and self.loading_at(worker)):
+                    continue
+                if has_members(self.models, version, worker):
                     version.postponed.discard(worker)
-                    return self._send_load(worker, version)
-        return []
+                    out += self._send_load(worker, version)
+                elif not awaits(self.models, version):
+                    out += self._after_answer(name)
+        return out
 
     # ------------------------------------------------------------------------------------------------------ questions
 

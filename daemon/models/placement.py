@@ -20,14 +20,15 @@ from shm.errors import InvalidArgument
 _LEAST_SHARE = 4
 
 
-def place(message: ModelConfig, devices: Sequence[str], rate_limited: bool) -> tuple[str, ...]:
+def place(message: ModelConfig, devices: Sequence[str], rate_limited: bool, each: int = 1) -> tuple[str, ...]:
     """The devices whose workers load it, of those that have a worker.
 
     Args:
       rate_limited: whether resources of the rate limiter are looked at.
+      each: how many GPUs a worker has, of which its device is the first.
     Raises: InvalidArgument: it names GPUs that are not there.
     """
-    chosen = _named(message, devices)
+    chosen = _named(message, devices, each)
     if len(chosen) > 1 and rate_limited and _shares_resources(message, on_gpus=chosen[0].startswith("cuda:")):
         # Not by the model: all that share anything have to be where the one count of it is.
         return (rendezvous.choose("rate limiter", chosen),)
@@ -36,24 +37,30 @@ def place(message: ModelConfig, devices: Sequence[str], rate_limited: bool) -> t
     return chosen
 
 
-def _named(message: ModelConfig, devices: Sequence[str]) -> tuple[str, ...]:
+def _named(message: ModelConfig, devices: Sequence[str], each: int) -> tuple[str, ...]:
     gpus = [device for device in devices if device.startswith("cuda:")]
     groups = [group for group in message.instance_group if group.gpus]
     if not gpus or not groups:
         return tuple(devices)
     for index, group in enumerate(message.instance_group):
         for gpu in group.gpus:
-            if f"cuda:{gpu}" not in gpus:
+            if _worker(gpu, each) not in gpus:
                 kind = type(group).Kind.Name(group.kind)
-                known = ", ".join(device.removeprefix("cuda:") for device in gpus)
+                first = [int(device.removeprefix("cuda:")) for device in gpus]
+                known = ", ".join(str(one) if each == 1 else f"{one}-{one + each - 1}" for one in first)
                 raise InvalidArgument(
                     f"instance group {group.name or f'{message.name}_{index}'} of model {message.name} has kind {kind} but "
                     f"specifies invalid or unsupported gpu id {gpu}. GPUs that models run on are: {known}"
                 )
     if len(groups) < len(message.instance_group):
         return tuple(devices)  # a group without a list is on each of them
-    wanted = {f"cuda:{gpu}" for group in groups for gpu in group.gpus}
+    wanted = {_worker(gpu, each) for group in groups for gpu in group.gpus}
     return tuple(device for device in devices if device in wanted)
+
+
+def _worker(gpu: int, each: int) -> str:
+    """The device of the worker that has it."""
+    return f"cuda:{gpu - gpu % each}"
 
 
 def _shares_resources(message: ModelConfig, on_gpus: bool) -> bool:

@@ -68,4 +68,5 @@ def sentence(ready: Readiness) -> str:
     if not ready.unserved:
         return ""
     more = f" and {ready.unserved - len(ready.names)} more" if ready.unserved > len(ready.names) else ""
-    return f"{ready.unserved} of {ready.wanted} models are not served: {', '.join(ready.names)}{more}"
+    at = f" ({ready.at})" if ready.at else ""
+    return f"{ready.unserved} of {ready.wanted} models are not served: {', '.join(ready.names)}{more}{at}"

@@ -1,7 +1,7 @@
 """What lies in the model repositories: names, versions, configurations. Reads files, imports nothing, loads nothing.
 
     <repository>/<model>/config.pbtxt          optional
-    <repository>/<model>/<version>/model.py    version: a whole number from 1
+    <repository>/<model>/<version>/model.py    version: a whole number from 1; instead of it a program (config.artifact_files)
 
 A folder that cannot be served is still found, with the reason: it is listed, and loading it says why. Whoever scans does so off
 the event loop; the result is a plain value.
@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from config import model_checks, model_config, model_fields
+from config import artifact_files, ensemble_checks, model_checks, model_config, model_fields
 from config.model_config import ModelConfig
-from config.options import RateLimit
-from daemon.models import placement
+from config.options import Options
+from daemon.models import load_errors, placement
 from shm.control_records import Load
 from shm.errors import InvalidArgument, ServingError, Unsupported
 
@@ -59,6 +59,8 @@ class FoundModel:
     without_effect: tuple[str, ...] = ()
     #: Folders in it that are no versions.
     others: tuple[str, ...] = ()
+    #: Of an ensemble: the models of its steps with the versions that they ask for, -1 the newest.
+    members: tuple[tuple[str, int], ...] = ()
     #: Of the workers that load it (``daemon.models.placement``); empty: every worker does.
     devices: tuple[str, ...] = ()
 
@@ -78,9 +80,10 @@ class FoundModel:
         return Load(self.name, number, str(self.path), path, self.config, max(1, len(self.devices)))
 
 
-def placed(found: FoundModel, devices: Sequence[str], rate_limit: RateLimit) -> FoundModel:
+def placed(found: FoundModel, devices: Sequence[str], options: Options) -> FoundModel:
     """The model with the devices of the workers that load it. Raises InvalidArgument: it can be loaded nowhere."""
-    chosen = placement.place(model_config.from_bytes(found.config), devices, rate_limit.mode != "off")
+    message, limited = model_config.from_bytes(found.config), options.rate_limit.mode != "off"
+    chosen = placement.place(message, devices, limited, options.workers.devices_per_worker)
     return dataclasses.replace(found, devices=chosen)
 
 
@@ -118,6 +121,18 @@ def folders(repositories: Sequence[Path]) -> list[Path]:
     return found
 
 
+def find(repositories: Sequence[Path], name: str) -> FoundModel:
+    """The model of that name; one without a path is nowhere, or in two places."""
+    # Only a well-formed name may become part of a path.
+    if NAME.fullmatch(name):
+        places = [path / name for path in repositories if (path / name).is_dir()]
+        if len(places) == 1:
+            return poll(places[0])
+        if places:
+            return FoundModel(name, Path(), error=DUPLICATE)
+    return FoundModel(name, Path(), error="it is in no repository")
+
+
 def poll(path: Path) -> FoundModel:
     """Reads one model folder; never raises for what an operator may have written there."""
     name = path.name
@@ -142,6 +157,23 @@ def override(path: Path, config: str) -> FoundModel:
         raise InvalidArgument(f"model '{path.name}' cannot be read: {error}") from None
 
 
+def readable_folders(paths: Sequence[Path]) -> list[Path]:
+    """The model folders of those repositories that can be read."""
+    gone = unreadable(paths)
+    return folders([path for path in paths if path not in gone])
+
+
+def overridden(folder: Path, config: str) -> FoundModel:
+    """The model of a folder with a client's configuration. Raises InvalidArgument, Unsupported: as the client is told."""
+    try:
+        found = override(folder, config)
+    except ServingError as error:
+        raise type(error)(load_errors.given_error(folder.name, error.message)) from None
+    if not found.chosen:
+        raise InvalidArgument(load_errors.no_version_error(folder.name))
+    return found
+
+
 def _found(path: Path, message: ModelConfig) -> FoundModel:
     name = path.name
     versions, others = _versions(path)
@@ -150,12 +182,23 @@ def _found(path: Path, message: ModelConfig) -> FoundModel:
     message.name = name
     model_checks.check(message)
     chosen = _choose(message, versions)
-    if not message.backend and chosen:
+    if not message.backend and chosen and not ensemble_checks.is_ensemble(message):
         message.backend = _guess_backend(path, message, chosen[-1])
     config = message.SerializeToString(deterministic=True)
     without_effect = tuple(model_fields.without_effect(message))
     fingerprint = _fingerprint(path, config)
-    return FoundModel(name, path, config, versions, chosen, fingerprint, without_effect=without_effect, others=others)
+    members = dict.fromkeys((step.model_name, step.model_version) for step in message.ensemble_scheduling.step)
+    return FoundModel(
+        name,
+        path,
+        config,
+        versions,
+        chosen,
+        fingerprint,
+        without_effect=without_effect,
+        others=others,
+        members=tuple(members),
+    )
 
 
 def _versions(path: Path) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -184,7 +227,11 @@ def _guess_backend(path: Path, message: ModelConfig, version: int) -> str:
     file = message.default_model_filename or "model.py"
     text = _read(path / str(version) / file, _MAX_CODE_BYTE_SIZE)
     if text is None:
-        raise InvalidArgument(f"it names no backend, and version {version} has no {file} to tell it from")
+        if artifact_files.programs(path / str(version)):
+            return "jax"
+        raise InvalidArgument(
+            f"it names no backend, and version {version} has no {file} to tell it from, nor a program"
+        )
     try:
         names = set(_defined(ast.parse(text)))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:

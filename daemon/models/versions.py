@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from daemon.models.repository import FoundModel
@@ -45,6 +46,8 @@ class Version:
     wanted: bool = False
     #: If it is one of these devices'; empty: whichever it is.
     devices: tuple[str, ...] = ()
+    #: Of an ensemble: what has to be ready in a worker before it is loaded there, as in ``FoundModel``.
+    members: tuple[tuple[str, int], ...] = ()
     #: A worker died with its Load unanswered, so it is loaded alone from now on: then a death is its own.
     suspect: bool = False
     #: Workers that died while it alone was loading.
@@ -81,6 +84,7 @@ class Version:
             described.repeatable,
             described.sticky,
             described.streams,
+            described.joins,
         )
 
 
@@ -104,3 +108,25 @@ class Model:
     fingerprint: str = ""
     #: Versions that the last load asked for.
     chosen: tuple[int, ...] = ()
+
+
+def has_members(models: Mapping[str, Model], version: Version, worker: int) -> bool:
+    """Whether everything that an ensemble is made of is ready in that worker."""
+    return all(any(worker in one.ready for one in _named(models, *member)) for member in version.members)
+
+
+def awaits(models: Mapping[str, Model], version: Version) -> bool:
+    """Whether a worker owes an answer to its Load, or is to get it as soon as others have answered."""
+    return bool(version.loading) or any(
+        all(
+            any(worker in (*one.ready, *one.loading, *one.postponed) for one in _named(models, *member))
+            for member in version.members
+        )
+        for worker in version.postponed
+    )
+
+
+def _named(models: Mapping[str, Model], name: str, number: int) -> list[Version]:
+    """A version, or with -1 all of that name."""
+    versions = models[name].versions if name in models else {}
+    return [version for n, version in versions.items() if number in (-1, n)]

@@ -133,7 +133,7 @@ class ControlSocket:
 def _operation(question: Question) -> Operation:
     match question.command:
         case "models":
-            return RepositoryIndex()
+            return RepositoryIndex(detailed=True)
         case "load":
             return LoadModel(question.name, question.config)
         case "unload":

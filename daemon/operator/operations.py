@@ -16,10 +16,11 @@ from daemon.regions.region_registry import RegionRegistry
 from daemon.tracing.trace_settings import TraceSettings
 from shm import descriptors
 from shm.control_records import Call, Reply
-from shm.errors import Internal, InvalidArgument, ServingError, Unavailable
+from shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
 from shm.operations import (
     FAILED,
     LoadModel,
+    ModelReady,
     ModelStatistics,
     Operation,
     Peer,
@@ -71,6 +72,12 @@ class Operations:
             _log.exception("%s failed", type(operation).__name__)
             return Reply(call_id, Internal.code, FAILED)
 
+    async def reply_to_model(self, call: Call) -> Reply:
+        """As ``reply``, to a worker whose model asks."""
+        if isinstance(call.operation, LoadModel | UnloadModel | ModelReady):
+            return await self.reply(call)
+        return Reply(call.call_id, Unsupported.code, f"a model may not ask for {type(call.operation).__name__}")
+
     async def answer(self, operation: Operation, peer: Peer, end: int = -1) -> bytes:
         """The result, JSON or empty. Every front acts upon whatever it tells of: the next request may come to any of them.
 
@@ -91,11 +98,14 @@ class Operations:
     async def _carry_out(self, operation: Operation, peer: Peer, end: int) -> bytes:
         match operation:
             case LoadModel():
-                await self._models.load(operation)
-            case UnloadModel(name):
-                self._models.unload(name)
-            case RepositoryIndex(ready):
-                return msgspec.json.encode(await self._models.index(ready))
+                with self._models.ensembles.waits.waiting(operation.within, operation.name):
+                    await self._models.load(operation)
+            case ModelReady(name, version):
+                return msgspec.json.encode(self._models.lifecycle.is_ready(name, version))
+            case UnloadModel(name, dependents):
+                self._models.unload(name, dependents)
+            case RepositoryIndex(ready, detailed):
+                return msgspec.json.encode(await self._models.index(ready, detailed))
             case ModelStatistics():
                 return await self._statistics(operation)
             case RegisterSystemRegion() | RegisterCudaRegion():

@@ -30,7 +30,7 @@ from shm.errors import Unavailable, from_code
 from shm.operations import Operation
 from shm.progress import Loading
 from shm.record import Record, decoder
-from shm.sequence_page import SequencePage
+from shm.sequence_page import SequencePage, SequenceState
 from shm.status_page import StatusPage
 
 _log = logging.getLogger(__name__)
@@ -254,6 +254,8 @@ class Worker(Child):
         self.page: StatusPage | None = None
         #: What fronts look for its sequences in.
         self.sequences: SequencePage | None = None
+        #: How many had begun there when it died.
+        self.lost_sequences = 0
         #: Loads without an answer in their order, which is that in which it loads: name and version.
         self.owed: list[tuple[str, int]] = []
         #: Since when it has answered none (ns).
@@ -279,15 +281,11 @@ class Worker(Child):
         self.load_progress_ns = time.monotonic_ns()
 
     def describe_load(self) -> str:
-        """``loading digits``, ``compiling digits 3/16``; "": it loads nothing."""
+        """``loading digits, 2 s``, ``compiling digits 3/16, 1 from the cache, 4 s``; "": it loads nothing."""
         if not self.owed:
             return ""
-        at = self.loading
-        return (
-            f"compiling {at.name} {at.number}/{at.total}"
-            if at is not None and at.total
-            else f"loading {self.owed[0][0]}"
-        )
+        seconds = (time.monotonic_ns() - self.load_progress_ns) / 1e9
+        return f"{self.loading or Loading(*self.owed[0])}, {seconds:.0f} s"
 
     async def call(self, operation: Operation, *fds: int) -> tuple[bytes, list[int]]:
         """Asks and waits: the result and the descriptors that came with it, which the caller then owns.
@@ -322,6 +320,9 @@ class Worker(Child):
         for waiting in self._calls.values():
             if not waiting.done():
                 waiting.set_exception(Unavailable(f"{self.name} stopped before it answered"))
+        if self.sequences is not None:
+            states = [state for _, state, _ in self.sequences.sequences()]
+            self.lost_sequences = states.count(SequenceState.BEGUN)
         for page in (self.page, self.sequences):
             if page is not None:
                 page.close()

@@ -33,7 +33,7 @@ class NoDevice(Exception):
 class Device:
     """One worker's device."""
 
-    #: "cpu:0", "cuda:1": the worker's ``--device``, counted from 0 over all workers.
+    #: "cpu:0", "cuda:1": the worker's ``--device``, the first of its GPUs, counted from 0 over all workers.
     name: str
     #: Variables that the worker's environment gets besides ours.
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -47,8 +47,9 @@ def find_devices(options: Workers, environment: Mapping[str, str], folder: Path 
     if options.device != "cpu":
         gpus, reason = usable_gpus(environment, folder)
         if gpus:
-            # Each worker sees its own GPU only: it cannot take memory of another one by accident.
-            return [Device(f"cuda:{i}", {_VARIABLE: gpu}) for i, gpu in enumerate(gpus)]
+            # Each worker sees its own GPUs only: it cannot take memory of another one by accident.
+            each = options.devices_per_worker
+            return [Device(f"cuda:{i}", {_VARIABLE: ",".join(gpus[i : i + each])}) for i in range(0, len(gpus), each)]
         if options.device == "cuda":
             raise NoDevice(f'workers.device is "cuda", but {reason or "no GPU is visible"}')
         if reason:

@@ -29,6 +29,8 @@ class Listener:
         #: As clients are told; None once closed.
         self.url: str | None = url(sock, protocol)
         if sock.family != socket.AF_UNIX:
+            # Connections inherit it: nobody sets it for each.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _never_pace(sock)
         # Of our making: where it is replaced meanwhile, another process owns the name now.
         self._path = path

@@ -22,6 +22,8 @@ class Shutdown:
     def __init__(self) -> None:
         #: The daemon has to stop.
         self.requested = asyncio.Event()
+        #: Of the daemon.
+        self.exit_status = 0
         #: Set by the second signal.
         self._hurry = asyncio.Event()
         #: Set whenever a child has died.
@@ -31,6 +33,11 @@ class Shutdown:
         """SIGTERM or SIGINT came."""
         if self.requested.is_set():
             self._hurry.set()
+        self.requested.set()
+
+    def fail(self) -> None:
+        """The daemon has to stop, and to say that it failed."""
+        self.exit_status = 1
         self.requested.set()
 
     def child_died(self) -> None:

@@ -6,6 +6,7 @@ start ─▶ ChildReady with the status page ─▶ joined ─▶ Loaded, Unload
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from daemon.processes.child import Worker
 from daemon.processes.devices import Device
 from daemon.processes.missing_parts import MissingParts
 from shm import descriptors
-from shm.control_records import ChildReady, Loaded, Reply, Unloaded
+from shm.control_records import Call, ChildReady, Loaded, Reply, Unloaded
 from shm.errors import InvalidArgument
 from shm.progress import Loading
 from shm.sequence_page import SequencePage
@@ -26,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class WorkerPool:
-    """Owns the processes. ``joined`` and ``died`` hear of each, ``answered`` of every Loaded and Unloaded."""
+    """Owns the processes. ``joined`` and ``died`` hear of each, ``answered`` of every Loading, Loaded and Unloaded."""
 
     def __init__(
         self,
@@ -34,18 +35,22 @@ class WorkerPool:
         options: Callable[[], Options],
         incarnation: Callable[[], int],
         joined: Callable[[Worker], None],
-        answered: Callable[[Worker, Loaded | Unloaded], None],
+        answered: Callable[[Worker, Loading | Loaded | Unloaded], None],
+        asked: Callable[[Worker, Call], None],
         died: Callable[[Worker, Device], None],
     ) -> None:
-        """``program`` as ``python -m`` takes it. ``options()`` are those in force."""
+        """``program`` as ``python -m`` takes it. ``options()`` are those in force. ``asked`` hears what models want."""
         self.by_incarnation: dict[int, Worker] = {}
         #: Name of every post, whether it is filled now or not -> its device.
         self.posts: dict[str, str] = {}
+        #: Name of a post -> sequences that had begun on the workers that died there.
+        self.lost_sequences: Counter[str] = Counter()
         self._program = program
         self._options = options
         self._incarnation = incarnation
         self._joined = joined
         self._answered = answered
+        self._asked = asked
         self._died = died
         self._missing = MissingParts()
 
@@ -66,6 +71,7 @@ class WorkerPool:
 
         def exited(worker: Worker) -> None:
             del self.by_incarnation[worker.incarnation]
+            self.lost_sequences[name] += worker.lost_sequences
             self._died(worker, device)
 
         worker = Worker(self._program, name, self._incarnation(), device.name, self._received, exited)
@@ -95,8 +101,11 @@ class WorkerPool:
                 self._answered(worker, record)
             case Loading():
                 worker.loading = record
+                self._answered(worker, record)
             case Unloaded():
                 self._answered(worker, record)
+            case Call():
+                self._asked(worker, record)
         return descriptors.close(fds)
 
     def _reported(self, worker: Worker, record: ChildReady, fds: list[int]) -> None:

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Hashable
 
 from config.options import Arenas
-from shm.operations import Peer
 
 #: Kinds of requests that are remembered of one client.
 _MAX_BULKY = 1024
@@ -136,9 +135,8 @@ class Accounts:
         #: How many are looked through for those that are gone.
         self._many = _MANY
 
-    def open(self, peer: Peer) -> Account:
-        """For a new connection."""
-        owner = peer.owner
+    def open(self, owner: str) -> Account:
+        """For a new connection of a client, told as ``Peer.owner`` tells it."""
         client = self._clients.get(owner)
         if client is None:
             self._forget_gone()

@@ -108,7 +108,6 @@ class ArenaSpace:
         """Takes back one that was not submitted, or whose request is done, and serves who waits. Harmless a second time."""
         account = lease.holder
         if account is not None:
-            assert isinstance(account, Account)
             lease.holder = None
             byte_size = lease.place.byte_size
             account.requests -= byte_size

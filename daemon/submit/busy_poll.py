@@ -9,7 +9,6 @@ which ``shm.spin`` finds out.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Sized
 from time import monotonic_ns
 from typing import TypeVar
@@ -18,36 +17,51 @@ from shm.spin import Spin
 
 #: Four connections gain from it; sixteen keep a front busy by themselves.
 _FEW = 4
+#: So many requests, one after the other, are one client's that waits for each.
+_MANY = 16
 
 T = TypeVar("T")
 
 
 class BusyPoll:
-    """One per front. ``in_flight``: the requests that are; ``limit_ns`` 0: it always sleeps."""
+    """One per front. ``spin`` decides; ``in_flight``: the requests that are."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, limit_ns: int, in_flight: Sized) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, spin: Spin, in_flight: Sized) -> None:
         self._loop = loop
-        self._spin = Spin(limit_ns)
+        self._spin = spin
         self._in_flight = in_flight
         self._until_ns = 0
+        #: Requests that were the only one since there were several.
+        self._lone = 0
         self._turning = False
 
     def flushed(self) -> None:
         """Requests were sent: the loop does not sleep for a moment, or until they are answered."""
-        if 0 < len(self._in_flight) <= _FEW:
-            self._until_ns = self._spin.begin(monotonic_ns())
-            if self._until_ns and not self._turning:
-                self._turning = True
-                self._loop.call_soon(self._turn)
+        if count := len(self._in_flight):
+            self._lone = 0
+            if count <= _FEW:
+                self._begin()
 
     def look(self, receive: Callable[[T], bool], worker: T) -> None:
         """The only request in flight was sent: for a moment nothing but the answer of its worker is looked for.
 
+        Where there were others lately the loop turns instead: another one, or a new connection, may come meanwhile.
+
         receive: takes it if it is there; False: it cannot come.
         """
-        until_ns = self._spin.begin(monotonic_ns())
-        while until_ns and monotonic_ns() < until_ns and len(self._in_flight) == 1 and receive(worker):
-            os.sched_yield()
+        self._lone += 1
+        if self._lone < _MANY:
+            return self._begin()
+        until_ns = self._spin.begin(now_ns := monotonic_ns())
+        while now_ns < until_ns and len(self._in_flight) == 1 and receive(worker):
+            now_ns = self._spin.give_way()
+        return None
+
+    def _begin(self) -> None:
+        self._until_ns = self._spin.begin(monotonic_ns())
+        if self._until_ns and not self._turning:
+            self._turning = True
+            self._loop.call_soon(self._turn)
 
     def answered(self) -> None:
         """Answers came; call before they are counted as such."""
@@ -56,8 +70,7 @@ class BusyPoll:
 
     def _turn(self) -> None:
         # The callback is what keeps the loop from sleeping: it looks at every descriptor between two of them.
-        if 0 < len(self._in_flight) <= _FEW and monotonic_ns() < self._until_ns:
-            os.sched_yield()
+        if 0 < len(self._in_flight) <= _FEW and self._spin.give_way() < self._until_ns:
             self._loop.call_soon(self._turn)
         else:
             self._turning = False

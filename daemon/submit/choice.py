@@ -1,8 +1,8 @@
 """Which worker a request goes to: of those that have its model and its regions, the one with the fewest requests in flight.
 
 What requests of a form can be run by is remembered until anything changes that it depends on: the table of models, the places of
-regions, the lanes. Of a model that keeps sequences nothing is remembered: each request goes to the worker that has its own
-(``daemon.submit.routing``).
+regions, the lanes. Of one of a model that keeps sequences that alone is remembered: each request goes to the worker that has
+its sequence (``daemon.submit.routing``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from daemon.submit.model_table import ModelTable
 from daemon.submit.pending import Pending, Worker
 from daemon.submit.region_places import RegionPlaces
-from daemon.submit.routing import Routing, lost
+from daemon.submit.routing import Routing, SequencedModel, lost
 from shm.control_records import ModelGone, ModelState, RegionPlace
 from shm.errors import InvalidArgument, NotFound, Unavailable
 from shm.forms import MAX_FORMS, Form
@@ -40,6 +40,12 @@ class Choice:
         self._routing = Routing(in_flight, self._workers, _LOST * max_sequences)
         #: Whoever looks here finds some, or nothing.
         self.remembered: dict[Form[Submit] | None, tuple[Worker, ...]] = {}
+        #: Of forms of a model that keeps sequences: which one it is.
+        self._sequenced: dict[Form[Submit] | None, SequencedModel] = {}
+
+    def _forget(self) -> None:
+        self.remembered.clear()
+        self._sequenced.clear()
 
     @property
     def workers(self) -> dict[int, Worker]:
@@ -49,12 +55,12 @@ class Choice:
     def add(self, worker: Worker) -> None:
         """Its lane is open."""
         self._workers[worker.incarnation] = worker
-        self.remembered.clear()
+        self._forget()
 
     def close(self, worker: Worker) -> None:
         """Nothing is sent to it any more."""
         worker.closed = True
-        self.remembered.clear()
+        self._forget()
 
     def bury(self, worker: Worker) -> dict[int, Unavailable]:
         """It is fenced, so its requests have none. Returns which are lost with their sequences, by id, and their answers."""
@@ -75,12 +81,12 @@ class Choice:
             )
         else:
             self._table.remove(state)
-        self.remembered.clear()
+        self._forget()
 
     def region_placed(self, place: RegionPlace) -> None:
         """Requests that name the region go to that device from now on."""
         self._places.update(place)
-        self.remembered.clear()
+        self._forget()
 
     def find(self, pending: Pending) -> Worker | None:
         """The one for that request; None: there is none now.
@@ -88,13 +94,22 @@ class Choice:
         Raises: NotFound: there is no such model.  InvalidArgument: it names regions of two GPUs, or of another one than its
           sequence is on.  Unavailable: its sequence was lost.
         """
-        submit, form = pending.submit, pending.form
+        form = pending.form
+        sequenced = self._sequenced.get(form)
+        if sequenced is not None and pending.record.sequence_id:
+            return self._routing.find(pending, sequenced, "")
+        submit = pending.submit
         state = self._table.find(submit.model, submit.version)
         device = self._places.device_of(submit) if self._places else ""
         if state.sticky:
             # A request of no sequence goes anywhere, to be refused.
             if pending.record.sequence_id:
-                return self._routing.find(pending, state, device)
+                sequenced = self._routing.model(state)
+                if form is not None and not self._places:
+                    if len(self._sequenced) >= MAX_FORMS:
+                        self._sequenced.clear()
+                    self._sequenced[form] = sequenced
+                return self._routing.find(pending, sequenced, device)
             form = None
         workers: list[Worker] = []
         for incarnation in state.workers:
@@ -114,6 +129,11 @@ class Choice:
         with contextlib.suppress(NotFound):
             return self._table.find(submit.model, submit.version)
         return None
+
+    def is_step(self, pending: Pending) -> bool:
+        """Whether it belongs to a sequence that a worker has, or is to have."""
+        state = self.state_of(pending.submit)
+        return bool(pending.record.sequence_id) and state is not None and state.sticky
 
     def device_of(self, submit: Submit) -> str:
         """Where all of its regions are; "": anywhere, or nowhere."""

@@ -226,13 +226,17 @@ class Answer:
     """One good answer; its content is there until the next one is asked for."""
 
     completion: Completion
-    lane: SubmitterLane
+    #: None: nothing of it lies in an arena.
+    lane: SubmitterLane | None
 
     def content(self, tensor: Tensor) -> bytes | memoryview:
         """The bytes of an output that did not go to a region."""
         place = tensor.place
         assert not isinstance(place, RegionSlice)
-        return place.content if isinstance(place, Inline) else self.lane.view(place)
+        if isinstance(place, Inline):
+            return place.content
+        assert self.lane is not None
+        return self.lane.view(place)
 
 
 @contextlib.asynccontextmanager
@@ -268,7 +272,7 @@ async def _iterate(
                 if completion.final:
                     raise error
                 yield error
-            elif lane is not None and (completion.outputs or not completion.final):
+            elif lane is not None and not completion.is_mark:
                 yield Answer(completion, lane)
         finally:
             _release(submitter, completion, lane)
@@ -277,5 +281,9 @@ async def _iterate(
 
 
 def _release(submitter: Submitter, completion: Completion, lane: SubmitterLane | None) -> None:
-    if lane is not None and completion.lease is not None:
+    if lane is None:
+        return
+    if not completion.final:
+        submitter.taken(lane, completion)
+    elif completion.lease is not None:
         submitter.release(lane, completion.lease)

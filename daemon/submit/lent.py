@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable
 
 from daemon.submit.accounts import Account, Client, Holdings
-from daemon.submit.pending import Pending
+from daemon.submit.pending import Pending, Worker
 from shm.arena import LeaseKey
 from shm.lane import SubmitterLane
 from shm.messages import Slice
@@ -16,13 +16,13 @@ class Lent:
     """One per front. Whoever took an answer gives its lease back; the submitter does where that met a defect."""
 
     def __init__(self) -> None:
-        #: Whose it is, and how large.
-        self._leases: dict[tuple[SubmitterLane, LeaseKey], tuple[Account, int]] = {}
+        #: Whose it is, how large, and the worker's whose it was.
+        self._leases: dict[tuple[SubmitterLane, LeaseKey], tuple[Account, int, Worker]] = {}
         self._nobody = Account(Client("nobody", sys.maxsize, (0, 0, 0)), sys.maxsize)
         #: Connections, and clients, that hold their share.
         self.full: set[Holdings] = set()
 
-    def note(self, lane: SubmitterLane, key: LeaseKey, pending: Pending | None, contents: Iterable[object]) -> bool:
+    def note(self, worker: Worker, key: LeaseKey, pending: Pending | None, contents: Iterable[object]) -> bool:
         """An answer came in a lease. True: with it its connection, or its client, holds its share.
 
         Args:
@@ -34,24 +34,25 @@ class Lent:
             if type(content) is Slice:
                 size += content.byte_size
         account = (None if pending is None else pending.account) or self._nobody
-        self._leases[lane, key] = account, size
+        self._leases[worker.lane, key] = account, size, worker
         client, account.last = account.client, size
         account.answers += size
         client.answers += size
         return account.answers >= account.limit or client.answers >= client.limit
 
-    def take_back(self, lane: SubmitterLane, key: LeaseKey) -> Account | None:
-        """Gives it to its worker with what next leaves on the lane. Returns whose it was; None: that was done before."""
+    def take_back(self, lane: SubmitterLane, key: LeaseKey) -> tuple[Account, Worker] | None:
+        """Gives it to its worker with what next leaves on the lane. Returns whose it was, and the worker; None: it is done."""
         found = self._leases.pop((lane, key), None)
         if found is None:
             return None
         lane.release(key)
-        account, byte_size = found
+        account, byte_size, worker = found
+        client = account.client
         account.answers -= byte_size
-        account.client.answers -= byte_size
+        client.answers -= byte_size
         if self.full:
-            self.full -= {each for each in (account, account.client) if each.answers < each.limit}
-        return account
+            self.full -= {each for each in (account, client) if each.answers < each.limit}
+        return account, worker
 
     def __len__(self) -> int:
         return len(self._leases)

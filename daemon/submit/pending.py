@@ -84,6 +84,8 @@ class Pending(msgspec.Struct, eq=False, kw_only=True):
     cancelled: bool = False
     #: It has an answer, which was not its last one.
     answered: bool = False
+    #: Bytes of such answers that its client has taken, since its worker was last told.
+    taken: int = 0
     #: Its worker was asked not to run it, if it has not begun: its client holds its share of answers.
     recalled: bool = False
     #: Its sequence, where its model keeps such; once it was sent, or waits to be.
@@ -99,7 +101,7 @@ class Pending(msgspec.Struct, eq=False, kw_only=True):
         raise NotImplementedError
 
     def formed(self, template: Completion, own: FormCompletion) -> None:
-        """A good answer of a form, the only one: what such answers have in common, and its own."""
+        """A good answer of a form: what such answers have in common, and its own."""
         assert self.worker is not None
         self.completed(whole_answer(template, own), self.worker.lane)
 
@@ -120,9 +122,10 @@ class Pending(msgspec.Struct, eq=False, kw_only=True):
 
         What waited for its turn was not begun. (Of sequences ``daemon.submit.routing`` decides.)
         """
-        if (was_executing or self.answered) and state is not None and not state.repeatable:
+        if self.answered or (was_executing and state is not None and state.sticky):
             return Internal("the worker process died while it executed the request, which may not be run twice")
-        if was_executing:
+        # A model with several responses may have begun it and have gone on to others.
+        if was_executing or (state is not None and state.streams):
             record = self.unform()
             strikes = record.strikes + 1
             if strikes >= _STRIKES:
@@ -130,13 +133,16 @@ class Pending(msgspec.Struct, eq=False, kw_only=True):
             self.record = msgspec.structs.replace(record, strikes=strikes)
         return None
 
-    def tell(self, completion: Completion, lane: SubmitterLane | None) -> bool:
-        """``completed``. One owner's defect costs that owner its answer, not the others in the same datagram theirs.
+    def tell(self, completion: Completion, lane: SubmitterLane | None, own: FormCompletion | None = None) -> bool:
+        """``completed``, or ``formed``. One owner's defect costs that owner its answer, not the others in the datagram theirs.
 
         Returns: False: it met a defect, and was ``undelivered`` instead.
         """
         try:
-            self.completed(completion, lane)
+            if own is None:
+                self.completed(completion, lane)
+            else:
+                self.formed(completion, own)
         except Exception:
             self.fail_delivery()
             return False

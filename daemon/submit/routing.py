@@ -32,6 +32,7 @@ _log = logging.getLogger(__name__)
 
 _MASK = (1 << 64) - 1
 _MIX = 0x9E3779B97F4A7C15
+_ENDED = int(SequenceState.ENDED)
 #: STARTs that were answered are looked for when there are so many more than requests in flight.
 _MORE_STARTS = 256
 
@@ -50,7 +51,7 @@ class Routing:
         self._in_flight = in_flight
         self._workers = workers
         self._clock = clock
-        self._models: dict[tuple[str, int], _Model] = {}
+        self._models: dict[tuple[str, int], SequencedModel] = {}
         #: The last START of each that was sent, or waits for a worker; some are answered.
         self._starts: dict[Key, Pending] = {}
         self._lost = LostSequences(most_lost)
@@ -59,19 +60,24 @@ class Routing:
         """What was known of it may not hold any more."""
         self._models.pop((name, version), None)
 
-    def find(self, pending: Pending, state: ModelState, device: str) -> Worker | None:
+    def model(self, state: ModelState) -> SequencedModel:
+        """What its requests need of a model, until it changes."""
+        return self._models.get((state.name, state.version)) or self._learn(state)
+
+    def find(self, pending: Pending, model: SequencedModel, device: str) -> Worker | None:
         """The worker for a request of a sequence. None: the one that has it cannot be asked now, or there is none.
 
         Args:
           device: where the regions of the request are; "": anywhere.
         Raises: Unavailable: it was lost.  InvalidArgument: it is on another GPU than the request's regions.
         """
-        model = self._models.get((state.name, state.version)) or self._learn(state)
-        record = pending.record
+        record, state = pending.record, model.state
         key = pending.sequence = model.keys.key(record.sequence_id)
         first = self._starts.get(key)
         if first is None or first is pending or first.record.request_id not in self._in_flight:
-            worker = self._holder(key)
+            # Of the only worker there is nothing has to be read, unless others had sequences that were lost.
+            alone = len(self._workers) == 1 and not self._lost
+            worker = (self._sole(state) if alone else None) or self._holder(key)
             if record.sequence_start:
                 self._lost.forget(key)
                 if worker is None or worker.closed:
@@ -123,12 +129,17 @@ class Routing:
 
     # ---------------------------------------------------------------------------------------------------------- choosing
 
+    def _sole(self, state: ModelState) -> Worker | None:
+        """The only worker, if it has the model."""
+        (worker,) = self._workers.values()
+        return worker if worker.incarnation in state.workers else None
+
     def _holder(self, key: Key) -> Worker | None:
         """Who has it, dead or not."""
         found, newest = None, 0
         for worker in self._workers.values():
             value = worker.sequences.value(key)
-            if value > newest and value & 3 != SequenceState.ENDED:
+            if value > newest and value & 3 != _ENDED:
                 found, newest = worker, value
         return found
 
@@ -155,8 +166,8 @@ class Routing:
             self._starts = {key: each for key, each in self._starts.items() if each.record.request_id in alive}
         self._starts[key] = start
 
-    def _learn(self, state: ModelState) -> _Model:
-        model = self._models[state.name, state.version] = _Model(state)
+    def _learn(self, state: ModelState) -> SequencedModel:
+        model = self._models[state.name, state.version] = SequencedModel(state)
         return model
 
     def __repr__(self) -> str:
@@ -213,12 +224,13 @@ class _Config(msgspec.Struct):
     sequence_batching: _Batching = msgspec.field(default_factory=_Batching)
 
 
-class _Model:
+class SequencedModel:
     """What is needed of a model for each of its requests."""
 
-    __slots__ = ("idle_seconds", "keys")
+    __slots__ = ("idle_seconds", "keys", "state")
 
     def __init__(self, state: ModelState) -> None:
+        self.state = state
         self.keys = SequenceKeys(state.name, state.version)
         config = msgspec.json.decode(state.config or b"{}", type=_Config, strict=False)
         #: After so long a silence a sequence is forgotten anyway.

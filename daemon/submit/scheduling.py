@@ -21,6 +21,11 @@ class Scheduling(NamedTuple):
     sequence_start: bool = False
     sequence_end: bool = False
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether it is one of the steps between the first and the last of a sequence."""
+        return bool(self.sequence_id) and not self.sequence_start and not self.sequence_end
+
 
 #: Of a request that says nothing of it.
 UNSCHEDULED = Scheduling()

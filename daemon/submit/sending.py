@@ -95,13 +95,14 @@ class Sending:
                 worker.dirty = False
                 if not worker.closed:
                     self._flush(worker)
-        if len(self._pending) == 1:
+        count = len(self._pending)
+        if count == 1:
             for pending in self._pending.values():
                 # A large one takes the worker longer than waking up, and it wants the processor.
                 if pending.worker is not None and not pending.leases:
                     self._busy_poll.look(self._look, pending.worker)
                 break
-        else:
+        elif count:
             self._busy_poll.flushed()
 
     def _look(self, worker: Worker) -> bool:

@@ -9,6 +9,8 @@ share. Source of the names and the JSON: Triton docs/user_guide/trace.md.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -18,7 +20,7 @@ from daemon.tracing.trace_file import TraceFiles
 from daemon.tracing.trace_settings import LEVELS
 from daemon.tracing.trace_turn import TraceTurn
 from shm.control_records import TraceChanged, TraceCleared
-from shm.messages import Completion
+from shm.messages import Completion, Timeline
 
 _TIMESTAMPS = LEVELS["TIMESTAMPS"]
 #: Ids are unique among the fronts of a daemon: the upper bits are the front's incarnation.
@@ -59,8 +61,11 @@ class Tracer:
         sampler = self._samplers.get(model) or self._samplers.get("")
         if sampler is None or not sampler.hit():
             return None
+        return Trace(self._next_id, sampler, model)
+
+    def _next_id(self) -> int:
         self._last_id += 1
-        return Trace(self._last_id, sampler, model)
+        return self._last_id
 
     def close(self) -> None:
         """Writes what was collected."""
@@ -117,15 +122,18 @@ class Sampler:
 class Trace:
     """One sampled request."""
 
-    __slots__ = ("_entries", "_id", "_model", "_sampler", "_stamps", "_version", "client_id")
+    __slots__ = ("_children", "_entries", "_id", "_model", "_next_id", "_sampler", "_stamps", "_version", "client_id")
 
-    def __init__(self, number: int, sampler: Sampler, model: str) -> None:
-        self._id = number
+    def __init__(self, next_id: Callable[[], int], sampler: Sampler, model: str) -> None:
+        self._next_id = next_id
+        self._id = next_id()
         self._sampler = sampler
         self._model = model
         self._version = -1
         self._stamps: list[tuple[int, str]] = []
         self._entries: list[dict[str, Any]] = []
+        #: Of the requests that were made for this one.
+        self._children: tuple[Timeline, ...] = ()
         #: The ``id`` of the request, once it is known.
         self.client_id = ""
 
@@ -144,26 +152,51 @@ class Trace:
         timeline = completion.trace
         if timeline is not None:
             self._stamps += [(ns, name) for name, ns in timeline.moments]
-            for tensor in timeline.tensors:
-                entry: dict[str, Any] = {
-                    "name": tensor.name,
-                    "data": tensor.content,
-                    "shape": ",".join(map(str, tensor.shape)),
-                    "dtype": tensor.datatype,
-                }
-                if tensor.truncated:
-                    entry["truncated"] = True
-                self._entries.append({"id": self._id, "activity": tensor.activity, "tensor": entry})
+            self._entries += _tensors(self._id, timeline)
+            self._children = timeline.children
         self.stamp("REQUEST_END")
 
     def end(self) -> None:
-        """Everything is known: to the file with it."""
-        head: dict[str, Any] = {"id": self._id, "model_name": self._model, "model_version": self._version}
-        if self.client_id:
-            head["request_id"] = self.client_id
-        entries = [head]
-        if self.level & _TIMESTAMPS:
-            self._stamps.sort()
-            entries += [{"id": self._id, "timestamps": [{"name": name, "ns": ns}]} for ns, name in self._stamps]
+        """Everything is known: to the file with it, and with what was made for it, each of which says whose child it is."""
+        entries = self._head(self._id, self._model, self._version)
+        entries += self._stamped(self._id, self._stamps)
         entries += self._entries
+        for child in self._children:
+            entries += self._of_child(child, self._id)
         self._sampler.write(b",".join(map(msgspec.json.encode, entries)))
+
+    def _of_child(self, child: Timeline, parent_id: int) -> list[dict[str, Any]]:
+        number = self._next_id()
+        entries = self._head(number, child.model, child.version)
+        entries[0]["parent_id"] = parent_id
+        entries += self._stamped(number, [(ns, name) for name, ns in child.moments])
+        entries += _tensors(number, child)
+        for own in child.children:
+            entries += self._of_child(own, number)
+        return entries
+
+    def _head(self, number: int, model: str, version: int) -> list[dict[str, Any]]:
+        head: dict[str, Any] = {"id": number, "model_name": model, "model_version": version}
+        return [head | {"request_id": self.client_id} if self.client_id else head]
+
+    def _stamped(self, number: int, stamps: list[tuple[int, str]]) -> list[dict[str, Any]]:
+        if not self.level & _TIMESTAMPS:
+            return []
+        return [
+            {"id": number, "timestamps": [{"name": name, "ns": ns}]} for ns, name in sorted(stamps, key=itemgetter(0))
+        ]
+
+
+def _tensors(number: int, timeline: Timeline) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = []
+    for tensor in timeline.tensors:
+        entry: dict[str, Any] = {
+            "name": tensor.name,
+            "data": tensor.content,
+            "shape": ",".join(map(str, tensor.shape)),
+            "dtype": tensor.datatype,
+        }
+        if tensor.truncated:
+            entry["truncated"] = True
+        entries.append({"id": number, "activity": tensor.activity, "tensor": entry})
+    return entries

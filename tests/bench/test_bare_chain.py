@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -41,9 +40,8 @@ def _count(address: str) -> int:
 
 
 @pytest.mark.parametrize("kind", ["process", "chain"])
-def test_requests_are_computed_and_counted(start_daemon: Callable[..., DaemonProcess], kind: str) -> None:
-    daemon = start_daemon(ROOT / "bench" / "models")
-    daemon.wait_ready()
+def test_requests_are_computed_and_counted(daemon: DaemonProcess, kind: str) -> None:
+    before = _count(daemon.url)
     command = [sys.executable, "-m", "bench.bare_chain", "0", daemon.url, "addsub", kind]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as chain:
         try:
@@ -62,16 +60,14 @@ def test_requests_are_computed_and_counted(start_daemon: Callable[..., DaemonPro
                     return _count(f"127.0.0.1:{port}") > _count(daemon.url)
 
                 wait_until(computed_here, "a request that the chain computes itself")
-                assert _count(f"127.0.0.1:{port}") == asked
+                assert _count(f"127.0.0.1:{port}") == before + asked
             finally:
                 connection.socket.close()
         finally:
             chain.terminate()
 
 
-def test_what_is_not_inference_comes_from_upstream(start_daemon: Callable[..., DaemonProcess]) -> None:
-    daemon = start_daemon(ROOT / "bench" / "models")
-    daemon.wait_ready()
+def test_what_is_not_inference_comes_from_upstream(daemon: DaemonProcess) -> None:
     command = [sys.executable, "-m", "bench.bare_chain", "0", daemon.url, "mlp", "front"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as chain:
         try:

@@ -26,9 +26,13 @@ def test_without_a_device() -> None:
     assert "skipped: there is no CUDA device here" in rows("127.0.0.1:1", environment | {"CUDA_VISIBLE_DEVICES": ""})
 
 
+#: The model that they ask.
+IDENTITY = {"repository": {"control_mode": "explicit", "load": ["identity"]}}
+
+
 def test_with_one(tmp_path: Path) -> None:
     stub = CudaStub(tmp_path)
-    with DaemonProcess(tmp_path, [ROOT / "bench" / "models"], environment=stub.environment) as daemon:
+    with DaemonProcess(tmp_path, [ROOT / "bench" / "models"], IDENTITY, environment=stub.environment) as daemon:
         daemon.wait_ready()
         printed = rows(daemon.url, os.environ | stub.environment).splitlines()
     assert [line.split()[0] for line in printed] == ["1MiB-http-cuda-c1", "16MiB-http-cuda-c1"]
@@ -39,7 +43,7 @@ def test_with_one(tmp_path: Path) -> None:
 
 def test_a_server_without_cuda(tmp_path: Path) -> None:
     stub = CudaStub(tmp_path)
-    with DaemonProcess(tmp_path, [ROOT / "bench" / "models"]) as daemon:
+    with DaemonProcess(tmp_path, [ROOT / "bench" / "models"], IDENTITY) as daemon:
         daemon.wait_ready()
         printed = rows(daemon.url, os.environ | stub.environment)
     assert "skipped: failed to register shared memory region: invalid args" in printed

@@ -20,7 +20,8 @@ from tests.daemon_process import ROOT, DaemonProcess
 def test_nothing_is_lost(protocol: str, tmp_path: Path, leaves_nothing: None) -> None:
     rows = {row.name: row for row in [*closed_loop.rows(), *grpc_connection.rows()]}
     small = rows[f"small-{protocol}-c4"]
-    with DaemonProcess(tmp_path, [ROOT / "bench" / "models"], {protocol: {"processes": 2}}) as daemon:
+    options = {protocol: {"processes": 2}, "repository": {"control_mode": "explicit", "load": ["addsub"]}}
+    with DaemonProcess(tmp_path, [ROOT / "bench" / "models"], options) as daemon:
         daemon.wait_ready()
         address = daemon.grpc_url if protocol == "grpc" else daemon.url
         server = Server(protocol, 2, daemon.pid, address, daemon.url)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -83,7 +84,13 @@ def test_a_measurement_that_is_told_to_end_takes_its_server_along(tmp_path: Path
         port = chosen.getsockname()[1]
     command = [sys.executable, "-c", _MEASUREMENT, str(port), str(tmp_path / "log")]
     with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command,
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # A run of tests in the background of a shell has SIGINT ignored, and would pass that on.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     ) as process:
         assert process.stdout is not None
         server = psutil.Process(int(process.stdout.readline()))

@@ -14,7 +14,8 @@ from tests.daemon_process import ROOT, DaemonProcess
 def test_the_access_is_what_is_said(
     start_daemon: Callable[..., DaemonProcess], capsys: pytest.CaptureFixture[str], access: str, other: str
 ) -> None:
-    daemon = start_daemon(ROOT / "bench" / "models", regions={"access": access})
+    identity = {"control_mode": "explicit", "load": ["identity"]}
+    daemon = start_daemon(ROOT / "bench" / "models", repository=identity, regions={"access": access})
     daemon.wait_ready()
     regions.check_access(daemon.url, access)
     assert f"{access}: {0 if access == 'guarded' else 32} MiB copied" in capsys.readouterr().out

@@ -53,6 +53,22 @@ def test_what_models_are_loaded_from_and_compiled_into_is_absolute(
     assert options.executables.cache_directory == f"{tmp_path}/x"
 
 
+def test_the_home_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No shell has seen what stands in a file or in a variable."""
+    monkeypatch.setenv("HOME", "/home/me")
+    text = '[repository]\npaths = ["~/models", "./~"]\n[http]\naddress = "unix:~/http.sock"\n[log]\nfile = "~/log"\n'
+    options = layers.load(toml(tmp_path, text), {"TENSORD_EXECUTABLES_CACHE_DIRECTORY": "~"})
+    assert options.repository.paths[0] == "/home/me/models"
+    assert options.repository.paths[1].endswith("/~")
+    assert options.http.address == ("unix:/home/me/http.sock",)
+    assert (options.log.file, options.executables.cache_directory) == ("/home/me/log", "/home/me")
+    unknown = (
+        "expected a path, given '~nobody-has-this-name/x', and no home directory is known for '~nobody-has-this-name'"
+    )
+    with pytest.raises(ConfigurationError, match=f"TENSORD_TRACE_FILE: trace.file: {unknown}"):
+        layers.load(None, {"TENSORD_TRACE_FILE": "~nobody-has-this-name/x"})
+
+
 def test_text_becomes_what_the_key_wants() -> None:
     options = layers.load(
         environment={

@@ -58,8 +58,7 @@ def test_checks(text: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("ensemble_scheduling { }", "ensembles are not supported yet"),
-        ('platform: "ensemble"', "platform 'ensemble' is not supported; name a backend: jax or python"),
+        ('model_repository_agents { agents { name: "checksum" } }', "no repository agents are run"),
         ('platform: "onnxruntime_onnx"', "platform 'onnxruntime_onnx' is not supported"),
     ],
 )

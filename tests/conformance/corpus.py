@@ -38,6 +38,7 @@ GROUPS = (
     "http_generate",
     "model_errors",
     "versions",
+    "ensemble",
     "statistics",
     "schedule",
     "cache_warmup",
@@ -57,12 +58,6 @@ GROUPS = (
     "profile_none",
     "profile_restricted",
 )
-
-#: What the back end does not do yet, and how a model's configuration (text format or JSON) says that it needs it.
-LATER_FEATURES = {
-    "ensembles": re.compile(r"\bensemble_scheduling\b"),
-    "decoupled models": re.compile(r"\bdecoupled\W{1,3}true\b"),
-}
 
 Case = dict[str, Any]
 #: A step of a case, or what came of it.
@@ -125,23 +120,8 @@ def profiles() -> dict[str, dict[str, Any]]:
     return found
 
 
-@cache
-def later_models() -> dict[str, str]:
-    """Models that need what comes later: name -> feature."""
-    assert FOLDER is not None
-    found = {}
-    for path in sorted((FOLDER / "models").glob("*/config.pbtxt")):
-        if feature := _later_feature(path.read_text()):
-            found[path.parent.name] = feature
-    return found
-
-
-def _later_feature(configuration: str) -> str | None:
-    return next((name for name, mark in LATER_FEATURES.items() if mark.search(configuration)), None)
-
-
 def arguments(profile: str) -> list[str]:
-    """The command line of a profile's server, without the models that come later."""
+    """The command line of a profile's server."""
     wanted = profiles()[profile]
     given: list[list[str]] = []
     for word in wanted["flags"]:
@@ -149,22 +129,8 @@ def arguments(profile: str) -> list[str]:
             given.append([word])
         else:
             given[-1].append(word)
-    given += [[f"--load-model={name}"] for name in wanted.get("load", ()) if name not in later_models()]
+    given += [[f"--load-model={name}"] for name in wanted.get("load", ())]
     return [word for flag in given for word in flag]
-
-
-def is_left_for_later(case: Case) -> str | None:
-    """Why a case cannot be replayed yet: what it needs; None when it can be."""
-    texts = []
-    for step in _steps(case.get("steps", [case])):
-        if "only_names" in step:
-            step = {key: value for key, value in step.items() if key != "expect"}
-        texts.append(json.dumps(step))
-    # An answer that lists a model which is not there yet cannot be given either, so expectations count.
-    text = "".join(texts).replace("\\", "")
-    needed = [feature for name, feature in later_models().items() if re.search(rf"(?<![\w-]){name}(?![\w-])", text)]
-    feature = needed[0] if needed else _later_feature(text)
-    return f"needs {feature}" if feature else None
 
 
 def is_inference(step: Step, answer: Step) -> bool:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tritonclient.http as httpclient
 
+from tests import kserve_package
 from tests.conformance import published
-from tests.kserve_package import InferInput, InferRequest
 from tests.protocol.tensors import TENSORS
 
 pytestmark = pytest.mark.skipif(not published.validators(), reason="no schemas: ../shared/seeds is absent")
@@ -73,7 +73,9 @@ def region_output() -> httpclient.InferRequestedOutput:
             id="parameters",
         ),
         pytest.param(
-            lambda: InferRequest("m", [InferInput("x", [2], "INT32", data=[1, 2])], parameters={"k": "v"}).to_rest()[0],
+            lambda: kserve_package.InferRequest(
+                "m", [kserve_package.InferInput("x", [2], "INT32", data=[1, 2])], parameters={"k": "v"}
+            ).to_rest()[0],
             id="kserve",
         ),
     ],

@@ -18,6 +18,9 @@ import pytest
 from tests.conformance import corpus, differences, published
 from tests.daemon_process import PATIENCE, DaemonProcess
 
+#: Groups whose answers depend on what came before, through whichever front.
+SHARED = ("schedule", "cache_warmup", "sequence")
+
 pytestmark = pytest.mark.skipif(
     corpus.FOLDER is None, reason="no recordings: ../shared/conformance is absent and TENSORD_CONFORMANCE is not set"
 )
@@ -26,9 +29,18 @@ pytestmark = pytest.mark.skipif(
 class Replay:
     """The daemons, started when a case first needs them, and what came of the cases so far."""
 
-    def __init__(self, folders: pytest.TempPathFactory, running: contextlib.ExitStack) -> None:
+    def __init__(
+        self, folders: pytest.TempPathFactory, running: contextlib.ExitStack, fronts: int = 1, workers: int = 1
+    ) -> None:
+        """``fronts``: of each protocol."""
         self._folders = folders
         self._running = running
+        self._options: dict[str, dict[str, Any]] = {
+            # The recorded server compressed whatever a client accepts; here that is the operator's choice.
+            "http": {"response_compression": "low", "processes": fronts},
+            "grpc": {"processes": fronts},
+            "workers": {"cpu": workers},
+        }
         #: Profile -> the replayer, at its daemon.
         self._runners: dict[str, Any] = {}
         #: Cases that were replayed -> lines that no rule excuses.
@@ -61,9 +73,7 @@ class Replay:
     def _start(self, profile: str) -> Any:
         assert corpus.FOLDER is not None
         folder, models = self._folders.mktemp(profile), corpus.FOLDER / "models"
-        # The recorded server compressed whatever a client accepts; here that is the operator's choice.
-        options = {"http": {"response_compression": "low"}}
-        daemon = DaemonProcess(folder, [models], options, corpus.arguments(profile))
+        daemon = DaemonProcess(folder, [models], self._options, corpus.arguments(profile))
         self._running.enter_context(daemon)
         daemon.wait_log(r"supervisor\W+(not )?ready: ")
         runner = corpus.replayer().Runner(daemon.url, daemon.grpc_url, daemon.metrics_url)
@@ -95,11 +105,42 @@ def replay(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
         yield Replay(tmp_path_factory, running)
 
 
-@pytest.mark.parametrize("case", corpus.cases(), ids=lambda case: f"{case['group']}-{case['id']}")
+@pytest.fixture(scope="module")
+def two_fronts(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replay]:
+    with contextlib.ExitStack() as running:
+        yield Replay(tmp_path_factory, running, fronts=2)
+
+
+@pytest.fixture(scope="module")
+def two_workers(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replay]:
+    with contextlib.ExitStack() as running:
+        yield Replay(tmp_path_factory, running, fronts=2, workers=2)
+
+
+def named(case: corpus.Case) -> str:
+    return f"{case['group']}-{case['id']}"
+
+
+@pytest.mark.parametrize("case", corpus.cases(), ids=named)
 def test_recorded_case(case: corpus.Case, replay: Replay) -> None:
+    judge(case, replay)
+
+
+@pytest.mark.parametrize("case", [case for case in corpus.cases() if case["group"] in SHARED], ids=named)
+def test_recorded_case_with_two_fronts(case: corpus.Case, two_fronts: Replay) -> None:
+    """What is queued, kept or begun by one front is known to the other."""
+    judge(case, two_fronts)
+
+
+@pytest.mark.parametrize("case", [case for case in corpus.cases() if case["group"] == "sequence"], ids=named)
+def test_recorded_sequence_with_two_workers(case: corpus.Case, two_workers: Replay) -> None:
+    """Wherever a sequence is, its requests find it."""
+    judge(case, two_workers)
+
+
+def judge(case: corpus.Case, replay: Replay) -> None:
+    """Replays a case, and fails where its answers differ from what was recorded or is documented."""
     name = case["id"]
-    if later := corpus.is_left_for_later(case):
-        pytest.skip(later)
     found = replay.differences(case)
     listed = differences.read().of_case(name)
     if listed:
@@ -112,7 +153,7 @@ def test_recorded_case(case: corpus.Case, replay: Replay) -> None:
 
 def test_every_listed_difference_is_one(replay: Replay) -> None:
     """Globs and rules: nothing is excused that does not happen. Judged when every case was replayed."""
-    replayable = {case["id"] for case in corpus.cases() if not corpus.is_left_for_later(case)}
+    replayable = {case["id"] for case in corpus.cases()}
     if replay.outcomes.keys() != replayable:
         pytest.skip("only some of the cases were replayed")
     table = differences.read()

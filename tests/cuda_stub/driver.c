@@ -55,7 +55,7 @@ typedef struct { char bytes[16]; } CUuuid;
 typedef struct { char magic[8]; int32_t owner; uint32_t id; } handle_t;
 typedef struct { uint64_t byte_size; int32_t device, freed; } control_t;
 
-typedef struct { uint64_t locked, registered, locked_copied, other_copied, violations; } host_t;
+typedef struct { uint64_t locked, registered, locked_copied, other_copied, violations, queued, waited; } host_t;
 
 typedef struct allocation {
     char *base;
@@ -578,6 +578,8 @@ static void *run(void *argument) {
 static CUresult put(stream_t *stream, task_t task) {
     task_t *made = malloc(sizeof *made);
     *made = task;
+    if (task.kind == COPY || task.kind == FILL)
+        __atomic_fetch_add(&host->queued, 1, __ATOMIC_RELAXED);
     made->next = NULL;
     pthread_mutex_lock(&lock);
     if (stream->first)
@@ -613,6 +615,7 @@ API CUresult cuStreamDestroy_v2(stream_t *stream) {
 }
 API CUresult cuStreamSynchronize(stream_t *stream) {
     ENTER_CONTEXT;
+    __atomic_fetch_add(&host->waited, 1, __ATOMIC_RELAXED);
     pthread_mutex_lock(&lock);
     while (stream && (stream->first || stream->busy))
         pthread_cond_wait(&changed, &lock);

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.run_folder import only_one
+
 
 class HostMemory(NamedTuple):
     """Of one process, in bytes where nothing else is said."""
@@ -27,6 +29,31 @@ class HostMemory(NamedTuple):
     other_copied: int
     #: How often memory was unmapped before it was unregistered.
     violations: int
+    #: Copies and fills that were queued, and how often a stream was waited for.
+    queued: int
+    waited: int
+
+
+def _library() -> Path:
+    """Compiled once for all processes of a run, with the management library and JAX's plugin beside it."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler: the stand-in for the CUDA driver cannot be built")
+    warnings = ("-Wall", "-Wextra", "-Werror")
+    options = ("-O1", "-std=gnu11", *warnings, "-shared", "-fPIC", "-fvisibility=hidden")
+    here = Path(__file__).parent
+    with only_one("cuda") as folder:
+        plugin = folder / "plugins" / "jax_plugins" / "xla_cuda_stub.py"
+        if not plugin.exists():
+            plugin.parent.mkdir(parents=True)
+            shutil.copy(here / "plugin.py", plugin)
+        for source, name in (("nvml.c", "libnvidia-ml.so.1"), ("driver.c", "libcuda.so.1")):
+            library, made = folder / name, folder / "made.so"
+            if not library.exists():
+                command = [compiler, *options, f"-Wl,-soname,{name}", "-o", str(made), str(here / source)]
+                subprocess.run([*command, "-lpthread", "-ldl"], check=True)
+                made.rename(library)
+    return library
 
 
 class CudaStub:
@@ -34,37 +61,12 @@ class CudaStub:
 
     def __init__(self, folder: Path, devices: int = 1, delay_us: int = 0) -> None:
         """``delay_us``: how long every queued copy takes. Device memory is out of reach for host code."""
-        compiler = shutil.which("cc") or shutil.which("gcc")
-        if compiler is None:
-            pytest.skip("no C compiler: the stand-in for the CUDA driver cannot be built")
-        libraries, self.folder = folder / "lib", folder / "devices"
-        libraries.mkdir()
+        self.library, self.folder = _library(), folder / "devices"
         self.folder.mkdir()
-        self.library = libraries / "libcuda.so.1"
-        subprocess.run(
-            [
-                *(
-                    compiler,
-                    "-O1",
-                    "-std=gnu11",
-                    "-Wall",
-                    "-Wextra",
-                    "-Werror",
-                    "-shared",
-                    "-fPIC",
-                    "-fvisibility=hidden",
-                ),
-                *("-Wl,-soname,libcuda.so.1", "-o", str(self.library), str(Path(__file__).parent / "driver.c")),
-                *("-lpthread", "-ldl"),
-            ],
-            check=True,
-        )
         #: On the path of a process, JAX finds its plugin there.
-        self.plugins = folder / "plugins"
-        (self.plugins / "jax_plugins").mkdir(parents=True)
-        shutil.copy(Path(__file__).parent / "plugin.py", self.plugins / "jax_plugins" / "xla_cuda_stub.py")
+        self.plugins = self.library.parent / "plugins"
         self.environment = {
-            "LD_LIBRARY_PATH": str(libraries),
+            "LD_LIBRARY_PATH": str(self.library.parent),
             "CUDA_STUB_DIR": str(self.folder),
             "CUDA_STUB_DEVICES": str(devices),
             "CUDA_STUB_DELAY_US": str(delay_us),
@@ -97,6 +99,16 @@ class CudaStub:
         written = self.folder / "fail.new"
         written.write_text(f"{function} {code} {after}")
         written.rename(self.folder / "fail")
+
+    def meets(self, device: int, kind: int, number: int = 0) -> None:
+        """Tells whoever watches the devices of an event of NVML's: 8 is an XID with that number, 2 an error of two bits."""
+        written = self.folder / "nvml-event.new"
+        written.write_text(f"{device} {kind} {number}")
+        written.rename(self.folder / "nvml-event")
+
+    def lose(self, device: int) -> None:
+        """It has fallen off the bus, for whoever watches the devices."""
+        (self.folder / "nvml-gone").write_text(str(device))
 
     @property
     def failed(self) -> bool:
@@ -137,7 +149,7 @@ class CudaStub:
     def host(self, pid: int) -> HostMemory:
         """What a process that uses the driver does with host memory."""
         with (self.folder / f"host-{pid}").open("rb") as file:
-            return HostMemory(*struct.unpack("<5Q", file.read(40)))
+            return HostMemory(*struct.unpack("<7Q", file.read(56)))
 
     @property
     def allocations(self) -> int:

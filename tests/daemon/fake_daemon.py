@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from tests import prepared
 from tests.daemon_process import end_group, has_ended
 
 ROOT = Path(__file__).parent.parent.parent
@@ -70,6 +71,7 @@ class FakeDaemon:
     """``tests.daemon.serve_fakes`` as a child process."""
 
     def __init__(self, folder: Path, options: dict[str, dict[str, Any]], environment: dict[str, str] | None = None):
+        """``environment``: variables besides those of this process; with any, even none, it is no forked one."""
         self.file = folder / "tensord.toml"
         self.control = folder / "control.sock"
         self.sections: dict[str, dict[str, Any]] = {
@@ -85,15 +87,20 @@ class FakeDaemon:
             self.sections.setdefault(section, {}).update(values)
         self.write_config()
         self._lines: list[str] = []
-        variables = {k: v for k, v in os.environ.items() if not k.startswith("TENSORD_")} | (environment or {})
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.daemon.serve_fakes", str(self.file)],
-            cwd=ROOT,
-            env=variables,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        words = ["tests.daemon.serve_fakes", str(self.file)]
+        self.process: prepared.Process | subprocess.Popen[str]
+        if environment is None:
+            variables = {k: v for k, v in os.environ.items() if not k.startswith("TENSORD_")}
+            self.process = prepared.start(words, environment=variables, new_session=True, read_errors=True)
+        else:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *words],
+                cwd=ROOT,
+                env={k: v for k, v in os.environ.items() if not k.startswith("TENSORD_")} | environment,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 

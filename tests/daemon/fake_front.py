@@ -14,6 +14,7 @@ import msgspec
 from daemon.control.channel import ControlChannel
 from daemon.control.tally import Seat, Tally
 from daemon.front.acceptor import Acceptor
+from daemon.front.socket_watch import SocketWatch
 from shm import stack_report
 from shm.channel import Channel
 from shm.control_records import (
@@ -83,7 +84,8 @@ class FakeFront:
         serving = asyncio.create_task(self.serving.wait())
         await asyncio.wait((done, serving), return_when=asyncio.FIRST_COMPLETED)
         serving.cancel()
-        acceptor = Acceptor(self.listeners, self.seat, self.connected)
+        sockets = SocketWatch()
+        acceptor = Acceptor(self.listeners, self.seat, lambda socket, _: sockets.open(socket, self.connected()))
         if self.serving.is_set():
             acceptor.start()
         await done

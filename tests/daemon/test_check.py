@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,8 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import prepared
 from tests.daemon_process import ROOT, DaemonProcess, wait_until
-from tests.repositories import scale_model, write_model
+from tests.repositories import ensemble, scale_model, write_model
 
 DECLARED = """
 inputs = {"x": "FP32[4]"}
@@ -98,9 +100,28 @@ MODELS: dict[str, tuple[str, str, str]] = {
         "",
         "is computed as INT32[4], declared as FP32[4]",
     ),
-    "other_input": (applies('{"y": inputs["z"]}'), "", "KeyError"),
+    "other_input": (
+        applies('{"y": inputs["z"]}'),
+        "",
+        "apply failed with KeyError('z'); the inputs of the model are: 'x'",
+    ),
+    "no_inputs": (
+        applies('{"y": inputs["x"]}', 'outputs = {"y": "FP32[4]"}\n'),
+        "",
+        "the inputs of the model are: none",
+    ),
+    "buckets_without_a_batch": (
+        DECLARED + "batch_buckets = (1, 2)\n" + GOOD,
+        "",
+        "batch_buckets are given, but max_batch_size is 0: it has no batch dimension",
+    ),
+    "configured_buckets_without_a_batch": (
+        DECLARED + GOOD,
+        'parameters { key: "batch_buckets" value { string_value: "1,2" } }',
+        "batch_buckets are given, but max_batch_size is 0: it has no batch dimension",
+    ),
     "no_such_datatype": (DECLARED.replace("FP32[4]", "FLOAT[4]", 1) + GOOD, "", "FLOAT"),
-    "declares_nothing": (GOOD, "", "KeyError"),
+    "declares_nothing": (GOOD, "", "no outputs are declared, neither in model.py, as in outputs = "),
     "other_than_configured": (DECLARED + GOOD, IO.replace("dims: [4]", "dims: [5]", 1), "x"),
     "unknown_field": (DECLARED + GOOD, "nonsense: 1", "line 1, column 1"),
     "not_text": (DECLARED + GOOD, "input [", "line"),
@@ -112,13 +133,7 @@ MODELS: dict[str, tuple[str, str, str]] = {
 
 def tensord_check(*arguments: str) -> tuple[int, dict[str, str], dict[str, str]]:
     """Exit status, the good models with their versions, the bad ones with the reason."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tensord", "check", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = prepared.run(["tensord", "check", *arguments])
     assert "Traceback" not in done.stderr, done.stderr
     good, bad = (
         {k: v for k, _, v in (line.partition(": ") for line in out.splitlines())} for out in (done.stdout, done.stderr)
@@ -128,10 +143,34 @@ def tensord_check(*arguments: str) -> tuple[int, dict[str, str], dict[str, str]]
     return done.returncode, good, bad
 
 
-def test_every_model_of_the_table(tmp_path: Path, start_daemon: Callable[..., DaemonProcess]) -> None:
-    """And the daemon serves those that are good, and no other."""
-    for name, (source, config, _) in MODELS.items():
-        write_model(tmp_path / "models", name, source, config)
+#: Each is tried in a process of its own: one for every way in which that may end, and one for each stage of a load.
+CHECKED = (
+    *(
+        "plain",
+        "batched",
+        "triton",
+        "syntax_error",
+        "neither",
+        "initialize_raises",
+        "create_raises",
+        "leaves_at_import",
+    ),
+    *(
+        "exits_at_import",
+        "crashes_at_import",
+        "is_killed",
+        "ends_its_group",
+        "other_shape",
+        "unknown_field",
+        "chooses_none",
+    ),
+)
+
+
+def test_models_of_the_table(tmp_path: Path, start_daemon: Callable[..., DaemonProcess]) -> None:
+    """The daemon says the same of all of them, and serves those that are good and no other."""
+    for name in CHECKED:
+        write_model(tmp_path / "models", name, *MODELS[name][:2])
     (tmp_path / "models" / "empty").mkdir()
     (tmp_path / "models" / "empty_version" / "1").mkdir(parents=True)
     (tmp_path / "models" / "named_versions" / "v1").mkdir(parents=True)
@@ -148,10 +187,12 @@ def test_every_model_of_the_table(tmp_path: Path, start_daemon: Callable[..., Da
         "named_versions": "it has no version folder, which is a whole number from 1 ('v1': none)",
         "twice": "model appears in two or more repositories",
     }
-    assert bad.keys() == expected.keys()
+    assert bad.keys() == expected.keys() - (MODELS.keys() - set(CHECKED))
     assert {name: reason for name, reason in bad.items() if expected[name] not in reason} == {}
-    assert good == dict.fromkeys(MODELS.keys() - expected.keys() | {"and_a_name"}, "version 1")
+    assert good == dict.fromkeys({"plain", "batched", "triton", "and_a_name"}, "version 1")
 
+    for name in MODELS.keys() - set(CHECKED):
+        write_model(tmp_path / "models", name, *MODELS[name][:2])
     # Those that end their process are tested where they do so; here they would only make everybody wait.
     for name in ("exits_at_import", "crashes_at_import", "is_killed", "ends_its_group"):
         (tmp_path / "models" / name).rename(tmp_path / name)
@@ -160,7 +201,9 @@ def test_every_model_of_the_table(tmp_path: Path, start_daemon: Callable[..., Da
     daemon.wait_log("ready: ")
     index = json.loads(daemon.request("POST", "/v2/repository/index", b"")[1])
     assert {entry["name"] for entry in index if entry["state"] == "READY"} == good.keys()
-    assert {entry["name"] for entry in index if entry.get("reason")} == expected.keys()
+    reasons = {entry["name"]: entry["reason"] for entry in index if entry.get("reason")}
+    assert reasons.keys() == expected.keys()
+    assert {name: reason for name, reason in reasons.items() if expected[name] not in reason} == {}
 
 
 def test_one_that_never_ends(tmp_path: Path) -> None:
@@ -172,10 +215,10 @@ def test_one_that_never_ends(tmp_path: Path) -> None:
         DECLARED
         + GOOD
         + f"""
-import pathlib, subprocess
+import pathlib, subprocess, time
 pathlib.Path({str(child)!r}).write_text(str(subprocess.Popen(["sleep", "600"]).pid))
 while True:
-    pass
+    time.sleep(1)
 """,
     )
     scale_model(tmp_path / "models")
@@ -200,6 +243,33 @@ def test_which_version(tmp_path: Path) -> None:
     assert bad["m"].endswith("version 3: its process was killed by SIGABRT while loading it")
 
 
+def test_what_is_without_effect(tmp_path: Path) -> None:
+    """It stands below the model's line, with the good ones and with the bad ones."""
+    config = 'instance_group { profile: "p" }'
+    write_model(tmp_path, "bad", DECLARED, config)
+    write_model(tmp_path, "good", DECLARED + GOOD, config)
+    write_model(tmp_path, "plain", DECLARED + GOOD)
+    command = [sys.executable, "-m", "tensord", "check", f"--model-repository={tmp_path}", "--read-only"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    sentence = "    instance_group.profile is without effect: there are no TensorRT profiles"
+    assert done.stdout.splitlines()[:3] == ["good: version 1", sentence, "plain: version 1"]
+    assert done.stderr.splitlines()[0].startswith("bad: ")
+    assert "defines neither" in done.stderr
+
+
+def test_what_models_take(tmp_path: Path) -> None:
+    scale_model(tmp_path)
+    write_model(tmp_path, "host", DECLARED + "host = True\n" + GOOD)
+    command = [sys.executable, "-m", "tensord", "check", f"--model-repository={tmp_path}", "--device=cpu", "--load"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert [lines[0], lines[2]] == ["host: version 1", "scale: version 1"]
+    assert re.fullmatch(r"    version 1: [\d.]+ s", lines[1])
+    said = r"[\d.]+ s; 4 programs \(\d compiled\) of [\d.]+ KiB; parameters 4 B; largest 8 rows of \[4\]: [\d.]+ B, [\d.]+ flop"
+    assert re.fullmatch(f"    version 1: {said}", lines[3])
+    assert done.stderr == ""
+
+
 @pytest.mark.parametrize("arguments", [["--read-only"], ["--verbose"]])
 def test_reading_alone_and_showing_more(tmp_path: Path, arguments: list[str]) -> None:
     write_model(tmp_path, "m", DECLARED + GOOD + "print('I was imported')\nraise OSError('no')\n")
@@ -216,3 +286,42 @@ def test_reading_alone_and_showing_more(tmp_path: Path, arguments: list[str]) ->
         assert done.returncode == 1
         assert "    I was imported\n" in done.stderr
         assert "    Traceback" in done.stderr
+
+
+def test_ensembles_beside_their_models(tmp_path: Path) -> None:
+    """What is wrong is a model of theirs, what connects them, they themselves, or that they cannot be one program."""
+    scale_model(tmp_path)
+    host = 'inputs = {"x": "FP32[4]"}\noutputs = {"y": "FP32[4]"}\nhost = True\n'
+    write_model(
+        tmp_path, "host", host + "def create(path, config, device):\n    return lambda params, inputs: inputs, None\n"
+    )
+    write_model(tmp_path, "raises", *MODELS["create_raises"][:2])
+    once, fused = ("scale", {"x": "x"}, {"y": "y"}), 'parameters { key: "tensord_fuse" value { string_value: "true" } }'
+    inputs, outputs = ["x FP32 4"], ["y FP32 4"]
+    ensemble(tmp_path, "good", inputs, outputs, [once], 8)
+    ensemble(tmp_path, "outer", inputs, outputs, [("good", {"x": "x"}, {"y": "y"})], 8)
+    ensemble(tmp_path, "fused", inputs, outputs, [once], 8, fused)
+    ensemble(tmp_path, "fused_outer", inputs, outputs, [("fused", {"x": "x"}, {"y": "y"})], 8, fused)
+    ensemble(tmp_path, "fused_badly", inputs, outputs, [("good", {"x": "x"}, {"y": "y"})], 8, fused)
+    ensemble(tmp_path, "fused_host", inputs, outputs, [("host", {"x": "x"}, {"y": "y"})], 0, fused)
+    ensemble(tmp_path, "too_large", inputs, outputs, [once], 9)
+    ensemble(tmp_path, "unknown", inputs, outputs, [("nobody", {"x": "x"}, {"y": "y"})], 8)
+    ensemble(tmp_path, "other_type", ["x FP64 4"], outputs, [once], 8)
+    ensemble(tmp_path, "broken", inputs, outputs, [("raises", {"x": "x"}, {"y": "y"})], 8)
+    ensemble(tmp_path, "itself", inputs, outputs, [("itself", {"x": "x"}, {"y": "y"})], 8)
+    status, good, bad = tensord_check(f"--model-repository={tmp_path}", "--device=cpu")
+    assert status == 1
+    assert good == dict.fromkeys({"scale", "host", "good", "outer", "fused", "fused_outer"}, "version 1")
+    assert bad.pop("raises")
+    assert bad.pop("broken").startswith("ensemble 'broken' depends on 'raises' which has no loaded version.")
+    assert bad == {
+        "fused_badly": "ensemble 'fused_badly' cannot be one program, as tensord_fuse asks for: model 'good' is an ensemble that "
+        "does not ask for it itself",
+        "fused_host": "ensemble 'fused_host' cannot be one program, as tensord_fuse asks for: model 'host' is not compiled",
+        "too_large": "ensemble too_large allows maximum batch size 9, but it contains model scale which only allows maximum "
+        "batch size to be 8",
+        "unknown": "ensemble unknown contains models that are not available or ambiguous: nobody",
+        "other_type": "in ensemble other_type, ensemble tensor x: inconsistent data type: TYPE_FP64 is inferred from model "
+        "other_type while TYPE_FP32 is inferred from model scale",
+        "itself": "circular dependency between ensembles: itself -> ... -> itself",
+    }

@@ -33,7 +33,7 @@ def tensorctl(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_models(daemon: FakeDaemon) -> None:
     assert tensorctl(daemon.control, "models", "list").stdout.splitlines() == [
-        "name   version  state  reason",
+        "name   version  state  parameters  programs  program_bytes  largest_batch  reason",
         "fails",
         "good",
     ]

@@ -31,8 +31,8 @@ from daemon.http.answer_order import AnswerOrder
 from daemon.http.http_forms import HttpForms
 from daemon.submit.arena_space import ArenaSpace
 from daemon.submit.choice import Choice
+from daemon.submit.dispatch import Dispatch
 from daemon.submit.sending import Sending
-from daemon.submit.submitter import Submitter
 from shm import channel as channel_module
 from shm.channel import Channel
 from shm.control_records import WorkerFenced
@@ -119,7 +119,7 @@ def settle(setting: Setting) -> None:
 
 
 SENDING = [
-    (Submitter, "_dispatch"),
+    (Dispatch, "send"),
     (Choice, "find"),
     (SubmitterLane, "submit"),
     (Channel, "put"),
@@ -192,7 +192,7 @@ def test_sending_what_waited_for_a_worker(
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(Choice, "find"), (Channel, "put"), (Submitter, "_dispatch")],
+    [(Choice, "find"), (Channel, "put"), (Dispatch, "send")],
     ids=lambda each: getattr(each, "__name__", each),
 )
 def test_sending_again_after_a_worker_died(
@@ -336,7 +336,7 @@ def on_a_bench(make: type[LaneBench], test: Callable[[Any], Coroutine[Any, Any, 
 HTTP_FAULTS = [
     (HttpForms, "read"),
     (placement, "place"),
-    (Submitter, "_dispatch"),
+    (Dispatch, "send"),
     (ArenaSpace, "loan"),
     (Sending, "send"),
     (SubmitterLane, "submit"),
@@ -397,7 +397,7 @@ GRPC_FAULTS = [
     (InferCalls, "ask_formed"),
     (InferCalls, "ask_received"),
     (InferCalls, "releaser"),
-    (Submitter, "_dispatch"),
+    (Dispatch, "send"),
     (ArenaSpace, "loan"),
     (Sending, "send"),
     (SubmitterLane, "submit"),

@@ -48,6 +48,7 @@ def test_a_triton_command_line() -> None:
     assert (options.repository.control_mode, options.repository.load) == ("explicit", ("x", "*"))
     assert (options.http.port, options.http.address) == (9000, ("0.0.0.0",))
     assert (options.metrics.enabled, options.metrics.port, options.metrics.address) == (False, 9002, "0.0.0.0")
+    assert options.metrics.gpus is False
     assert (options.supervisor.exit_timeout, options.repository.exit_on_error) == (5.0, False)
     assert (options.log.verbose, options.log.info, options.log.format, options.server_name) == (1, False, "json", "me")
 
@@ -69,7 +70,6 @@ def test_switches_take_a_value_or_none() -> None:
     ("arguments", "words"),
     [
         (["--grpc-keepalive-time=2h"], "--grpc-keepalive-time=2h: a number of milliseconds is expected"),
-        (["--allow-gpu-metrics=true"], "--allow-gpu-metrics=true: the metrics are of the daemon only; of GPUs"),
         (["--allow-cpu-metrics"], "--allow-cpu-metrics=true: the metrics are of the daemon only; of the host"),
         (["--metrics-config=summary_latencies=true"], "durations are counters"),
         (["--trace-config=level=TIMESTAMPS"], "trace.level: needs trace.file"),
@@ -80,7 +80,11 @@ def test_switches_take_a_value_or_none() -> None:
         (["--cache-config", "local,size=1G"], "expected local,size=BYTES"),
         (["--cache-config=local"], "expected local,size=BYTES"),
         (["--backend-directory=/x"], "back ends are part of tensord"),
-        (["--model-control-mode=poll"], "--model-control-mode: repository.control_mode: invalid enum value 'poll'"),
+        (["--model-control-mode=pol"], "--model-control-mode: repository.control_mode: invalid enum value 'pol'"),
+        (
+            ["--repository-poll-secs=0"],
+            "--repository-poll-secs: repository.poll_interval: expected float >= 0.1, given '0'",
+        ),
         (["--http-prot=1"], r"--http-prot: unknown flag; did you mean --http-port\?"),
         (["--xyzzy"], "--xyzzy: unknown flag"),
         (["--http-port"], "--http-port: needs a value"),

@@ -70,7 +70,7 @@ def test_start_and_stop(start: Start, repository: Path) -> None:
 
 def test_memory_of_the_supervisor(start: Start, repository: Path) -> None:
     write_model(repository, "good")
-    daemon = start()
+    daemon = start({})
     daemon.wait_ready()
     assert psutil.Process(daemon.process.pid).memory_info().rss <= 60 << 20
     maps = Path(f"/proc/{daemon.process.pid}/maps").read_text()

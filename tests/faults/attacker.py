@@ -25,7 +25,7 @@ from tests.daemon_process import PATIENCE
 
 SIZE = 1 << 20
 #: More than any quota of the daemon under attack.
-MANY = 2000
+MANY = 500
 _ROUNDS = 40
 _PUNCH = 0x03  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, linux/falloc.h
 _FOLDER = Path("/dev/shm")

@@ -54,14 +54,16 @@ class Load(ABC):
 class CheckedLoad(Load):
     """One model over HTTP, as tritonclient asks."""
 
-    def __init__(self, daemon: DaemonProcess, clients: int, model: str = "scale") -> None:
+    def __init__(self, daemon: DaemonProcess, clients: int, model: str = "scale", pause: float = 0.01) -> None:
+        """``pause``: seconds between an answer and its client's next request, which leaves others the processor."""
         super().__init__(daemon, clients)
         self._model = model
+        self._pause = pause
 
     def _run(self, seed: int) -> None:
         rng = np.random.default_rng(seed)
         client: Any = None
-        while not self._stop.is_set():
+        while not self._stop.wait(self._pause):
             if client is None:
                 client = httpclient.InferenceServerClient(
                     self._daemon.url, connection_timeout=PATIENCE, network_timeout=PATIENCE

@@ -58,7 +58,7 @@ class HonestRegion:
         with httpclient.InferenceServerClient(
             self._url, connection_timeout=PATIENCE, network_timeout=PATIENCE
         ) as client:
-            while not self._stop.is_set():
+            while not self._stop.wait(0.01):
                 memory[0] = self.answers
                 try:
                     client.infer("echo_fp32", [given], outputs=[wanted])
@@ -70,7 +70,7 @@ class HonestRegion:
 
 def story(folder: Path, access: str, fill: bool) -> dict[str, Any]:
     """The whole of it; what was seen, for the test to judge. With ``fill`` /dev/shm is a small one of our own."""
-    repository = repositories.echo_models(folder / "repository")
+    repository = repositories.echo_models(folder / "repository", ["BOOL", "FP32"])
     repositories.scale_model(repository)
     prefix = f"tensord-test-{uuid.uuid4().hex}"
     options = {"regions": {"access": access, "max_owner_count": _QUOTA}, "workers": {"device": "cpu", "pin": False}}

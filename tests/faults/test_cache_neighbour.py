@@ -41,13 +41,22 @@ class Code:
 
 
 @pytest.fixture
-def place() -> Iterator[Path]:
-    """Where the neighbour can get; pytest's own folders are closed to him."""
+def place(filled: Path) -> Iterator[Path]:
+    """Where the neighbour can get, with the cache; pytest's own folders are closed to him."""
     with tempfile.TemporaryDirectory(prefix="tensord-test-") as folder:
         os.chmod(folder, 0o755)
+        shutil.copytree(filled, Path(folder, "cache"))
         (Path(folder) / "his").mkdir()
         os.chown(Path(folder) / "his", NEIGHBOUR, NEIGHBOUR)
         yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache of a daemon that has served."""
+    place = tmp_path_factory.mktemp("filled")
+    assert "cache directory" not in served(place, place / "first")
+    return place / "cache"
 
 
 def served(place: Path, folder: Path) -> str:
@@ -94,8 +103,6 @@ def attack(place: Path, mark: Path) -> None:
 @pytest.mark.parametrize("closed_again", [False, True])
 def test_a_neighbours_code(place: Path, tmp_path: Path, closed_again: bool) -> None:
     mark = place / "mark"
-    first = served(place, tmp_path / "first")
-    assert "cache directory" not in first
     names = set(entries(place))
     assert any(name.endswith(".executable") for name in names)
 
@@ -120,9 +127,8 @@ def test_a_neighbours_code(place: Path, tmp_path: Path, closed_again: bool) -> N
     assert not mark.exists()
 
 
-def test_the_attack_would_work(place: Path, tmp_path: Path) -> None:
+def test_the_attack_would_work(place: Path) -> None:
     """On who reads without asking whose it is: otherwise the story above says nothing."""
-    served(place, tmp_path / "first")
     (place / "cache").chmod(0o777)
     attack(place, place / "mark")
     path = next((place / "cache").glob("*.executable"))
@@ -132,7 +138,6 @@ def test_the_attack_would_work(place: Path, tmp_path: Path) -> None:
 
 def test_a_directory_that_a_neighbour_can_exchange(place: Path, tmp_path: Path) -> None:
     """It is not used at all; the daemon serves, and compiles at each start."""
-    served(place, tmp_path / "first")
     shutil.copytree(place / "cache", place / "cache.of.neighbour")
     place.chmod(0o777)
     made = entries(place)

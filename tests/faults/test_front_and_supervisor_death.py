@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
@@ -29,14 +30,20 @@ def sleep(pool: ThreadPoolExecutor, daemon: DaemonProcess, delay_ms: int, began:
     return asked
 
 
-def test_front_killed(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    """For stories after which it serves as before."""
+    repository = repositories.scale_model(tmp_path_factory.mktemp("repository"))
+    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository]) as running:
+        running.wait_ready()
+        yield running
+
+
+def test_front_killed(daemon: DaemonProcess) -> None:
     """
     1. The HTTP front is killed, three times.
     Result: the listening socket never goes away, a new front answers, and the worker with its models is the same process.
     """
-    repository = repositories.scale_model(tmp_path / "repository")
-    daemon = start_daemon(repository)
-    daemon.wait_ready()
     workers = {worker.pid for worker in daemon.workers}
     for _ in range(3):
         (front,) = daemon.fronts
@@ -127,14 +134,11 @@ def test_stop_answers_what_was_accepted(start_daemon: Callable[..., DaemonProces
     assert not [process for process in family if process.is_running()]
 
 
-def test_a_broken_configuration_changes_nothing(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
+def test_a_broken_configuration_changes_nothing(daemon: DaemonProcess) -> None:
     """
     1. The file is broken, SIGHUP; 2. it is mended, SIGHUP.
     Result: the daemon names the key, keeps serving, and takes the good file.
     """
-    repository = repositories.scale_model(tmp_path / "repository")
-    daemon = start_daemon(repository)
-    daemon.wait_ready()
     with CheckedLoad(daemon, 2) as load:
         broken = {**daemon.sections, "http": {"port": 0, "prot": 1}}
         daemon.write_config(broken)
@@ -148,14 +152,11 @@ def test_a_broken_configuration_changes_nothing(start_daemon: Callable[..., Daem
     assert load.wrong == 0
 
 
-def test_grpc_front_killed(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
+def test_grpc_front_killed(daemon: DaemonProcess) -> None:
     """
     1. The gRPC front is killed.
     Result: a client with patience sees no error, the HTTP front and the worker are the same processes.
     """
-    repository = repositories.scale_model(tmp_path / "repository")
-    daemon = start_daemon(repository)
-    daemon.wait_ready()
     given = grpcclient.InferInput("x", [1, 4], "FP32")
     given.set_data_from_numpy(np.ones((1, 4), np.float32))
     others = {process.pid for process in daemon.family() if "daemon.grpc" not in process.cmdline()}

@@ -21,7 +21,10 @@ TIMES = 3
 
 @pytest.fixture(scope="module")
 def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [ROOT / "bench" / "models"]) as running:
+    models = {"control_mode": "explicit", "load": ["addsub"]}
+    with DaemonProcess(
+        tmp_path_factory.mktemp("daemon"), [ROOT / "bench" / "models"], {"repository": models}
+    ) as running:
         running.wait_ready()
         yield running
 

@@ -6,7 +6,7 @@ import contextlib
 import re
 import resource
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
 from tests import repositories
-from tests.daemon_process import PATIENCE, DaemonProcess
+from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
 from tests.open_files import no_descriptors_left
 
 #: Larger than the arenas' first segment: each such tensor has a segment, and a descriptor, of its own.
@@ -25,12 +25,25 @@ _LARGE = 6 << 20
 _TEXT = r"as many (files )?open as it may"
 
 
-@pytest.fixture
-def daemon(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> DaemonProcess:
-    # Nothing of a free segment is kept, so each large tensor needs a new one.
-    daemon = start_daemon(repositories.echo_models(tmp_path / "repository"), arenas={"keep_byte_size": 0})
-    daemon.wait_ready()
-    return daemon
+@pytest.fixture(scope="module")
+def serve(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], DaemonProcess]]:
+    """Starts another daemon."""
+    repository = repositories.echo_models(tmp_path_factory.mktemp("repository"), ["FP32"])
+    with contextlib.ExitStack() as stack:
+
+        def serve() -> DaemonProcess:
+            # Nothing of a free segment is kept, so each large tensor needs a new one.
+            options = {"arenas": {"keep_byte_size": 0}}
+            daemon = stack.enter_context(DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options))
+            daemon.wait_ready()
+            return daemon
+
+        yield serve
+
+
+@pytest.fixture(scope="module")
+def daemon(serve: Callable[[], DaemonProcess]) -> DaemonProcess:
+    return serve()
 
 
 def echo(library: Any, client: Any, byte_size: int) -> None:
@@ -90,12 +103,33 @@ def test_a_front_without_descriptors(daemon: DaemonProcess, library: Any) -> Non
     assert "Traceback" not in daemon.log
 
 
+@pytest.mark.parametrize("library", [httpclient, grpcclient], ids=["http", "grpc"])
+def test_the_last_large_answer_is_let_go(daemon: DaemonProcess, library: Any) -> None:
+    """The front's mapping of its segment, and so its pages, go when its bytes have left, and not with the next answer."""
+    (front,) = daemon.fronts if library is httpclient else daemon.children("daemon.grpc")
+    url = daemon.url if library is httpclient else daemon.grpc_url
+    with library.InferenceServerClient(url) as client:
+        echo(library, client, 64)
+        echo(library, client, 300_000)  # what all large ones need is there
+        held = mapped(front.pid)
+        for _ in range(3):
+            echo(library, client, _LARGE)
+            wait_until(lambda: mapped(front.pid) <= held, "the segments to be closed", daemon)
+
+
+def mapped(pid: int) -> int:
+    """Bytes of arenas' segments that a process has mapped."""
+    ranges = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/memfd:tensord " in line]
+    return sum(int(end, 16) - int(start, 16) for start, end in (words[0].split("-") for words in ranges))
+
+
 @pytest.mark.parametrize("who", ["worker", "supervisor"])
-def test_regions_stop_at_the_reserve(daemon: DaemonProcess, who: str) -> None:
+def test_regions_stop_at_the_reserve(serve: Callable[[], DaemonProcess], who: str) -> None:
     """
     1. A client registers regions until it is refused: 503 with both numbers, long before the descriptors are used up.
     2. Large requests are answered. 3. A region fewer, and one can be registered again.
     """
+    daemon = serve()  # whose limit stays as it is set here
     pid = daemon.workers[0].pid if who == "worker" else daemon.pid
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (128, 128))
     name = f"tensord-test-{uuid.uuid4().hex}"

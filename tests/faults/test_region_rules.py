@@ -67,7 +67,7 @@ class RegionRules(RuleBasedStateMachine):
             "regions": {"reclaim": reclaim, "socket": str(folder / "regions.sock")},
             "supervisor": {"control_socket": str(folder / "control.sock")},
         }
-        self.daemon = DaemonProcess(folder / "daemon", [repositories.echo_models(folder / "models")], options)
+        self.daemon = DaemonProcess(folder / "daemon", [repositories.echo_models(folder / "models", ["FP32"])], options)
         self.daemon.start()
         self.daemon.wait_ready()
         self.clients = {"tcp": self.connected("tcp"), "user": self.connected("user")}

@@ -136,8 +136,10 @@ def test_a_killed_worker_takes_its_sequences_along(daemon: DaemonProcess, http: 
       until a START begins them anew.
     """
     living = range(100, 140)
+    before = losses(daemon)
     for who in living:
         assert http(who, 1, "S") == 1
+    assert scrape(daemon.metrics_url).model("tensord_model_sequences", "many", state="slot") == len(living)
     kill(daemon, daemon.workers[0])
     gone, left = [], []
     for who in living:
@@ -150,12 +152,18 @@ def test_a_killed_worker_takes_its_sequences_along(daemon: DaemonProcess, http: 
             gone.append(who)
     assert gone
     assert left
+    assert losses(daemon) - before == len(gone)
     for who in gone:
         assert [http.refused(who, 10), grpc.refused(who, 10), http.refused(who, 10, "E")] == [lost(who)] * 3
     for who in gone:
         assert [grpc(who, 5, "S"), http(who, 5), grpc(who, 5, "E")] == [5, 10, 15]
     for who in left:
         assert [http(who, 100), grpc(who, 1000, "E")] == [111, 1111]
+
+
+def losses(daemon: DaemonProcess) -> float:
+    """Sequences that had begun on workers that died."""
+    return sum(scrape(daemon.metrics_url).of("tensord_worker_sequences_lost_total", "worker").values())
 
 
 def test_what_had_not_begun_is_moved(daemon: DaemonProcess, grpc: Steps) -> None:
@@ -169,6 +177,9 @@ def test_what_had_not_begun_is_moved(daemon: DaemonProcess, grpc: Steps) -> None
     with ThreadPoolExecutor(6) as pool:
         waiting = {who: pool.submit(send, who, who, "SE") for who in range(203, 209)}
         wait_until(lambda: pending(daemon, "single") == 6, "six to wait", daemon)
+        samples = scrape(daemon.metrics_url)
+        found = [samples.model("tensord_model_sequences", "single", state=state) for state in ("slot", "backlog")]
+        assert found == [2, 6]
         kill(daemon, daemon.workers[1])
         outcomes: dict[int, int | str] = {}
         for who in (201, 202):

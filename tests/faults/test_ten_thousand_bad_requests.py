@@ -51,8 +51,8 @@ pytestmark = pytest.mark.timeout(900 + COUNT // 5)
 def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     repository = tmp_path_factory.mktemp("repository")
     repositories.scale_model(repository)
-    repositories.echo_models(repository)
-    options = {"http": {"port": 0, "max_body_byte_size": MIB}}
+    repositories.echo_models(repository, ["UINT8"])
+    options = {"http": {"port": 0, "max_body_byte_size": MIB, "answer_half_closed": True}}
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
         running.wait_ready()
         yield running
@@ -252,7 +252,7 @@ def test_room_for_answers_comes_back() -> None:
         "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, 4]}],
         "outputs": [{"name": "y", "datatype": "UINT8", "shape": [-1]}],
     }
-    with serving(http={"port": 0, "max_body_byte_size": MIB}) as (front, (worker,)):
+    with serving(http={"port": 0, "max_body_byte_size": MIB, "answer_half_closed": True}) as (front, (worker,)):
         for name in ("scale", "echo_bytes"):
             front.model(worker, name=name, metadata=json.dumps(described).encode())
         stop = threading.Event()

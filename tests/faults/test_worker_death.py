@@ -19,7 +19,7 @@ from tests.faults import varied
 from tests.faults.load import CheckedLoad, VariedLoad
 
 #: The promise is stated for a minute of kills; a run by hand may ask for it.
-KILLS = int(os.environ.get("TENSORD_TEST_KILLS", "5"))
+KILLS = int(os.environ.get("TENSORD_TEST_KILLS", "2"))
 
 
 def descriptors(process: psutil.Process) -> int:
@@ -37,7 +37,7 @@ def test_killed_under_load(start_daemon: Callable[..., DaemonProcess], tmp_path:
     daemon = start_daemon(repository, workers={"device": "cpu", "cpu": workers, "pin": False})
     daemon.wait_ready()
     before: dict[int, int] = {}
-    with CheckedLoad(daemon, 16) as load:
+    with CheckedLoad(daemon, 16, pause=0) as load:
         for _ in range(KILLS):
             time.sleep(2)
             wait_until(lambda: len(daemon.workers) == workers, "all workers", daemon)

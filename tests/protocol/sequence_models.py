@@ -7,8 +7,10 @@ from pathlib import Path
 from tests.repositories import write_model
 
 #: ``y``: the sum of the sequence so far, by its correlation id. ``seen``: START, END, READY, and how many requests were together.
+#: A step with parameter ``until`` waits for that file.
 PYTHON = """
     import json
+    import pathlib
     import time
 
     import numpy as np
@@ -28,6 +30,9 @@ PYTHON = """
                 x, who = inputs["x"].reshape(-1)[0], request.correlation_id()
                 if x == -1000:
                     time.sleep(0.2)
+                until = json.loads(request.parameters() or "{}").get("until")
+                while until is not None and not pathlib.Path(until).exists():
+                    time.sleep(0.01)
                 if x == -2000:
                     raise ValueError("minus two thousand")
                 self.sums[who] = x + (0 if told[0] == 1 else self.sums.get(who, 0))

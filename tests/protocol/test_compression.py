@@ -21,7 +21,7 @@ CODINGS = ["gzip", "deflate"]
 def compressing(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     """One whose operator wants answers compressed."""
     repository = tmp_path_factory.mktemp("repository")
-    repositories.echo_models(repository)
+    repositories.echo_models(repository, ["FP32"])
     options = {"http": {"response_compression": "medium"}}
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
         running.wait_ready()

@@ -47,7 +47,8 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
         output [ { name: "TOLD" data_type: TYPE_STRING dims: [ 1 ] } ]
         """,
     )
-    with DaemonProcess(folder, [ROOT / "bench" / "models", folder / "models"]) as running:
+    models = {"control_mode": "explicit", "load": ["addsub", "told"]}
+    with DaemonProcess(folder, [ROOT / "bench" / "models", folder / "models"], {"repository": models}) as running:
         running.wait_ready()
         yield running
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,12 +17,14 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
+from tritonclient.utils import InferenceServerException
 
 from tests import repositories
 from tests.cuda_owner import CudaOwner
 from tests.cuda_stub.library import CudaStub
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
 from tests.protocol.test_system_regions import in_region, out_region
+from tests.scrapes import scrape
 
 
 @pytest.fixture
@@ -177,7 +180,7 @@ def test_large_bodies_are_transfers_once_the_arenas_are_page_locked(
     stub: CudaStub, serve: Serve, repository: Path
 ) -> None:
     """1. the driver is slow to lock the first arena, and requests are served meanwhile; 2. from then on nothing is pageable."""
-    repositories.echo_models(repository)
+    repositories.echo_models(repository, ["FP32"])
     values = np.random.default_rng(0).random(200_000, np.float32)
     with stub.hold("cuMemHostRegister_v2"):
         daemon = serve()
@@ -197,6 +200,33 @@ def test_large_bodies_are_transfers_once_the_arenas_are_page_locked(
     assert after.other_copied == before.other_copied
     assert "page-locked" not in daemon.log
     assert after.violations == 0
+
+
+@pytest.mark.parametrize("library", [httpclient, grpcclient], ids=["http", "grpc"])
+def test_a_small_request_crosses_the_bus_once_each_way(stub: CudaStub, serve: Serve, library: Any) -> None:
+    """Of however many clients: a batch is one transfer in, one out for its only output, and a wait for each."""
+    daemon = serve()
+    (pid,) = [worker.pid for worker in daemon.workers]
+    url = daemon.url if library is httpclient else daemon.grpc_url
+
+    def ask(who: int, count: int) -> None:
+        with library.InferenceServerClient(url) as client:
+            for number in range(count):
+                values = np.full((1, 4), 100 * who + number, np.float32)
+                given = library.InferInput("x", [1, 4], "FP32")
+                given.set_data_from_numpy(values)
+                assert np.array_equal(client.infer("scale", [given]).as_numpy("y"), 3 * values + 1)
+
+    ask(0, 5)
+    before = stub.host(pid)
+    ask(1, 20)
+    alone = stub.host(pid)
+    assert (alone.queued - before.queued, alone.waited - before.waited) == (40, 40)
+    assert alone.other_copied == before.other_copied
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda who: ask(who, 20), range(2, 6)))
+    together = stub.host(pid)
+    assert together.queued - alone.queued == together.waited - alone.waited <= 160
 
 
 def ask(daemon: DaemonProcess, model: str, values: list[float]) -> tuple[int, dict[str, Any]]:
@@ -292,3 +322,173 @@ def test_a_device_without_memory_is_said_with_the_sizes(serve: Serve, repository
         assert ask(daemon, "greedy", [1.0] * 3)[0] == 200
     assert [worker.pid for worker in daemon.workers] == pids
     assert "Traceback" not in daemon.log
+
+
+_SUMS = """
+    inputs = {"x": "FP32[1]"}
+    outputs = {"y": "FP32[1]"}
+    max_batch_size = 4
+    state = {"sum": "FP32[1]"}
+
+    def create(path, config, device):
+        def apply(params, inputs, state):
+            total = state["sum"] + inputs["x"]
+            return {"y": total}, {"sum": total}
+        return apply, None
+"""
+
+
+def test_sequences_stay_on_the_gpus_of_their_model(stub: CudaStub, serve: Serve, repository: Path) -> None:
+    """
+    1. Two GPUs; the model is to be on the second one. Forty sequences live there, none is sent to the other worker.
+    2. That worker is killed: all of them are lost, and those that start anew wait for its replacement.
+    """
+    config = """
+        sequence_batching { max_sequence_idle_microseconds: 600000000 oldest { max_candidate_sequences: 64 } }
+        instance_group { kind: KIND_GPU gpus: [ 1 ] }
+    """
+    repositories.write_model(repository, "sums", _SUMS, config)
+    daemon = serve("0,1", requests={"worker_wait": PATIENCE})
+    pids = {int(index): int(pid) for pid, index in re.findall(r"\(process (\d+)\) is up on cuda:(\d)", daemon.log)}
+
+    with grpcclient.InferenceServerClient(daemon.grpc_url) as client:
+
+        def step(who: int, x: float, flags: str = "") -> float:
+            given = grpcclient.InferInput("x", [1, 1], "FP32")
+            given.set_data_from_numpy(np.full((1, 1), x, np.float32))
+            controls = {"sequence_id": who, "sequence_start": "S" in flags, "sequence_end": "E" in flags}
+            return float(client.infer("sums", [given], **controls).as_numpy("y")[0, 0])
+
+        living = range(1, 41)
+        assert [step(who, who, "S") for who in living] == list(living)
+        assert [step(who, 100) for who in living] == [100 + who for who in living]
+        index = client.get_model_repository_index(as_json=True)["models"]
+        assert {(model["name"], model["state"]) for model in index} == {("scale", "READY"), ("sums", "READY")}
+        os.kill(pids[1], signal.SIGKILL)
+        daemon.wait_log("is gone with", 2)
+        for who in living:
+            with pytest.raises(
+                InferenceServerException, match=f"sequence {who} of model 'sums' was lost when its worker died"
+            ):
+                step(who, 1)
+        assert [step(who, 5, "S") for who in living] == [5.0] * len(living)
+        assert [step(who, 6, "E") for who in living] == [11.0] * len(living)
+    assert pids[0] in {worker.pid for worker in daemon.workers}
+    assert not re.search(rf"{pids[0]} worker-0\] model 'sums' version 1 is ready", daemon.log)
+
+
+def test_answers_are_given_again_by_a_gpu_worker(stub: CudaStub, serve: Serve, repository: Path) -> None:
+    """From a body and from memory on the GPU; what was written to that meanwhile is another request."""
+    source = """
+        response_cache = True
+        inputs = {"x": "FP32[n]"}
+        outputs = {"y": "FP32[n]"}
+
+        def create(path, config, device):
+            return (lambda params, inputs: {"y": 2 * inputs["x"] + 1}), {}
+    """
+    repositories.write_model(repository, "cached", source)
+    daemon = serve(response_cache={"byte_size": 1 << 20})
+    values = np.arange(64, dtype=np.float32)
+    environment = os.environ | stub.environment | {"CUDA_VISIBLE_DEVICES": "0"}
+    hits = []
+    with CudaOwner(environment) as owner, httpclient.InferenceServerClient(daemon.url) as client:
+        client.register_cuda_shared_memory("g", owner.create("g", 4096, 0), 0, 4096)
+
+        def ask(given: Any, outputs: list[Any] | None = None) -> np.ndarray:
+            answer = client.infer("cached", [given], outputs=outputs)
+            (found,) = client.get_inference_statistics("cached")["model_stats"]
+            hits.append(found["inference_stats"]["cache_hit"]["count"])
+            return owner.get("g", np.float32, (64,), 2048) if outputs else answer.as_numpy("y")
+
+        body = httpclient.InferInput("x", [64], "FP32")
+        body.set_data_from_numpy(values)
+        region, into = in_region("x", "FP32", (64,), "g", 256, 0), [out_region("y", "g", 256, 2048)]
+        owner.put("g", values)
+        for given, outputs in ((body, None), (body, None), (region, None), (region, into)):
+            np.testing.assert_array_equal(ask(given, outputs), 2 * values + 1)
+        assert hits == [0, 1, 2, 3]
+        owner.put("g", values + 1)
+        for outputs in (None, into):
+            np.testing.assert_array_equal(ask(region, outputs), 2 * (values + 1) + 1)
+        assert hits[4:] == [3, 4]
+        client.unregister_cuda_shared_memory()
+
+
+def test_ragged_inputs_from_bodies_and_from_the_gpu(stub: CudaStub, serve: Serve, repository: Path) -> None:
+    """Requests of different lengths are laid one behind the other on the device, wherever each lies."""
+    source = """
+        import jax
+
+        inputs = {"x": "FP32[n]"}
+        outputs = {"sum": "FP32[1]", "twice": "FP32[n]"}
+        max_batch_size = 8
+        ragged = ("x",)
+        buckets = {"n": (64, 512)}
+        batch_inputs = {"rows": ("SEGMENT_IDS", "INT32", "x")}
+        batch_outputs = {"twice": "x"}
+
+        def create(path, config, device):
+            def apply(params, inputs):
+                sums = jax.ops.segment_sum(inputs["x"], inputs["rows"], max_batch_size)
+                return {"sum": sums[:, None], "twice": 2 * inputs["x"]}
+            return apply, None
+    """
+    repositories.write_model(repository, "ragged", source, "dynamic_batching { max_queue_delay_microseconds: 50000 }")
+    daemon = serve()
+    environment = os.environ | stub.environment | {"CUDA_VISIBLE_DEVICES": "0"}
+    with CudaOwner(environment) as owner, grpcclient.InferenceServerClient(daemon.grpc_url) as client:
+        client.register_cuda_shared_memory("g", owner.create("g", 4096, 0), 0, 4096)
+        on_device = np.arange(40, dtype=np.float32)
+        owner.put("g", on_device)
+
+        def ask(number: int) -> None:
+            values = on_device if number % 3 == 0 else np.arange(1 + number, dtype=np.float32)
+            given = grpcclient.InferInput("x", [1, values.size], "FP32")
+            if number % 3 == 0:
+                given.set_shared_memory("g", values.nbytes)
+            else:
+                given.set_data_from_numpy(values[None])
+            answer = client.infer("ragged", [given])
+            assert answer.as_numpy("sum").tolist() == [[values.sum()]]
+            assert answer.as_numpy("twice").tolist() == [(2 * values).tolist()]
+
+        with ThreadPoolExecutor(12) as pool:
+            for _ in pool.map(ask, range(48)):
+                pass
+        (found,) = client.get_inference_statistics("ragged", as_json=True)["model_stats"]
+        assert int(found["execution_count"]) < 48
+        client.unregister_cuda_shared_memory()
+
+
+def of_gpus(daemon: DaemonProcess, name: str) -> dict[str, float]:
+    """UUID -> value of a metric."""
+    return scrape(daemon.metrics_url).of(name, "gpu_uuid")
+
+
+def test_what_gpus_do_and_meet_is_shown(stub: CudaStub, serve: Serve) -> None:
+    daemon = serve("0,1")
+    wait_until(lambda: of_gpus(daemon, "nv_gpu_utilization"), "figures of the GPUs", daemon)
+    first, second = stub.uuid(0), stub.uuid(1)
+    others = [stub.uuid(number) for number in (2, 3)]
+    found = of_gpus(daemon, "nv_gpu_utilization")
+    assert (found[first], found[second]) == (0.25, 0.5)
+    for name, value in (
+        ("nv_gpu_memory_total_bytes", 80 << 30),
+        ("nv_gpu_memory_used_bytes", 1 << 30),
+        ("nv_gpu_power_usage", 123.5),
+        ("nv_gpu_power_limit", 700),
+    ):
+        assert of_gpus(daemon, name) == dict.fromkeys([first, second, *others], value)
+    # Those that do not say it have none.
+    assert of_gpus(daemon, "nv_energy_consumption") == {first: 5.5}
+    stub.meets(1, 8, 79)
+    wait_until(lambda: f"GPU {second} reports XID 79" in daemon.log, "the XID in the log", daemon)
+    stub.meets(0, 2)
+    wait_until(lambda: f"GPU {first} has met a memory error" in daemon.log, "the memory error in the log", daemon)
+    errors = scrape(daemon.metrics_url)
+    assert errors.value("tensord_gpu_errors_total", gpu_uuid=second, kind="xid") == 1
+    assert errors.value("tensord_gpu_errors_total", gpu_uuid=first, kind="ecc") == 1
+    stub.lose(1)
+    wait_until(lambda: second not in of_gpus(daemon, "nv_gpu_utilization"), "the lost one to be missing", daemon)
+    assert of_gpus(daemon, "nv_gpu_utilization")[first] == 0.25

@@ -118,10 +118,10 @@ def test_an_exported_program(daemon: DaemonProcess) -> None:
 def test_buckets_for_an_axis_that_is_not_there(daemon: DaemonProcess) -> None:
     status, error = load(daemon, "sequence", SEQUENCE)
     assert status == 400
-    assert "model 'sequence': buckets of model.py are for axis 'other', 'sequenze', which no input has" in error
+    assert "model 'sequence': there are buckets for axis 'other', 'sequenze', which no input has" in error
     assert "they name 'sequence'" in error
     status, error = load(daemon, "sequence", SEQUENCE.replace("[sequence]", "[-1]"))
-    assert "buckets of model.py are for axis 'other', 'sequenze', which no input has: they name none" in error
+    assert "there are buckets for axis 'other', 'sequenze', which no input has: they name none" in error
     assert load(daemon, "sequence", SEQUENCE.replace("sequenze", "sequence").replace(', "other": (1,)', "")) == (
         200,
         "",

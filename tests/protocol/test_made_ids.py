@@ -22,7 +22,7 @@ TIMES = 6
 @pytest.fixture(scope="module")
 def naming(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     repository, folder = tmp_path_factory.mktemp("repository"), tmp_path_factory.mktemp("daemon")
-    repositories.echo_models(repository)
+    repositories.echo_models(repository, ["FP32"])
     repositories.scale_model(repository)
     repositories.faulty_models(repository)
     options: dict[str, dict[str, Any]] = {

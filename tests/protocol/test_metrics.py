@@ -28,6 +28,8 @@ FIELDS = {
     "inference_count": "nv_inference_count",
     "execution_count": "nv_inference_exec_count",
     "copied_byte_size": "tensord_copied_bytes_total",
+    "padded_rows": "tensord_padded_rows_total",
+    "padded_elements": "tensord_padded_elements_total",
 }
 DURATIONS = {
     "success": "nv_inference_request_duration_us",
@@ -44,11 +46,28 @@ SNAPSHOT = "tensord-test-metrics-snapshot"
 @pytest.fixture(scope="module")
 def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     """Two fronts of each protocol and two workers."""
-    repository = repositories.echo_models(tmp_path_factory.mktemp("repository"))
+    repository = repositories.echo_models(tmp_path_factory.mktemp("repository"), ["FP32"])
     repositories.scale_model(repository)
     repositories.faulty_models(repository)
+    repositories.write_model(
+        repository,
+        "lengths",
+        """
+        inputs = {"x": "FP32[length]"}
+        outputs = {"y": "FP32[1]"}
+        max_batch_size = 4
+        buckets = {"length": (4, 16)}
+
+        def create(path, config, device):
+            return (lambda params, inputs: {"y": inputs["x"].sum(1, keepdims=True)}), None
+        """,
+    )
     options = {
-        "repository": {"strict_readiness": False, "control_mode": "explicit", "load": ["echo_fp32", "scale", "raises"]},
+        "repository": {
+            "strict_readiness": False,
+            "control_mode": "explicit",
+            "load": ["echo_fp32", "scale", "raises", "lengths"],
+        },
         "http": {"processes": 2},
         "grpc": {"processes": 2},
         "workers": {"cpu": 2},
@@ -125,7 +144,7 @@ def test_figures_are_those_of_the_statistics(daemon: DaemonProcess, client: Any)
     with regions(client, "tensord-test-metrics-guarded") as names:
         infer_in_regions(client, *names)
     samples, statistics = settled(daemon, client)
-    assert statistics.keys() == {"scale", "echo_fp32", "raises"}
+    assert statistics.keys() == {"scale", "echo_fp32", "raises", "lengths"}
     for name, entry in statistics.items():
         for field, metric in FIELDS.items():
             assert samples.model(metric, name) == entry[field], (name, metric)
@@ -274,3 +293,28 @@ def test_with_grpc_alone(tmp_path: Path, leaves_nothing: None) -> None:
             daemon,
         )
         assert scrape(daemon.metrics_url).of("tensord_front_up", "front") == {"grpc-0": 1}
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "rows", "elements"),
+    [
+        # Batches of 1, 2, 4 and 8, requests of one kind again and again: the short way counts as the long one does.
+        ("scale", (3, 4), 1, 4),
+        ("scale", (5, 4), 3, 12),
+        ("scale", (8, 4), 0, 0),
+        ("lengths", (1, 3), 0, 1),
+        ("lengths", (3, 5), 1, 4 * 16 - 15),
+    ],
+)
+def test_what_was_computed_for_nobody(
+    daemon: DaemonProcess, client: Any, model: str, shape: tuple[int, int], rows: int, elements: int
+) -> None:
+    def counted() -> tuple[int, int]:
+        (entry,) = client.get_inference_statistics(model)["model_stats"]
+        return entry["padded_rows"], entry["padded_elements"]
+
+    before, count = counted(), 40
+    for _ in range(count):
+        client.infer(model, [in_body(httpclient, np.ones(shape, np.float32))])
+    wanted = (before[0] + count * rows, before[1] + count * elements)
+    wait_until(lambda: counted() == wanted, f"{wanted}, after {before}", daemon)

@@ -38,7 +38,7 @@ CHECKS = [
 def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     """In explicit mode, so that load and unload do something."""
     repository = tmp_path_factory.mktemp("repository")
-    repositories.echo_models(repository)
+    repositories.echo_models(repository, ["FP32"])
     options = {"repository": {"control_mode": "explicit", "load": ["*"]}}
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
         running.wait_ready()

@@ -156,8 +156,6 @@ def test_a_configuration_given_with_a_load_goes_with_its_model(client: httpclien
     ("asks", "words"),
     [
         ({"sequence_batching": {"state": [{}]}}, "sequence_batching.state: a Triton Python model keeps its own state"),
-        ({"model_transaction_policy": {"decoupled": True}}, "decoupled: decoupled models are not supported yet"),
-        ({"ensemble_scheduling": {}}, "ensemble_scheduling: ensembles are not supported yet"),
         ({"model_repository_agents": {"agents": [{"name": "checksum"}]}}, "agents: no repository agents are run"),
     ],
 )
@@ -245,7 +243,8 @@ def test_a_load_that_fails_holds_up_readiness_while_it_is_wanted(client: httpcli
     with pytest.raises(InferenceServerException) as caught:
         client.load_model("heals", config=json.dumps(CONFIG), files={"file:1/model.py": broken})
     assert caught.value.message() == (
-        "load failed for model 'heals': version 1 is at UNAVAILABLE state: Internal: RuntimeError: refusing to load;\n"
+        "load failed for model 'heals': version 1 is at UNAVAILABLE state: Internal: RuntimeError: refusing to load "
+        "(model.py, line 1);\n"
     )
     assert not client.is_server_ready()
     client.unload_model("heals")

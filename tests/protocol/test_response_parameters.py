@@ -32,6 +32,9 @@ MODEL = """
             for request in requests:
                 TritonPythonModel.calls += 1
                 told = json.loads(request.parameters())
+                if "error" in told:
+                    answers.append(pb_utils.InferenceResponse(error=pb_utils.TritonError(told["error"] * told["times"])))
+                    continue
                 parameters = eval(told["what"], {"calls": self.calls, "np": np, "Level": Level})
                 y = pb_utils.Tensor("y", np.full(told.get("size", 1), self.calls, np.int32))
                 answers.append(pb_utils.InferenceResponse([y], parameters=parameters))
@@ -167,3 +170,16 @@ def test_what_no_client_could_be_sent(daemon: DaemonProcess, what: str, words: s
 def test_as_much_as_is_allowed(daemon: DaemonProcess) -> None:
     found = daemon.infer("says", [X], parameters={"what": "{'a': 'x' * ((1 << 20) - 16)}"})[1]
     assert len(found["parameters"]["a"]) == (1 << 20) - 16
+
+
+def test_a_long_error_is_cut_and_says_so(daemon: DaemonProcess) -> None:
+    """Whoever takes errors has room for a sentence, not for a megabyte."""
+    for times, expected in ((8192, "e" * 8192), (100_000, f"{'e' * 8192}... (91808 more characters)")):
+        status, answer = daemon.infer("says", [X], parameters={"error": "e", "times": times})
+        assert (status, answer) == (500, {"error": expected})
+    parameters = {"what": "{}['e' * 100_000]"}
+    status, answer = daemon.infer("says", [X], parameters=parameters)
+    assert status == 500
+    assert "KeyError: 'eee" in answer["error"]
+    assert answer["error"].endswith(" more characters)")
+    assert len(answer["error"]) < 1200

@@ -18,9 +18,10 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
-from tests.daemon_process import PATIENCE, ROOT, DaemonProcess
+from tests.daemon_process import PATIENCE, ROOT, DaemonProcess, wait_until
 from tests.protocol import sequence_models
 from tests.repositories import write_model
+from tests.scrapes import scrape
 
 NO_START = "must specify the START flag on the first request of the sequence"
 
@@ -293,7 +294,7 @@ class Stream:
         self.answers: queue.Queue[Any] = queue.Queue()
         self.client.start_stream(callback=lambda result, error: self.answers.put(error or result))
 
-    def send(self, model: str, who: int | str, x: int, flags: str = "", rows: bool = True) -> None:
+    def send(self, model: str, who: int | str, x: int, flags: str = "", rows: bool = True, **parameters: str) -> None:
         self.client.async_stream_infer(
             model,
             [tensor(grpcclient, x, rows)],
@@ -301,6 +302,7 @@ class Stream:
             sequence_id=who,
             sequence_start="S" in flags,
             sequence_end="E" in flags,
+            parameters=parameters,
         )
 
     def take(self, count: int) -> list[Any]:
@@ -350,15 +352,35 @@ def test_an_error_on_a_stream_ends_neither_it_nor_other_sequences(daemon: Daemon
     assert sorted(int(a.as_numpy("y")[0, 0]) for a in answers if a not in errors) == [1, 11]
 
 
-def test_a_client_that_leaves_takes_its_waiting_steps_along(daemon: DaemonProcess, http: Any) -> None:
-    """One step runs and two wait when the stream is cut: these never run, and the sequence is over."""
-    send = Sender(http, "single")
-    with Stream(daemon.grpc_url) as stream:
-        stream.send("single", 53, 5, "S", rows=False)
-        stream.take(1)
-        for x in (-1000, 10, 100):
-            stream.send("single", 53, x, rows=False)
-        stream.client.stop_stream(cancel_requests=True)
+def test_a_client_that_leaves_takes_its_waiting_steps_along(daemon: DaemonProcess, http: Any, tmp_path: Path) -> None:
+    """One step runs and two wait when the stream is cut: these never run, the sequence is over, and all of them count."""
+    send, gate = Sender(http, "single"), tmp_path / "gate"
+
+    def waiting() -> float:
+        return scrape(daemon.metrics_url).model("nv_inference_pending_request_count", "single")
+
+    def cancelled() -> float:
+        return scrape(daemon.metrics_url).model("nv_inference_request_failure", "single", reason="CANCELED")
+
+    def failed() -> int:
+        return int(http.get_inference_statistics("single")["model_stats"][0]["inference_stats"]["fail"]["count"])
+
+    before = cancelled(), failed()
+    try:
+        with Stream(daemon.grpc_url) as stream:
+            stream.send("single", 53, 5, "S", rows=False)
+            stream.take(1)
+            stream.send("single", 53, 1, rows=False, until=str(gate))
+            for x in (10, 100):
+                stream.send("single", 53, x, rows=False)
+            wait_until(lambda: waiting() == 2, "both steps to wait", daemon)
+            stream.client.stop_stream(cancel_requests=True)
+        wait_until(lambda: waiting() == 0, "the waiting steps to go", daemon)
+        wait_until(lambda: cancelled() == before[0] + 2, "what waited to be counted", daemon)
+    finally:
+        gate.touch()
+    wait_until(lambda: cancelled() == before[0] + 3, "what ran to be counted", daemon)
+    assert failed() == before[1] + 3
     # The slot is free for others, and the id is not known any more.
     assert send(54, 7, "SE")[0] == 7
     assert NO_START in send.refused(53, 1).message()

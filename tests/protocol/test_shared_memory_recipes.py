@@ -51,7 +51,7 @@ def recipe(heading: str) -> str:
 @pytest.fixture(scope="module")
 def daemon(leaves_nothing: None, stub: CudaStub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     repository = tmp_path_factory.mktemp("repository")
-    repositories.echo_models(repository)
+    repositories.echo_models(repository, ["FP32"])
     shutil.copytree(EXAMPLES / "digits", repository / "digits")
     folder = tmp_path_factory.mktemp("daemon")
     options = {

@@ -17,6 +17,7 @@ from tritonclient.utils import InferenceServerException
 
 from tests.daemon_process import ROOT, DaemonProcess
 from tests.repositories import write_model
+from tests.scrapes import scrape
 
 SEQUENCES = "sequence_batching { max_sequence_idle_microseconds: 60000000 oldest { max_candidate_sequences: 128 } }"
 #: y: the sum of a sequence so far. A negative x fails where the device has the state already.
@@ -86,11 +87,6 @@ REFUSED = {
         "",
         "model 'no_sequences': state 'h' is declared in model.py, but config.pbtxt has no sequence_batching",
     ),
-    "varies": (
-        model_of('state = {"h": "FP32[n]"}', APPLY),
-        SEQUENCES,
-        "state 'h' has dims [-1], but the state of a JAX model",
-    ),
     "texts": (
         model_of('state = {"h": "BYTES[1]"}', APPLY),
         SEQUENCES,
@@ -134,7 +130,7 @@ REFUSED = {
     "huge": (
         model_of('state = {"h": "FP32[1000000000]"}', APPLY),
         SEQUENCES,
-        "the state of 128 sequences has 516000000000 bytes, executables.max_state_byte_size allows 4294967296",
+        "the state of 128 sequences has 516000000000 bytes, executables.max_state_byte_size allows 1048576",
     ),
     "other_dims": (
         model_of('state = {"h": "FP32[3]"}', APPLY),
@@ -162,7 +158,8 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     begin(repository / "short_file", b"abc")
     shutil.copytree(ROOT / "examples" / "models" / "running_mean", repository / "running_mean")
     options = {
-        "repository": {"control_mode": "explicit", "load": ["*"], "strict_readiness": False, "exit_on_error": False}
+        "repository": {"control_mode": "explicit", "load": ["*"], "strict_readiness": False, "exit_on_error": False},
+        "executables": {"max_state_byte_size": 1 << 20},
     }
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
         running.wait_ready()
@@ -224,6 +221,7 @@ def test_the_example(client: Any) -> None:
 
 def test_a_failed_run_loses_every_sequence_once_and_clearly(client: Any, daemon: DaemonProcess) -> None:
     workers = [process.pid for process in daemon.workers]
+    before = scrape(daemon.metrics_url).model("tensord_model_sequences_lost_total", "sums")
     for who in ("begun", "failing", "anew"):
         assert total(client, who, 1, "S") == 11
     for who, x in (("failing", -1), ("begun", 1)):
@@ -236,6 +234,7 @@ def test_a_failed_run_loses_every_sequence_once_and_clearly(client: Any, daemon:
         assert lost.value.status() in ("503", "StatusCode.UNAVAILABLE", None)
         with pytest.raises(InferenceServerException, match="must specify the START flag on the first request"):
             total(client, who, 1)
+    assert scrape(daemon.metrics_url).model("tensord_model_sequences_lost_total", "sums") >= before + 3
     assert [total(client, who, 1, "S") for who in ("failing", "begun", "anew")] == [11, 11, 11]
     assert [process.pid for process in daemon.workers] == workers
 

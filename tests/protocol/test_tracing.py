@@ -40,8 +40,12 @@ OFF = {"trace_level": ["OFF"], "trace_rate": None, "trace_count": None, "log_fre
 @pytest.fixture(scope="module")
 def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     folder = tmp_path_factory.mktemp("tracing")
-    repositories.echo_models(folder / "models")
     repositories.scale_model(folder / "models")
+    once = ("scale", {"x": "x"}, {"y": "middle"})
+    again = ("scale", {"x": "middle"}, {"y": "y"})
+    told = ["x FP32 4"], ["y FP32 4"]
+    repositories.ensemble(folder / "models", "twice", *told, [once, again], 8)
+    repositories.ensemble(folder / "models", "outer", *told, [("twice", {"x": "x"}, {"y": "middle"}), again], 8)
     with DaemonProcess(folder, [folder / "models"], {"trace": {"file": str(folder / "trace.json")}}) as daemon:
         daemon.wait_ready()
         yield daemon
@@ -71,6 +75,42 @@ def written(path: Path) -> dict[int, list[dict[str, Any]]]:
     for entry in json.loads(text or "[]"):
         found.setdefault(entry["id"], []).append(entry)
     return found
+
+
+def test_steps_of_an_ensemble_are_children_of_its_trace(
+    daemon: DaemonProcess, client: triton.InferenceServerClient
+) -> None:
+    path = daemon.folder / "trace.json"
+    before = written(path).keys()
+    client.update_trace_settings(
+        settings={"trace_level": ["TIMESTAMPS", "TENSORS"], "trace_rate": "1", "trace_count": "1"}
+    )
+    ask(client, "outer", request_id="mine")
+    wait_until(lambda: len(written(path).keys() - before) == 5, "the trace and its children")
+    found = {number: entries for number, entries in written(path).items() if number not in before}
+    heads = {number: entries[0] for number, entries in found.items()}
+    assert all(head["request_id"] == "mine" and head["model_version"] == 1 for head in heads.values())
+    (outer,) = [number for number, head in heads.items() if "parent_id" not in head]
+    assert heads[outer]["model_name"] == "outer"
+
+    def children(parent: int) -> list[tuple[int, str]]:
+        return [(number, head["model_name"]) for number, head in heads.items() if head.get("parent_id") == parent]
+
+    (twice, first), (_, second) = children(outer)
+    assert (first, second) == ("twice", "scale")
+    steps = children(twice)
+    assert [name for _, name in steps] == ["scale", "scale"]
+    whole = [entry["timestamps"][0]["ns"] for entry in found[outer] if "timestamps" in entry]
+    for number, _ in steps:
+        stamps = [entry["timestamps"][0] for entry in found[number] if "timestamps" in entry]
+        assert [stamp["name"] for stamp in stamps] == [name for name in STAMPS if not name.startswith("HTTP")]
+        assert all(whole[0] <= stamp["ns"] <= whole[-1] for stamp in stamps)
+        tensors = {entry["activity"]: entry["tensor"] for entry in found[number] if "activity" in entry}
+        assert tensors.keys() == {"TENSOR_QUEUE_INPUT", "TENSOR_BACKEND_OUTPUT"}
+    assert {entry["tensor"]["data"] for entry in found[steps[0][0]] if "activity" in entry} == {
+        "1.0,2.0,3.0,0.5",
+        "4.0,7.0,10.0,2.5",
+    }
 
 
 def test_timestamps_and_tensors_of_a_request(daemon: DaemonProcess, client: triton.InferenceServerClient) -> None:

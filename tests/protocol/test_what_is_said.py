@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 from tests.daemon_process import ROOT, DaemonProcess, tensorctl_status, wait_until
 from tests.repositories import scale_model, write_model
+from tests.scrapes import scrape
 
 Start = Callable[..., DaemonProcess]
 
@@ -43,13 +45,32 @@ def test_how_far_a_load_is(start_daemon: Start, tmp_path: Path) -> None:
     )
     options = {"supervisor": {"control_socket": str(control)}, "executables": {"cache_directory": str(cache)}}
     daemon = start_daemon(tmp_path / "models", **options)
-    wait_until(lambda: tensorctl_status(control)["workers"][0]["state"] == "compiling slow 2/4", "the state", daemon)
+    state = "compiling slow 2/4, 0 from the cache"
+    wait_until(lambda: tensorctl_status(control)["workers"][0]["state"].startswith(state), "the state", daemon)
+    wait_until(lambda: f"slow ({state})" in daemon.get("/v2/health/ready")[1].decode(), "the readiness", daemon)
+    at = {"worker": "worker-0", "device": "cpu:0", "model": "slow", "version": "1"}
+    assert [
+        scrape(daemon.metrics_url).value("tensord_worker_load_programs", **at, state=of) for of in ("made", "all")
+    ] == [
+        1,
+        4,
+    ]
     daemon.wait_log(r"model 'slow' version 1: 1 of 4 compiled in [\d.]+ s: 1 rows of \[4\]")
     assert "2 of 4 compiled" not in daemon.log
     gate.touch()
     daemon.wait_ready()
     daemon.wait_log(r"model 'slow' version 1: 4 executables compiled, 0 from the cache, in [\d.]+ s")
     assert tensorctl_status(control)["workers"][0]["state"] == "idle"
+    command = [sys.executable, "-m", "daemon.ctl", "--socket", str(control), "--json", "models", "list"]
+    (listed,) = json.loads(subprocess.check_output(command, cwd=ROOT))
+    figures = scrape(daemon.metrics_url)
+    for column, metric in (
+        *(("programs", "tensord_model_programs"), ("program_bytes", "tensord_model_program_bytes")),
+        *(("parameters", "tensord_model_parameter_bytes"), ("largest_batch", "tensord_model_largest_batch_bytes")),
+    ):
+        assert figures.value(metric, model="slow", version="1") == listed[column]
+    assert (listed["programs"], listed["parameters"]) == (4, 0)
+    assert min(listed["program_bytes"], listed["largest_batch"] - 2 * 8 * 16 + 1) > 0
     daemon.stop()
     again = start_daemon(tmp_path / "models", **options)
     again.wait_log(r"model 'slow' version 1: 0 executables compiled, 4 from the cache, in [\d.]+ s")
@@ -149,7 +170,10 @@ def test_parts_in_c_that_are_missing(start_daemon: Start, tmp_path: Path, broken
         both = re.findall(r"supervisor\W+parts of tensord that are written in C are off: (.*)\n", daemon.log)
         (of_front,) = [each for each in both if "walk" in each]
         (said,) = [each for each in both if "walk" not in each]
-        advice = "install a C compiler and Python's headers, then install tensord again"
+        advice = (
+            "to build them, install a C compiler and Python's headers, then install tensord again "
+            "(in a checkout: make serve, or pip install -e .)"
+        )
         assert of_front == f"messages are walked over in Python (daemon.grpc._walk: {reason}); {advice}"
         for part in (
             "shm._guard",

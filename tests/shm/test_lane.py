@@ -132,6 +132,28 @@ def test_closed_segments_are_unmapped_by_the_worker(arena: Arena) -> None:
     worker.close()
 
 
+def test_a_segment_of_answers_that_is_closed_is_said_without_another_answer(arena: Arena) -> None:
+    submitter, worker = lane_of(arena)
+    lease = worker.loan(5 * MIB)  # 4 MiB are kept
+    assert lease is not None
+    worker.complete(Completion(1, outputs=(Tensor("y", "UINT8", (5 * MIB,), lease.place),), lease=lease.key))
+    worker.flush()
+    ((completion, _),) = answered(submitter)
+    assert completion.lease is not None
+    submitter.release(completion.lease)
+    submitter.flush()
+    assert not worker.unsaid
+    assert received(worker) == []
+    assert worker.unsaid
+    worker.flush()
+    assert not worker.unsaid
+    assert answered(submitter) == []
+    with pytest.raises(InvalidArgument, match="not open"):
+        submitter.view(lease.place)
+    submitter.close()
+    worker.close()
+
+
 @pytest.mark.parametrize(
     "record", [Release(((0, 0, 1),)), Release(((9, 0, 1),)), SegmentOpened(0, 4096)], ids=lambda record: str(record)
 )

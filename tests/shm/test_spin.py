@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from shm.spin import Spin
 
 
@@ -31,3 +33,8 @@ def test_it_can_be_turned_off() -> None:
     spin.begin(1000)
     spin.end(1000)
     assert spin.begin(1000) == 0
+
+
+def test_giving_way_says_what_time_it_is_then() -> None:
+    now = time.monotonic_ns()
+    assert Spin.give_way() >= now

@@ -23,12 +23,15 @@ from shm.channel import pair
 from shm.control_records import LaneOpened, ModelState
 from shm.lane import WorkerLane
 from shm.messages import Cancel, Completion, FormSubmit, Submit
+from shm.sequence_keys import SequenceKeys
 from shm.sequence_page import SequencePage
 from shm.status_page import StatusPage
 from tests.fakes import WholeRequests, answer_formed
 from tests.work.counter import Work
 
 MIB = 1 << 20
+#: The worker has so many sequences of the model ``sumseq``, with ids from there on.
+SEQUENCES, FIRST_SEQUENCE = 16, 1000
 #: The front never looks for an answer instead of sleeping: how often it would look depends on the machine.
 OPTIONS = Options(lanes=Lanes(spin_us=0))
 #: What a read of the transport takes at most, as uvloop's.
@@ -100,7 +103,7 @@ class LaneBench(ABC):
         self.table = ModelTable()
         self.submitter = Submitter(1, options, self.table)
         self.page = StatusPage.create()
-        self.sequences = SequencePage.create(1)
+        self.sequences = SequencePage.create(SEQUENCES)
         ours, theirs = pair()
         arenas = OPTIONS.arenas
         self.worker = WorkerLane(theirs, arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
@@ -109,6 +112,13 @@ class LaneBench(ABC):
         self.submitter.open_lane(LaneOpened(7, "cpu:0"), [ours.detach(), *pages])
         for name in ("addsub", "identity", "subadd"):
             self.submitter.model_changed(ModelState(name, 1, "READY", workers=(7,), metadata=b"{}", config=b"{}"))
+        # A name as long as another one's.
+        self.submitter.model_changed(
+            ModelState("sumseq", 1, "READY", workers=(7,), metadata=b"{}", config=b"{}", sticky=True)
+        )
+        for number in range(SEQUENCES):
+            key = SequenceKeys("sumseq", 1).key(FIRST_SEQUENCE + number)
+            self.sequences.begin(key, self.sequences.admit(key, 1))
         self.tally = Tally.create()
         self.transports: list[KeptTransport] = []
 
@@ -194,7 +204,7 @@ class Bench(LaneBench):
         self.connections: set[Connection] = set()
 
     def connect(self) -> KeptTransport:
-        connection = Connection(self.serving, self.connections)
+        connection = Connection(self.serving, self.connections, "tcp 127.0.0.1")
         transport = self.transport(connection)
         connection.connection_made(transport)
         self.transports.append(transport)

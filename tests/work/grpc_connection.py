@@ -58,7 +58,7 @@ class GrpcBench(LaneBench):
         self._serving = Serving(OPTIONS.grpc, methods, self.tally.seat(0), self.submitter.accounts)
 
     def connect(self) -> KeptTransport:
-        connection = Connection(self._serving)
+        connection = Connection(self._serving, "tcp 127.0.0.1")
         transport = self.transport(connection)
         connection.connection_made(transport)
         transport.arrive(

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from daemon.front.acceptor import Acceptor
+from daemon.front.socket_watch import SocketWatch
 from daemon.http.connection import Connection
 from shm.messages import Cancel, Completion, FormSubmit
 from tests.fakes import answer_formed
@@ -36,8 +37,11 @@ class Door(Bench):
 
     def open(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
+        self.sockets = SocketWatch()
         self.acceptor = Acceptor(
-            [self.listener.dup()], self.serving.seat, lambda: Connection(self.serving, self.connections)
+            [self.listener.dup()],
+            self.serving.seat,
+            lambda socket, owner: self.sockets.open(socket, Connection(self.serving, self.connections, owner)),
         )
         self.acceptor.start()
 
@@ -89,6 +93,7 @@ async def door() -> AsyncIterator[Door]:
         yield made
     finally:
         await made.acceptor.close(1)
+        made.sockets.close()
         made.listener.close()
         made.close()
 
@@ -107,7 +112,7 @@ def on_a_door(test: Callable[[Door], Awaitable[None]]) -> None:
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions of Python have other instructions")
-@pytest.mark.parametrize(("request_", "limit"), [(REQUEST, 1730), (LAST, 1790)], ids=["closes", "is-closed"])
+@pytest.mark.parametrize(("request_", "limit"), [(REQUEST, 1960), (LAST, 2020)], ids=["closes", "is-closed"])
 def test_instructions(request_: bytes, limit: int) -> None:
     async def test(made: Door) -> None:
         await visits(made, Work(), WARM, request_)
@@ -119,25 +124,25 @@ def test_instructions(request_: bytes, limit: int) -> None:
 
 
 def test_system_calls() -> None:
-    """Two accepts, the second one in vain; it is made not to block; what it asks goes to the worker, and the answer comes."""
+    """An accept, now and then one in vain; reads at once, of the request and of the end; the lane's two, and the answer."""
 
     async def test(made: Door) -> None:
         await visits(made, Work(), WARM, REQUEST)
         work = Work()
         await visits(made, work, COUNT, REQUEST)
-        assert work.system_calls.total() <= 5 * COUNT, work.system_calls
+        assert work.system_calls.total() <= 7 * COUNT + 3, work.system_calls
 
     on_a_door(test)
 
 
-def test_a_transport_is_asked_for_its_peer_alone() -> None:
-    """The rest of what it could tell costs system calls."""
+def test_a_transport_is_asked_nothing() -> None:
+    """What it could tell costs system calls; who connected is known since the accept."""
     asked: list[str] = []
 
     class Asked(KeptTransport):
         def get_extra_info(self, name: str, default: Any = None) -> Any:
             asked.append(name)
-            return ("127.0.0.1", 1) if name == "peername" else default
+            return default
 
     async def test() -> None:
         bench = Bench()
@@ -148,7 +153,7 @@ def test_a_transport_is_asked_for_its_peer_alone() -> None:
             bench.close()
 
     asyncio.run(test())
-    assert asked == ["peername"]
+    assert not asked
 
 
 @pytest.mark.parametrize("request_", [REQUEST, LAST], ids=["closes", "is-closed"])
@@ -161,7 +166,8 @@ def test_nothing_is_left_for_the_garbage_collector(request_: bytes) -> None:
             await visits(made, Work(), COUNT, request_)
             gc.set_debug(gc.DEBUG_SAVEALL)
             gc.collect()
-            ours = [type(each).__name__ for each in gc.garbage if type(each).__module__.startswith("daemon.")]
+            kinds = [type(each) for each in gc.garbage if not isinstance(each, socket.socket)]  # asyncio leaves its own
+            ours = [kind.__name__ for kind in kinds if kind.__module__.startswith("daemon.")]
         finally:
             gc.set_debug(0)
             gc.garbage.clear()

@@ -50,7 +50,12 @@ OURS = {
 
 @pytest.fixture(scope="module")
 def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
-    options = {"lanes": {"spin_us": 0}, "arenas": {"byte_size": 32 * MIB}, "regions": {"access": "guarded"}}
+    options = {
+        "lanes": {"spin_us": 0},
+        "arenas": {"byte_size": 32 * MIB},
+        "regions": {"access": "guarded"},
+        "repository": {"control_mode": "explicit", "load": ["addsub", "identity"]},
+    }
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [ROOT / "bench" / "models"], options) as running:
         running.wait_ready()
         yield running
@@ -68,10 +73,11 @@ class Row:
     #: Bytes the worker copies: docs/data-plane.md says why.
     copied: int
     region: bool = False
-    #: Most reads of the front for one of them, and as many writes; gRPC has acknowledgements and window updates of its own.
-    reads: int = 1
+    #: Most reads of the front for one of them, and as many writes; gRPC has acknowledgements and window updates of its own. What
+    #: the HTTP front receives and sends is not counted among them.
+    reads: int = 0
     #: Most system calls of the loops of front and worker, as strace counts them.
-    front_calls: int = 6
+    front_calls: int = 7
     worker_calls: int = 4
 
 
@@ -214,20 +220,24 @@ class Passed:
 
 @small_rows
 def test_reads_writes_and_sleeps_of_the_front(daemon: DaemonProcess, row: Row, asker: Asker) -> None:
-    """A request is read once, answered in one write, and waited for twice: the request itself, and the worker's answer."""
+    """A request is waited for twice: the request itself, and the worker's answer."""
     front = front_of(daemon, row)
     before = Kernel.of(front.pid)
     asker.ask(COUNT)
     after = Kernel.of(front.pid)
     allowance = Passed(after.at - before.at).allowance
-    assert COUNT <= after.reads - before.reads <= row.reads * COUNT + allowance
-    assert COUNT <= after.writes - before.writes <= row.reads * COUNT + allowance
+    least = COUNT if row.reads else 0
+    assert least <= after.reads - before.reads <= row.reads * COUNT + allowance
+    assert least <= after.writes - before.writes <= row.reads * COUNT + allowance
     assert after.sleeps - before.sleeps <= 2 * COUNT + allowance
 
 
 @small_rows
 def test_every_system_call(daemon: DaemonProcess, row: Row, asker: Asker) -> None:
-    """Front: epoll, read, send to the lane, epoll, receive from the lane, write. Worker: epoll, receive twice, send."""
+    """Front: epoll, that of its clients, receive, send to the lane, epoll, receive from it, send.
+
+    Worker: epoll, receive twice, send.
+    """
     (worker,) = daemon.workers
     for process, limit in ((front_of(daemon, row), row.front_calls), (worker, row.worker_calls)):
         with Strace(process.pid) as strace:

@@ -20,7 +20,7 @@ from daemon.http.http_forms import request_of
 from daemon.http.message_head import InferHead
 from shm.lane import WorkerLane
 from shm.messages import Completion, Inline, RegionSlice, Slice, Submit, Tensor
-from tests.work.connection import MIB, Bench, KeptTransport
+from tests.work.connection import FIRST_SEQUENCE, MIB, SEQUENCES, Bench, KeptTransport
 from tests.work.counter import Work
 
 #: Requests before counting begins: what came twice is known.
@@ -98,6 +98,12 @@ def with_scheduling(number: int) -> bytes:
 def with_priority_and_timeout(number: int) -> bytes:
     said = b'"parameters": {"priority": %d, "timeout": %d}' % (number % 9 + 1, 10000 + number)
     return binary("addsub", _SMALL.replace(b'"id": ""', said), 128)
+
+
+def of_sequences_in_turn(number: int, model: str = "sumseq") -> bytes:
+    """The next step of one of the sequences that the worker has."""
+    said = b'"parameters": {"sequence_id": %d, "sequence_start": false, "sequence_end": false}'
+    return binary(model, _SMALL.replace(b'"id": ""', said % (FIRST_SEQUENCE + number % SEQUENCES)), 128)
 
 
 def of_models_in_turn(number: int) -> bytes:
@@ -182,6 +188,8 @@ ROWS = [
     Row("small-all", with_id_and_trace, two_small, 1243),
     Row("small-priority", with_priority_and_timeout, two_small, 1300),
     Row("small-sequences", with_scheduling, two_small, 1395),
+    # A fifth more than ``small``: where its sequence is.
+    Row("small-steps", of_sequences_in_turn, two_small, 1090, warm=2 * SEQUENCES),
     Row("small-models", of_models_in_turn, two_small, 957, warm=4),
     Row("small-shapes", of_shapes_in_turn, two_small, 957, warm=24),
     # As on a connection that is used once.
@@ -189,8 +197,8 @@ ROWS = [
     # Forms that never come again travel whole.
     Row("small-forms", that_never_repeats, two_small, 3850),
     Row("small-json", as_json, two_small, 2590),
-    Row("two-large", lambda _: binary("addsub", _TWO_LARGE, MIB), two_large, 2890, peak=45_000, lane_calls=3),
-    Row("1MiB", lambda _: binary("identity", _LARGE, MIB), one_large, 2740, peak=45_000, lane_calls=3),
+    Row("two-large", lambda _: binary("addsub", _TWO_LARGE, MIB), two_large, 2830, peak=45_000, lane_calls=3),
+    Row("1MiB", lambda _: binary("identity", _LARGE, MIB), one_large, 2715, peak=45_000, lane_calls=3),
 ]
 rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 

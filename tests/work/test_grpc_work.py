@@ -21,7 +21,7 @@ from daemon.submit.scheduling import UNSCHEDULED
 from shm.lane import WorkerLane
 from shm.messages import Completion, Submit
 from tests.daemon.grpc.frame_client import INFER, STREAM
-from tests.work.connection import MIB
+from tests.work.connection import FIRST_SEQUENCE, MIB, SEQUENCES
 from tests.work.counter import Work
 from tests.work.grpc_connection import GrpcBench, call, head_of, message, opened, payloads
 from tests.work.test_front_work import one_large, two_in_regions, two_small
@@ -32,6 +32,8 @@ Parameter = service_pb2.InferParameter
 WARM = 3
 #: What a message may cost that differs from the last one in what is its own, and one of a client that has just come.
 MAX_MORE = 1.5
+#: What a step of a sequence costs, times what another request does.
+MAX_STEP = 1.2
 COUNT = 20
 _FP32 = {"datatype": "FP32", "shape": [1, 16]}
 _REGION = {
@@ -308,6 +310,26 @@ def test_scheduling_that_differs(row: Row) -> None:
     # None of those that are counted has come before.
     never_twice = (scheduled(number) for number in itertools.count())
     assert instructions(row, [next(never_twice)], others=never_twice) <= MAX_MORE * instructions(row, [small("")])
+
+
+def step(number: int) -> bytes:
+    """The next one of a sequence that the worker has."""
+    parameters = {
+        "sequence_id": Parameter(int64_param=FIRST_SEQUENCE + number),
+        "sequence_start": Parameter(bool_param=False),
+        "sequence_end": Parameter(bool_param=False),
+    }
+    asked = Infer.FromString(small("", parameters=parameters))
+    asked.model_name = "sumseq"
+    return bytes(asked.SerializeToString())
+
+
+@counts
+@pytest.mark.parametrize("row", [row for row in ROWS if row.name in ("stream", "unary")], ids=lambda row: row.name)
+def test_a_step_of_a_sequence_costs_little_more(row: Row) -> None:
+    """It is looked for on the worker's page."""
+    steps = [step(number) for number in range(SEQUENCES)]
+    assert instructions(row, steps) <= MAX_STEP * instructions(row, [small("")])
 
 
 @counts

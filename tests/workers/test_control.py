@@ -20,11 +20,14 @@ from shm.errors import Internal, InvalidArgument
 from shm.figures import Figures
 from shm.operations import AwaitRegion, ModelStatistics, RepositoryIndex, UnregisterRegion, WorkerFigures
 from tests.workers.models.test_model_table import version_of
+from workers.calls.metric_registry import MetricRegistry
 from workers.control import Control
+from workers.daemon_operations import DaemonOperations
 from workers.models.model_table import ModelTable
 from workers.models.model_version import ModelVersion
 from workers.regions.region_policy import RegionPolicy
 from workers.regions.region_table import RegionTable
+from workers.threads.inbox import Inbox
 
 
 class Bench:
@@ -37,11 +40,12 @@ class Bench:
         self.stopped: list[int] = []
         self.models = ModelTable()
         self.control = Control(
-            cast(Any, SimpleNamespace(put=lambda record, *fds: self.sent.append(record))),
+            channel := cast(Any, SimpleNamespace(put=lambda record, *fds: self.sent.append(record))),
             self.models,
             RegionTable(RegionPolicy(Regions()), Driver(), None),
-            cast(Any, None),
-            cast(Any, SimpleNamespace(do=lambda job, done: self.loads.append(done))),
+            cast(Any, SimpleNamespace(metrics=MetricRegistry())),
+            thread := cast(Any, SimpleNamespace(do=lambda job, done: self.loads.append(done))),
+            DaemonOperations(channel, thread, Inbox()),
             lambda peer, sock: self.lanes.append((peer, sock)),
             lambda loaded: ModelVersion(loaded),
             self.stopped.append,
@@ -132,7 +136,7 @@ def test_every_call_has_one_reply() -> None:
         (2, "", b"0"),
         (3, "", b""),
         (4, "UNSUPPORTED", b""),
-        (5, "", b'[[],{"system":0,"cuda":0}]'),
+        (5, "", b'[[],{"system":0,"cuda":0},[]]'),
     ]
 
 
@@ -143,7 +147,7 @@ def test_figures_are_those_of_the_versions_that_serve() -> None:
     version.statistics.copied(12)
     bench.control.handle(Call(1, WorkerFigures()), [])
     figures = msgspec.json.decode(bench.sent[-1].result, type=Figures)
-    assert figures.versions == (version.figures(),)
+    assert figures.versions == (version.figures(0),)
     assert figures.versions[0].counts.copied_byte_size == 12
 
 

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jax._src import compilation_cache
+
 from config import model_config
 from config.options import Executables, Lanes, Options
 from shm.arena import Arena, Lease
@@ -18,13 +20,14 @@ from shm.forms import Forms, own_contents, request_template
 from shm.lane import SubmitterLane
 from shm.messages import Completion, FormSubmit, Parameter, RequestedOutput, Submit, Tensor
 from shm.record import Record, decoder
+from tests import run_folder
 from tests.fakes import whole_answers
 from tests.work.counter import Work
 from workers.devices.device import DeviceName
 from workers.worker import Worker
 
 #: It never looks, and in ``WorkerLoop`` it never sleeps: a turn takes what is there.
-OPTIONS = Options(lanes=Lanes(spin_us=0), executables=Executables(cache_directory="/dev/null/none"))
+OPTIONS = Options(lanes=Lanes(spin_us=0), executables=Executables(cache_directory=run_folder.programs()))
 PATIENCE_SECONDS = 240.0
 #: As a worker opens it, which decides how programs run here: before any test does it in another way.
 DEVICE_NAME = DeviceName("cpu", 0)
@@ -130,3 +133,6 @@ class WorkerLoop:
         self.control.close()
         self.worker.close()
         self.arena.close()
+        # A worker's loader has turned JAX's own cache on for the whole process. What that answers to another test's cache of
+        # executables could not be loaded from there.
+        compilation_cache._cache = None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import select
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,6 +37,7 @@ from shm.messages import Completion, Inline, RequestedOutput, Slice, Submit, Ten
 from shm.record import Record, decoder
 from shm.sequence_page import SequencePage
 from shm.status_page import StatusPage
+from tests import prepared, run_folder
 from tests.fakes import whole_answers
 
 ROOT = Path(__file__).parent.parent.parent
@@ -52,20 +51,11 @@ class WorkerProcess:
     """Starts a worker; ``with`` ends it. Everything blocks, with patience."""
 
     def __init__(self, cache: Path | None = None, **sections: Any) -> None:
-        # Without a cache directory of its own a test would fill the user's.
-        sections.setdefault("executables", Executables(cache_directory=str(cache or "/dev/null/none")))
+        sections.setdefault("executables", Executables(cache_directory=str(cache or run_folder.programs())))
         self.options = Options(**sections)
         ours, theirs = pair()
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "workers", "--control-fd", str(theirs.fileno()), "--device", "cpu:0"],
-            pass_fds=[theirs.fileno()],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        words = ["workers", "--control-fd", str(theirs.fileno()), "--device", "cpu:0"]
+        self.process = prepared.start(words, [theirs.fileno()], read_errors=True)
         theirs.close()
         self.channel = Channel(ours, decoder(FromWorker))
         self._records: list[tuple[Any, list[int]]] = []

@@ -46,8 +46,11 @@ class DeviceName:
         # Beside the GPU a model has the CPU: callbacks run there, and whatever it puts there itself.
         os.environ["JAX_PLATFORMS"] = "cuda,cpu" if self.platform == "cuda" else self.platform
 
-    def open(self) -> jax.Device:
-        """Starts the back end. Raises NoDevice: there is no such device."""
+    def open(self, count: int = 1) -> jax.Device:
+        """Starts the back end and returns the first of its devices. Raises NoDevice: there is no such device.
+
+        ``count``: how many a CPU worker is to have. A GPU worker has those that it sees.
+        """
         import jax
 
         if self.platform == "cpu":
@@ -55,6 +58,8 @@ class DeviceName:
             # nothing to do meanwhile: 110 instead of 60 us for one row of three small layers. Outputs would be allocated there
             # as well (workers/native/output_memory.py). jax reads this from no environment variable.
             jax.config.update("jax_cpu_enable_async_dispatch", False)
+            if count > 1:
+                jax.config.update("jax_num_cpu_devices", count)
         try:
             # By name: where there is no plugin, or no device node, JAX leaves the GPU out and would compute on the CPU.
             return jax.devices(self.platform)[0]

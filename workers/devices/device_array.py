@@ -30,6 +30,13 @@ class DeviceArray:
         for size in self.shape:
             self.nbytes *= size
 
+    @property
+    def whole(self) -> jax.Array | None:
+        """What XLA has made, if this is all of it in its shape: it can be an argument as it is."""
+        owner = self._owner
+        same = isinstance(owner, jax.Array) and owner.shape == self.shape and owner.dtype == self.dtype
+        return owner if same else None
+
     def __getitem__(self, rows: slice) -> DeviceArray:
         """Some of the rows, without a copy."""
         start, stop, step = rows.indices(self.shape[0])

@@ -2,7 +2,8 @@
 
     CUDA region, aligned to 256, alone in its batch  ─▶ used where it lies
     CUDA region otherwise                            ─▶ device to device into the staging buffer
-    arena, system region, body                       ─▶ host to device into it; a transfer and nothing else where pages are locked
+    arena, system region, body; small                ─▶ brought together on the host (``host_staging.py``), one transfer into it
+                                large                ─▶ host to device into it; a transfer and nothing else where pages are locked
 
 The staging buffer is our own, one for all models, and belongs to the thread that runs them: a batch is computed before the next
 one is gathered. Whoever runs programs in another thread (the loader with a version's samples) has a ``CudaDevice`` of its own.
@@ -13,10 +14,11 @@ are looked at.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
@@ -27,11 +29,17 @@ from shm.cuda_regions import Context, CudaError
 from workers.devices import dlpack
 from workers.devices.cuda_tensor import CudaTensor
 from workers.devices.device_array import DeviceArray
+from workers.devices.host_staging import TOGETHER, HostStaging
 
 #: What XLA's own buffers have; arguments that have less are refused or copied, so we do it.
 ALIGNMENT = 256
 _LEAST_STAGING = 1 << 20
+#: Outputs begin at multiples of this in host memory.
+_LINE = 64
 _MAX_VIEWS = 1024
+#: One input of a batch: its name, dtype, the shape the executable wants, and the requests' arrays (or ``CudaTensor``), which
+#: follow each other along the first axis and are at most as large; what they do not fill is zeros.
+Part = tuple[str, np.dtype[Any], tuple[int, ...], Sequence[Array]]
 
 
 def prepare_environment(options: Workers) -> None:
@@ -50,6 +58,7 @@ class CudaDevice:
         self._dlpack_device = dlpack_device
         self._staging = 0
         self._staging_byte_size = 0
+        self._host: HostStaging | None = None
         #: (address, dtype, shape) -> array; addresses are all that an array of foreign memory is, so none is ever stale.
         self._views: OrderedDict[tuple[int, np.dtype[Any], tuple[int, ...]], jax.Array] = OrderedDict()
 
@@ -59,22 +68,22 @@ class CudaDevice:
 
     # ------------------------------------------------------------------------------------------------------- inputs
 
-    def gather(
-        self, parts: Sequence[tuple[str, np.dtype[Any], tuple[int, ...], Sequence[Array]]]
-    ) -> tuple[dict[str, jax.Array], int]:
+    def gather(self, parts: Sequence[Part]) -> tuple[dict[str, jax.Array], int]:
         """The arguments of a batch, and how many bytes were copied for them.
 
-        Args:
-          parts: each input's name, dtype, the shape the executable wants, and the requests' arrays (or ``CudaTensor``), which
-            follow each other along the first axis and are at most as large; what they do not fill is zeros.
         Raises: InvalidArgument: a region cannot be read any more.  Unavailable: no memory for the staging buffer.  DeviceLost.
         """
         arguments: dict[str, jax.Array] = {}
         needed, copied = 0, 0
-        staged: list[tuple[str, np.dtype[Any], tuple[int, ...], Sequence[Array], int]] = []
-        for name, dtype, shape, arrays in parts:
+        staged: list[tuple[Part, int]] = []
+        for part in parts:
+            name, dtype, shape, arrays = part
             only = arrays[0]
-            if (
+            whole = only.whole if len(arrays) == 1 and isinstance(only, DeviceArray) and only.shape == shape else None
+            if whole is not None:
+                # Of another model, in a step of an ensemble say.
+                arguments[name] = whole
+            elif (
                 len(arrays) == 1
                 and isinstance(only, CudaTensor)
                 and only.shape == shape
@@ -84,27 +93,85 @@ class CudaDevice:
             ):
                 arguments[name] = self._view(only.pointer, dtype, shape)
             else:
-                staged.append((name, dtype, shape, arrays, needed))
-                needed += -(-_byte_size(dtype, shape) // ALIGNMENT) * ALIGNMENT
+                staged.append((part, needed))
+                needed += room(dtype, shape)
         if staged:
             self._reserve(needed)
             sources: list[Array] = []
             try:
-                for name, dtype, shape, arrays, at in staged:
-                    copied += self._fill(self._staging + at, dtype, shape, arrays, sources)
-                    arguments[name] = self._view(self._staging + at, dtype, shape)
+                if needed <= TOGETHER:
+                    copied = self._fill_together(staged, needed)
+                else:
+                    for (_, dtype, shape, arrays), at in staged:
+                        copied += self._fill(self._staging + at, dtype, shape, arrays, sources)
             finally:
                 # Also after an error: what is queued still reads the sources.
                 self.context.synchronize()
+            for (name, dtype, shape, _), at in staged:
+                arguments[name] = self._view(self._staging + at, dtype, shape)
         return arguments, copied
+
+    @property
+    def host(self) -> HostStaging:
+        """Where the host gathers what crosses the bus together. Raises DeviceLost."""
+        if self._host is None:
+            self._host = HostStaging(self.context)
+        return self._host
+
+    def send(
+        self, parts: Sequence[tuple[str, np.dtype[Any], tuple[int, ...], int]], byte_size: int
+    ) -> dict[str, jax.Array]:
+        """The arguments of a batch that was gathered in ``host``: one transfer of its first bytes.
+
+        Args:
+          parts: each input's name, dtype and shape, and where it begins there, a multiple of ``ALIGNMENT``.
+        Raises: as ``gather``.
+        """
+        self._reserve(byte_size)
+        self.context.to_device(self._staging, self.host.address, byte_size)
+        self.context.synchronize()
+        return {name: self._view(self._staging + at, dtype, shape) for name, dtype, shape, at in parts}
 
     def _reserve(self, byte_size: int) -> None:
         self.context.enter()
         if byte_size <= self._staging_byte_size:
             return
-        self.close()
+        self._free_staging()
         size = max(_LEAST_STAGING, 1 << (byte_size - 1).bit_length())
         self._staging, self._staging_byte_size = self.context.allocate(size), size
+
+    def _fill_together(self, staged: Sequence[tuple[Part, int]], byte_size: int) -> int:
+        """Queues one transfer of what the host has, and behind it what the device has. Returns the bytes copied."""
+        content, copied, of_host = self.host.content, 0, False
+        of_device: list[tuple[int, CudaTensor | DeviceArray]] = []
+        for (_, dtype, shape, arrays), at in staged:
+            size = _byte_size(dtype, shape)
+            part = content[at : at + size].view(dtype).reshape(shape)
+            if not shape:
+                part[...] = arrays[0]
+                copied, of_host = copied + size, True
+                continue
+            row, row_byte_size = 0, size // shape[0] if shape[0] else 0
+            for array in arrays:
+                rows = part[row : row + array.shape[0]]
+                exact = array.shape[1:] == shape[1:]
+                if exact and _lies_there(array):
+                    of_device.append((self._staging + at + row * row_byte_size, array))
+                else:
+                    if not exact:
+                        rows[...] = 0
+                    rows[tuple(map(slice, array.shape))] = array
+                    of_host = True
+                row += len(rows)
+                copied += rows.nbytes
+            if row < shape[0]:
+                part[row:] = 0
+                of_host = True
+        if of_host and byte_size:
+            self.context.to_device(self._staging, self.host.address, byte_size)
+        for pointer, tensor in of_device:
+            self._copy_within(pointer, tensor)
+        return copied
 
     def _fill(
         self, pointer: int, dtype: np.dtype[Any], shape: tuple[int, ...], arrays: Sequence[Array], sources: list[Array]
@@ -114,9 +181,8 @@ class CudaDevice:
         row_shape = shape[1:]
         for array in arrays:
             exact = array.shape == shape or (bool(shape) and array.shape[1:] == row_shape)
-            if exact and isinstance(array, CudaTensor) and dtype != np.bool_:
-                with array.region.guarded():
-                    self.context.within_device(pointer + at, array.pointer, array.nbytes)
+            if exact and _lies_there(array):
+                self._copy_within(pointer + at, array)
                 at += array.nbytes
                 continue
             host = np.ascontiguousarray(np.asarray(array))
@@ -131,6 +197,14 @@ class CudaDevice:
         if at < total:
             self.context.clear(pointer + at, total - at)
         return at
+
+    def _copy_within(self, pointer: int, tensor: CudaTensor | DeviceArray) -> None:
+        """Queues the copy of what is on the device already."""
+        if isinstance(tensor, DeviceArray):
+            self.context.within_device(pointer, tensor.pointer, tensor.nbytes)
+            return
+        with tensor.region.guarded():
+            self.context.within_device(pointer, tensor.pointer, tensor.nbytes)
 
     def _view(self, pointer: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> jax.Array:
         key = (pointer, dtype, shape)
@@ -157,8 +231,35 @@ class CudaDevice:
             return kept.copy()
         return kept
 
+    def take(self, made: Sequence[jax.Array]) -> list[Array] | None:
+        """Small outputs in host memory: however many, they are waited for once. None: they are too large for that.
+
+        They must be ready. Raises DeviceLost.
+        """
+        ends = list(itertools.accumulate([-(-array.nbytes // _LINE) * _LINE for array in made]))
+        if ends and ends[-1] > TOGETHER:
+            return None
+        host, starts = self.host, [0, *ends]
+        self.context.enter()
+        try:
+            for at, array in zip(starts, made, strict=False):
+                if array.nbytes:
+                    self.context.to_host(host.address + at, array.unsafe_buffer_pointer(), array.nbytes)
+        finally:
+            self.context.synchronize()
+        content = host.content[: starts[-1]].copy()
+        return [
+            content[at : at + array.nbytes].view(np.dtype(array.dtype)).reshape(array.shape)
+            for at, array in zip(starts, made, strict=False)
+        ]
+
     def close(self) -> None:
-        """Gives the staging buffer back, when no batch uses it. Idempotent."""
+        """Gives the buffers back, when no batch uses them. Idempotent."""
+        if self._host is not None:
+            self._host.close()
+        self._free_staging()
+
+    def _free_staging(self) -> None:
         self._views.clear()
         if self._staging:
             self.context.free(self._staging)
@@ -171,6 +272,16 @@ class CudaDevice:
 
     def __repr__(self) -> str:
         return f"<CudaDevice staging {self._staging_byte_size} bytes, {len(self._views)} views>"
+
+
+def room(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
+    """What an input takes in the staging buffer."""
+    return -(-_byte_size(dtype, shape) // ALIGNMENT) * ALIGNMENT
+
+
+def _lies_there(array: object) -> TypeGuard[CudaTensor | DeviceArray]:
+    """Whether it can be copied on the device. What a client says is a truth value may be any byte, which the host puts right."""
+    return isinstance(array, DeviceArray) or (isinstance(array, CudaTensor) and array.dtype != np.bool_)
 
 
 def _byte_size(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:

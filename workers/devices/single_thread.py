@@ -8,6 +8,7 @@ compute in the memory of the one process, so parameters are shared and never cop
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from typing import Any
@@ -39,9 +40,13 @@ class SingleThreadDevice:
         self.max_flops = max_flops
         self.device = _opened()
 
-    def suits(self, lowered: jax.stages.Lowered) -> bool:
-        """Whether a program is so small that one thread is enough. One whose cost is not known is not."""
-        cost = lowered.cost_analysis() or {}
+    def suits(self, lowered: jax.stages.Lowered, compiled: jax.stages.Compiled | None = None) -> bool:
+        """Whether a program is so small that one thread is enough. One whose cost is not known is not.
+
+        Args:
+          compiled: of one whose cost only its compilation tells, such as an exported program of varying sizes.
+        """
+        cost = (lowered if compiled is None else compiled).cost_analysis() or {}
         flops, byte_size = cost.get("flops", -1.0), cost.get("bytes accessed", -1.0)
         if not (0 <= flops <= self.max_flops and 0 <= byte_size <= _MAX_BYTE_SIZE):
             return False
@@ -52,7 +57,9 @@ class SingleThreadDevice:
         return f"<SingleThreadDevice up to {self.max_flops} flops>"
 
 
+@functools.cache
 def _opened() -> jax.Device:
+    """One for a process, however many workers it has had: a client's threads end with the process (``tensord.testing``)."""
     known = os.environ.get(THREADS_VARIABLE)
     os.environ[THREADS_VARIABLE] = "1"
     try:

@@ -20,6 +20,7 @@ from shm.messages import Completion, FormCompletion, Inline, RegionSlice, Slice,
 from shm.snapshot_region import SnapshotRegion
 from workers.devices.device_array import DeviceArray
 from workers.dispatch.classification import classify
+from workers.models.author_error import bounded
 from workers.native import large_copy
 from workers.regions.region_table import check_intact
 from workers.requests.known_form import AnswerPlan, Part
@@ -36,7 +37,7 @@ _MAX_MESSAGE = 8192
 
 def failure(request_id: int, error: ServingError, version: int = 0) -> Completion:
     """The answer that says what went wrong. A model may say it in any characters and at any length."""
-    message = error.message[:_MAX_MESSAGE]
+    message = bounded(error.message, _MAX_MESSAGE)
     if not message.isascii():
         message = message.encode("utf-8", "replace").decode()
     return Completion(request_id, error.code, message, version=version)

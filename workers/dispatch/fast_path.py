@@ -4,6 +4,8 @@
                                   │     a large one: what runs it where its tensors lie (``workers/dispatch/lone_run.py``)
                                   ╰─ from then on ``wait`` receives, runs and answers such requests, and returns for anything else
 
+Of a model with sequences the planner says once for each run who goes on (``workers/dispatch/sequence_runs.py``).
+
 It decides nothing. What it was told holds until a table changes: models, regions, series programs, the numbers of forms. All of
 these change between two calls of ``wait`` and never during one, because what changes them comes as an event, with which ``wait``
 returns. Everything that is not exactly as it was told goes to Python untouched.
@@ -14,20 +16,27 @@ from __future__ import annotations
 import functools
 import select
 from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol, cast
+from typing import cast
 
-from shm.arrays import Array, address_of
+from shm.arrays import address_of
 from shm.errors import ServingError
+from shm.extensions import check
 from shm.messages import RegionSlice
 from shm.regions import Region
 from shm.status_page import StatusPage, WorkerState
 from workers.dispatch.lone_run import LoneRun, plan_alone
 from workers.dispatch.poller import Poller, Woken
+from workers.dispatch.sequence_runs import SequenceRuns
+from workers.models.ensemble_chain import EnsembleChain, EnsembleChains
 from workers.models.execution import Execution
 from workers.models.jax_model import JaxModel
+from workers.models.model_table import ModelTable
 from workers.models.model_version import ModelVersion
+from workers.models.sequence_register import SequenceRegister
 from workers.models.statistics import Turns
-from workers.programs.executables import Executable
+from workers.programs.chain_program import ChainProgram
+from workers.programs.executable import Executable
+from workers.programs.series_program import SeriesProgram
 from workers.regions.region_table import RegionTable, check_intact
 from workers.requests.known_form import AnswerPlan, KnownForm
 from workers.requests.request import Request
@@ -36,49 +45,36 @@ from workers.tensors.buckets import Shapes
 
 try:
     from workers.native import _fast_path
-except ImportError:  # no compiler at installation
+
+    check(_fast_path)
+except ImportError:  # not built, or not from these sources
     available = False
 else:
     available = True
 
 
+AnyProgram = Executable | SeriesProgram | ChainProgram
 #: No number of changes.
 _NEVER = -1
-
-
-class Program(Protocol):
-    """What runs gathered requests: an ``Executable`` or a ``SeriesProgram``."""
-
-    @property
-    def rows(self) -> int:
-        """How many rows it has."""
-
-    @property
-    def clears(self) -> bool:
-        """Whether rows that no request fills must be zero."""
-
-    @property
-    def memory(self) -> list[tuple[str, int, int]]:
-        """Where the first row of each input goes: name, address, and how far behind it the next row is."""
-
-    def run(self) -> list[Array]:
-        """Computes what was gathered there."""
 
 
 class _Batch:
     """Requests that can share a run: those of one load and one shape."""
 
-    def __init__(self, version: ModelVersion, model: JaxModel, key: Shapes) -> None:
+    def __init__(
+        self, version: ModelVersion, model: JaxModel | EnsembleChain, key: Shapes, runs: SequenceRuns | None = None
+    ) -> None:
+        """``runs``: of a model with sequences."""
         self.version = version
         self.model = model
         self._key = key
-        most = version.batcher.at_once(key)
+        self._runs = runs
+        most = version.planner.at_once(key)
         #: By the number of rows that wait, one and more.
-        self.programs = model.programs(key, most) if most <= _fast_path.MAX_ROWS else []
-        self._pace = self._found_pace()
-
-    def _found_pace(self) -> int:
-        return 0 if self.model.series is None else self.model.series.pace(self._key)
+        self.programs: Sequence[AnyProgram | None] = model.programs(key, most) if most <= _fast_path.MAX_ROWS else []
+        #: Runs of other sizes have computed something for nobody.
+        self._full = None if isinstance(model, EnsembleChain) else model.full_sizes
+        self._pace = model.pace(key)
 
     @property
     def inputs(self) -> list[tuple[str, int, int]]:
@@ -87,33 +83,46 @@ class _Batch:
 
     def native(self) -> _fast_path.Batch:
         """The batch as the C part wants it."""
-        made: list[Program] = []
+        made: list[AnyProgram] = []
         by_rows: list[int] = []
         for program in self.programs:
             if program is not None and program not in made:
                 made.append(program)
             by_rows.append(-1 if program is None else made.index(program))
         rules, series = self.version.loaded.queue_rules, self.model.series is not None
-        return self, rules.max_size, series, tuple([self._callable(program) for program in made]), tuple(by_rows)
-
-    def _callable(self, program: Program) -> _fast_path.Program:
+        sequences = None if self._runs is None else (self._runs.seat, self._runs.fail)
         return (
-            program.run,
-            program.rows,
-            program.clears,
-            tuple([(address, step) for _, address, step in program.memory]),
+            self,
+            rules.max_size,
+            series,
+            tuple([self._callable(program) for program in made]),
+            tuple(by_rows),
+            sequences,
         )
+
+    def _callable(self, program: AnyProgram) -> _fast_path.Program:
+        memory, run = tuple([(address, step) for _, address, step in program.memory]), program.run
+        if self._runs is not None and isinstance(program, Executable):
+            run = self._runs.program(program)
+        return run, program.rows, program.clears, memory
 
     @property
     def changed(self) -> bool:
         """Whether other programs are for them now, because they have become slower, or faster."""
-        return self._found_pace() != self._pace
+        return self.model.pace(self._key) != self._pace
 
     def count(self, turns: Turns) -> None:
         """Counts what was done of them."""
         self.version.statistics.add(turns)
+        if isinstance(self.model, EnsembleChain):
+            self.model.credit(turns)
+            return
+        if self._full is not None and not self._full.issuperset([size for size, *_ in turns.batches]):
+            self.version.statistics.padded(*self.model.padding(self._key, turns))
         if turns.single_runs and self.model.series is not None:
-            self.model.series.note_again(self._key, turns.single_ns // turns.single_runs)
+            # Also of a shape that was too slow for series when it was learned.
+            took_ns = turns.single_ns // turns.single_runs
+            self.model.series.meet(self._key, took_ns, lambda: sum([step for _, _, step in self.inputs]))
 
 
 class _Alone:
@@ -130,7 +139,7 @@ class _Alone:
         """The batch as the C part wants it: where several wait and fit into one run, no program of those is for them."""
         shapes, rules = self.executable.wanted.shapes, self._version.loaded.queue_rules
         most = min(self._version.batcher.at_once(shapes), _fast_path.MAX_ROWS)
-        return self, rules.max_size, False, (), (-1,) * max(1, most)
+        return self, rules.max_size, False, (), (-1,) * max(1, most), None
 
     def count(self, turns: Turns) -> None:
         """Counts what was done of them."""
@@ -150,28 +159,36 @@ class FastPath(Poller):
         desk: int,
         regions: RegionTable,
         changes: Callable[[], int],
+        register: SequenceRegister,
+        models: ModelTable,
+        chains: EnsembleChains,
     ) -> None:
         """``changes``: another number whenever something changed that was learned from."""
         super().__init__(epoll, look_ns)
+        states = WorkerState.IDLE, WorkerState.EXECUTING
         self._native = _fast_path.FastPath(
-            epoll.fileno(), look_ns, page.memory, page.word(desk), WorkerState.IDLE, WorkerState.EXECUTING
+            epoll.fileno(), look_ns, page.memory, page.word(desk), *states, register.left
         )
+        self._submitters: dict[int, Submitter[Request]] = {}
+        self._register = register
+        self._models = models
+        self._chains = chains
         self._regions = regions
         self._changes = changes
         self._seen = changes()
-        self._batches: dict[tuple[ModelVersion, Hashable], _Batch] = {}
+        self._batches: dict[tuple[JaxModel | EnsembleChain, Hashable], _Batch] = {}
         self._alone: dict[tuple[ModelVersion, Hashable], _Alone] = {}
         #: (descriptor of the lane, number) of what was learned.
         self._forms: set[tuple[int, int]] = set()
 
     def open(self, submitter: Submitter[Request]) -> None:
-        lane = submitter.lane
-        self._native.open(
-            lane.fileno(), submitter.peer, submitter.in_flight, lambda datagram: lane.read(datagram, [], False)
-        )
+        fd = submitter.lane.fileno()
+        self._submitters[fd] = submitter
+        self._native.open(fd, submitter.peer, submitter.in_flight, lambda datagram: _take_back(submitter, datagram))
 
     def close_lane(self, submitter: Submitter[Request]) -> None:
         self._settle()
+        self._submitters.pop(submitter.lane.fileno(), None)
         self._native.close(submitter.lane.fileno())
         self._seen = _NEVER
 
@@ -188,17 +205,30 @@ class FastPath(Poller):
         self._forms.discard((submitter.lane.fileno(), number))
 
     def learn(self, version: ModelVersion, execution: Execution) -> None:
-        model, made = version.jitted, execution.outputs
-        loaded = version.loaded
-        if model is None or loaded.instances or not loaded.queue_rules.plain or not loaded.repeatable:
+        loaded, made = version.loaded, execution.outputs
+        if loaded.instances or not loaded.queue_rules.plain or loaded.streams:
             return
-        if version.cache is not None or loaded.made_inputs:
+        # Answers that leave in order wait for one another where there is no room.
+        if version.cache is not None or loaded.made_inputs.asked is not None or version.ordered:
             return
-        if len(execution.requests) == 1 and (made is None or not execution.requests[0].small):
-            self._learn_alone(version, model, execution)
+        jitted = version.jitted
+        if version.sequences is not None:
+            # A sequence may live in the load before this one, while that has not ended.
+            if self._models.draining:
+                return
+        elif not loaded.repeatable:
+            return
+        elif jitted is not None and len(execution.requests) == 1 and (made is None or not execution.requests[0].small):
+            self._learn_alone(version, jitted, execution)
         if made is None:
             return
-        program = execution.executable
+        model: JaxModel | EnsembleChain | None = jitted
+        program: AnyProgram | None = execution.executable
+        if model is None and loaded.ensemble is not None:
+            found = self._chains.find(version, loaded.ensemble, execution.requests)
+            model, program = found or (None, None)
+        if model is None:
+            return
         for request in execution.requests:
             form, submitter = request.form, request.submitter
             plan = None if form is None else form.plans.get(made.layout)
@@ -207,15 +237,23 @@ class FastPath(Poller):
             known = (submitter.lane.fileno(), form.number) in self._forms
             if known or (form.names is not None and not request.small):
                 continue  # or its tensors lie in an arena: such are never gathered here
+            if isinstance(model, EnsembleChain) and not model.answers(request):
+                continue
             if self._seen == self._changes() and form.familiar is version.familiar:
-                batch = self._batches.get((version, request.key))
+                batch = self._batches.get((model, request.key))
                 if batch is None:
-                    batch = self._batches[version, request.key] = _Batch(version, model, cast(Shapes, request.key))
+                    batch = self._batches[model, request.key] = self._batch(version, model, cast(Shapes, request.key))
                 # The plan says how that program's outputs lie; those of the others lie alike.
                 if program in batch.programs:
                     self._learn(batch, request, form, plan)
                 elif batch.changed:
                     self._seen = _NEVER
+
+    def _batch(self, version: ModelVersion, model: JaxModel | EnsembleChain, key: Shapes) -> _Batch:
+        runs: SequenceRuns | None = None
+        if version.sequences is not None and isinstance(model, JaxModel):
+            runs = SequenceRuns(version, model, version.sequences, self._submitters, self._register)
+        return _Batch(version, model, key, runs)
 
     def _learn(self, batch: _Batch, request: Request, form: KnownForm, plan: AnswerPlan) -> None:
         lane = request.submitter.lane
@@ -225,7 +263,11 @@ class FastPath(Poller):
         places += [tensor.place for tensor in form.submit.inputs if isinstance(tensor.place, RegionSlice)]
         regions = self._found([place for place in places if place is not None])
         arguments = {name: number for number, (name, _, _) in enumerate(batch.inputs)}
-        if regions is None or len(arguments) != len(form.submit.inputs):
+        made = batch.version.loaded.made_inputs.specs
+        if regions is None or len(arguments) != len(form.submit.inputs) + len(made):
+            return
+        # What a region has lost shows when the program has run, and a step is not run again.
+        if regions and batch.version.sequences is not None:
             return
         inputs: list[tuple[int, int, int]] = []
         for tensor, (_, byte_size) in zip(form.submit.inputs, form.known.tensors, strict=True):
@@ -320,6 +362,13 @@ class FastPath(Poller):
 
     def __repr__(self) -> str:
         return f"<FastPath {len(self._forms)} forms of {len(self._batches)} kinds>"
+
+
+def _take_back(submitter: Submitter[Request], datagram: bytes) -> bool:
+    """Leases that are given back. Returns whether the lane has something to say of them. Raises InvalidArgument: not on loan."""
+    submitter.lane.read(datagram, [], False)
+    submitter.unflushed |= submitter.lane.unsaid
+    return submitter.unflushed
 
 
 def _address(place: RegionSlice | None, byte_size: int, regions: dict[str, Region]) -> int:

@@ -21,7 +21,7 @@ from shm.lane import WorkerLane
 from shm.messages import Completion, Slice, Tensor
 from workers.models.execution import Execution
 from workers.native import output_memory
-from workers.programs.executables import Executable
+from workers.programs.executable import Executable
 from workers.requests.known_form import KnownForm
 
 #: Segment and offset in the submitter's arena, or the bytes themselves.

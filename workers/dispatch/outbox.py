@@ -4,9 +4,9 @@
           └─▶ blocked, oldest first ──room──▶ placed
                                     └─time──▶ 503 with both numbers
 
-A small answer never waits for the room of a large one. While the blocked answers of a submitter hold more than the first segment
-of an arena, requests like those that they answer are held: nothing more of the kind is computed until some are taken. Every way
-out of here ends a request exactly once.
+A small answer never waits for the room of a large one, unless its model's answers leave in order. While the blocked answers of a
+submitter hold more than the first segment of an arena, requests like those that they answer are held: nothing more of the kind is
+computed until some are taken. Every way out of here ends a request exactly once.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import sys
 from collections import deque
 from collections.abc import Mapping
 
@@ -26,10 +27,11 @@ from shm.refusals import Refusal, RefusalLog
 from workers.dispatch.answers import complete, complete_planned, complete_small, failure, plan_answer
 from workers.models.execution import Execution
 from workers.models.statistics import Failure
-from workers.programs.executables import Executable
+from workers.programs.executable import Executable
+from workers.requests.inner_request import hand_over, kept
 from workers.requests.known_form import KnownForm
 from workers.requests.places import Places
-from workers.requests.request import Request, named
+from workers.requests.request import Moments, Request, named
 from workers.requests.result import Result
 from workers.requests.submitter import BlockedAnswer, Submitter
 from workers.tensors.batch_outputs import BatchOutputs
@@ -57,14 +59,33 @@ class Outbox:
         self.refusals = RefusalLog()
 
     def fail(self, request: Request, error: ServingError) -> None:
-        """Answers with an error and ends the request."""
+        """Answers with an error and ends the request, when it is its turn."""
+        if request.sink is not None:
+            hand_over(request, error)
+        elif self._overtakes(request):
+            request.submitter.blocked.append(BlockedAnswer(request, error, 0, sys.maxsize))
+        else:
+            self._fail(request, error)
+
+    @staticmethod
+    def _overtakes(request: Request) -> bool:
+        """Whether its answer would leave before one that is blocked, of a model whose answers leave in order."""
+        submitter, version = request.submitter, request.version
+        if not submitter.blocked or not version.ordered or submitter.closed or request.cancelled:
+            return False
+        return any(waiting.request.version is version for waiting in submitter.blocked)
+
+    def _fail(self, request: Request, error: ServingError) -> None:
         answer = failure(request.request_id, error, request.version.version)
         request.submitter.answer(answer if request.timeline is None else request.timeline.attach(answer))
         self.end(request)
 
-    def fail_all(self, answers: list[tuple[Request, ServingError]]) -> None:
-        """Answers requests that will not run, each with its error."""
+    def fail_all(
+        self, answers: list[tuple[Request, ServingError]], now_ns: int, why: Failure = Failure.CANCELED
+    ) -> None:
+        """Answers requests that were accepted and will not run, each with its error, and counts them."""
         for request, error in answers:
+            request.version.statistics.failed(now_ns - request.arrived_ns, why)
             self.fail(request, error)
 
     def refuse(self, request: Request, refusal: Refusal, error: Unavailable, now_ns: int) -> None:
@@ -88,6 +109,8 @@ class Outbox:
         Where they cannot be found, or not now, the answer finds out again, and says so.
         """
         (request,) = execution.requests
+        if request.sink is not None:
+            return
         executable, submitter, outputs = execution.executable, request.submitter, request.outputs
         if not isinstance(executable, Executable) or submitter.blocked or submitter.closed or request.cancelled:
             return
@@ -122,13 +145,29 @@ class Outbox:
         request, result = execution.requests[i], execution.results[i]
         if request.timeline is not None:
             request.timeline.executed(execution.moments, request.arrays, result)
-        given = self.answer(request, result, now_ns, execution.places)
+        if request.sink is not None:
+            given = self._hand_over(request, result, execution.moments)
+        else:
+            given = self.answer(request, result, now_ns, execution.places)
         return _reason(given, result) if isinstance(given, ServingError) else None
+
+    @staticmethod
+    def _hand_over(request: Request, result: Result, moments: Moments | None) -> Result:
+        """Answers a request that was made inside the worker. As ``answer``."""
+        if request.cancelled:
+            result = Cancelled("the request was cancelled")
+        elif not isinstance(result, ServingError):
+            result, copied = kept(result)
+            request.version.statistics.copied(copied)
+        hand_over(request, result, moments)
+        return result
 
     def _place_small(self, request: Request, made: BatchOutputs, row: int) -> bool:
         """Answers a request of the most frequent kind. False: it is another kind, or it cannot be answered well."""
         submitter = request.submitter
-        if submitter.closed or request.cancelled or request.timeline is not None:
+        if submitter.closed or request.cancelled or request.timeline is not None or request.sink is not None:
+            return False
+        if submitter.blocked and self._overtakes(request):
             return False
         version, form = request.version, request.form
         plan = None if form is None else form.plans.get(made.layout)
@@ -162,9 +201,12 @@ class Outbox:
         if isinstance(result, ServingError):
             self.fail(request, result)
             return result
+        if request.sink is not None:
+            return self._hand_over(request, result, None)
         submitter, byte_size = request.submitter, sum(array.nbytes for array in result.values())
         error: ServingError | _Placing | None = _Placing.FULL
-        if not submitter.blocked or submitter.closed or byte_size <= submitter.lane.arena.small_byte_size:
+        small = byte_size <= submitter.lane.arena.small_byte_size
+        if not submitter.blocked or submitter.closed or (small and not self._overtakes(request)):
             error = self._place(request, result, places)
         if error is _Placing.FULL:
             error = self._block(BlockedAnswer(request, result, byte_size, now_ns + self._wait_ns), now_ns)
@@ -222,14 +264,18 @@ class Outbox:
             submitter.blocked
             and submitter.blocked_byte_size + answer.byte_size > _MAX_BLOCKED * self._options.byte_size
         ):
-            self._note(request, Refusal.ANSWER_ROOM, now_ns)
-            return Unavailable(_describe_full(submitter, answer.byte_size))
+            return self.no_room(request, answer.byte_size, now_ns)
         submitter.blocked.append(answer)
         submitter.blocked_byte_size += answer.byte_size
         if answer.byte_size > submitter.lane.arena.small_byte_size:
             submitter.bulky.add((request.version, request.key))
         self._blocked[submitter] = None
         return None
+
+    def no_room(self, request: Request, byte_size: int, now_ns: int) -> Unavailable:
+        """Why an answer is given up: it is counted and told to the operator."""
+        self._note(request, Refusal.ANSWER_ROOM, now_ns)
+        return Unavailable(_describe_full(request.submitter, byte_size))
 
     @property
     def blocked(self) -> bool:
@@ -238,14 +284,14 @@ class Outbox:
 
     def hold(self, request: Request) -> bool:
         """True: keeps a request from being run, because its submitter does not take the large answers of its kind that it has."""
-        submitter = request.submitter
-        if (
-            submitter.blocked_byte_size <= self._options.byte_size
-            or (request.version, request.key) not in submitter.bulky
-        ):
+        submitter, version = request.submitter, request.version
+        if request.sink is not None or submitter.blocked_byte_size <= self._options.byte_size:
             return False
-        submitter.held.append(request)
-        return True
+        held = (version, request.key) in submitter.bulky
+        if held or (version.ordered and any(bulky is version for bulky, _ in submitter.bulky)):
+            submitter.held.append(request)
+            return True
+        return False
 
     def retry(self, now_ns: int) -> list[Request]:
         """Places what fits by now and gives up on what waited too long. Returns requests that may be run again."""
@@ -264,24 +310,28 @@ class Outbox:
         small_byte_size = submitter.lane.arena.small_byte_size
         #: Whether there is no room for small ones, and for large ones: none is placed before those that wait longer.
         full = [False, False]
+        #: Of which an answer waits still, and no later one may leave.
+        waits: set[object] = set()
         waiting, submitter.blocked = submitter.blocked, deque()
         for answer in waiting:
-            large = answer.byte_size > small_byte_size
-            error = (
-                _Placing.FULL
-                if full[large] and not answer.request.cancelled
-                else self._place(answer.request, answer.result)
-            )
+            version, large = answer.request.version, answer.byte_size > small_byte_size
+            error: ServingError | _Placing | None = _Placing.FULL
+            if version not in waits or answer.request.cancelled:
+                if isinstance(answer.result, ServingError):
+                    error = answer.result
+                elif not full[large] or answer.request.cancelled:
+                    error = self._place(answer.request, answer.result)
+                    full[large] = full[large] or error is _Placing.FULL
             if error is _Placing.FULL:
-                full[large] = True
                 if now_ns < answer.give_up_ns:
                     submitter.blocked.append(answer)
+                    if version.ordered:
+                        waits.add(version)
                     continue
-                self._note(answer.request, Refusal.ANSWER_ROOM, now_ns)
-                error = Unavailable(_describe_full(submitter, answer.byte_size))
+                error = self.no_room(answer.request, answer.byte_size, now_ns)
             submitter.blocked_byte_size -= answer.byte_size
             if error is not None:
-                self.fail(answer.request, error)
+                self._fail(answer.request, error)
 
     @property
     def next_give_up_ns(self) -> int | None:

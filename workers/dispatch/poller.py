@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import select
 import time
 from typing import NamedTuple
@@ -70,14 +69,19 @@ class Poller:
         self._spin.end(self._ended_ns)
         return Woken(events, [], [])
 
+    def sleep(self, timeout_ns: int) -> None:
+        """Returns when something came, or the time is up, without looking for it."""
+        select.select([self._epoll.fileno()], [], [], timeout_ns / 1e9)
+
     def _look(self, until_ns: int) -> list[tuple[int, int]]:
         """Looks for events without sleeping; empty when none came in time."""
         poll = self._epoll.poll
-        while time.monotonic_ns() < until_ns:
+        now_ns = time.monotonic_ns()
+        while now_ns < until_ns:
             events = poll(0)
             if events:
                 return events
-            os.sched_yield()
+            now_ns = self._spin.give_way()
         return []
 
     def _sleep(self, timeout: float) -> list[tuple[int, int]]:

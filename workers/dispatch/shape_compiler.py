@@ -13,8 +13,11 @@ from shm.errors import Internal, Unavailable
 from shm.refusals import Refusal
 from shm.status_page import StatusPage
 from workers.dispatch.outbox import Outbox
+from workers.models.free_state import Unfit
 from workers.models.model_version import ModelVersion
-from workers.programs.executables import Executable, Executables, Wanted
+from workers.models.statistics import Failure
+from workers.programs.executable import Executable, Wanted
+from workers.programs.executables import Executables
 from workers.programs.run_errors import CheckDevice, compile_error
 from workers.programs.series import Series
 from workers.programs.series_program import SeriesProgram
@@ -52,15 +55,21 @@ class ShapeCompiler:
 
     def park(self, version: ModelVersion, batch: list[Request], wanted: Wanted) -> None:
         """Has a shape compiled; its requests wait and everything else goes on."""
-        key = batch[0].key
+        model = version.jitted
+        if model is None:
+            return
+        if isinstance(refused := batch[0].key, Unfit):
+            now_ns = self._clock()
+            self._outbox.fail_all([(request, refused.error) for request in batch], now_ns, Failure.OTHER)
+            version.planner.done(batch, now_ns)
+            return
+        # Ragged requests of one key make batches of many shapes: those of other shapes do not wait for this one.
+        key = wanted if model.ragged else batch[0].key
         if key in version.compiling:
             version.compiling[key] += batch
             return
         if len(version.compiling) >= self._max_shapes:
             self._refuse(version, batch)
-            return
-        model = version.jitted
-        if model is None:
             return
         # Those of that key which still queue join, so that none of them asks for the same again.
         version.compiling[key] = batch + version.queue.take(key, version.queue.rows(key))
@@ -72,7 +81,7 @@ class ShapeCompiler:
         now_ns, count = self._clock(), len(version.compiling)
         error = Unavailable(f"{count} other shapes of model '{version.name}' are being compiled")
         for request in batch:
-            self._outbox.fail_all(version.planner.dropped(request, now_ns))
+            self._outbox.fail_all(version.planner.dropped(request, now_ns), now_ns)
             self._outbox.refuse(request, Refusal.COMPILING, error, now_ns)
 
     def _compile(self, executables: Executables, wanted: Wanted, running: list[tuple[int, int]]) -> Executable:
@@ -92,8 +101,9 @@ class ShapeCompiler:
             if isinstance(outcome, Exception) or version.jitted is None:
                 failed = outcome if isinstance(outcome, Exception) else Internal("no executable")
                 error = compile_error(failed, requests, version.version)
-                version.planner.done(requests, self._clock())
-                self._outbox.fail_all([(request, error) for request in requests])
+                now_ns = self._clock()
+                version.planner.done(requests, now_ns)
+                self._outbox.fail_all([(request, error) for request in requests], now_ns, Failure.BACKEND)
                 return
             executables = version.jitted.executables
             for changed in (*executables.add(outcome), outcome.wanted):

@@ -16,13 +16,14 @@ from msgspec.structs import replace
 from shm.arrays import Array, IncompleteString, array
 from shm.cuda_regions import CudaRegion
 from shm.datatypes import ELEMENT_SIZES, MAX_ELEMENTS
-from shm.errors import InvalidArgument, ServingError
+from shm.errors import InvalidArgument
 from shm.forms import whole_request
 from shm.messages import FormSubmit, Inline, RegionSlice, RequestedOutput, Slice, Submit, Tensor
 from shm.open_shape import closed, elements, is_open
 from shm.regions import Region, check_range
 from shm.snapshot_region import SnapshotRegion
 from workers.devices.cuda_tensor import CudaTensor
+from workers.dispatch.input_checks import batch_size, check_names, check_tensor, model_shape
 from workers.models.model_version import ModelVersion
 from workers.regions.region_table import AnyRegion, RegionTable
 from workers.regions.region_tensor import LateTensor, RegionTensor
@@ -30,15 +31,10 @@ from workers.requests.familiar import Inputs, Known
 from workers.requests.known_form import KnownForm
 from workers.requests.request import Request, label
 from workers.requests.submitter import Submitter
-from workers.tensors.signature import Signature, TensorSpec
+from workers.tensors.signature import Signature
 
 #: Datatypes whose tensors are copied before they are used, wherever they lie.
 _COPIED = ("BYTES", "BOOL")
-_BATCH_NOTE = (
-    "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each input "
-    "shape. If you want to specify the full shape including the batch dim in your input dims config, try setting "
-    "max_batch_size to zero. See the model configuration docs for more info on max_batch_size."
-)
 
 Content = bytes | memoryview | LateTensor
 
@@ -65,8 +61,8 @@ def validate(
             submit = _closed(submit, contents)
             inputs = _described(submit)
         outputs = _outputs(submit, signature, regions, leased) if submit.outputs else {}
-        _check_names(submit, signature)
-        rows = _batch_size(submit, signature) if signature.batches else 0
+        check_names(submit, signature)
+        rows = batch_size(submit, signature) if signature.batches else 0
         made = {
             tensor.name: _checked(submit, signature, tensor, content)
             for tensor, content in zip(reversed(submit.inputs), reversed(contents), strict=True)
@@ -251,76 +247,10 @@ def _slice(region: SnapshotRegion | CudaRegion, place: RegionSlice) -> LateTenso
     return RegionTensor(region, place.offset, np.dtype(np.uint8), (place.byte_size,))
 
 
-def _check_names(submit: Submit, signature: Signature) -> None:
-    """Each input once, none too many, none missing."""
-    given = [tensor.name for tensor in submit.inputs]
-    for position, name in enumerate(given):
-        if name in given[:position]:
-            raise InvalidArgument(f"{label(submit.client_id)}input '{name}' already exists in request")
-    required, most = signature.required, len(signature.inputs)
-    if not required <= len(given) <= most:
-        raise _wrong_count(submit, signature, given)
-    for name in reversed(given):
-        if name not in signature.inputs:
-            raise InvalidArgument(f"unexpected inference input '{name}' for model '{signature.model}'")
-    if any(not spec.optional and spec.name not in given for spec in signature.inputs.values()):
-        raise _wrong_count(submit, signature, given)
-
-
-def _wrong_count(submit: Submit, signature: Signature, given: list[str]) -> ServingError:
-    required, most = signature.required, len(signature.inputs)
-    expected = (
-        f"expected {most} inputs" if required == most else f"expected number of inputs between {required} and {most}"
-    )
-    missing = [spec.name for spec in signature.inputs.values() if spec.name not in given and not spec.optional]
-    return InvalidArgument(
-        f"{label(submit.client_id)}{expected} but got {len(submit.inputs)} inputs for model '{signature.model}'. "
-        f"Got input(s) [{_quoted(given[::-1])}], but missing required input(s) [{_quoted(missing)}]. "
-        "Please provide all required input(s)."
-    )
-
-
-def _quoted(names: list[str]) -> str:
-    return ",".join(f"'{name}'" for name in names)
-
-
-def _batch_size(submit: Submit, signature: Signature) -> int:
-    """The one batch size of all inputs."""
-    rows: int | None = None
-    for tensor in reversed(submit.inputs):
-        if not tensor.shape:
-            raise InvalidArgument(
-                f"{label(submit.client_id)}input '{tensor.name}' has no shape but model requires batch dimension "
-                f"for '{signature.model}'"
-            )
-        if rows is not None and tensor.shape[0] != rows:
-            raise InvalidArgument(
-                f"{label(submit.client_id)}input '{tensor.name}' batch size does not match other inputs for '{signature.model}'"
-            )
-        rows = tensor.shape[0]
-    rows = 1 if rows is None else rows  # only a model whose inputs are all optional gets here without any
-    if rows > signature.max_batch_size:
-        raise InvalidArgument(
-            f"{label(submit.client_id)}inference request batch-size must be <= {signature.max_batch_size} for '{signature.model}'"
-        )
-    if rows < 1:
-        raise InvalidArgument(
-            f"{label(submit.client_id)}inference request batch-size must be at least 1 for '{signature.model}', got {rows}"
-        )
-    return rows
-
-
 def _checked(submit: Submit, signature: Signature, tensor: Tensor, content: Content) -> Array:
     """The tensor as an array of the model's shape."""
     spec, shape = signature.inputs[tensor.name], tensor.shape
-    if tensor.datatype != spec.datatype:
-        raise InvalidArgument(
-            f"{label(submit.client_id)}inference input '{spec.name}' data-type is '{tensor.datatype}', "
-            f"but model '{signature.model}' expects '{spec.datatype}'"
-        )
-    lead = shape[:1] if signature.batches else ()
-    if not spec.fits(shape[len(lead) :]):
-        raise _unexpected_shape(submit, signature, spec, shape)
+    check_tensor(submit, signature, tensor)
     if spec.datatype == "BYTES":
         # The snapshot comes first: lengths are read from it, not from memory somebody else can write.
         try:
@@ -348,19 +278,7 @@ def _checked(submit: Submit, signature: Signature, tensor: Tensor, content: Cont
         if spec.datatype == "BOOL" and isinstance(made, np.ndarray):
             # Any byte but 0 is true on the wire; in memory a truth value may only be 0 or 1.
             made = made.view(np.uint8) != 0
-    return made.reshape(lead + spec.to_model(shape[len(lead) :])) if spec.reshaped else made
-
-
-def _unexpected_shape(submit: Submit, signature: Signature, spec: TensorSpec, shape: tuple[int, ...]) -> ServingError:
-    dims = (-1, *spec.dims) if signature.batches else spec.dims
-    return InvalidArgument(
-        f"{label(submit.client_id)}unexpected shape for input '{spec.name}' for model '{signature.model}'. "
-        f"Expected {_dims(dims)}, got {_dims(shape)}. {_BATCH_NOTE if signature.batches else ''}"
-    )
-
-
-def _dims(shape: tuple[int, ...]) -> str:
-    return f"[{','.join(map(str, shape))}]"
+    return made.reshape(model_shape(signature, spec, shape)) if spec.reshaped else made
 
 
 # -------------------------------------------------------------------------------------------------------------- outputs

@@ -31,6 +31,7 @@ from pathlib import Path
 from types import ModuleType
 
 from shm.errors import InvalidArgument
+from workers.calls.caller import PORT, ModelPort
 from workers.imports.own_code import BytecodeLoader, SourceLoader
 from workers.imports.plain_names import Importer, PlainName
 
@@ -50,6 +51,7 @@ class ModelImports(Importer):
         self.package = package
         self.folders = tuple(str(folder) for folder in folders)
         self._prefix = f"{package}."
+        self._port: ModelPort | None = None
         #: First part of an imported name -> whether it is the model's own, once that is known.
         self._is_own: dict[str, bool] = {}
         self._builtins = {**vars(builtins), "__import__": self.import_}
@@ -74,6 +76,16 @@ class ModelImports(Importer):
         imports = vars(module).get("__loader__") if type(module) is ModuleType else None
         return imports if isinstance(imports, ModelImports) else None
 
+    @property
+    def port(self) -> ModelPort:
+        """What its code reaches the worker by."""
+        assert self._port is not None
+        return self._port
+
+    def join(self, port: ModelPort) -> None:
+        """Its code has the port among its builtins from now on, by which it is known wherever it runs."""
+        self._port = self._builtins[PORT] = port
+
     def run(self, path: Path) -> ModuleType:
         """Runs a model.py as a module of the package. Raises InvalidArgument: it cannot be read; or whatever it raises."""
         stem = path.stem.replace(".", "_")
@@ -90,7 +102,9 @@ class ModelImports(Importer):
         return module
 
     def forget(self) -> None:
-        """Lets its modules go. Idempotent."""
+        """Lets its modules go, and what it has made outside of itself. Idempotent."""
+        if self._port is not None:
+            self._port.close()
         for name in list(sys.modules):
             if name == self.package or name.startswith(self._prefix):
                 sys.modules.pop(name, None)

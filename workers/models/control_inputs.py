@@ -8,7 +8,8 @@ One element for a request: shape [1], with a batch dimension [1, 1].
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from config.model_config import ModelConfig, data_type_name, model_config_pb2
 from shm import datatypes
 from shm.arrays import DTYPES, Array
 from shm.errors import InvalidArgument
-from workers.scheduling.sequence import Controls
+from workers.scheduling.sequence import Asked, Controls
 from workers.tensors.signature import TensorSpec
 
 _DATATYPES = {"int32_false_true": "INT32", "fp32_false_true": "FP32", "bool_false_true": "BOOL"}
@@ -98,6 +99,14 @@ class ControlInputs:
     def arrays(self, controls: Controls) -> dict[str, Array]:
         """What a request gets. Raises InvalidArgument: its id is of a kind that the model cannot be told."""
         return self._flags[controls.start, controls.end] | {each.spec.name: each.array(controls) for each in self._ids}
+
+    def told(self, asked: Iterable[Asked]) -> list[dict[str, Array]]:
+        """What requests get that came together: the first ones, up to one whose id the model cannot be told."""
+        found: list[dict[str, Array]] = []
+        with contextlib.suppress(InvalidArgument):
+            for each in asked:
+                found.append(self.arrays(Controls(*each)))
+        return found
 
 
 def control_inputs(message: ModelConfig) -> ControlInputs:

@@ -25,15 +25,25 @@ def created(
             f"model '{model}': create() returned where state begins beside a function and its parameters, but none is declared"
         )
     apply, parameters, *first = returned
+    if inspect.iscoroutinefunction(apply) or inspect.isasyncgenfunction(apply):
+        raise InvalidArgument(
+            f"model '{model}': create() returned an async function; a plain one is expected, or a generator function"
+        )
     names = ["params", "inputs"]
     names += ["state"] if states else []
     names += ["request"] if asked is not None else []
-    _check_arguments(model, apply, names)
+    check_arguments(model, "the function", apply, names)
     return apply if asked is None else asked.telling(apply), parameters, first[0] if first else None
 
 
-def _check_arguments(model: str, apply: Callable[..., Any], names: Sequence[str]) -> None:
-    """Raises InvalidArgument: the function cannot be called with so many arguments."""
+def is_generator(returned: object) -> bool:
+    """Whether its function is one that yields: the model answers a request with any number of responses."""
+    apply = returned[0] if isinstance(returned, tuple) and returned else None
+    return inspect.isgeneratorfunction(apply) or inspect.isgeneratorfunction(getattr(apply, "__call__", None))  # noqa: B004
+
+
+def check_arguments(model: str, what: str, apply: Callable[..., Any], names: Sequence[str]) -> None:
+    """``what``: how the function is called. Raises InvalidArgument: it cannot be called with so many arguments."""
     try:
         taken = inspect.signature(apply)
     except (TypeError, ValueError):  # one that does not say what it takes
@@ -42,5 +52,5 @@ def _check_arguments(model: str, apply: Callable[..., Any], names: Sequence[str]
         taken.bind(*names)
     except TypeError:
         raise InvalidArgument(
-            f"model '{model}': the function of create() takes {taken}, it is called with ({', '.join(names)})"
+            f"model '{model}': {what} of create() takes {taken}, it is called with ({', '.join(names)})"
         ) from None

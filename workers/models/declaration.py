@@ -31,7 +31,12 @@ def declare_tensors(message: ModelConfig, module: ModuleType) -> dict[str, tuple
             str(name): parse_declaration(f"model '{message.name}': {kind[:-1]} '{name}'", text)
             for name, text in declared.items()
         }
-    declare(message, tensors["inputs"], tensors["outputs"])
+    declare(message, tensors["inputs"], tensors["outputs"], getattr(module, "source", "model.py"))
+    if not message.output:
+        raise InvalidArgument(
+            f'model \'{message.name}\': no outputs are declared, neither in model.py, as in outputs = {{"y": "FP32[4]"}}, '
+            "nor in config.pbtxt; inputs are declared alike"
+        )
     limit = getattr(module, "max_batch_size", 0)
     if type(limit) is not int or limit < 0:
         raise InvalidArgument(f"model '{message.name}': max_batch_size of model.py is {limit!r}, a number is expected")
@@ -46,26 +51,46 @@ def declare_tensors(message: ModelConfig, module: ModuleType) -> dict[str, tuple
     return {name: tensor.axes for group in tensors.values() for name, tensor in group.items()}
 
 
+def declare_streams(message: ModelConfig) -> None:
+    """The model's function yields its responses. Raises InvalidArgument: the configuration does not go with that."""
+    message.model_transaction_policy.decoupled = True
+    if message.HasField("sequence_batching"):
+        raise InvalidArgument(
+            f"model '{message.name}': create() returned a generator function, and those have no sequences"
+        )
+    if any(tensor.allow_ragged_batch for tensor in message.input):
+        raise InvalidArgument(
+            f"model '{message.name}': create() returned a generator function, and those have no ragged inputs: "
+            "they run one request at a time"
+        )
+    model_checks.check(message, whole=True)
+
+
 def choose_buckets(message: ModelConfig, module: ModuleType, described: Signature) -> Buckets:
     declared = getattr(module, "buckets", {})
     if not isinstance(declared, Mapping):
         raise InvalidArgument(f"model '{message.name}': buckets of model.py must be a dict of axis names to sizes")
     axes = {
-        str(axis): check_sizes(f"model '{message.name}': buckets of axis '{axis}'", sizes)
+        str(axis): () if sizes == "auto" else check_sizes(f"model '{message.name}': buckets of axis '{axis}'", sizes)
         for axis, sizes in declared.items()
-    }
+    } | model_checks.axis_buckets(message)
     _check_axes(message, module, axes)
     limit = described.max_batch_size
     batch: tuple[int, ...] = (1,)
+    if not limit and ("batch_buckets" in message.parameters or hasattr(module, "batch_buckets")):
+        raise InvalidArgument(
+            f"model '{message.name}': batch_buckets are given, but max_batch_size is 0: it has no batch dimension"
+        )
     if limit > 0:
         batch = model_checks.batch_buckets(message)
         if not batch and hasattr(module, "batch_buckets"):
             batch = check_sizes(f"model '{message.name}': batch_buckets", module.batch_buckets, limit)
-        batch = batch or powers_of_two(limit)
+        # Of ragged inputs a row more costs next to nothing, and each number of rows a program for each length.
+        batch = batch or ((limit,) if described.ragged else powers_of_two(limit))
         if batch[-1] < limit:
             batch = (*batch, limit)
     buckets = Buckets(described, batch, axes)
-    count = len(batch) * sum(1 for _ in itertools.islice(buckets.planned(), MAX_EXECUTABLES + 1))
+    count = sum(1 for _ in itertools.islice(buckets.planned(), len(batch) * (MAX_EXECUTABLES + 1)))
     if count > MAX_EXECUTABLES and not getattr(module, "host", False):
         raise InvalidArgument(
             f"model '{message.name}': its buckets need {count} executables, at most {MAX_EXECUTABLES} are made"
@@ -76,21 +101,22 @@ def choose_buckets(message: ModelConfig, module: ModuleType, described: Signatur
 def check_size(buckets: Buckets, limit: int) -> None:
     """Raises InvalidArgument: the tensors of a batch that is compiled in advance have more bytes than ``limit``."""
     described = buckets.signature
-    inputs, outputs = described.inputs.values(), described.outputs.values()
-    fixed = sum(_row_byte_size(spec, spec.model_dims) for spec in outputs if -1 not in spec.model_dims)
-    rows = buckets.batch[-1]
-    for shapes in buckets.planned():
-        size = rows * (
-            fixed + sum(_row_byte_size(spec, shape or ()) for spec, shape in zip(inputs, shapes, strict=True))
-        )
-        if size > limit:
+    fixed = sum(_byte_size(spec, spec.model_dims) for spec in described.outputs.values() if -1 not in spec.model_dims)
+    most = buckets.batch[-1]
+    for rows, shapes in buckets.planned():
+        sizes = [
+            _byte_size(spec, shape or ()) * (1 if spec.whole else rows)
+            for spec, shape in zip(described.inputs.values(), shapes, strict=True)
+        ]
+        size = rows * fixed + sum(sizes)
+        if rows == most and size > limit:
             raise InvalidArgument(
                 f"model '{described.model}': inputs and outputs of a batch of {rows} have {size} bytes, "
                 f"executables.max_batch_byte_size allows {limit}"
             )
 
 
-def _row_byte_size(spec: TensorSpec, shape: tuple[int, ...]) -> int:
+def _byte_size(spec: TensorSpec, shape: tuple[int, ...]) -> int:
     return spec.dtype.itemsize * math.prod(shape)
 
 
@@ -105,7 +131,7 @@ def _check_axes(message: ModelConfig, module: ModuleType, buckets: Mapping[str, 
     if unknown:
         known = f"they name {_quoted(sorted(named))}" if named else "they name none"
         raise InvalidArgument(
-            f"model '{message.name}': buckets of model.py are for axis {_quoted(unknown)}, which no input has: {known}"
+            f"model '{message.name}': there are buckets for axis {_quoted(unknown)}, which no input has: {known}"
         )
 
 
@@ -153,9 +179,13 @@ def _policy(policy: Any, workers: int) -> QueuePolicy:
 
 
 def batch_rules(message: ModelConfig) -> BatchRules:
-    """As in Triton a python model gets one request at a time unless dynamic batching is asked for; a jax model what waits."""
+    """As in Triton a python model gets one request at a time unless dynamic batching is asked for; a jax model what waits.
+
+    A generator gets one, always.
+    """
     asked = message.HasField("dynamic_batching")
-    if message.max_batch_size < 1 or (message.backend == "python" and not asked):
+    yields = message.backend != "python" and message.model_transaction_policy.decoupled
+    if message.max_batch_size < 1 or yields or (message.backend == "python" and not asked):
         return BatchRules(joins=False)
     batching = message.dynamic_batching
     delay_ns = batching.max_queue_delay_microseconds * 1000

@@ -8,29 +8,31 @@ keeps anything between requests, or may have answered some, it fails for all of 
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from shm.errors import Internal, ServingError
+from workers.calls.caller import Caller, ModelPort
 from workers.programs.carry import StateLost
-from workers.programs.executables import Executable
+from workers.programs.executable import Executable
 from workers.programs.run_errors import CheckDevice, is_out_of_memory, out_of_memory, works
 from workers.programs.series_program import SeriesProgram
 from workers.requests.places import Places
 from workers.requests.request import Request, named
+from workers.requests.response_sender import Nobody, ResponseSender
 from workers.requests.result import Result
 from workers.scheduling.sequence import state_lost
 from workers.tensors.batch_outputs import BatchOutputs
 
 _log = logging.getLogger(__name__)
-#: A link, which stays, or a path of this host: in quotes with whatever is in it, or to the end of a word.
-_LINK_OR_PATH = re.compile(
-    r"\b(?:https?|ftp|gs|s3|grpcs?|wss?)://[^/\s'\"][^\s'\"]*"
-    r"|(?<=(?P<quote>['\"]))/[^'\"]+(?=(?P=quote))"
-    r"|(?<![\w.])/[^\s'\"():,;]+"
-)
+
+
+class Responder(Protocol):
+    """Who takes what models answer by senders."""
+
+    def sender(self, request: Request) -> ResponseSender[Request]:
+        """Whoever has it answers that request."""
 
 
 class Execution:
@@ -41,6 +43,7 @@ class Execution:
         "_results",
         "again",
         "began_ns",
+        "by_senders",
         "computed_ns",
         "copied_byte_size",
         "executable",
@@ -48,16 +51,24 @@ class Execution:
         "intact",
         "lost",
         "outputs",
+        "padding",
         "places",
         "requests",
+        "responder",
+        "resume",
         "rows_of_nobody",
         "runs",
+        "senders",
+        "streamed",
+        "whole",
     )
 
     def __init__(
         self, requests: Sequence[Request], began_ns: int, executable: Executable | SeriesProgram | None = None
     ) -> None:
         self.requests = requests
+        #: The batch that it is a part of, where that is run again request by request.
+        self.whole: Execution | None = None
         #: Its run has failed and taken the state of all sequences of its instance along.
         self.lost = False
         #: Whatever fails, no sequence has gone on by it.
@@ -66,6 +77,14 @@ class Execution:
         self.rows_of_nobody = 0
         #: Requests that were in it and have no answer yet: they are to be run once more.
         self.again: list[Request] = []
+        #: Who takes what the model sends; None: it is a sample, and nobody does. Whether anything may be answered that way, by
+        #: which senders, and those of ``requests`` that are, once the model has returned.
+        self.responder: Responder | None = None
+        self.by_senders = False
+        self.senders: list[ResponseSender[Request]] = []
+        self.streamed: list[Request] = []
+        #: Has the thread that runs this call something later.
+        self.resume: Callable[[Callable[[], None]], None] | None = None
         #: How often the model was applied: once to a batch, or to each request of a series.
         self.runs = 1
         #: Of a jitted model, where it is known already.
@@ -83,6 +102,8 @@ class Execution:
         self.computed_ns = began_ns
         #: Input bytes that were copied because of batching, padding or alignment.
         self.copied_byte_size = 0
+        #: What the program took besides its requests, because of its bucket: rows, and elements of inputs. None: nothing.
+        self.padding: tuple[int, int] | None = None
 
     @property
     def moments(self) -> tuple[int, int, int]:
@@ -101,6 +122,21 @@ class Execution:
         self._results = results
         self._cut = None
 
+    def sender(self, request: Request) -> ResponseSender[Request]:
+        """For a model that answers that request by it; its result is ``STREAMED``."""
+        self.by_senders = True
+        if self.responder is None:
+            return ResponseSender(request, Nobody(), self.began_ns)
+        sender = self.responder.sender(request)
+        self.senders.append(sender)
+        return sender
+
+    def caller(self, port: ModelPort) -> Caller:
+        """Whoever runs it; of a sample, which nobody waits for, it works on no request."""
+        if self.responder is None:
+            return Caller(port)
+        return Caller(port, self.requests, self.whole or self)
+
     def finish(self, results: list[Result | None]) -> None:
         """Fills in the results; of a request that is to be run once more, None."""
         pairs = list(zip(self.requests, results, strict=True))
@@ -116,14 +152,18 @@ class Execution:
         self._cut = cut
 
 
-class Model(Protocol):
+class Describing(Protocol):
+    """What may fail."""
+
+    def describe(self, error: BaseException) -> str:
+        """The sentence for a client when the model failed: no path, no traceback."""
+
+
+class Model(Describing, Protocol):
     """What runs: a jitted function, a host-side function, or an instance of a Triton Python model."""
 
     def execute(self, execution: Execution) -> None:
         """Fills in the results and the moments. Raises whatever the model raises; then nothing is filled in."""
-
-    def describe(self, error: BaseException) -> str:
-        """The sentence for a client when the model failed: no path, no traceback."""
 
 
 def run(model: Model, execution: Execution, check: CheckDevice = works) -> None:
@@ -135,13 +175,19 @@ def run(model: Model, execution: Execution, check: CheckDevice = works) -> None:
         if isinstance(error, StateLost):
             execution.lost = True
             execution.results = _lost(model, error, execution, check)
-        elif len(requests) == 1 or not (execution.intact or requests[0].version.repeatable):
-            execution.results = [_own(model, error, execution, check)] * len(requests)
+        elif len(requests) == 1 or execution.by_senders or not (execution.intact or requests[0].version.repeatable):
+            failed = own_failure(model, error, execution, check)
+            execution.results = [failed] * len(requests)
+            # At once: what the model holds of them goes with the error, and would say something else.
+            for sender in execution.senders:
+                sender.fail(failed)
         else:
             execution.results = []
             for request in requests:
                 single = Execution([request], execution.began_ns)
+                single.responder, single.whole = execution.responder, execution.whole or execution
                 run(model, single, check)
+                execution.by_senders |= single.by_senders
                 execution.results += single.results
         now_ns = time.monotonic_ns()
         execution.gathered_ns = min(max(execution.gathered_ns, execution.began_ns), now_ns)
@@ -159,7 +205,10 @@ def _lost(model: Model, error: StateLost, execution: Execution, check: CheckDevi
     return [state_lost(request.controls.correlation_id, request.submit.model) for request in requests]
 
 
-def _own(model: Model, error: BaseException, execution: Execution, check: CheckDevice) -> ServingError:
+def own_failure(
+    model: Describing, error: BaseException, execution: Execution, check: CheckDevice = works
+) -> ServingError:
+    """What the requests are answered that a model has failed for; the rest is in the log."""
     if isinstance(error, ServingError):
         # Without the frames: they hold the requests, and the result they become holds them.
         return error.with_traceback(None)
@@ -180,10 +229,3 @@ def _own(model: Model, error: BaseException, execution: Execution, check: CheckD
 def describe_failure(model: str, version: int, error: BaseException) -> str:
     """The sentence for a client: what kind of error it was, and nothing of what that says."""
     return f"model '{model}' version {version} failed with {type(error).__name__}"
-
-
-def describe_exception(error: BaseException) -> str:
-    """Type and message of a model's own exception, on one line and without the paths in it."""
-    text = " ".join(str(error).split())
-    reason = _LINK_OR_PATH.sub(lambda found: "<path>" if found[0].startswith("/") else found[0], text)[:1000]
-    return f"{type(error).__name__}: {reason}" if reason else type(error).__name__

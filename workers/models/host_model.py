@@ -6,16 +6,19 @@ It runs in a thread of its own, so one that sleeps or parses stalls nobody. BYTE
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from shm.arrays import Array, datatype_of
 from shm.errors import Internal
+from workers.calls.caller import ModelPort, calling
 from workers.models.execution import Execution, describe_failure
-from workers.programs.lowering import check_output
+from workers.programs.lowering import check_cut, check_output
+from workers.requests.request import Request
 from workers.requests.result import Result
+from workers.tensors.ragged import batch_input, cut, elements, flat, unit, whole_shape
 from workers.tensors.signature import Signature, TensorSpec
 
 
@@ -23,8 +26,14 @@ class HostModel:
     """One version of a host-side model; its instances share the function and its parameters."""
 
     def __init__(
-        self, version: int, signature: Signature, apply: Callable[[Any, dict[str, Array]], Any], parameters: Any
+        self,
+        version: int,
+        signature: Signature,
+        apply: Callable[[Any, dict[str, Array]], Any],
+        parameters: Any,
+        port: ModelPort,
     ) -> None:
+        self._port = port
         self._version = version
         self._signature = signature
         self._apply = apply
@@ -32,7 +41,10 @@ class HostModel:
 
     def execute(self, execution: Execution) -> None:
         requests = execution.requests
-        if len(requests) == 1:
+        if self._signature.ragged:
+            inputs = self._laid_out(requests)
+            execution.copied_byte_size = sum(array.nbytes for array in inputs.values())
+        elif len(requests) == 1:
             # What is fetched when it is its turn is fetched here, in the model's own thread.
             inputs = {name: np.asarray(array) for name, array in requests[0].arrays.items()}
             execution.copied_byte_size = sum(
@@ -45,19 +57,42 @@ class HostModel:
             }
             execution.copied_byte_size = sum(array.nbytes for array in inputs.values())
         execution.gathered_ns = time.monotonic_ns()
-        made = self._apply(self._parameters, inputs)
+        with calling(execution.caller(self._port)) as caller:
+            made = self._apply(self._parameters, inputs)
+        caller.close()
         rows = sum(request.rows for request in requests)
-        outputs = {spec.name: self._checked(spec, made, rows) for spec in self._signature.outputs.values()}
+        outputs = {spec.name: self._checked(spec, made, rows, inputs) for spec in self._signature.outputs.values()}
         execution.computed_ns = time.monotonic_ns()
+        cuts = {
+            name: cut(outputs.pop(name), self._signature.inputs[spec.cut_like], requests)
+            for name, spec in self._signature.outputs.items()
+            if spec.cut_like
+        }
         results: list[Result] = []
         at = 0
-        for request in requests:
+        for number, request in enumerate(requests):
             part = {name: array[at : at + request.rows] for name, array in outputs.items()}
+            part |= {name: arrays[number] for name, arrays in cuts.items()}
             results.append(part if self._signature.batches else outputs)
             at += request.rows
         execution.results = results
 
-    def _checked(self, spec: TensorSpec, made: Any, rows: int) -> Array:
+    def _laid_out(self, requests: Sequence[Request]) -> dict[str, Array]:
+        """The inputs of a batch whose lengths differ, and what is told of them; nothing is padded."""
+        inputs: dict[str, Array] = {}
+        rows = sum(request.rows for request in requests)
+        for spec in self._signature.inputs.values():
+            if spec.of_batch is not None:
+                source = self._signature.inputs[spec.of_batch.source]
+                counts = [elements(request, source.name) for request in requests]
+                shape = whole_shape(spec, source, rows, sum(counts) // unit(source), max(counts))
+                inputs[spec.name] = batch_input(spec, source, shape, rows, requests)
+            elif spec.name in requests[0].arrays:
+                arrays = [request.arrays[spec.name] for request in requests]
+                inputs[spec.name] = np.concatenate([np.asarray(flat(each) if spec.ragged else each) for each in arrays])
+        return inputs
+
+    def _checked(self, spec: TensorSpec, made: Any, rows: int, inputs: Mapping[str, Array]) -> Array:
         name = self._signature.model
         if not isinstance(made, dict):
             raise Internal(f"model '{name}' returned {type(made).__name__}, a dict of arrays is expected")
@@ -66,6 +101,9 @@ class HostModel:
         array = np.asarray(made[spec.name])
         if spec.datatype == "BYTES" and datatype_of(array.dtype) == "BYTES":
             array = array.astype(np.object_, copy=False)
+        if spec.cut_like:
+            check_cut(name, spec, inputs[spec.cut_like].size, array.shape, array.dtype)
+            return array
         check_output(name, spec, self._signature.batches, rows, array.shape, array.dtype)
         if not spec.reshaped:
             return array
@@ -82,6 +120,10 @@ class HostModel:
         """Nothing to finish."""
 
 
-def shapes_key(arrays: Mapping[str, Array], batches: bool) -> Hashable:
+def shapes_key(arrays: Mapping[str, Array], signature: Signature) -> Hashable:
     """What requests to a model that is not jitted must have in common to run together."""
-    return tuple((name, array.shape[1:] if batches else array.shape) for name, array in sorted(arrays.items()))
+    batches, inputs = signature.batches, signature.inputs
+    return tuple(
+        (name, None if name in inputs and inputs[name].ragged else array.shape[1:] if batches else array.shape)
+        for name, array in sorted(arrays.items())
+    )

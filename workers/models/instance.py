@@ -11,6 +11,7 @@ import functools
 import queue
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from shm.status_page import StatusPage
@@ -29,8 +30,15 @@ class Instantiated(Model, Protocol):
         """Ends the model; raises nothing."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Closing:
+    """The last job."""
+
+    closed: Callable[[], None]
+
+
 class Instance:
-    """One execution thread. ``busy`` and ``desk`` belong to the worker's loop."""
+    """One execution thread. ``running`` and ``desk`` belong to the worker's loop."""
 
     def __init__(
         self,
@@ -46,14 +54,13 @@ class Instance:
         self._warm = warm
         self._inbox = inbox
         self._page = page
-        self._jobs: queue.SimpleQueue[tuple[Execution, Callable[[Execution], None]] | Callable[[], None]] = (
-            queue.SimpleQueue()
-        )
+        self._jobs: queue.SimpleQueue[tuple[Execution, Callable[[Execution], None]] | _Closing | Callable[[], None]]
+        self._jobs = queue.SimpleQueue()
         self._create = create
         self._started = threading.Event()
         self._failure: BaseException | None = None
         #: Between ``run`` and its ``done``.
-        self.busy = False
+        self.running: Execution | None = None
         #: It only holds the model.
         self.passive = False
         #: What it needs of the rate limiter, and how much its turns count.
@@ -71,13 +78,23 @@ class Instance:
             self._thread.join()
             raise self._failure
 
+    @property
+    def busy(self) -> bool:
+        """Whether it was given something that is not done."""
+        return self.running is not None
+
+    @property
+    def thread(self) -> int:
+        """As ``threading.get_ident`` says within it."""
+        return self._thread.ident or -1
+
     def run(self, execution: Execution, done: Callable[[Execution], None]) -> None:
         """Runs a batch there; ``done`` is called on the loop."""
         self._jobs.put((execution, done))
 
     def close(self, closed: Callable[[], None]) -> None:
         """Ends the model and the thread after what was given to it; ``closed`` is called on the loop."""
-        self._jobs.put(closed)
+        self._jobs.put(_Closing(closed))
 
     def _main(self) -> None:
         try:
@@ -92,11 +109,16 @@ class Instance:
             self._started.set()
         while True:
             job = self._jobs.get()
-            if not isinstance(job, tuple):
+            if isinstance(job, _Closing):
                 model.close()
-                self._inbox.post(job)
+                self._inbox.post(job.closed)
                 return
+            if not isinstance(job, tuple):
+                job()
+                del job
+                continue
             execution, done = job
+            execution.resume = self._jobs.put
             self._page.begin(
                 self.desk, [(request.submitter.peer, request.request_id) for request in execution.requests]
             )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from config.model_config import ModelConfig
 from shm.errors import InvalidArgument, Unsupported
+from shm.status_page import StatusPage
+from workers.models.instance import Instance, Instantiated
+from workers.programs.run_errors import CheckDevice
+from workers.threads.inbox import Inbox
 
 _log = logging.getLogger(__name__)
 
@@ -28,12 +33,17 @@ class Planned:
 class InstanceGroups:
     """Of one completed configuration."""
 
-    def __init__(self, message: ModelConfig, gpu: int | None, limits: Mapping[str, int] | None) -> None:
-        """``limits``: the operator's, on this device; None: there is no rate limiter.
-
+    def __init__(
+        self, message: ModelConfig, gpu: int | None, limits: Mapping[str, int] | None, devices: int = 1
+    ) -> None:
+        """
+        Args:
+          gpu: the number of the worker's first one, and ``devices`` how many it has.
+          limits: the operator's, on this device; None: there is no rate limiter.
         Raises: InvalidArgument: an instance needs more than there is.
         """
-        groups = [group for group in message.instance_group if not group.gpus or gpu in group.gpus]
+        own = set() if gpu is None else {*range(gpu, gpu + devices)}
+        groups = [group for group in message.instance_group if not group.gpus or own & {*group.gpus}]
         #: Where it is loaded without being meant to (``tensord check``), as anywhere else.
         groups = groups or list(message.instance_group)
         self.instances: list[Planned] = []
@@ -64,13 +74,38 @@ class InstanceGroups:
         return any(planned.needs for planned in self.instances)
 
     def take_turns(self, model: str) -> None:
-        """A GPU has one stream for them. Raises Unsupported: they would have to wait for more than their turn."""
+        """A GPU has one stream for them, several devices one program. Raises Unsupported: they would have to wait for more."""
         if self.limited:
-            raise Unsupported(f"model '{model}': a JAX model on a GPU cannot wait for resources of the rate limiter")
-        _log.info("model '%s': its %d instances take turns on the GPU", model, self.active)
+            raise Unsupported(
+                f"model '{model}': a JAX model on a GPU or several devices cannot wait for resources of the rate limiter"
+            )
+        _log.info("model '%s': its %d instances take turns", model, self.active)
 
     def __iter__(self) -> Iterator[Planned]:
         return iter(self.instances)
 
     def __len__(self) -> int:
         return len(self.instances)
+
+
+def started(
+    groups: InstanceGroups,
+    create: Callable[[str], Instantiated],
+    inbox: Inbox,
+    page: StatusPage,
+    warm: Callable[[Instantiated], None],
+    check: CheckDevice,
+) -> tuple[Instance, ...]:
+    """A thread for each of them, initialised and warm. Raises what one of them raises, and ends the others."""
+    made: list[Instance] = []
+    try:
+        for planned in groups:
+            instance = Instance(planned.name, functools.partial(create, planned.name), inbox, page, warm, check)
+            instance.passive, instance.needs, instance.priority = planned.passive, planned.needs, planned.priority
+            instance.start()
+            made.append(instance)
+    except BaseException:
+        for instance in made:
+            instance.close(lambda: None)
+        raise
+    return tuple(made)

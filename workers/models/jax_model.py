@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 import numpy as np
 
 from shm.arrays import Array
-from shm.errors import InvalidArgument, Unsupported
+from shm.cuda_regions import CudaRegion
+from shm.errors import Unsupported
+from workers.devices.device_array import DeviceArray
 from workers.models.execution import Execution, describe_failure
+from workers.models.free_state import FreeState
+from workers.models.statistics import Turns
 from workers.native import output_memory
 from workers.programs.carry import Carry
-from workers.programs.executables import Executable, Executables, Wanted
+from workers.programs.executable import Executable, Wanted
+from workers.programs.executables import Executables
+from workers.programs.gathered_run import GatheredRun
 from workers.programs.lowering import is_numeric
 from workers.programs.series import MOST, Series
 from workers.programs.series_program import SeriesProgram
@@ -22,6 +29,8 @@ from workers.requests.request import Request
 from workers.requests.result import Result
 from workers.tensors.batch_outputs import BatchOutputs, layout_of, uncut
 from workers.tensors.buckets import Buckets, Shapes, sliced
+from workers.tensors.ragged import cut
+from workers.tensors.request_shapes import RequestShapes
 from workers.tensors.signature import Signature
 
 
@@ -36,8 +45,12 @@ class JaxModel:
         executables: Executables,
         instances: int = 1,
         alone: bool = False,
+        free_state: FreeState | None = None,
     ) -> None:
-        """``instances``: how many threads execute it. ``alone``: requests that cannot share a batch share no call either."""
+        """``instances``: how many threads execute it. ``alone``: requests that cannot share a batch share no call either.
+
+        ``free_state``: state of its sequences that varies in size; then it is among the inputs and outputs of ``signature``.
+        """
         for spec in (*signature.inputs.values(), *signature.outputs.values()):
             if not is_numeric(spec):
                 raise Unsupported(
@@ -55,61 +68,41 @@ class JaxModel:
         self._version = version
         self._signature = signature
         self._buckets = buckets
-        self._fixed: Shapes | None = None
-        if buckets.fixed:
-            self._fixed = tuple(spec.model_dims for spec in signature.inputs.values())
-        #: Whether shapes say more than themselves: axes that must agree, or that are padded.
-        self._named = any(axis is not None for spec in signature.inputs.values() for axis in spec.axes)
+        #: Requests of different lengths share a batch, so its shapes are known when it is there.
+        self.ragged = signature.ragged
+        #: Whether requests may be smaller than the rows they are computed as.
+        self._pads = bool(buckets.axes) or signature.ragged
+        self._shapes = RequestShapes(signature, buckets)
+        #: What requests must have in common to run together.
+        self.key = self._shapes.key
         #: Outputs with an axis that may come back padded.
         self._padded = any(
             axis in buckets.axes for spec in signature.outputs.values() for axis in spec.axes if axis is not None
         )
-        self._cut = self._padded or any(spec.reshaped for spec in signature.outputs.values())
+        #: Outputs that are cut like an input, and that.
+        self._cuts = [
+            (name, signature.inputs[spec.cut_like]) for name, spec in signature.outputs.items() if spec.cut_like
+        ]
+        self._cut = self._padded or bool(self._cuts) or any(spec.reshaped for spec in signature.outputs.values())
         #: The rows of an output are, byte by byte, what its clients get.
-        self._plain = not self._cut and executables.device is None
-
-    def key(self, arrays: Mapping[str, Array]) -> Shapes:
-        """What requests must have in common to run together: the shapes after bucketing.
-
-        Raises: InvalidArgument: axes of one name have different sizes.
-        """
-        if self._fixed is not None:
-            return self._fixed
-        if not self._named:
-            lead = 1 if self._signature.batches else 0
-            return tuple([arrays[name].shape[lead:] if name in arrays else None for name in self._signature.inputs])
-        self._lengths(arrays)
-        shapes: list[tuple[int, ...] | None] = []
-        for spec in self._signature.inputs.values():
-            array = arrays.get(spec.name)
-            if array is None:
-                shapes.append(None)
-            else:
-                shapes.append(self._buckets.padded(spec, array.shape[1:] if self._signature.batches else array.shape))
-        return tuple(shapes)
-
-    def _lengths(self, arrays: Mapping[str, Array]) -> dict[str, int]:
-        """Axis name -> size, as this request has it."""
-        lengths: dict[str, int] = {}
-        for spec in self._signature.inputs.values():
-            array = arrays.get(spec.name)
-            if array is None:
-                continue
-            for axis, size in zip(spec.axes, array.shape[1:] if self._signature.batches else array.shape, strict=True):
-                if axis is not None and lengths.setdefault(axis, size) != size:
-                    raise InvalidArgument(
-                        f"input '{spec.name}' of model '{self._signature.model}': axis '{axis}' has size {size}, "
-                        f"{lengths[axis]} in another input"
-                    )
-        return lengths
+        self._plain = not self._cut and free_state is None
+        self.free_state = free_state
+        #: And it is made in host memory.
+        self._processor = self._plain and executables.device is None
 
     def wanted_by(self, requests: Sequence[Request]) -> Wanted:
         """The executable for a batch of compatible requests."""
         first = requests[0]
         # A request that must run alone has a key of its own, which says more than its shapes.
         shapes: Shapes = self.key(first.arrays) if first.submit.strikes else first.key  # type: ignore[assignment]
+        if self.ragged:
+            return Wanted(*self._buckets.settled(shapes, requests))
         rows = first.rows if len(requests) == 1 else sum([request.rows for request in requests])
         return Wanted(self._buckets.rows(rows), shapes)
+
+    def fitting(self, requests: Sequence[Request]) -> int:
+        """How many of them, from the first one, its largest program has room for."""
+        return self._buckets.fitting(requests) if self.ragged else len(requests)
 
     def find(self, requests: Sequence[Request]) -> Executable | None:
         """Their executable, if it is compiled."""
@@ -121,17 +114,42 @@ class JaxModel:
         Asking changes nothing.
         """
         if self.series is not None:
-            return [self.series.ready(key, waiting) for waiting in range(1, MOST + 1)]
-        if not self._plain or self._carry is not None:
+            if self.series.pace(key) or not self._plain:
+                return [self.series.ready(key, waiting) for waiting in range(1, MOST + 1)]
+            # What is no quick one runs them one after the other.
+            single = self.executables.find(Wanted(1, key))
+            return [single] * MOST
+        if not self._plain or self.ragged:
             return []
-        return [self.executables.planned(Wanted(self._buckets.rows(rows), key)) for rows in range(1, most + 1)]
+        planned = [self.executables.planned(Wanted(self._buckets.rows(rows), key)) for rows in range(1, most + 1)]
+        return [program if program is not None and program.gathers else None for program in planned]
+
+    def pace(self, key: Shapes) -> int:
+        """Another number when ``programs`` are others, because they have become slower, or faster."""
+        return 0 if self.series is None else self.series.pace(key)
+
+    def gathered_run(self, executable: Executable) -> Callable[[Sequence[int], Sequence[bool]], list[Array]]:
+        """What runs requests of sequences that are gathered into the memory of that program.
+
+        It takes the slots of the first rows, and whether each starts. Raises as ``execute``.
+        """
+        if self._carry is None:
+            return lambda slots, starts: executable.run()
+        return GatheredRun(executable, self._carry, self._signature)
+
+    def single(self, shapes: Shapes, rows: int) -> Executable | None:
+        """What runs so many rows of inputs of those shapes on the processor, if it takes and gives them as they are."""
+        several = self.executables.several is not None
+        if not self._processor or self._carry is not None or self._buckets.axes or self.ragged or several:
+            return None
+        return self.executables.planned(Wanted(self._buckets.rows(rows), shapes))
 
     def sizes(self, executable: Executable | SeriesProgram, requests: Sequence[Request]) -> Mapping[str, int] | None:
         """Output -> bytes, if they are large, known, and as the program makes them what a lone request is answered with."""
         if not isinstance(executable, Executable) or executable.memory_of_outputs is None or self._carry is not None:
             return None
         sizes = executable.memory_of_outputs.sizes
-        alone = self._plain and self._whole(requests, executable.wanted.rows)
+        alone = self._processor and self._whole(requests, executable.wanted.rows)
         return sizes if alone and max(sizes.values(), default=0) >= output_memory.WORTH else None
 
     def is_whole(self, execution: Execution) -> bool:
@@ -139,8 +157,9 @@ class JaxModel:
         executable, requests = execution.executable, execution.requests
         if (
             not isinstance(executable, Executable)
-            or not self._plain
+            or not self._processor
             or self._carry is not None
+            or self.ragged
             or not self._whole(requests, executable.wanted.rows)
         ):
             return False
@@ -169,14 +188,14 @@ class JaxModel:
             self._execute_series(execution, executable)
             return
         # Where the device has the carry already, what fails is told as a loss.
-        execution.intact = carry is not None
+        execution.intact = carry is not None or self.free_state is not None
         arguments, execution.copied_byte_size = executable.gather(requests)
         execution.gathered_ns = time.monotonic_ns()
         places = execution.places
         if carry is None:
             made = executable.compute(arguments, {} if places is None else places.addresses)
             # All of them are waited for: only then has the program read its last input.
-            outputs = self._outputs(executable, made)
+            outputs = self._outputs(executable, made, requests)
         else:
             outputs = self._step(carry, executable, arguments, requests)
         if places is not None:
@@ -184,33 +203,69 @@ class JaxModel:
         execution.computed_ns = time.monotonic_ns()
         rows = executable.wanted.rows
         execution.computed(
-            self._uncut(executable, outputs) if self._plain and places is None else None,
+            self._uncut(executable, outputs) if self._plain and places is None and _leave(requests) else None,
             lambda: self._split(requests, rows, outputs),
         )
+        if self._pads or len(requests) > 1 or requests[0].rows != rows:
+            execution.padding = self._padding(executable, requests)
         if self.series is not None:
             self.series.note(requests[0], execution.computed_ns - execution.gathered_ns)
+
+    @property
+    def full_sizes(self) -> frozenset[int] | None:
+        """The batch sizes of which nothing is computed for nobody. None: nothing ever is."""
+        if self._pads:
+            return frozenset()
+        return frozenset(self._buckets.batch) if self._signature.batches else None
+
+    def _padding(self, executable: Executable, requests: Sequence[Request]) -> tuple[int, int]:
+        rows = executable.rows - sum([request.rows for request in requests]) if self._signature.batches else 0
+        if not self._pads:
+            return rows, rows * executable.elements // executable.rows
+        given = sum([math.prod(array.shape) for request in requests for array in request.arrays.values()])
+        return rows, max(0, executable.elements - given)
+
+    def padding(self, key: Shapes, turns: Turns) -> tuple[int, int]:
+        """The same of runs outside of Python, which copy every byte of their requests and of their answers."""
+        rows = elements = byte_size = 0
+        inputs, outputs = self._signature.inputs.values(), self._signature.outputs.values()
+        row = sum([spec.dtype.itemsize * math.prod(shape or ()) for spec, shape in zip(inputs, key, strict=True)])
+        for size, count, *_ in turns.batches if self._signature.batches else ():
+            wanted = Wanted(self._buckets.rows(size), key)
+            rows += (wanted.rows - size) * count
+            byte_size += wanted.rows * count * row
+            if (executable := self.executables.planned(wanted)) is not None:
+                elements += count * executable.elements
+        answer = sum([spec.dtype.itemsize * math.prod(spec.model_dims) for spec in outputs])
+        given = turns.copied_byte_size - turns.rows * answer if self._buckets.axes else byte_size - rows * row
+        return rows, elements * max(0, byte_size - given) // byte_size if byte_size else 0
 
     def _step(
         self, carry: Carry, executable: Executable, arguments: dict[str, Any], requests: Sequence[Request]
     ) -> dict[str, Array]:
         made = carry.run(executable.call, arguments, executable.wanted.rows, requests)
         try:
-            return self._outputs(executable, made)
+            return self._outputs(executable, made, requests)
         except BaseException as error:
             raise carry.failed() from error
 
-    def _outputs(self, executable: Executable, made: dict[str, Any]) -> dict[str, Array]:
+    def _outputs(self, executable: Executable, made: dict[str, Any], requests: Sequence[Request]) -> dict[str, Array]:
         device = executable.device
         if device is None:
             return {name: np.asarray(made[name]) for name in self._signature.outputs}
-        jax.block_until_ready(made)
+        outputs = jax.block_until_ready([made[name] for name in self._signature.outputs])
+        taken = None if any(_stays(request) for request in requests) else device.take(outputs)
         # Not arrays of the host yet: where they go decides which way they leave the device.
-        return {name: cast(Array, device.keep(made[name])) for name in self._signature.outputs}
+        kept = cast(list[Array], [device.keep(output) for output in outputs]) if taken is None else taken
+        return dict(zip(self._signature.outputs, kept, strict=True))
 
     def _uncut(self, executable: Executable, outputs: dict[str, Array]) -> BatchOutputs | None:
+        arrays = list(outputs.values())
+        if isinstance(arrays[0], DeviceArray):
+            return None
         if executable.layout is None:
             executable.layout = layout_of(self._signature, outputs, self._signature.batches)
-        return uncut(executable.layout, list(outputs.values()))
+        return uncut(executable.layout, arrays)
 
     def _execute_series(self, execution: Execution, program: SeriesProgram) -> None:
         execution.copied_byte_size = program.gather(execution.requests)
@@ -220,18 +275,24 @@ class JaxModel:
         execution.runs = len(execution.requests)
         if execution.runs == 1 and self.series is not None:
             self.series.note(execution.requests[0], execution.computed_ns - execution.gathered_ns)
-        execution.computed(program.uncut(stacks), lambda: program.split(stacks))
+        execution.computed(program.uncut(stacks) if _leave(execution.requests) else None, lambda: program.split(stacks))
 
     def _split(self, requests: Sequence[Request], bucket: int, outputs: dict[str, Array]) -> list[Result]:
         batches = self._signature.batches
         if self._whole(requests, bucket):
             return [outputs]
         results: list[Result] = []
+        cuts: dict[str, list[Array]] = {}
+        if self._cuts:
+            cuts = {name: cut(outputs[name], source, requests) for name, source in self._cuts}
         at = 0
-        for request in requests:
-            lengths = self._lengths(request.arrays) if self._padded else {}
+        for number, request in enumerate(requests):
+            lengths = self._shapes.lengths(request.arrays) if self._padded else {}
             result: dict[str, Array] = {}
             for name, array in outputs.items():
+                if cuts and name in cuts:
+                    result[name] = cuts[name][number]
+                    continue
                 spec = self._signature.outputs[name]
                 part = array[at : at + request.rows] if batches else array
                 lead = part.shape[:1] if batches else ()
@@ -247,3 +308,13 @@ class JaxModel:
 
     def describe(self, error: BaseException) -> str:
         return describe_failure(self._signature.model, self._version, error)
+
+
+def _stays(request: Request) -> bool:
+    """Whether its outputs may be wanted on the GPU: by another model, or in a client's memory there."""
+    return request.sink is not None or any(isinstance(region, CudaRegion) for region in request.regions)
+
+
+def _leave(requests: Sequence[Request]) -> bool:
+    """Whether any answer leaves the worker, and not all of them go to other models."""
+    return requests[0].sink is None or any(request.sink is None for request in requests)

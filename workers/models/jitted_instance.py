@@ -11,7 +11,7 @@ import weakref
 from workers.devices.device_cuda import CudaDevice
 from workers.models.execution import Execution
 from workers.models.jax_model import JaxModel
-from workers.programs.executables import Executable
+from workers.programs.executable import Executable
 
 
 class JittedInstance:

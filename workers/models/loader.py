@@ -13,93 +13,69 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
 import jax
 
-from config import model_checks, model_config, rate_limits
+from config import ensemble_checks, model_checks, model_config, rate_limits
 from config.model_config import ModelConfig
 from config.options import Options
 from shm.control_records import Load
 from shm.errors import Internal, InvalidArgument, Unsupported
 from shm.status_page import StatusPage
+from workers.calls.caller import ModelPort
+from workers.calls.desk import Desk
+from workers.calls.metric_registry import MetricRegistry
 from workers.devices import single_thread
 from workers.devices.device_cuda import CudaDevice
 from workers.devices.single_thread import SingleThreadDevice
-from workers.imports.model_code import python_source
 from workers.imports.model_imports import ModelImports
-from workers.models.created import created
+from workers.models import artifact
+from workers.models.author_error import describe_exception
+from workers.models.created import created, is_generator
 from workers.models.declaration import (
     batch_rules,
     check_size,
     choose_buckets,
+    declare_streams,
     declare_tensors,
     queue_rules,
     read_labels,
 )
-from workers.models.execution import describe_exception
+from workers.models.device_choice import given_devices
+from workers.models.ensemble_declaration import load_ensemble
+from workers.models.free_state import program_signature
+from workers.models.fused_ensemble import fuse
+from workers.models.generator_model import GeneratorModel
 from workers.models.host_model import HostModel
 from workers.models.instance import Instance, Instantiated
-from workers.models.instance_groups import InstanceGroups
+from workers.models.instance_groups import InstanceGroups, started
+from workers.models.jax_loading import jitted_model
 from workers.models.jax_model import JaxModel
 from workers.models.jitted_instance import JittedInstance
+from workers.models.loaded_model import LoadedModel
 from workers.models.made_inputs import MadeInputs
-from workers.models.parameters import parted
+from workers.models.parameters import warn_of_keys
 from workers.models.python_model import PythonModel, auto_complete
 from workers.models.request_inputs import request_inputs
 from workers.models.sequence_declaration import SequencePlan, sequence_plan
-from workers.models.warmup import Sample, samples
+from workers.models.step_declaration import declare_steps
+from workers.models.step_loading import load_stepped
+from workers.models.stepped_model import SteppedModel
+from workers.models.warmup import Sample, prepared_samples
 from workers.programs.carry import check_state_size
 from workers.programs.executable_cache import ExecutableCache, cache_directory
-from workers.programs.executables import Executables
 from workers.programs.jax_cache import use_persistent_cache
 from workers.programs.load_progress import LoadProgress, Tell, nobody
 from workers.programs.precision import precision
 from workers.programs.run_errors import CheckDevice, works
-from workers.scheduling.dynamic_batcher import BatchRules
-from workers.scheduling.queue import QueueRules
+from workers.tensors.ragged import declare_ragged, ragged_signature
 from workers.tensors.signature import Signature, signature
-from workers.tensors.state import declare_state, initial_state, state_specs
+from workers.tensors.state import declare_state, state_specs
 from workers.threads.inbox import Inbox
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """What the loader hands to the worker's loop."""
-
-    name: str
-    version: int
-    signature: Signature
-    metadata: bytes
-    config: bytes
-    #: As in ``shm.control_records.ModelState``.
-    repeatable: bool
-    sticky: bool
-    streams: bool
-    #: The jitted model, if it is one.
-    jitted: JaxModel | None
-    #: The threads that run it; none where the worker's loop does.
-    instances: tuple[Instance, ...]
-    queue_rules: QueueRules
-    batch_rules: BatchRules
-    #: Its code, to be forgotten when the version is gone.
-    imports: ModelImports
-    #: Whether it asks for the response cache, and whether it is told which outputs a client wants.
-    cached: bool = False
-    sees_outputs: bool = False
-    #: Answers leave in the order in which requests were taken.
-    ordered: bool = False
-    #: Threads that only hold the model, and whether nobody takes requests.
-    passive: tuple[Instance, ...] = ()
-    is_passive: bool = False
-    #: None: its model has no sequences.
-    sequences: SequencePlan | None = None
-    #: What it takes besides what clients send.
-    made_inputs: MadeInputs = field(default_factory=MadeInputs)
 
 
 class Loader:
@@ -119,9 +95,15 @@ class Loader:
         single_thread: SingleThreadDevice | None = None,
         max_state_byte_size: int = sys.maxsize,
         limits: Mapping[str, int] | None = None,
+        desk: Desk | None = None,
     ) -> None:
-        """``cuda``: the GPU as the thread has it that will run what is loaded. ``limits``: as of ``InstanceGroups``."""
+        """``cuda``: the GPU as the thread has it that will run what is loaded. ``desk``: None: nothing will be served."""
+        self._desk = desk
+        #: That models keep themselves.
+        self.metrics = MetricRegistry()
         self._device = device
+        #: Those that its worker owns, of which a model may have several.
+        self._devices = device.client.local_devices()
         self._gpu = gpu
         self._cuda = cuda
         #: The GPU as this thread has it: the loop gathers requests on the other while samples run here.
@@ -135,6 +117,21 @@ class Loader:
         self._max_unexpected_shapes = max_unexpected_shapes
         self._max_batch_byte_size = max_batch_byte_size
         self._max_state_byte_size = max_state_byte_size
+        self._load_stepped = functools.partial(
+            load_stepped, device=device, cache=cache, single_thread=single_thread, limit=max_state_byte_size
+        )
+        self._jitted_model = functools.partial(
+            jitted_model,
+            cache=cache,
+            max_unexpected=max_unexpected_shapes,
+            cuda=cuda,
+            single_thread=single_thread,
+            max_state_byte_size=max_state_byte_size,
+        )
+        #: Makes one program of an ensemble, in the loader's thread as well.
+        self.fuse = functools.partial(
+            fuse, cache=cache, cuda=cuda, single_thread=single_thread, max_batch_byte_size=max_batch_byte_size
+        )
         self._limits = limits
 
     @classmethod
@@ -146,15 +143,18 @@ class Loader:
         inbox: Inbox,
         page: StatusPage,
         cuda: CudaDevice | None = None,
+        cache: ExecutableCache | None = None,
+        desk: Desk | None = None,
     ) -> Loader:
-        """One as the configuration says, with JAX's own cache turned on."""
-        directory = cache_directory(options.executables.cache_directory)
+        """One as the configuration says. ``cache``: None: the configured one, with JAX's own turned on in this process."""
         small = single_thread.choose(device, options.workers.single_thread_flops)
-        programs = use_persistent_cache(directory)
+        if cache is None:
+            directory = cache_directory(options.executables.cache_directory)
+            cache = ExecutableCache(directory, use_persistent_cache(directory))
         return cls(
             device,
             gpu,
-            ExecutableCache(directory, programs),
+            cache,
             inbox,
             page,
             options.requests.max_queue_size,
@@ -164,30 +164,40 @@ class Loader:
             small,
             options.executables.max_state_byte_size,
             rate_limits.limits(options.rate_limit, gpu),
+            desk,
         )
 
     def load(self, record: Load, tell: Tell = nobody) -> LoadedModel:
-        """Brings it into memory. ``tell(number, total)``: executable ``number`` of ``total`` is begun.
+        """Brings it into memory. ``tell``: as of ``LoadProgress``.
 
         Raises: ServingError: with one calm sentence, whatever went wrong; details are in the log.
         """
         progress = LoadProgress(record.name, record.version, tell)
         folders = (Path(record.version_path), Path(record.model_path))
         imports = ModelImports.of_version(record.name, folders)
+        imports.join(ModelPort(record.name, record.version, self._desk, self.metrics))
         try:
             message = model_config.from_bytes(record.config)
             message.name = message.name or record.name
+            if ensemble_checks.is_ensemble(message):
+                return load_ensemble(record, message, imports, self._max_queue_size)
             # What was installed since the last model is found.
             importlib.invalidate_caches()
-            module = imports.run(folders[0] / (message.default_model_filename or "model.py"))
-            return self._load(record, message, module, imports, progress)
+            file = message.default_model_filename or "model.py"
+            if artifact.is_artifact(folders[0], file):
+                module = artifact.module(folders[0], message, self._device.platform)
+            else:
+                module = imports.run(folders[0] / file)
+            loaded = self._load(record, message, module, imports, progress)
+            imports.port.loading = False
+            return loaded
         except BaseException as error:
             imports.forget()
             if isinstance(error, (Internal, InvalidArgument, Unsupported)):
                 raise
             _log.error("loading model '%s' version %d failed", record.name, record.version, exc_info=error)
             self._check()
-            raise Internal(f"Internal: {describe_exception(error)}") from error
+            raise Internal(f"Internal: {describe_exception(error, folders)}") from error
 
     def _load(
         self,
@@ -204,13 +214,17 @@ class Loader:
         if message.backend == "python":
             if not triton:
                 raise InvalidArgument(f"model '{message.name}': model.py has no class TritonPythonModel")
-            message = auto_complete(module, message)
+            message = auto_complete(module, message, imports.port)
             axes: dict[str, tuple[str | None, ...]] = {}
+            segments: dict[str, str] = {}
+            state_axes: dict[str, tuple[str | None, ...]] = {}
         else:
             if not callable(getattr(module, "create", None)):
                 raise InvalidArgument(f"model '{message.name}': model.py has no function create(path, config, device)")
             axes = declare_tensors(message, module)
-            declare_state(message, module)
+            state_axes = declare_state(message, module)
+            segments = declare_ragged(message, module)
+        steps = declare_steps(message, module) if message.backend == "jax" else None
         model_config.complete(message, self._gpu)
         model_checks.check(message, whole=True)
         model_checks.check_device(message, self._gpu)
@@ -221,18 +235,24 @@ class Loader:
         asked = request_inputs(message, module) if message.backend == "jax" else None
         made_inputs = MadeInputs(None if sequences is None else sequences.controls, asked)
         taken = described.with_inputs(made_inputs.specs)
+        if message.backend == "jax":
+            taken = ragged_signature(taken, message, segments)
         if message.sequence_batching.state and sequences is not None:
-            taken = taken.with_states(state_specs(message), sequences.rules.slots)
+            taken = taken.with_states(state_specs(message, state_axes), sequences.rules.slots)
         jitted: JaxModel | None = None
-        instances: tuple[Instance, ...]
-        if message.backend == "python":
+        stepped: SteppedModel | None = None
+        instances: tuple[Instance, ...] = ()
+        if steps is not None:
+            stepped = self._load_stepped(record, message, module, taken, steps, asked, progress)
+            stepped.warm(prepared_samples(record, message, taken, made_inputs))
+        elif message.backend == "python":
             if not callable(getattr(module.TritonPythonModel, "execute", None)):
                 raise InvalidArgument(
                     f"model '{message.name}': class TritonPythonModel has no function execute(requests)"
                 )
-            instances = self._python_instances(record, message, module, described, sequences, made_inputs)
+            instances = self._python_instances(record, message, module, described, sequences, made_inputs, imports.port)
         else:
-            jitted, instances = self._create(record, message, module, taken, progress, made_inputs)
+            jitted, instances = self._create(record, message, module, taken, progress, made_inputs, imports.port)
         sticky, streams = message.HasField("sequence_batching"), message.model_transaction_policy.decoupled
         return LoadedModel(
             record.name,
@@ -255,6 +275,8 @@ class Loader:
             is_passive=not self._groups(message).active,
             sequences=sequences,
             made_inputs=made_inputs,
+            stepped=stepped,
+            footprint=progress.footprint(),
         )
 
     def _create(
@@ -265,63 +287,70 @@ class Loader:
         described: Signature,
         progress: LoadProgress,
         made_inputs: MadeInputs,
+        port: ModelPort,
     ) -> tuple[JaxModel | None, tuple[Instance, ...]]:
         host = bool(getattr(module, "host", False))
         if host and described.states:
             raise Unsupported(
                 f"model '{message.name}': state is for functions that are compiled; a host model keeps its own"
             )
-        buckets = choose_buckets(message, module, described)
+        buckets = choose_buckets(message, module, program_signature(described) if described.free else described)
         groups = self._groups(message)
         # What waits for resources has a thread of its own, also where there is only one of it.
         threads = groups.active > 1 or groups.limited
         if threads and not host and self._cuda is not None:
             groups.take_turns(message.name)
             threads = False
+        given, spread = given_devices(message, module, self._devices, self._gpu, bool(described.states))
+        if spread is not None and threads and not host:
+            groups.take_turns(message.name)
+            threads = False
         count = groups.active if threads else 1
         if not host:
             check_size(buckets, self._max_batch_byte_size)
-            check_state_size(described, count, self._max_state_byte_size)
+            check_state_size(buckets.signature, count, self._max_state_byte_size)
         with precision(described):
-            returned = module.create(Path(record.version_path), model_config.to_dict(message), self._device)
+            returned = module.create(Path(record.version_path), model_config.to_dict(message), given)
         apply, parameters, first = created(message.name, returned, described.states, made_inputs.asked)
+        if is_generator(returned):
+            declare_streams(message)
+            streaming = GeneratorModel(record.version, described, apply, parameters, port)
+            return None, self._start(
+                message, lambda _: streaming, prepared_samples(record, message, described, made_inputs)
+            )
+        if message.model_transaction_policy.decoupled:
+            raise InvalidArgument(
+                f"model '{message.name}' is decoupled: create() must return a generator function, which yields its responses"
+            )
         if host:
-            model = HostModel(record.version, described, apply, parameters)
-            return None, self._start(message, lambda _: model, self._samples(record, message, described, made_inputs))
-        initial = initial_state(message, described.states, first, Path(record.model_path)) if described.states else None
-        apply, parameters = parted(apply, parameters)
-        executables = Executables(
+            model = HostModel(record.version, described, apply, parameters, port)
+            return None, self._start(
+                message, lambda _: model, prepared_samples(record, message, described, made_inputs)
+            )
+        warn_of_keys(message.name, parameters)
+        jitted = self._jitted_model(
+            record,
+            message,
             described,
             buckets,
-            apply,
-            parameters,
-            self._cache,
-            python_source(Path(record.version_path)),
-            self._max_unexpected_shapes,
-            self._cuda,
-            self._single_thread,
-            initial,
-        )
-        jitted = JaxModel(
-            record.version,
-            described,
-            buckets,
-            executables,
+            (apply, parameters, first),
             count,
-            alone=threads or message.HasField("sequence_batching") or bool(made_inputs),
+            threads or message.HasField("sequence_batching") or bool(made_inputs),
+            spread,
         )
-        executables.warm(progress)
-        prepared = self._samples(record, message, described, made_inputs)
+        jitted.executables.warm(progress)
+        prepared = prepared_samples(record, message, described, made_inputs)
+        if jitted.free_state is not None:
+            for sample in prepared:
+                sample.begin(jitted.free_state.begun)
         try:
-            here = jitted if self._own_cuda is None else JittedInstance(jitted, self._own_cuda)
+            here = jitted if self._own_cuda is None or spread is not None else JittedInstance(jitted, self._own_cuda)
             for sample in prepared:
                 sample.run_jitted(jitted, here, message.name, self._check)
         finally:
             if self._own_cuda is not None:
                 self._own_cuda.close()
-        if not threads:
-            return jitted, ()
-        return jitted, self._start(message, lambda _: JittedInstance(jitted), prepared)
+        return jitted, self._start(message, lambda _: JittedInstance(jitted), prepared) if threads else ()
 
     def _python_instances(
         self,
@@ -331,29 +360,24 @@ class Loader:
         described: Signature,
         sequences: SequencePlan | None,
         made_inputs: MadeInputs,
+        port: ModelPort,
     ) -> tuple[Instance, ...]:
         kind = "CPU" if self._gpu is None else "GPU"
         return self._start(
             message,
             lambda instance: PythonModel(
-                module, message, described, record.version, record.model_path, instance, kind, sequences
+                module, message, described, record.version, record.model_path, instance, kind, port, sequences
             ),
-            self._samples(record, message, described, made_inputs),
+            prepared_samples(record, message, described, made_inputs),
         )
 
-    @staticmethod
-    def _samples(record: Load, message: ModelConfig, described: Signature, made_inputs: MadeInputs) -> list[Sample]:
-        """The samples of ``model_warmup``. They are of no sequence, and say nothing but their tensors."""
-        nobody = made_inputs.nobody
-        return samples(message, described.without_inputs(nobody), Path(record.model_path), nobody)
-
     def _groups(self, message: ModelConfig) -> InstanceGroups:
-        return InstanceGroups(message, self._gpu, self._limits)
+        return InstanceGroups(message, self._gpu, self._limits, len(self._devices))
 
     def _start(
         self,
         message: ModelConfig,
-        create: Callable[[str], HostModel | PythonModel | JittedInstance],
+        create: Callable[[str], GeneratorModel | HostModel | PythonModel | JittedInstance],
         prepared: Sequence[Sample],
     ) -> tuple[Instance, ...]:
         """One thread for each configured instance, each initialised and warm. One that fails takes the others down."""
@@ -362,16 +386,4 @@ class Loader:
             for sample in prepared:
                 sample.run(model, message.name, self._check)
 
-        started: list[Instance] = []
-        try:
-            for planned in self._groups(message):
-                made = functools.partial(create, planned.name)
-                instance = Instance(planned.name, made, self._inbox, self._page, warm, self._check)
-                instance.passive, instance.needs, instance.priority = planned.passive, planned.needs, planned.priority
-                instance.start()
-                started.append(instance)
-        except BaseException:
-            for instance in started:
-                instance.close(lambda: None)
-            raise
-        return tuple(started)
+        return started(self._groups(message), create, self._inbox, self._page, warm, self._check)

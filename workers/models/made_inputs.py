@@ -16,7 +16,8 @@ class MadeInputs:
     """Those of one model version."""
 
     def __init__(self, controls: ControlInputs | None = None, asked: RequestInputs | None = None) -> None:
-        self._controls = controls
+        #: What it is told of sequences.
+        self.controls = controls
         #: What model.py asks for.
         self.asked = asked
         parts = [part for part in (controls, asked) if part is not None]
@@ -29,8 +30,8 @@ class MadeInputs:
         """Gives them to a request. Raises InvalidArgument: the model cannot be told what it says; nothing stays leased."""
         made: dict[str, Array] = {}
         try:
-            if self._controls is not None:
-                made = self._controls.arrays(request.controls)
+            if self.controls is not None:
+                made = self.controls.arrays(request.controls)
             if self.asked is not None:
                 made |= self.asked.arrays(request.submit, request.own, request.rows)
         except InvalidArgument as error:

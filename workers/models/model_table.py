@@ -5,10 +5,13 @@ A version that is loaded again replaces the one before it in one step: requests 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 from shm.errors import InvalidArgument, NotFound
+from workers.models.loaded_model import LoadedModel
 from workers.models.model_version import ModelVersion
+from workers.models.statistics import ModelStatistics
 
 
 class ModelTable:
@@ -27,12 +30,19 @@ class ModelTable:
     def __iter__(self) -> Iterator[ModelVersion]:
         yield from self._serving.values()
 
+    def everyone(self) -> Iterator[ModelVersion]:
+        """Also those that only finish their requests."""
+        yield from self._serving.values()
+        yield from self._draining
+
     def add(self, version: ModelVersion) -> None:
         """From now on requests find it; a version it replaces drains."""
         old = self._serving.pop((version.name, version.version), None)
         self._serving[version.name, version.version] = version
         self._index(version.name)
         version.serve()
+        if version.loaded.fuses:
+            version.statistics.steps = functools.partial(self._steps, version.loaded)
         if old is not None:
             version.statistics.succeed(old.statistics)
             self._drain(old, version.statistics.inherit)
@@ -63,6 +73,18 @@ class ModelTable:
         if (name, 0) in self._found:
             raise NotFound(f"Request for unknown model: '{name}' version {number} is not found")
         raise NotFound(f"Request for unknown model: '{name}' is not found")
+
+    def _steps(self, loaded: LoadedModel) -> list[ModelStatistics]:
+        """What the steps of an ensemble are counted in; of one that loses a model this moment, in nothing."""
+        assert loaded.ensemble is not None
+        try:
+            return [self.find(step.model, step.version).statistics for step in loaded.ensemble.steps]
+        except NotFound:
+            return []
+
+    def serves(self, name: str, number: int) -> bool:
+        """Whether it takes requests here; for any thread."""
+        return (name, number) in self._found
 
     def settle(self) -> None:
         """Moves draining versions on; called once a turn."""

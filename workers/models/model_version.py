@@ -9,19 +9,22 @@ import enum
 from collections.abc import Callable, Hashable, Mapping
 
 from shm.arrays import Array
+from shm.errors import ServingError
 from shm.figures import VersionFigures
 from workers.models.host_model import shapes_key
-from workers.models.loader import LoadedModel
+from workers.models.loaded_model import LoadedModel
 from workers.models.sequence_register import RegisteredSequences, SequenceRegister
 from workers.models.statistics import ModelStatistics
 from workers.requests.familiar import Familiar
 from workers.requests.request import Request
 from workers.requests.response_cache import ResponseCache
+from workers.requests.response_sender import ResponseSender
 from workers.scheduling.dynamic_batcher import DynamicBatcher
 from workers.scheduling.planner import Planner
 from workers.scheduling.queue import RequestQueue
 from workers.scheduling.response_order import ResponseOrder
 from workers.scheduling.sequence_batcher import SequenceBatcher
+from workers.scheduling.step_batcher import StepBatcher
 
 
 class VersionState(enum.Enum):
@@ -45,6 +48,7 @@ class ModelVersion:
         self.version = loaded.version
         self.signature = loaded.signature
         self.repeatable = loaded.repeatable
+        self.ordered = loaded.ordered
         self.jitted = loaded.jitted
         self.state = VersionState.SERVING
         self.queue: RequestQueue[Request] = RequestQueue(loaded.queue_rules)
@@ -53,15 +57,32 @@ class ModelVersion:
         self.sequences: SequenceBatcher[Request] | None = None
         #: Who decides what runs.
         self.planner: Planner[Request] = self.batcher
+        #: Of a jitted model whose state varies in size.
+        self.free_state = None if self.jitted is None else self.jitted.free_state
         self._registered: RegisteredSequences | None = None
         if loaded.sequences is not None:
             assert register is not None
-            plan = loaded.sequences
+            plan, free = loaded.sequences, self.free_state
             self._registered = register.of(loaded.name, loaded.version)
             self.sequences = SequenceBatcher(
-                loaded.name, plan.rules, plan.strategy, max(1, len(loaded.instances)), self._registered
+                loaded.name,
+                plan.rules,
+                plan.strategy,
+                max(1, len(loaded.instances)),
+                self._registered,
+                None if free is None else free.attach,
             )
             self.planner = self.sequences
+        #: Of a stepped model.
+        self.steps: StepBatcher[Request] | None = None
+        if loaded.stepped is not None:
+            self.planner = self.steps = StepBatcher(loaded.stepped.rules, self.queue)
+        #: Of requests that are answered by senders, and are not at their end.
+        self.senders: dict[Request, ResponseSender[Request]] = {}
+        #: The next batch of an instance, and it is empty when none is due; of (now_ns, instance).
+        self.take: Callable[[int, int], list[Request]] = self.planner.take
+        if self.jitted is not None and self.jitted.ragged:
+            self.take = self._take_fitting
         self.statistics = ModelStatistics(loaded.name, loaded.version)
         self.familiar = Familiar()
         #: The worker's, where it is used for this model.
@@ -81,9 +102,26 @@ class ModelVersion:
 
     def key(self, arrays: Mapping[str, Array]) -> Hashable:
         """What requests must have in common to run together."""
-        if self.jitted is not None:
-            return self.jitted.key({**arrays, **self.loaded.made_inputs.nobody} if self.loaded.made_inputs else arrays)
-        return shapes_key(arrays, self.signature.batches)
+        compiled = self.jitted or self.loaded.stepped
+        if compiled is not None:
+            return compiled.key({**arrays, **self.loaded.made_inputs.nobody} if self.loaded.made_inputs else arrays)
+        return shapes_key(arrays, self.signature)
+
+    def _take_fitting(self, now_ns: int, instance: int = 0) -> list[Request]:
+        """As much of it as the largest program has room for."""
+        batch = self.planner.take(now_ns, instance)
+        if self.jitted is not None and (fitting := self.jitted.fitting(batch)) < len(batch):
+            # They are older than what waits, so none of them is refused.
+            self.planner.restore(batch[fitting:], now_ns)
+            del batch[fitting:]
+        return batch
+
+    def lose(self, instance: int, now_ns: int) -> list[tuple[Request, ServingError]]:
+        """The state of an instance's sequences is gone. Returns the answers of what waits of them."""
+        if self.sequences is None:
+            return []
+        self.statistics.lost_sequences += len(self.sequences.table.begun(instance))
+        return self.sequences.lose(instance, now_ns)
 
     def use(self, cache: ResponseCache) -> None:
         """Its answers may be given again."""
@@ -95,16 +133,22 @@ class ModelVersion:
         """Requests that wait for their turn, or for their shape to be compiled."""
         return len(self.planner) + sum(map(len, self.compiling.values()))
 
-    def figures(self) -> VersionFigures:
+    def figures(self, now_ns: int) -> VersionFigures:
         """For metrics."""
-        statistics = self.statistics
+        statistics, table = self.statistics, None if self.sequences is None else self.sequences.table
+        sequences = None if table is None else (table.seated(now_ns), table.backlog)
         cached = self.cache is not None
-        return VersionFigures(self.name, self.version, statistics.began_ns, self.pending, statistics.counts(), cached)
+        counts, streams = statistics.counts(), self.loaded.streams
+        return VersionFigures(
+            self.name, self.version, statistics.began_ns, self.pending, counts, cached, streams, sequences
+        )
 
     @property
     def busy(self) -> bool:
         """Whether any request waits or runs, or may still come for a sequence."""
-        return bool(len(self.planner) or self.executing or self.compiling or self.planner.lives)
+        if self.sequences is not None and self.sequences.table.live:
+            return True
+        return bool(len(self.planner) or self.executing or self.senders or self.compiling or self.planner.lives)
 
     def serve(self) -> None:
         """Requests find it from now on."""
@@ -152,3 +196,13 @@ class ModelVersion:
 
     def __repr__(self) -> str:
         return f"<ModelVersion {self.name}:{self.version} {self.state.name} {self.planner!r}>"
+
+
+def by_version(requests: list[Request]) -> dict[ModelVersion, list[Request]]:
+    """Requests by what they are for, in the order in which their submitters sent them."""
+    found: dict[ModelVersion, list[Request]] = {}
+    for request in sorted(requests, key=lambda request: request.sequence):
+        version = request.version
+        assert isinstance(version, ModelVersion)
+        found.setdefault(version, []).append(request)
+    return found

@@ -7,15 +7,31 @@ a leaf never changes, so the function is compiled with it. ``equinox.partition(m
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+_log = logging.getLogger(__name__)
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 #: Where an array was.
 _ARRAY = object()
+
+
+def warn_of_keys(model: str, parameters: Any) -> None:
+    """Says in the log which of them are random keys, as ``jax.random.key`` makes them."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(parameters):
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            _log.warning(
+                "model '%s': parameter '%s' is a random key, so every request gets the same numbers; "
+                "what is to differ takes a seed from the request",
+                model,
+                name,
+            )
 
 
 def parted(apply: Callable[..., Any], parameters: Any) -> tuple[Callable[..., Any], Any]:

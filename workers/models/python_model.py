@@ -1,11 +1,16 @@
 """A Triton Python-backend model: one ``TritonPythonModel`` object per instance, each in its own thread.
 
-What the model sees is ``workers.python_backend.interface``; here is the other side: requests, responses. Outputs that nobody
+What the model sees is ``workers.python_backend.interface``; here is the other side: requests, responses. A model returns its
+responses from ``execute``, or sends them by its requests' senders, and one that is decoupled always does. Outputs that nobody
 declared are dropped, as in Triton; one of another datatype or shape than declared is the model's error, which Triton lets pass.
+Integers of another width are converted where all of them fit.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import json
 import logging
 import time
 from collections.abc import Sequence
@@ -18,19 +23,24 @@ from google.protobuf import json_format
 from config.model_config import ModelConfig, empty, to_json
 from shm.arrays import Array, datatype_of
 from shm.errors import Internal, InvalidArgument, ServingError, from_code
-from workers.models.execution import Execution, describe_exception
+from workers.calls.caller import Caller, ModelPort, Phase, calling
+from workers.models.author_error import describe_exception
+from workers.models.execution import Execution, own_failure
+from workers.models.outlet import PythonOutlet
 from workers.models.sequence_declaration import SequencePlan
 from workers.programs.lowering import check_output
 from workers.python_backend import interface
 from workers.python_backend.response import parameters_of
 from workers.requests.request import Request, controls_of, named
-from workers.requests.result import Response, Result
+from workers.requests.response_sender import NOT_COMPLETED
+from workers.requests.result import STREAMED, Response, Result
 from workers.tensors.signature import Signature, TensorSpec
+from workers.threads.coroutine_thread import CoroutineThread
 
 _log = logging.getLogger(__name__)
 
 
-def auto_complete(module: ModuleType, message: ModelConfig) -> ModelConfig:
+def auto_complete(module: ModuleType, message: ModelConfig, port: ModelPort) -> ModelConfig:
     """Lets the model complete its own configuration, where it can.
 
     Raises: InvalidArgument: it returned something else than a configuration; or whatever it raises itself.
@@ -39,7 +49,8 @@ def auto_complete(module: ModuleType, message: ModelConfig) -> ModelConfig:
     if complete is None:
         return message
     asked = interface.ModelConfig(to_json(message).decode())
-    answered = complete(asked)
+    with calling(Caller(port, phase=Phase.APART)):
+        answered = complete(asked)
     if not isinstance(answered, interface.ModelConfig):
         raise InvalidArgument(
             f"model '{message.name}': auto_complete_config must return the configuration it was given"
@@ -64,10 +75,14 @@ class PythonModel:
         repository: str,
         instance: str,
         kind: str,
+        port: ModelPort,
         sequences: SequencePlan | None = None,
     ) -> None:
         """``sequences``: of a model that has some."""
+        self._port = port
         self._sequences = sequences
+        self._decoupled = message.model_transaction_policy.decoupled
+        self._coroutines = CoroutineThread(f"{instance} coroutines")
         self._signature = signature
         self._instance = instance
         self._model = module.TritonPythonModel()
@@ -84,19 +99,40 @@ class PythonModel:
     def initialize(self) -> None:
         """Raises whatever the model raises."""
         if hasattr(self._model, "initialize"):
-            self._model.initialize(self._arguments)
+            with calling(Caller(self._port, phase=Phase.LOADING)):
+                self._model.initialize(self._arguments)
 
     def execute(self, execution: Execution) -> None:
         requests = execution.requests
-        given = asked = [self._request(request) for request in requests]
+        given = asked = [self._request(request, execution) for request in requests]
         rows = self._rows(requests)
         if rows is not None:
             # Triton gives a model a request for each slot up to the last one that has something to do.
             given = [self._nobody(requests[0]) if row is None else asked[row] for row in rows]
             execution.rows_of_nobody = len(rows) - len(requests)
         execution.gathered_ns = time.monotonic_ns()
-        responses = self._model.execute(given)
+        with calling(execution.caller(self._port)) as caller:
+            responses = self._model.execute(given)
+            if inspect.iscoroutine(responses):
+                if self._decoupled and execution.responder is not None:
+                    # It runs beside others, and holds no instance.
+                    caller.execution = None
+                    for request in requests:
+                        request.version.senders[request].thread = self._coroutines.thread
+                    self._coroutines.begin(responses, functools.partial(self._ended, requests, asked, caller))
+                    execution.finish([STREAMED for _ in requests])
+                    return
+                responses = self._coroutines.run(responses)
+        caller.close()
         execution.computed_ns = time.monotonic_ns()
+        if self._decoupled:
+            if responses is not None:
+                reason = f"Python model '{self._instance}' is using the decoupled mode and the execute function must return None."
+                raise Internal(f"Failed to process the request(s) for model '{self._instance}', message: {reason}")
+            execution.finish([self._sent(request) for request in asked])
+            return
+        if responses is None and any(request.sender is not None for request in asked):
+            responses = [None] * len(given)
         if not isinstance(responses, list) or len(responses) != len(given):
             count = f"{len(responses)} responses" if isinstance(responses, list) else type(responses).__name__
             raise TypeError(f"execute() returned {count}, a list of {len(given)} InferenceResponse is expected")
@@ -127,7 +163,7 @@ class PythonModel:
             model_name=self._signature.model,
         )
 
-    def _request(self, request: Request) -> interface.InferenceRequest:
+    def _request(self, request: Request, execution: Execution) -> interface.InferenceRequest:
         submit, own = request.submit, request.own
         controls = controls_of(own) if self._sequences is None or request.version is None else request.controls
         return interface.InferenceRequest(
@@ -139,16 +175,51 @@ class PythonModel:
             model_name=submit.model,
             flags=controls.start | controls.end << 1,
             timeout=own.timeout_us,
-            parameters=submit.parameters,
+            parameters=json.dumps(submit.parameters),
             cancelled=lambda: request.cancelled,
+            outlet=lambda: PythonOutlet(request, execution.sender(request), self._decoupled, self._answer),
         )
+
+    def _sent(self, asked: interface.InferenceRequest) -> Result | None:
+        """What becomes of a request that is answered by its sender alone. None: it goes round again."""
+        if asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE:
+            if asked.sender is not None:
+                asked.sender.reschedule()
+            return self._rescheduled(None)
+        # Whoever has the sender goes on answering.
+        return Internal(NOT_COMPLETED) if asked.sender is None else STREAMED
+
+    def _ended(
+        self,
+        requests: Sequence[Request],
+        asked: list[interface.InferenceRequest],
+        caller: Caller,
+        error: BaseException | None,
+    ) -> None:
+        """A coroutine of ``execute`` has ended; in its thread."""
+        caller.close()
+        failed: ServingError = Internal(NOT_COMPLETED)
+        if error is not None:
+            failed = own_failure(self, error, Execution(requests, time.monotonic_ns()))
+        for request, each in zip(requests, asked, strict=True):
+            if error is not None or each.sender is None:
+                sender = request.version.senders.get(request)
+                if sender is not None:
+                    sender.fail(failed)
 
     def _result(self, request: Request, asked: interface.InferenceRequest, response: Any) -> Result | None:
         """None: it goes round again."""
         if asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE:
             return self._rescheduled(response)
+        if asked.sender is not None:
+            if response is not None:
+                asked.sender.send(response, interface.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            return STREAMED
         if not isinstance(response, interface.InferenceResponse):
             raise TypeError(f"execute() returned a list with {type(response).__name__}, InferenceResponse is expected")
+        return self._answer(request, response)
+
+    def _answer(self, request: Request, response: interface.InferenceResponse) -> Result:
         if response.has_error():
             return _client_error(response.error())
         try:
@@ -182,6 +253,10 @@ class PythonModel:
         """The array in the client's shape. Raises Internal: not as declared."""
         if spec.datatype == "BYTES" and datatype_of(array.dtype) == "BYTES":
             array = array.astype(np.object_, copy=False)
+        elif array.dtype != spec.dtype and array.dtype.kind in "iu" and spec.dtype.kind in "iu":
+            # Integers that numpy made wider on the way (``np.array([0])``) are what was declared, where all of them fit.
+            as_declared = array.astype(spec.dtype)
+            array = as_declared if np.array_equal(as_declared, array) else array
         check_output(self._signature.model, spec, self._signature.batches, rows, array.shape, array.dtype)
         if not spec.reshaped:
             return array
@@ -194,16 +269,18 @@ class PythonModel:
 
     def close(self) -> None:
         """``finalize``; what it raises is only logged."""
+        self._coroutines.close()
         finalize = getattr(self._model, "finalize", None)
         if finalize is None:
             return
         try:
-            finalize()
+            with calling(Caller(self._port, phase=Phase.APART)):
+                finalize()
         except Exception:
             _log.exception("finalize of model '%s' failed", self._instance)
 
 
 def _client_error(error: Any) -> ServingError:
     if isinstance(error, interface.TritonError):
-        return from_code(error.code(), error.message())
+        return from_code(error.code(), str(error.message()))
     return Internal(str(error))

@@ -58,6 +58,11 @@ class RateLimiter:
             else self._resources.withdraw(instance)
         )
 
+    @property
+    def running(self) -> list[Instance]:
+        """Those that have what they need, and run."""
+        return [instance for instance in self._known if instance.busy]
+
     def take_moved(self) -> bool:
         """Whether somebody who waited may run now; asked once."""
         moved, self._moved = self._moved, False

@@ -77,13 +77,18 @@ class RequestInputs:
 
     def telling(self, apply: Callable[..., Any]) -> Callable[..., Any]:
         """The model's function, to be called with these among its inputs."""
-        names = {each.spec.name: each.name for each in self._asked}
 
         def told(parameters: Any, inputs: dict[str, Any], *state: Any) -> Any:
-            own = {name: array for name, array in inputs.items() if name not in names}
-            return apply(parameters, own, *state, {name: inputs[key] for key, name in names.items()})
+            own, request = self.parted(inputs)
+            return apply(parameters, own, *state, request)
 
         return told
+
+    def parted(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What came with these among it: the client's inputs, and these by their own names."""
+        names = {each.spec.name: each.name for each in self._asked}
+        own = {name: array for name, array in inputs.items() if name not in names}
+        return own, {name: inputs[key] for key, name in names.items()}
 
     def __repr__(self) -> str:
         return f"<RequestInputs {', '.join(each.name for each in self._asked)}>"

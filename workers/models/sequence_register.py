@@ -47,6 +47,11 @@ class SequenceRegister:
         for each in changed:
             each.tell_slots()
 
+    def left(self) -> None:
+        """All answers have left."""
+        if self.ended:
+            self.settle()
+
     def settle(self) -> None:
         """Forgets those that have ended: their answers have left."""
         self.ended = False

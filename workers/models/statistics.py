@@ -8,13 +8,19 @@ from __future__ import annotations
 import enum
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shm.figures import Counts
+from shm.errors import ServingError
+from shm.figures import FIRST_RESPONSE_MS, Counts
 from shm.refusals import Refusal
 from workers.models.execution import Execution
 from workers.requests.request import Request
+from workers.requests.response_sender import ResponseSender
+from workers.requests.result import Result
+
+#: Responses of a request that are counted by their number.
+MAX_RESPONSES = 1024
 
 
 class Turns(NamedTuple):
@@ -34,6 +40,12 @@ class Turns(NamedTuple):
     single_ns: int
     #: Batch size, how often the model was applied to such a batch, and input, infer and output of each run once.
     batches: list[tuple[int, int, int, int, int]]
+
+    def part(self, share: int, whole: int) -> Turns:
+        """As one of several models has them that ran one after the other, and took ``share`` of the ``whole`` time."""
+        took = self.compute_ns[1] * share // whole
+        batches = [(size, count, 0, ns * share // whole, 0) for size, count, _, ns, _ in self.batches]
+        return Turns(self.answered, self.rows, self.runs, took, 0, 0, (0, took, 0), 0, 0, batches)
 
 
 class Failure(enum.Enum):
@@ -75,6 +87,29 @@ class BatchStatistics:
         self.output_ns = 0
 
 
+class ResponseStatistics:
+    """Responses of one number in their request: 0 is the first of each."""
+
+    __slots__ = ("cancel", "compute_infer", "compute_output", "empty_response", "fail", "success")
+
+    def __init__(self) -> None:
+        #: From the response before it, or from when the request began to run.
+        self.compute_infer = Duration()
+        #: Putting it into place.
+        self.compute_output = Duration()
+        self.success = Duration()
+        self.fail = Duration()
+        #: It had no outputs, or was no response but the mark that none comes any more.
+        self.empty_response = Duration()
+        #: Its request was given up before it came.
+        self.cancel = Duration()
+
+    def to_dict(self) -> dict[str, dict[str, int]]:
+        """In the order of Triton's protocol."""
+        names = ("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel")
+        return {name: _duration(found.count, found.ns) for name in names if (found := getattr(self, name))}
+
+
 class ModelStatistics:
     """One per model version on one worker; belongs to the loop."""
 
@@ -101,16 +136,31 @@ class ModelStatistics:
         self.failures: Counter[Failure] = Counter()
         #: Requests that got 503 for want of room: they are in no statistics, as in Triton, but in metrics.
         self.refused: Counter[Refusal] = Counter()
+        #: Sequences whose state went with a run that failed.
+        self.lost_sequences = 0
         self.inference_count = 0
         self.execution_count = 0
         #: Since 1970; 0: never.
         self.last_inference_ms = 0
         #: Bytes of tensors that the worker copied (docs/data-plane.md): not in Triton's answer, but in ours.
         self.copied_byte_size = 0
+        #: What programs took besides requests, because of their buckets: rows, and elements of inputs.
+        self.padded_rows = 0
+        self.padded_elements = 0
+        #: Of an ensemble that is one program: who counts its steps, which share the time evenly.
+        self.steps: Callable[[], Sequence[ModelStatistics]] = list
         self._batches: dict[int, BatchStatistics] = {}
+        #: Time to the first response, and how many came within each bound.
+        self._first = Duration()
+        self._first_within = [0] * len(FIRST_RESPONSE_MS)
+        #: By the number of a response in its request; of those beyond only the first so many.
+        self._responses: dict[int, ResponseStatistics] = {}
 
     def executed(self, execution: Execution, failed: Mapping[Request, Failure], now_ns: int) -> None:
-        """Counts a batch whose answers are placed (or wait for room); ``failed`` are its requests that got an error, and why."""
+        """Counts a batch whose answers are placed (or wait for room); ``failed`` are its requests that got an error, and why.
+
+        Those that are answered by senders count by themselves, when they are at their end.
+        """
         began, gathered, computed = execution.began_ns, execution.gathered_ns, execution.computed_ns
         answered: Sequence[Request] = execution.requests
         if failed:
@@ -119,6 +169,10 @@ class ModelStatistics:
             self.failures.update(failed.values())
             answered = [request for request in answered if request not in failed]
         good = len(answered)
+        if execution.streamed:
+            rows = sum([request.rows for request in execution.streamed])
+            self.execution_count += 1
+            self._count_batches(rows + execution.rows_of_nobody, 1, gathered - began, computed - gathered, 0)
         if not good:
             return
         if good == 1:
@@ -145,7 +199,15 @@ class ModelStatistics:
         self.execution_count += runs
         self.last_inference_ms = time.time_ns() // 1_000_000
         self.copied_byte_size += execution.copied_byte_size
-        self._count_batches(rows // runs + execution.rows_of_nobody, runs, input_ns, infer_ns, output_ns)
+        if execution.padding is not None:
+            self.padded(*execution.padding)
+        size = rows // runs + execution.rows_of_nobody
+        self._count_batches(size, runs, input_ns, infer_ns, output_ns)
+        if steps := self.steps():
+            batch = (size, runs, 0, infer_ns, 0)
+            turns = Turns(good, rows, runs, 0, 0, 0, (0, good * infer_ns, 0), 0, 0, [batch])
+            for step in steps:
+                step.add(turns.part(1, len(steps)))
 
     def _count_batches(self, size: int, count: int, input_ns: int, infer_ns: int, output_ns: int) -> None:
         batch = self._batches.get(size)
@@ -155,6 +217,50 @@ class ModelStatistics:
         batch.input_ns += input_ns
         batch.infer_ns += infer_ns
         batch.output_ns += output_ns
+
+    def stepped(self, count: int, infer_ns: int) -> None:
+        """Counts a step of so many requests, which count by themselves when they are at their end."""
+        self.execution_count += 1
+        self._count_batches(count, 1, 0, infer_ns, 0)
+
+    def responded(self, sender: ResponseSender[Request], result: Result | None, now_ns: int, placed_ns: int) -> None:
+        """Counts a response, or a final mark, that came at ``now_ns``; before its sender notes it."""
+        if result is not None and not sender.count:
+            first_ns = now_ns - sender.request.arrived_ns
+            self._first.add(first_ns)
+            for number, bound in enumerate(FIRST_RESPONSE_MS):
+                self._first_within[number] += first_ns <= bound * 1_000_000
+        counted = self._response(sender.count)
+        if counted is None:
+            return
+        waited_ns, output_ns = max(0, now_ns - sender.last_ns), placed_ns - now_ns
+        if not result:
+            counted.empty_response.add(waited_ns + output_ns)
+            return
+        counted.compute_infer.add(waited_ns)
+        counted.compute_output.add(output_ns)
+        (counted.fail if isinstance(result, ServingError) else counted.success).add(waited_ns + output_ns)
+
+    def _response(self, number: int) -> ResponseStatistics | None:
+        if number >= MAX_RESPONSES:
+            return None
+        return self._responses.get(number) or self._responses.setdefault(number, ResponseStatistics())
+
+    def streamed(self, sender: ResponseSender[Request], now_ns: int, failure: Failure | None) -> None:
+        """Counts a request that was answered by its sender and is at its end. ``failure``: why it failed, if it did."""
+        request = sender.request
+        if failure is Failure.CANCELED and (counted := self._response(sender.count)) is not None:
+            counted.cancel.add(max(0, now_ns - sender.last_ns))
+        if failure is not None:
+            self.failed(now_ns - request.arrived_ns, failure)
+            return
+        self.success_count += 1
+        self.request_ns += now_ns - request.arrived_ns
+        self.queue_ns += max(0, sender.began_ns - request.arrived_ns)
+        self.compute_infer_ns += now_ns - sender.began_ns
+        self.inference_count += request.rows
+        self.last_inference_ms = time.time_ns() // 1_000_000
+        self.copied_byte_size += request.copied_byte_size
 
     def add(self, turns: Turns) -> None:
         """Adds what was counted outside of Python, of requests none of which failed."""
@@ -171,6 +277,13 @@ class ModelStatistics:
         self.copied_byte_size += turns.copied_byte_size
         for size, count, input_ns, infer_ns, output_ns in turns.batches:
             self._count_batches(size, count, input_ns, infer_ns, output_ns)
+        for step in (steps := self.steps()):
+            step.add(turns.part(1, len(steps)))
+
+    def padded(self, rows: int, elements: int) -> None:
+        """Counts what was computed for nobody."""
+        self.padded_rows += rows
+        self.padded_elements += elements
 
     def copied(self, byte_size: int) -> None:
         """Counts what was copied for one request alone."""
@@ -214,6 +327,8 @@ class ModelStatistics:
             compute_infer_ns=self.compute_infer_ns,
             compute_output_ns=self.compute_output_ns,
             copied_byte_size=self.copied_byte_size,
+            padded_rows=self.padded_rows,
+            padded_elements=self.padded_elements,
             cache_hit=self.cache_hit.count,
             cache_hit_ns=self.cache_hit.ns,
             cache_miss=self.cache_miss.count,
@@ -221,6 +336,13 @@ class ModelStatistics:
             queue_full=self.refused[Refusal.QUEUE_FULL],
             compiling=self.refused[Refusal.COMPILING],
             answer_room=self.refused[Refusal.ANSWER_ROOM],
+            first=self._first.count,
+            first_ns=self._first.ns,
+            first_within_0=self._first_within[0],
+            first_within_1=self._first_within[1],
+            first_within_2=self._first_within[2],
+            first_within_3=self._first_within[3],
+            lost_sequences=self.lost_sequences,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -243,7 +365,7 @@ class ModelStatistics:
                 "cache_hit": _duration(self.cache_hit.count, self.cache_hit.ns),
                 "cache_miss": _duration(self.cache_miss.count, self.cache_miss.ns),
             },
-            "response_stats": {},
+            "response_stats": {str(number): counted.to_dict() for number, counted in sorted(self._responses.items())},
             "batch_stats": [
                 {
                     "batch_size": size,
@@ -255,6 +377,8 @@ class ModelStatistics:
             ],
             "memory_usage": [],
             "copied_byte_size": self.copied_byte_size,
+            "padded_rows": self.padded_rows,
+            "padded_elements": self.padded_elements,
         }
 
     def __repr__(self) -> str:

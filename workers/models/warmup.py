@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,11 +20,13 @@ import numpy as np
 from config.model_config import ModelConfig, data_type_name
 from shm import datatypes
 from shm.arrays import Array, array
+from shm.control_records import Load
 from shm.datatypes import byte_size
 from shm.errors import InvalidArgument, ServingError
 from shm.messages import Submit
 from workers.models.execution import Execution, Model, run
 from workers.models.jax_model import JaxModel
+from workers.models.made_inputs import MadeInputs
 from workers.programs.run_errors import CheckDevice, works
 from workers.requests.request import Request
 from workers.tensors.signature import Signature, TensorSpec
@@ -52,6 +54,10 @@ class Sample:
         #: What a jitted model finds its executable by.
         self._key: Hashable = None
 
+    def begin(self, begun: Callable[[Mapping[str, Array], int], dict[str, Array]]) -> None:
+        """It begins a sequence. ``begun``: where that is."""
+        self._arrays |= begun(self._arrays, self.rows)
+
     def run(self, model: Model, model_name: str, check: CheckDevice = works) -> None:
         """Raises InvalidArgument: the model failed. ``check``: of the worker's device."""
         for _ in range(self.count):
@@ -59,7 +65,7 @@ class Sample:
             run(model, execution, check)
             for result in execution.results:
                 if isinstance(result, ServingError):
-                    raise self._failed(result.message)
+                    raise self.failed(result.message)
 
     def run_jitted(self, model: JaxModel, runner: Model, model_name: str, check: CheckDevice = works) -> None:
         """As ``run``, with a shape that no bucket covers compiled first. ``runner`` is the model in the calling thread."""
@@ -75,8 +81,16 @@ class Sample:
         submit = Submit(0, model_name, 0, ())
         return Request(nobody, nobody, submit, self._key, self.rows, self._arrays, {}, [], time.monotonic_ns())
 
-    def _failed(self, reason: str) -> InvalidArgument:
+    def failed(self, reason: str) -> InvalidArgument:
+        """What the load of its model fails with."""
         return InvalidArgument(f"warmup sample '{self.name}' failed: {reason}")
+
+
+def prepared_samples(record: Load, message: ModelConfig, described: Signature, made_inputs: MadeInputs) -> list[Sample]:
+    """The samples of a version that is being loaded. Of no sequence; they say nothing but their tensors."""
+    nobody = made_inputs.nobody
+    made = {*nobody, *(name for name, spec in described.inputs.items() if spec.of_batch is not None)}
+    return samples(message, described.without_inputs(made), Path(record.model_path), nobody)
 
 
 def samples(

@@ -11,18 +11,19 @@
 #include <sys/epoll.h>
 
 #include "_lone_runs.h"
+#include "_spin.h"
 
 /* Records of leases that are given back, in one datagram. */
 #define MAX_RELEASES 8
 
 typedef struct {
     PyObject_HEAD
-    int epoll, worth;
+    int epoll;
+    spin_t spin;
     /* When the last wait ended. */
     uint64_t ended;
     /* Of the last requests that were served so many came together. */
     size_t together;
-    uint64_t look_ns;
     _Atomic uint64_t *page;
     Py_buffer page_buffer;
     size_t desk;
@@ -32,6 +33,9 @@ typedef struct {
     size_t first, count, room;
     /* An id came that may wait already: whether it does is Python's affair, so nothing that waits is run. */
     int doubtful;
+    /* Called when the answers of sequences have left; whether any were given since; and whether Python has something to send. */
+    PyObject *left;
+    int sequenced, leave;
 } fast_path_t;
 
 static lane_t *find_lane(fast_path_t *self, int fd) {
@@ -100,12 +104,19 @@ static int take_requests(fast_path_t *self, lane_t *lane, const unsigned char *d
         request->arrived_ns = record.received_ns ? record.received_ns : now;
         request->record = start;
         request->size = (size_t)(reader.at - start);
+        request->sequence = record.sequence;
+        request->start = record.start;
+        request->end = record.end;
         self->count++;
     }
     if (reader.at != reader.end)
         goto refused;
-    if (releases && take_back(lane, returned, releases))
-        goto refused;
+    if (releases) {
+        int closed = take_back(lane, returned, releases);
+        if (closed < 0)
+            goto refused;
+        self->leave |= closed;
+    }
     lane->last_id = last_id;
     return 0;
 refused:
@@ -142,7 +153,7 @@ static int take(fast_path_t *self, lane_t *lane, PyObject *events, PyObject *dat
     return 0;
 }
 
-/* Gives what waits to Python, as datagrams of the lanes that it came from. */
+/* Gives what waits to Python, as datagrams of the lanes that it came from: before those that came behind it. */
 static int give_back(fast_path_t *self, PyObject *datagrams) {
     int wrong = 0;
     for (lane_t *lane = self->lanes; lane != NULL && !wrong; lane = lane->next) {
@@ -169,7 +180,9 @@ static int give_back(fast_path_t *self, PyObject *datagrams) {
                 memcpy(at, self->waiting[i].record, self->waiting[i].size);
                 at += self->waiting[i].size;
             }
-        wrong = append(datagrams, Py_BuildValue("i(y#Ni)", lane->fd, (const char *)datagram, (Py_ssize_t)size, PyList_New(0), 0));
+        PyObject *given = Py_BuildValue("i(y#Ni)", lane->fd, (const char *)datagram, (Py_ssize_t)size, PyList_New(0), 0);
+        wrong = given == NULL || PyList_Insert(datagrams, 0, given);
+        Py_XDECREF(given);
         PyMem_Free(datagram);
     }
     self->first = self->count = 0;

@@ -9,7 +9,7 @@
  * anything in a datagram that has no plan, ``wait`` returns. What it gives back it has not touched.
  *
  * The status page is written as shm/status_page.py does. Records are in _records.h, what is known in _plans.h, sockets in _lanes.h, what
- * comes in _arrivals.h, what is done with it in _runs.h.
+ * comes in _arrivals.h, which sequences go on in _sequences.h, what is done with all of that in _runs.h.
  */
 
 #define Py_LIMITED_API 0x030B0000
@@ -17,7 +17,6 @@
 #include <Python.h>
 
 #include <poll.h>
-#include <sched.h>
 #include <sys/epoll.h>
 #include <unistd.h>
 
@@ -48,8 +47,8 @@ static batch_t *find_batch(fast_path_t *self, PyObject *owner) {
 static plan_t *make_plan(fast_path_t *self, PyObject *given, int rows, unsigned long long answer_form) {
     unsigned long long most_waiting;
     int series;
-    PyObject *owner, *programs, *by_rows;
-    if (!PyArg_ParseTuple(given, "OKpO!O!", &owner, &most_waiting, &series, &PyTuple_Type, &programs, &PyTuple_Type, &by_rows))
+    PyObject *owner, *programs, *by_rows, *sequences;
+    if (!PyArg_ParseTuple(given, "OKpO!O!O", &owner, &most_waiting, &series, &PyTuple_Type, &programs, &PyTuple_Type, &by_rows, &sequences))
         return NULL;
     plan_t *plan = PyMem_Calloc(1, sizeof(plan_t));
     if (plan == NULL)
@@ -58,7 +57,7 @@ static plan_t *make_plan(fast_path_t *self, PyObject *given, int rows, unsigned 
     plan->form = answer_form;
     plan->batch = find_batch(self, owner);
     if (plan->batch == NULL)
-        plan->batch = make_batch(owner, most_waiting, series, programs, by_rows);
+        plan->batch = make_batch(owner, most_waiting, series, programs, by_rows, sequences);
     if (plan->batch != NULL)
         plan->batch->plans++;
     else
@@ -196,21 +195,21 @@ static int sleep_until(int epoll, struct epoll_event *ready, uint64_t until) {
     return epoll_wait(epoll, ready, MAX_EVENTS, milliseconds);
 }
 
-/* Looks for events for a moment before it sleeps, as shm/spin.py decides. */
+/* Looks for events for a moment before it sleeps (_spin.h). */
 static int poll_until(fast_path_t *self, struct epoll_event *ready, uint64_t until) {
     uint64_t since = now_ns(), look = 0, now = since;
     int found = 0;
-    if (self->worth && self->together <= FEW && 2 * (since - self->ended) <= self->look_ns)
-        look = since + self->look_ns < until ? since + self->look_ns : until;
-    while (now < look && (found = epoll_wait(self->epoll, ready, MAX_EVENTS, 0)) == 0) {
-        sched_yield();
-        now = now_ns();
-    }
+    if (until > since)
+        look = spin_begin(&self->spin, since, since - self->ended);
+    if (look > until)
+        look = until;
+    while (now < look && self->together <= FEW && (found = epoll_wait(self->epoll, ready, MAX_EVENTS, 0)) == 0)
+        now = spin_give_way();
     if (found == 0)
         found = sleep_until(self->epoll, ready, until);
     self->ended = now_ns();
     if (until > since)
-        self->worth = self->ended - since < self->look_ns;
+        spin_end(&self->spin, self->ended);
     return found;
 }
 
@@ -234,7 +233,7 @@ static PyObject *wait_for(fast_path_t *self, PyObject *arguments) {
         } else if (found < 0) {
             wrong = PyErr_CheckSignals();
         }
-        self->doubtful = 0;
+        self->doubtful = self->leave = 0;
         for (int i = 0; i < found && !wrong; i++) {
             /* In order: what came behind something that is Python's affair is Python's affair as well. */
             int mine = fast && ready[i].events == EPOLLIN && PyList_Size(events) == 0;
@@ -247,7 +246,7 @@ static PyObject *wait_for(fast_path_t *self, PyObject *arguments) {
         wrong = wrong || give_unsent(self, unsent);
         uint64_t now = now_ns();
         self->page[2] = now;
-        if (PyList_Size(events) || PyList_Size(datagrams) || PyList_Size(unsent) || now >= until)
+        if (PyList_Size(events) || PyList_Size(datagrams) || PyList_Size(unsent) || self->leave || now >= until)
             break;
     }
     if (!wrong)
@@ -274,9 +273,9 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
     int epoll;
     unsigned long long look_ns, idle, executing;
     Py_ssize_t desk;
-    PyObject *page;
+    PyObject *page, *left;
     (void)named;
-    if (!PyArg_ParseTuple(arguments, "iKOnKK", &epoll, &look_ns, &page, &desk, &idle, &executing))
+    if (!PyArg_ParseTuple(arguments, "iKOnKKO", &epoll, &look_ns, &page, &desk, &idle, &executing, &left))
         return NULL;
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     fast_path_t *self = (fast_path_t *)allocate(type, 0);
@@ -293,10 +292,12 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *named) 
     }
     self->page = self->page_buffer.buf;
     self->epoll = epoll;
-    self->look_ns = look_ns;
+    self->spin.limit_ns = look_ns;
     self->desk = (size_t)desk;
     self->idle = idle;
     self->executing = executing;
+    Py_INCREF(left);
+    self->left = left;
     return (PyObject *)self;
 }
 
@@ -309,6 +310,7 @@ static PyObject *close_all(fast_path_t *self, PyObject *unused) {
     }
     PyBuffer_Release(&self->page_buffer);
     self->page = NULL;
+    Py_CLEAR(self->left);
     Py_RETURN_NONE;
 }
 
@@ -341,7 +343,7 @@ static PyType_Slot slots[] = {
     {Py_tp_new, make},
     {Py_tp_dealloc, destroy},
     {Py_tp_methods, methods},
-    {Py_tp_doc, "(epoll_fd, look_ns, page, desk, idle, executing): see workers/dispatch/fast_path.py."},
+    {Py_tp_doc, "(epoll_fd, look_ns, page, desk, idle, executing, left): see workers/dispatch/fast_path.py."},
     {0, NULL},
 };
 
@@ -354,8 +356,8 @@ static struct PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__fast_path(void) {
     PyObject *module = PyModule_Create(&definition);
     PyObject *type = module == NULL ? NULL : PyType_FromSpec(&spec);
-    if (type == NULL || PyModule_AddObjectRef(module, "FastPath", type) || PyModule_AddIntMacro(module, MAX_TENSORS) ||
-        PyModule_AddIntMacro(module, MAX_ROWS))
+    if (type == NULL || PyModule_AddObjectRef(module, "FastPath", type) || PyModule_AddStringMacro(module, SOURCES) ||
+        PyModule_AddIntMacro(module, MAX_TENSORS) || PyModule_AddIntMacro(module, MAX_ROWS))
         Py_CLEAR(module);
     Py_XDECREF(type);
     return module;

@@ -3,18 +3,34 @@ from typing import Any
 
 from shm.arrays import Array
 
+SOURCES: str
 MAX_TENSORS: int
 MAX_ROWS: int
 
 #: What runs it, its rows, whether those that nobody fills become zero, and of each argument the address and the step of a row.
 Program = tuple[Callable[[], list[Array]], int, bool, tuple[tuple[int, int], ...]]
-#: Whose requests they are, how many of them may wait, whether a run applies the model to each by itself, all programs, and which
-#: of them by the number of rows that wait: -1 for none.
-Batch = tuple[object, int, bool, tuple[Program, ...], tuple[int, ...]]
+#: Correlation id, START and END of each request.
+Asked = list[tuple[int | str, bool, bool]]
+#: Lane, id and moment of arrival of each request.
+Described = list[tuple[int, int, int]]
+#: Of requests of sequences: how many of the first ones run now; and who answers those whose run failed, with the reason.
+Sequences = tuple[Callable[[Asked], int], Callable[[Described, Exception | None], None]]
+#: Whose requests they are, how many of them may wait, whether a run applies the model to each by itself, all programs, which
+#: of them by the number of rows that wait: -1 for none; and what is asked of sequences.
+Batch = tuple[object, int, bool, tuple[Program, ...], tuple[int, ...], Sequences | None]
 
 class FastPath:
     def __init__(
-        self, epoll_fd: int, look_ns: int, page: memoryview, desk: int, idle: int, executing: int, /
+        self,
+        epoll_fd: int,
+        look_ns: int,
+        page: memoryview,
+        desk: int,
+        idle: int,
+        executing: int,
+        #: Called when the answers of sequences have left.
+        left: Callable[[], None],
+        /,
     ) -> None: ...
     def open(self, fd: int, peer: int, in_flight: dict[int, Any], take_back: Callable[[bytes], object], /) -> None: ...
     def close(self, fd: int, /) -> None: ...

@@ -42,6 +42,9 @@ typedef struct {
     uint64_t id, arrived_ns;
     const unsigned char *record;
     size_t size;
+    /* Of its sequence. */
+    reader_t sequence;
+    int start, end;
     const unsigned char *contents[MAX_TENSORS];
 } request_t;
 

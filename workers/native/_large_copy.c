@@ -76,4 +76,9 @@ static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "workers.native._large_copy", "Copies past the caches.", -1, methods, NULL, NULL, NULL, NULL,
 };
 
-PyMODINIT_FUNC PyInit__large_copy(void) { return PyModule_Create(&definition); }
+PyMODINIT_FUNC PyInit__large_copy(void) {
+    PyObject *module = PyModule_Create(&definition);
+    if (module != NULL && PyModule_AddStringMacro(module, SOURCES))
+        Py_CLEAR(module);
+    return module;
+}

@@ -112,7 +112,9 @@ static int answer_alone(const request_t *request, PyObject *made) {
     return wrong;
 }
 
-/* Leases that are given back, as their records have come. 0: all of them were on loan; else none is taken back. */
+/* Leases that are given back, as their records have come.
+ *
+ * 0: all of them were on loan.  1: so were they, and the lane has to say that a segment is closed.  -1: none is taken back. */
 static int take_back(lane_t *lane, const reader_t *records, size_t count) {
     size_t size = DATAGRAM_HEAD;
     for (size_t n = 0; n < count; n++)
@@ -130,10 +132,11 @@ static int take_back(lane_t *lane, const reader_t *records, size_t count) {
     }
     PyObject *taken = datagram == NULL ? NULL : PyObject_CallFunctionObjArgs(lane->take_back, datagram, NULL);
     Py_XDECREF(datagram);
-    if (taken == NULL)
+    int closed = taken == NULL ? -1 : PyObject_IsTrue(taken);
+    if (closed < 0)
         PyErr_Clear();
     Py_XDECREF(taken);
-    return taken == NULL;
+    return closed;
 }
 
 #endif

@@ -264,7 +264,7 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__output_memory(void) {
     PyObject *module = PyModule_Create(&definition);
-    if (module != NULL && PyModule_AddIntMacro(module, OFFERS) != 0)
+    if (module != NULL && (PyModule_AddStringMacro(module, SOURCES) || PyModule_AddIntMacro(module, OFFERS)))
         Py_CLEAR(module);
     return module;
 }

@@ -58,6 +58,8 @@ typedef struct {
     int programs[MAX_ROWS];
     int made;
     program_t *program;
+    /* Of a model with sequences, see _sequences.h. NULL: of one without. */
+    PyObject *seat, *fail;
     figures_t figures;
 } batch_t;
 
@@ -94,6 +96,8 @@ static void drop_batch(batch_t *batch) {
     for (int i = 0; i < batch->made; i++)
         Py_XDECREF(batch->program[i].run);
     Py_XDECREF(batch->owner);
+    Py_XDECREF(batch->seat);
+    Py_XDECREF(batch->fail);
     PyMem_Free(batch->program);
     PyMem_Free(batch);
 }
@@ -159,7 +163,22 @@ static int read_batch(batch_t *batch, PyObject *programs, PyObject *by_rows) {
     return 0;
 }
 
-static batch_t *make_batch(PyObject *owner, unsigned long long most_waiting, int series, PyObject *programs, PyObject *by_rows) {
+/* (seat, fail), or None: of a model without sequences. */
+static int read_sequences(PyObject *sequences, batch_t *batch) {
+    if (sequences == Py_None)
+        return 0;
+    if (!PyArg_ParseTuple(sequences, "OO", &batch->seat, &batch->fail))
+        return -1;
+    Py_INCREF(batch->seat);
+    Py_INCREF(batch->fail);
+    for (int i = 0; i < batch->most; i++)
+        if (batch->programs[i] < 0 || batch->program[batch->programs[i]].rows <= i)
+            return refuse("sequences need a program for any number of rows");
+    return 0;
+}
+
+static batch_t *make_batch(PyObject *owner, unsigned long long most_waiting, int series, PyObject *programs, PyObject *by_rows,
+                           PyObject *sequences) {
     batch_t *batch = PyMem_Calloc(1, sizeof(batch_t));
     if (batch == NULL)
         return (batch_t *)PyErr_NoMemory();
@@ -167,7 +186,7 @@ static batch_t *make_batch(PyObject *owner, unsigned long long most_waiting, int
     batch->owner = owner;
     batch->most_waiting = most_waiting;
     batch->series = series;
-    if (read_batch(batch, programs, by_rows)) {
+    if (read_batch(batch, programs, by_rows) || read_sequences(sequences, batch)) {
         drop_batch(batch);
         return NULL;
     }
@@ -195,6 +214,8 @@ static int read_tensors(PyObject *inputs, PyObject *outputs, plan_t *plan) {
     plan->outputs = (int)PyTuple_Size(outputs);
     if (plan->inputs > MAX_TENSORS || plan->outputs > MAX_TENSORS || plan->rows < 1)
         return refuse("too many tensors, or no rows");
+    if (plan->batch->seat != NULL && plan->rows > 1)
+        return refuse("a request of a sequence has one row");
     for (int i = 0; i < plan->inputs; i++) {
         input_t *input = &plan->input[i];
         if (!PyArg_ParseTuple(PyTuple_GetItem(inputs, i), "inK", &input->argument, &size, &address))

@@ -77,32 +77,39 @@ static inline int read_bin(reader_t *reader, const unsigned char **content, uint
     return read_bytes(reader, *size, content);
 }
 
-/* Of at most so many bytes. */
-static inline int skip_str(reader_t *reader, uint64_t most) {
-    uint64_t head, size;
-    const unsigned char *content;
+static inline int read_str(reader_t *reader, const unsigned char **content, uint64_t *size) {
+    uint64_t head;
     if (read_number(reader, 1, &head))
         return -1;
     if ((head & 0xe0) == 0xa0)
-        size = head & 0x1f;
-    else if (head < 0xd9 || head > 0xdb || read_number(reader, 1 << (head - 0xd9), &size))
+        *size = head & 0x1f;
+    else if (head < 0xd9 || head > 0xdb || read_number(reader, 1 << (head - 0xd9), size))
         return -1;
-    return size > most || read_bytes(reader, size, &content);
+    return read_bytes(reader, *size, content);
 }
 
-static inline int skip_bool(reader_t *reader) {
+static inline int skip_str(reader_t *reader) {
+    uint64_t size;
+    const unsigned char *content;
+    return read_str(reader, &content, &size);
+}
+
+static inline int read_bool(reader_t *reader, int *value) {
     uint64_t head;
-    return read_number(reader, 1, &head) || (head != 0xc2 && head != 0xc3);
+    if (read_number(reader, 1, &head))
+        return -1;
+    *value = head == 0xc3;
+    return head != 0xc2 && head != 0xc3;
 }
 
-/* A number, or a string that is not too long (shm/messages.py). */
-static inline int skip_sequence_id(reader_t *reader) {
+/* A number, or a string that is not too long (shm/messages.py): then ``text`` is not NULL, and ``number`` its size. */
+static inline int read_sequence_id(reader_t *reader, const unsigned char **text, uint64_t *number) {
     reader_t start = *reader;
-    uint64_t number;
-    if (!read_uint(reader, &number))
+    *text = NULL;
+    if (!read_uint(reader, number))
         return 0;
     *reader = start;
-    return skip_str(reader, MAX_SEQUENCE_ID);
+    return read_str(reader, text, number) || *number > MAX_SEQUENCE_ID;
 }
 
 typedef struct {
@@ -111,6 +118,9 @@ typedef struct {
 
 typedef struct {
     uint64_t id, form, deadline_ns, received_ns, trace, count;
+    /* Of its sequence. */
+    reader_t sequence;
+    int start, end;
     /* NULL: they are at its place. */
     const unsigned char *contents[MAX_TENSORS];
     place_t places[MAX_TENSORS];
@@ -129,18 +139,21 @@ static inline int read_content(reader_t *reader, form_submit_t *record, uint64_t
 }
 
 static inline int read_form_submit(reader_t *reader, form_submit_t *record) {
-    const unsigned char *head;
-    uint64_t priority, timeout;
+    const unsigned char *head, *text;
+    uint64_t priority, timeout, number;
     if (read_bytes(reader, 3, &head) || memcmp(head, "\x9d\xa1q", 3) || read_uint(reader, &record->id) ||
         read_uint(reader, &record->form) || read_array(reader, &record->count) || record->count > MAX_TENSORS)
         return -1;
     for (uint64_t i = 0; i < record->count; i++)
         if (read_content(reader, record, i))
             return -1;
-    /* How it is scheduled is not looked at: whatever is run here stands in one line, and belongs to no sequence. */
-    return skip_str(reader, MAX_DATAGRAM) || read_uint(reader, &record->deadline_ns) || read_uint(reader, &record->received_ns) ||
-           read_uint(reader, &priority) || read_uint(reader, &timeout) || skip_sequence_id(reader) || skip_bool(reader) ||
-           skip_bool(reader) || read_uint(reader, &record->trace);
+    /* Priority and timeout are not looked at: whatever is run here stands in one line, and waits for no slot. */
+    if (skip_str(reader) || read_uint(reader, &record->deadline_ns) || read_uint(reader, &record->received_ns) ||
+        read_uint(reader, &priority) || read_uint(reader, &timeout))
+        return -1;
+    record->sequence = *reader;
+    return read_sequence_id(reader, &text, &number) || read_bool(reader, &record->start) || read_bool(reader, &record->end) ||
+           read_uint(reader, &record->trace);
 }
 
 #define RELEASE "\x92\xa1" "L"

@@ -3,7 +3,7 @@
 #ifndef TENSORD_RUNS_H
 #define TENSORD_RUNS_H
 
-#include "_arrivals.h"
+#include "_sequences.h"
 
 /* Answers of further runs share a datagram only while so many requests wait, and for no longer than that. */
 #define MANY 4
@@ -139,14 +139,28 @@ static int run(fast_path_t *self) {
     if (requests->plan->alone != NULL)
         return run_alone(self);
     int count, rows;
+    const batch_t *batch = requests->plan->batch;
     const program_t *program = choose(self, &count, &rows);
     if (program == NULL || !has_room(requests, count))
         return 1;
     uint64_t moments[4] = {now_ns()};
+    if (batch->seat != NULL) {
+        /* Each has one row. */
+        count = rows = seat(requests, count);
+        if (count <= 0)
+            return count < 0 ? -1 : 1;
+        program = &batch->program[batch->programs[count - 1]];
+        self->sequenced = 1;
+    }
     gather(program, requests, count, rows);
     PyObject *made = execute(self, requests, count, program->run, NULL, moments);
     int wrong = made == NULL || answer(requests, count, made);
     Py_XDECREF(made);
+    if (wrong && batch->seat != NULL) {
+        wrong = fail(self, requests, count);
+        self->first += (size_t)count;
+        return wrong;
+    }
     if (wrong)
         return give_up(requests, count);
     moments[3] = now_ns();
@@ -185,7 +199,9 @@ static int serve(fast_path_t *self, PyObject *datagrams) {
         if (outcome == 0 && (self->count - self->first < MANY || now_ns() - began > RUN_ON_NS))
             outcome = flush_all(self);
     }
-    flush_all(self);
+    int unsent = flush_all(self);
+    if (outcome >= 0 && self->sequenced && !unsent && tell_left(self))
+        return -1;
     return outcome < 0 || give_back(self, datagrams) ? -1 : 0;
 }
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 import numpy as np
 
 from shm.arrays import Array
+from shm.extensions import check
 
 try:
     from workers.native import _large_copy
-except ImportError:  # no compiler at installation
+
+    check(_large_copy)
+except ImportError:  # not built, or not from these sources
     available = False
 else:
     available = True

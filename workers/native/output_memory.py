@@ -24,10 +24,13 @@ import jaxlib
 import numpy as np
 
 from shm.arrays import Array, address_of
+from shm.extensions import check
 
 try:
     from workers.native import _output_memory
-except ImportError:  # no compiler at installation
+
+    check(_output_memory)
+except ImportError:  # not built, or not from these sources
     available = False
 else:
     available = True

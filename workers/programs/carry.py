@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from shm.arrays import Array
 from shm.errors import InvalidArgument
 from workers.programs.precision import precision
 from workers.programs.state_program import rows_argument
@@ -51,7 +52,10 @@ class Carry:
         Raises: StateLost: the run failed and the state is gone.  Or whatever else fails, while all state is as it was.
         """
         used = [(request.slot.number, request.controls.start) for request in requests if request.version is not None]
-        argument = rows_argument(self._signature, rows, used)
+        return self.run_rows(step, inputs, rows_argument(self._signature, rows, used))
+
+    def run_rows(self, step: Step, inputs: dict[str, Any], argument: Array) -> dict[str, Any]:
+        """As ``run``; ``argument``: what says of which sequences the rows are (``state_program.rows_argument``)."""
         with precision(self._signature):
             carry = self._open()
             try:

@@ -1,6 +1,7 @@
 """Compiled executables on disk, so that a second start neither traces nor compiles.
 
-    <key>.executable    whole executables as JAX serialises them: pickle of (single thread?, payload, input tree, output tree)
+    <key>.executable    whole executables as JAX serialises them: pickle of (where, payload, input tree, output tree)
+                        where: whether on the single-thread device; or the ids of several devices, in the program's order
     <digest>.program    what JAX's own persistent cache keeps, which spares XLA's work but not the tracing (``jax_cache``)
 
 On which of a worker's devices a program runs stands in its entry, because it is decided by what only its compilation tells.
@@ -108,10 +109,14 @@ class ExecutableCache:
             self.misses += 1
             return None
         try:
-            single_thread, *program = pickle.loads(content)
-            here = single_thread == (usual.device is not None)
+            where, *program = pickle.loads(content)
+            here = usual.several is not None or where == (usual.device is not None)
             placement = usual if here else None if small is None else small.open()
-            found = None if placement is None else CompiledProgram(_loaded(program, placement.device), placement)
+            found = (
+                None
+                if placement is None
+                else CompiledProgram(_loaded(program, placement, where), placement, len(content))
+            )
         except Exception as error:  # whatever a stale entry raises, the answer is to compile again
             self._directory.remove(name, error)
             self.misses += 1
@@ -122,24 +127,30 @@ class ExecutableCache:
             self.hits += 1
         return found
 
-    def store(self, key: str, program: CompiledProgram) -> None:
-        """Keeps an executable. What cannot be serialised, or a full disk, only costs the next start."""
+    def store(self, key: str, program: CompiledProgram) -> CompiledProgram:
+        """Keeps an executable, and says how large it is. What cannot be serialised, or a full disk, only costs the next start."""
         if self._directory is None:
-            return
+            return program
         try:
-            content = pickle.dumps(
-                (program.placement.device is not None, *serialize_executable.serialize(program.call))
-            )
+            several = program.placement.several
+            where = program.placement.device is not None if several is None else several.order(program.call)
+            content = pickle.dumps((where, *serialize_executable.serialize(program.call)))
             self._directory.write(_name(key), content)
         except Exception as error:
             _log.info("executable %s is not cached: %s: %s", key, type(error).__name__, error)
+            return program
+        return program._replace(byte_size=len(content))
 
 
 def _name(key: str) -> str:
     return f"{key}.executable"
 
 
-def _loaded(program: list[Any], device: jax.Device | None) -> jax.stages.Compiled:
-    where = {} if device is None else {"backend": device.client, "execution_devices": [device]}
-    made: jax.stages.Compiled = serialize_executable.deserialize_and_load(*program, **where)
+def _loaded(program: list[Any], placement: Placement, where: bool | tuple[int, ...]) -> jax.stages.Compiled:
+    on: dict[str, Any] = {}
+    if placement.device is not None:
+        on = {"backend": placement.device.client, "execution_devices": [placement.device]}
+    elif placement.several is not None:
+        on = {"execution_devices": placement.several.ordered(where)}
+    made: jax.stages.Compiled = serialize_executable.deserialize_and_load(*program, **on)
     return made

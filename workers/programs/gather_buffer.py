@@ -1,6 +1,7 @@
 """Where the inputs of several requests are laid side by side for one run of a program.
 
-slots   | request 0: its rows | request 1: its rows | ... | zeros |     one aligned buffer an input
+slots    | request 0: its rows | request 1: its rows | ... | zeros |     one aligned buffer an input
+ragged   | request 0: its elements | request 1 | ... | zeros |
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from shm.arena import ALIGNMENT
 from shm.arrays import Array
 from workers.regions.region_tensor import LateTensor
 from workers.requests.request import Request
+from workers.tensors.ragged import flat
 
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -61,6 +63,30 @@ class GatherBuffer:
 
     def __repr__(self) -> str:
         return f"<GatherBuffer {self._name!r} {self.array.dtype}{list(self.array.shape)}>"
+
+
+class RaggedBuffer:
+    """One ragged input of one program: the elements of the requests, one behind the other. Used by the execution thread only."""
+
+    __slots__ = ("_name", "array")
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self._name = name
+        #: The program's argument.
+        self.array = aligned(shape, dtype)
+
+    def fill(self, requests: Sequence[Request]) -> int:
+        """Lays out the requests' elements; what they leave is zero. Returns the bytes copied."""
+        at = 0
+        for request in requests:
+            array = flat(request.arrays[self._name])
+            copy_into(self.array[at : at + len(array)], array)
+            at += len(array)
+        self.array[at:] = 0
+        return at * self.array.itemsize
+
+    def __repr__(self) -> str:
+        return f"<RaggedBuffer {self._name!r} {self.array.dtype}{list(self.array.shape)}>"
 
 
 def copy_into(part: Array, array: Array) -> None:

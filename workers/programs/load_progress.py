@@ -1,19 +1,24 @@
-"""How far a load is: told to the supervisor while it goes on, and said in the log of every program that had to be compiled."""
+"""How far a load is: told to the supervisor while it goes on, said in the log of what had to be compiled, and summed up."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import jax
+
+from shm.footprint import Footprint
+from workers.programs.placement import CompiledProgram
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-#: ``tell(number, total)``: executable ``number`` of ``total`` is begun.
-Tell = Callable[[int, int], None]
+#: ``tell(number, total, compiled)``: executable ``number`` of ``total`` is begun, so many were compiled by now.
+Tell = Callable[[int, int, int], None]
 
 
-def nobody(number: int, total: int) -> None:
+def nobody(number: int, total: int, compiled: int) -> None:
     """Nobody is told."""
 
 
@@ -23,17 +28,22 @@ class LoadProgress:
     def __init__(self, name: str, version: int, tell: Tell = nobody) -> None:
         self._what = f"model '{name}' version {version}"
         self._tell = tell
+        self._started_ns = time.monotonic_ns()
         self._number = 0
         self._total = 0
         self._began_ns = 0
         self._compiled = 0
+        self._parameter_byte_size = 0
+        self._program_byte_size = 0
+        #: Of the program that takes most: bytes, operations, and what it is for.
+        self._largest: tuple[int, float, str] = (0, -1.0, "")
 
     def through(self, wanted: Sequence[T]) -> Iterator[T]:
         """The executables that are to be made, one by one; says in the end what came of them."""
         self._total, started_ns = len(wanted), time.monotonic_ns()
         for self._number, one in enumerate(wanted, 1):
             self._began_ns = time.monotonic_ns()
-            self._tell(self._number, self._total)
+            self._tell(self._number, self._total, self._compiled)
             yield one
         seconds = (time.monotonic_ns() - started_ns) / 1e9
         cached = self._total - self._compiled
@@ -41,8 +51,41 @@ class LoadProgress:
             "%s: %d executables compiled, %d from the cache, in %.1f s", self._what, self._compiled, cached, seconds
         )
 
-    def compiled(self, what: object) -> None:
-        """The present one was not in the cache."""
-        self._compiled += 1
-        seconds = (time.monotonic_ns() - self._began_ns) / 1e9
-        _log.info("%s: %d of %d compiled in %.1f s: %s", self._what, self._number, self._total, seconds, what)
+    def parameters(self, parameters: Any) -> None:
+        """They are on the device."""
+        self._parameter_byte_size = sum(leaf.nbytes for leaf in jax.tree.leaves(parameters))
+
+    def made(self, what: object, program: CompiledProgram, compiled: bool) -> None:
+        """The present one. ``compiled``: it was not in the cache."""
+        if compiled:
+            self._compiled += 1
+            seconds = (time.monotonic_ns() - self._began_ns) / 1e9
+            _log.info("%s: %d of %d compiled in %.1f s: %s", self._what, self._number, self._total, seconds, what)
+        self._program_byte_size += program.byte_size
+        byte_size, flops = _takes(program.call, self._parameter_byte_size)
+        self._largest = max(self._largest, (byte_size, flops, str(what)))
+
+    def footprint(self) -> Footprint:
+        """What came of it."""
+        byte_size, flops, what = self._largest
+        return Footprint(
+            (time.monotonic_ns() - self._started_ns) / 1e9,
+            self._total,
+            self._compiled,
+            self._parameter_byte_size,
+            self._program_byte_size,
+            byte_size,
+            what,
+            flops,
+        )
+
+
+def _takes(program: Any, parameter_byte_size: int) -> tuple[int, float]:
+    """Bytes besides the parameters, and floating-point operations, of one run; 0 and -1: the back end does not say."""
+    try:
+        found: Any = program.memory_analysis()
+        arguments = max(0, found.argument_size_in_bytes - parameter_byte_size)
+        byte_size = int(arguments + found.output_size_in_bytes + found.temp_size_in_bytes)
+        return byte_size, float((program.cost_analysis() or {}).get("flops", -1.0))
+    except Exception:  # not every back end has the figures, and another jaxlib may have others
+        return 0, -1.0

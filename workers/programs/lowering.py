@@ -6,6 +6,7 @@ program    (parameters, inputs)                  -> outputs
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -38,19 +39,25 @@ class Lowering:
         if self._signature.states:
             arguments = (*arguments, rows_argument(self._signature, rows, ()), carry_specs(self._signature))
         specs = jax.tree.map(lambda array: placement.spec(array.shape, array.dtype), arguments)
-        with precision(self._signature):
-            return self._jitted.lower(placement.parameter_specs, *specs)
+        try:
+            with precision(self._signature):
+                return self._jitted.lower(placement.parameter_specs, *specs)
+        except KeyError as error:
+            if not error.args or not isinstance(error.args[0], str) or error.args[0] in self._signature.inputs:
+                raise
+            names = ", ".join(f"'{name}'" for name in self._signature.inputs) or "none"
+            raise LookupError(f"apply failed with {error!r}; the inputs of the model are: {names}") from error
 
     def zeros(self, rows: int, shapes: Shapes) -> dict[str, Any]:
         """Inputs on which a program may be run for its own sake."""
         lead = (rows,) if self._signature.batches else ()
         return {
-            spec.name: np.zeros((*lead, *shape), spec.dtype)
+            spec.name: np.zeros(shape if spec.whole else (*lead, *shape), spec.dtype)
             for spec, shape in zip(self._signature.inputs.values(), shapes, strict=True)
             if shape is not None
         }
 
-    def check(self, rows: int, lowered: jax.stages.Lowered) -> None:
+    def check(self, rows: int, shapes: Shapes, lowered: jax.stages.Lowered) -> None:
         """A jitted model is found out before it serves: its program says what it computes. Raises Internal."""
         made = lowered.out_info[0] if self._signature.states else lowered.out_info
         name = self._signature.model
@@ -60,7 +67,11 @@ class Lowering:
             if spec.name not in made:
                 raise Internal(f"model '{name}': output '{spec.name}' is declared but not computed")
             found = made[spec.name]
-            check_output(name, spec, self._signature.batches, rows, found.shape, found.dtype)
+            if spec.cut_like:
+                shape = shapes[list(self._signature.inputs).index(spec.cut_like)]
+                check_cut(name, spec, math.prod(shape or ()), found.shape, found.dtype)
+            else:
+                check_output(name, spec, self._signature.batches, rows, found.shape, found.dtype)
 
     def __repr__(self) -> str:
         return f"<Lowering of {self._signature.model!r}>"
@@ -77,6 +88,17 @@ def check_output(
     declared = f"{spec.datatype}{list((rows, *spec.model_dims) if batches else spec.model_dims)}"
     made = f"{datatype_of(dtype) or dtype}{list(shape)}"
     raise Internal(f"model '{model}': output '{spec.name}' is computed as {made}, declared as {declared}")
+
+
+def check_cut(model: str, spec: TensorSpec, elements: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Of an output that is cut like an input with so many elements. Raises Internal: it has others, or another datatype."""
+    if dtype == spec.dtype and math.prod(shape) == elements:
+        return
+    made = f"{datatype_of(dtype) or dtype}{list(shape)}"
+    raise Internal(
+        f"model '{model}': output '{spec.name}' is computed as {made}; declared are {elements} elements of {spec.datatype}, "
+        f"as many as input '{spec.cut_like}' has"
+    )
 
 
 def is_numeric(spec: TensorSpec) -> bool:

@@ -8,6 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from workers.devices.several_devices import SeveralDevices
+
 #: Changes nothing for a client with one thread, but it is part of the key of JAX's own cache, which knows nothing of threads. A
 #: program that was compiled for several must not come from there, nor go from here to a client with several.
 _SINGLE_THREAD: dict[str, str | bool] = {"xla_cpu_multi_thread_eigen": False}
@@ -19,6 +21,8 @@ class Placement(NamedTuple):
     parameters: Any
     #: The single-thread device; None: the worker's own.
     device: jax.Device | None = None
+    #: Of a model that runs on several devices. Its parameters lie there once a program has said where.
+    several: SeveralDevices | None = None
 
     def spec(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> jax.ShapeDtypeStruct:
         """An argument, as a program is lowered for it."""
@@ -28,7 +32,14 @@ class Placement(NamedTuple):
     @property
     def parameter_specs(self) -> Any:
         """The parameters, as a program is lowered for them."""
-        return jax.tree.map(lambda leaf: self.spec(leaf.shape, leaf.dtype), self.parameters)
+        several = self.several
+        if several is None:
+            return jax.tree.map(lambda leaf: self.spec(leaf.shape, leaf.dtype), self.parameters)
+
+        def spec(leaf: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=several.sharding(leaf))
+
+        return jax.tree.map(spec, self.parameters)
 
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         """Compiles what was lowered for it."""
@@ -41,3 +52,5 @@ class CompiledProgram(NamedTuple):
     #: Of parameters and inputs.
     call: jax.stages.Compiled
     placement: Placement
+    #: As it is kept; 0: it is not.
+    byte_size: int = 0

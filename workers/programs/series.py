@@ -7,7 +7,7 @@ requests that wait anyhow, and its programs are compiled beside the serving, whe
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 from workers.programs.executables import Apply
 from workers.programs.placement import Placement
@@ -63,20 +63,18 @@ class Series:
 
     def note(self, request: Request, single_ns: int) -> None:
         """That request alone took so long."""
-        key = request.key
-        if key in self._shapes:
-            self.note_again(key, single_ns)
-        elif single_ns < _QUICK_NS and sum([array.nbytes for array in request.arrays.values()]) <= _SMALL_BYTE_SIZE:
-            if len(self._shapes) >= _MAX_SHAPES:
-                self._shapes.clear()
-            self._shapes[key] = _Shape(single_ns)
+        self.meet(request.key, single_ns, lambda: sum([array.nbytes for array in request.arrays.values()]))
 
-    def note_again(self, key: Hashable, single_ns: int) -> None:
-        """Requests of a shape that is known took so long, alone."""
+    def meet(self, key: Hashable, single_ns: int, byte_size: Callable[[], int]) -> None:
+        """Requests of that shape took so long, alone; ``byte_size``: of their inputs, asked of a shape that is not known."""
         shape = self._shapes.get(key)
         if shape is not None:
             # Of a run in which the processor was taken away nothing is learned but that it took long.
             shape.single_ns += (min(single_ns, 2 * shape.single_ns + 1000) - shape.single_ns) // 8
+        elif single_ns < _QUICK_NS and byte_size() <= _SMALL_BYTE_SIZE:
+            if len(self._shapes) >= _MAX_SHAPES:
+                self._shapes.clear()
+            self._shapes[key] = _Shape(single_ns)
 
     def pace(self, key: Hashable) -> int:
         """On which ``find`` depends besides the programs there are: 0 too slow for series, 1 quick, 2 tiny."""

@@ -44,8 +44,15 @@ class SmallPrograms:
         return self._placement
 
     def suits(self, lowered: jax.stages.Lowered) -> bool:
-        """Whether a program is small."""
-        return self._device.suits(lowered)
+        """Whether a program is known to be small."""
+        return self._is_small(lowered) is True
+
+    def _is_small(self, lowered: jax.stages.Lowered) -> bool | None:
+        """None: its compilation will tell, which fills in the sizes of an exported program that it calls."""
+        try:
+            return self._device.suits(lowered)
+        except jax.errors.JaxRuntimeError:
+            return None
 
     def compile(
         self,
@@ -61,10 +68,13 @@ class SmallPrograms:
           zeros: inputs for it.
         """
         try:
-            if not self._possible or not self.suits(lowered) or (placement := self.open()) is None:
+            small = self._is_small(lowered) if self._possible else False
+            if small is False or (placement := self.open()) is None:
                 return None
             with precision(self._signature):
                 made = placement.compile(lower(placement))
+                if small is None and not self._device.suits(lowered, made):
+                    return None
                 jax.block_until_ready(made(placement.parameters, zeros()))
         except Exception as error:
             self.give_up(error)

@@ -50,7 +50,7 @@ def stepping(apply: Callable[..., Any], signature: Signature) -> Callable[..., t
         state = {name: array.at[taken].get(mode="clip") for name, array in carry.items()}
         if not signature.batches:
             state = {name: array[0] for name, array in state.items()}
-        outputs, made = _checked(signature, slots.shape[0], apply(parameters, inputs, state))
+        outputs, made = checked(signature, slots.shape[0], apply(parameters, inputs, state))
         kept: dict[str, Any] = {}
         for spec in signature.states:
             new = made[spec.output] if signature.batches else made[spec.output][None]
@@ -61,7 +61,7 @@ def stepping(apply: Callable[..., Any], signature: Signature) -> Callable[..., t
     return step
 
 
-def _checked(signature: Signature, rows: int, returned: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def checked(signature: Signature, rows: int, returned: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Outputs and new state. Raises Internal: they are not what is declared; this shows when the program is traced."""
     what = f"model '{signature.model}'"
     if not isinstance(returned, tuple) or len(returned) != 2:
@@ -75,8 +75,10 @@ def _checked(signature: Signature, rows: int, returned: Any) -> tuple[dict[str, 
         if spec.output not in made:
             raise Internal(f"{what}: state '{spec.output}' is declared but not computed")
         array = arrays[spec.output] = jnp.asarray(made[spec.output])
-        shape = (rows, *spec.dims) if signature.batches else spec.dims
-        if array.shape != shape or array.dtype != spec.dtype:
+        lead = (rows,) if signature.batches else ()
+        shape = (*lead, *spec.dims)
+        fits = array.shape[: len(lead)] == lead and spec.fits(array.shape[len(lead) :])
+        if not fits or array.dtype != spec.dtype:
             raise Internal(
                 f"{what}: state '{spec.output}' is computed as {datatype_of(array.dtype) or array.dtype}"
                 f"{list(array.shape)}, declared as {spec.datatype}{list(shape)}"

@@ -23,12 +23,12 @@ class InferenceResponse:
         self,
         output_tensors: Iterable[Tensor] | None = None,
         error: TritonError | Exception | str | None = None,
-        parameters: Mapping[str, bool | int | str] | None = None,
+        parameters: Mapping[str, Parameter] | None = None,
     ) -> None:
         """Raises TritonModelException: a parameter is of a type that no client could be sent."""
         self._output_tensors = list(output_tensors or ())
         self._error = error
-        self._parameters = _checked(parameters)
+        self._parameters = checked_parameters(parameters)
 
     def output_tensors(self) -> list[Tensor]:
         return self._output_tensors
@@ -49,7 +49,7 @@ def parameters_of(response: InferenceResponse) -> dict[str, Parameter]:
     return response._parameters
 
 
-def _checked(parameters: Any) -> dict[str, Parameter]:
+def checked_parameters(parameters: Any) -> dict[str, Parameter]:
     """Raises TritonModelException, in Triton's words where it has some."""
     if parameters is None:
         return {}

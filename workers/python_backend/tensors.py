@@ -12,6 +12,7 @@ import numpy as np
 
 from shm.arrays import DTYPES, Array, datatype_of
 from shm.datatypes import to_model_config
+from workers.calls.inputs import snapshot
 from workers.python_backend.errors import TritonModelException
 
 TRITON_STRING_TO_NUMPY: dict[str, Any] = {
@@ -31,6 +32,8 @@ class Tensor:
         self._name = name
         self._array = numpy_array
         self._borrowed = False
+        #: Nobody writes to it, and it stays as long as anybody has it.
+        self._shared = False
 
     @classmethod
     def borrowed(cls, name: str, content: Array) -> Tensor:
@@ -38,6 +41,17 @@ class Tensor:
         tensor = cls(name, content)
         tensor._borrowed = True
         return tensor
+
+    @classmethod
+    def shared(cls, name: str, content: Array) -> Tensor:
+        """What another model has answered."""
+        tensor = cls.borrowed(name, content)
+        tensor._shared = True
+        return tensor
+
+    def for_call(self) -> Array:
+        """As an input of a request to another model."""
+        return self._array if self._shared else snapshot(self._array)
 
     @property
     def content(self) -> Array:
@@ -51,7 +65,7 @@ class Tensor:
         """The model's own, to write to if it likes: the first call copies what is borrowed."""
         if self._borrowed:
             self._array = np.array(self._array)
-            self._borrowed = False
+            self._borrowed = self._shared = False
         return self._array
 
     def triton_dtype(self) -> int:

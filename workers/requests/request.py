@@ -5,8 +5,8 @@ Made by ``workers.dispatch.validation``, owned by the worker's loop; models only
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, MutableMapping
-from typing import Protocol, cast
+from collections.abc import Callable, Hashable, Mapping, MutableMapping
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -18,12 +18,19 @@ from workers.regions.region_tensor import LateTensor
 from workers.requests.familiar import Familiar
 from workers.requests.known_form import KnownForm
 from workers.requests.response_cache import Question
+from workers.requests.response_sender import ResponseSender
+from workers.requests.result import Result
 from workers.requests.submitter import Submitter
 from workers.requests.timeline import RequestTimeline
 from workers.scheduling.planner import Planner
 from workers.scheduling.sequence import Controls, Sequenced
 from workers.tensors.signature import Signature
 
+#: When a run began, had its inputs, had computed; in ns.
+Moments = tuple[int, int, int]
+#: Takes what becomes of a request, on the worker's loop: a response (without moments where it never ran), and whether it is the
+#: last; None with the last: there is no further one.
+Sink = Callable[["Request", "Result | None", "Moments | None", bool], None]
 _NONE: Mapping[str, Array] = {}
 
 
@@ -36,6 +43,15 @@ class Counts(Protocol):
 
     def copied(self, byte_size: int) -> None:
         """So many bytes of a request's tensors were copied for it alone."""
+
+    def failed(self, lasted_ns: int, why: Any) -> None:
+        """A request was accepted and never ran."""
+
+    def responded(self, sender: ResponseSender[Request], result: Result | None, now_ns: int, placed_ns: int) -> None:
+        """A response came at ``now_ns``, and is placed."""
+
+    def streamed(self, sender: ResponseSender[Request], now_ns: int, failure: Any) -> None:
+        """A request is at its end that was answered by its sender."""
 
 
 class Version(Protocol):
@@ -50,6 +66,11 @@ class Version(Protocol):
     planner: Planner[Request]
     #: Whether a request may be run again, by itself, where its batch has failed.
     repeatable: bool
+    #: Whether answers leave in the order in which requests were taken.
+    ordered: bool
+
+    #: Of requests that are answered by senders, and are not at their end.
+    senders: dict[Request, ResponseSender[Request]]
 
     @property
     def statistics(self) -> Counts:
@@ -81,6 +102,8 @@ class Request(Sequenced):
         "version",
     )
 
+    #: Who takes what becomes of it, where that is not its submitter (``workers.requests.inner_request``).
+    sink: Sink | None = None
     #: Of a version with a response cache: what was looked up there, and for how long, in ns. Others do without.
     asked: tuple[Question, int]
 
@@ -156,7 +179,7 @@ class Request(Sequenced):
         return self._arrays
 
     def keep(self, arrays: dict[str, Array]) -> None:
-        """Has its tensors in memory that is nobody else's from now on."""
+        """Its tensors are these from now on."""
         self._arrays, self.contents = arrays, None
 
     def add(self, inputs: Mapping[str, Array]) -> None:
@@ -167,6 +190,11 @@ class Request(Sequenced):
         # What is gathered goes as bytes; the arrays are made if somebody asks for them.
         self._arrays, self._added = None, {**self._added, **inputs}
         self.contents = {**self.contents, **{name: array.tobytes() for name, array in inputs.items()}}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its last answer has not been given."""
+        return self.submitter.in_flight.get(self.request_id) is self
 
     @property
     def small(self) -> bool:

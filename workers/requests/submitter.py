@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from shm.arrays import Array
-from shm.forms import HeardForms
+from shm.errors import ServingError
+from shm.forms import Form, HeardForms
 from shm.lane import WorkerLane
 from shm.messages import Completion
 from workers.requests.known_form import KnownForm
@@ -22,10 +23,10 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class BlockedAnswer(Generic[R]):
-    """A computed answer that found the response arena full."""
+    """An answer that found the response arena full, or that must not leave before one that did."""
 
     request: R
-    result: dict[str, Array]
+    result: dict[str, Array] | ServingError
     byte_size: int
     give_up_ns: int
 
@@ -43,6 +44,7 @@ class Submitter(Generic[R]):
         "in_flight",
         "lane",
         "peer",
+        "response_forms",
         "unflushed",
         "writing",
     )
@@ -61,6 +63,8 @@ class Submitter(Generic[R]):
         self.bulky: set[tuple[Hashable, Hashable]] = set()
         #: Requests of those that are not run until there is room again.
         self.held: list[R] = []
+        #: Of small responses by version, whether it is the last, and its outputs: their form.
+        self.response_forms: dict[tuple[object, ...], Form[Completion]] = {}
         #: Completions were queued since the last flush.
         self.unflushed = False
         #: The loop waits until the lane can be written to.

@@ -20,17 +20,28 @@ TIMESTAMPS, TENSORS = 1, 2
 #: Elements of a tensor that are written out, and bytes of one element.
 _MAX_ELEMENTS = 16384
 _MAX_ELEMENT = 4096
+#: Requests made for one that are told with it, with theirs in turn, and characters of all their tensors: no more are told.
+_MAX_CHILDREN = 1024
+_MAX_CHARACTERS = 1 << 20
 
 
 class RequestTimeline:
     """Belongs to a request."""
 
-    __slots__ = ("_level", "_moments", "_tensors")
+    __slots__ = ("_characters", "_children", "_count", "_level", "_moments", "_tensors")
 
     def __init__(self, level: int, queued_ns: int) -> None:
         self._level = level
         self._moments = [("QUEUE_START", queued_ns)]
         self._tensors: list[TracedTensor] = []
+        self._children: list[Timeline] = []
+        #: Of the children and theirs: how many, and how much their tensors say.
+        self._count = self._characters = 0
+
+    @property
+    def level(self) -> int:
+        """For ``Submit.trace`` of requests that are made for this one."""
+        return self._level
 
     def executed(self, moments: Sequence[int], inputs: dict[str, Array], result: Result) -> None:
         """The model ran; its outputs are not placed yet. ``moments``: it began, had its inputs, had computed; in ns."""
@@ -42,9 +53,26 @@ class RequestTimeline:
 
     def attach(self, completion: Completion) -> Completion:
         """The answer is placed: it takes all of this along."""
-        moments = [*self._moments, ("COMPUTE_END", time.monotonic_ns())] if len(self._moments) > 1 else self._moments
-        timeline = Timeline(tuple(moments) if self._level & TIMESTAMPS else (), tuple(self._tensors))
-        return msgspec.structs.replace(completion, trace=timeline)
+        return msgspec.structs.replace(completion, trace=self._timeline())
+
+    def add(self, model: str, version: int, child: RequestTimeline) -> None:
+        """A request to that model is over that was made for this one."""
+        self._count += 1 + child._count
+        if self._count > _MAX_CHILDREN:
+            return
+        self._characters += child._characters + sum(len(tensor.content) for tensor in child._tensors)
+        if self._characters > _MAX_CHARACTERS:
+            child._tensors.clear()
+        child._moments.insert(0, ("REQUEST_START", child._moments[0][1]))
+        made = child._timeline()
+        moments = made.moments and (*made.moments, ("REQUEST_END", time.monotonic_ns()))
+        self._children.append(msgspec.structs.replace(made, moments=moments, model=model, version=version))
+
+    def _timeline(self) -> Timeline:
+        ran = any(name == "COMPUTE_START" for name, _ in self._moments)
+        moments = [*self._moments, ("COMPUTE_END", time.monotonic_ns())] if ran else self._moments
+        told = tuple(moments) if self._level & TIMESTAMPS else ()
+        return Timeline(told, tuple(self._tensors), children=tuple(self._children))
 
 
 def _described(activity: str, name: str, array: Array) -> TracedTensor:

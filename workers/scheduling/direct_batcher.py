@@ -49,6 +49,10 @@ class DirectBatcher(Generic[S]):
         else:
             self._limits.pop(key, None)
 
+    def at_once(self, key: Hashable) -> int:
+        """As ``Planner.at_once``."""
+        return 0 if self._delay_ns else self._limits.get(key, self._rules.slots)
+
     def end_delays(self) -> None:
         """Nothing waits for company any more."""
         self._delay_ns = 0

@@ -95,7 +95,7 @@ class DynamicBatcher(Generic[W]):
         self.end_delays()
 
     def at_once(self, key: Hashable) -> int:
-        """Up to how many rows of waiting requests of that key run as soon as they can, together. 0: they wait, or run alone."""
+        """As ``Planner.at_once``."""
         return self._limit(key) if self._rules.joins and not self._rules.delay_ns else 0
 
     def end_delays(self) -> None:

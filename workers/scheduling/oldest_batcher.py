@@ -37,6 +37,10 @@ class OldestBatcher(Generic[S]):
         """As ``DynamicBatcher.limit``."""
         self._batcher.limit(key, rows)
 
+    def at_once(self, key: Hashable) -> int:
+        """As ``Planner.at_once``."""
+        return self._batcher.at_once(key)
+
     def end_delays(self) -> None:
         """Nothing waits for company any more."""
         self._batcher.end_delays()

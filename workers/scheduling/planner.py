@@ -61,8 +61,16 @@ class Planner(Protocol[P]):
     def limit(self, key: Hashable, rows: int) -> None:
         """At most so many rows of that key run at once from now on; 0: as many as of any other."""
 
+    def at_once(self, key: Hashable) -> int:
+        """Up to how many rows of waiting requests of that key run as soon as they can, together. 0: they wait, or run alone."""
+
     def end_delays(self) -> None:
         """No more requests come: what waits for company waits in vain."""
 
     def stop(self) -> None:
         """The worker is to stop: what may be refused for that is refused."""
+
+
+def earlier(a: int | None, b: int) -> int:
+    """The first of two moments; None: never."""
+    return b if a is None else min(a, b)

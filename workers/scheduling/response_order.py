@@ -39,14 +39,6 @@ class ResponseOrder(Generic[K, A]):
             leaving.append((first, self._ready.pop(first)))
         return leaving
 
-    def restored(self, requests: list[K]) -> list[tuple[K, A]]:
-        """They were taken and wait again: their turns come later. Returns the answers that may leave now."""
-        gone = set(requests)
-        self._turns = deque(request for request in self._turns if request not in gone)
-        if not self._turns or self._turns[0] not in self._ready:
-            return []
-        return self.done(self._turns[0], self._ready[self._turns[0]])
-
     def check_invariants(self) -> None:
         """For tests: who is ready waits for somebody who is not."""
         assert len(set(self._turns)) == len(self._turns)

@@ -25,6 +25,10 @@ class Controls(NamedTuple):
     end: bool
 
 
+#: What becomes ``Controls``, where that is made for every request.
+Asked = tuple[int | str, bool, bool]
+
+
 class Slot(NamedTuple):
     """Where a sequence runs. Lower numbers are given out first, over all instances."""
 
@@ -63,7 +67,7 @@ class SequenceState(enum.Enum):
 class LiveSequence(Generic[S]):
     """One sequence, from its admission until its slot is free."""
 
-    __slots__ = ("begun", "cancelled", "closed", "correlation_id", "generation", "running", "slot", "waiting")
+    __slots__ = ("begun", "cancelled", "closed", "correlation_id", "generation", "kept", "running", "slot", "waiting")
 
     def __init__(self, correlation_id: int | str, generation: int) -> None:
         self.correlation_id = correlation_id
@@ -79,6 +83,8 @@ class LiveSequence(Generic[S]):
         self.begun = False
         #: Whether its id is forgotten: nothing joins it any more.
         self.closed = False
+        #: Of a model whose state varies in size (``workers/models/free_state.py``): what its last step left.
+        self.kept: Any = None
         #: Whether it lost requests that never ran: nothing more of it may run.
         self.cancelled = False
 

@@ -11,9 +11,10 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, Protocol
 
 from shm.errors import Cancelled, ServingError
-from workers.scheduling.sequence import LiveSequence, S, state_lost
+from workers.scheduling.expiries import TIMED_OUT
+from workers.scheduling.sequence import Asked, LiveSequence, S, state_lost
 from workers.scheduling.sequence_events import SequenceEvents
-from workers.scheduling.sequence_table import TIMED_OUT, SequenceRules, SequenceTable
+from workers.scheduling.sequence_table import SequenceRules, SequenceTable
 
 
 class Strategy(Protocol[S]):
@@ -27,6 +28,9 @@ class Strategy(Protocol[S]):
 
     def limit(self, key: Hashable, rows: int) -> None:
         """At most so many rows of that key run at once from now on; 0: as many as of any other."""
+
+    def at_once(self, key: Hashable) -> int:
+        """As ``Planner.at_once``."""
 
     def end_delays(self) -> None:
         """Nothing waits for company any more."""
@@ -51,9 +55,11 @@ class SequenceBatcher(Generic[S]):
         strategy: Callable[[], Strategy[S]],
         instances: int,
         events: SequenceEvents,
+        attach: Callable[[S], None] | None = None,
     ) -> None:
-        """``strategy``: makes one for an instance."""
+        """``strategy``: makes one for an instance. ``attach``: called with each request before it may run."""
         self.table: SequenceTable[S] = SequenceTable(model, rules, instances, events)
+        self._attach = attach
         self._strategies = [strategy() for _ in range(instances)]
 
     def __len__(self) -> int:
@@ -94,7 +100,7 @@ class SequenceBatcher(Generic[S]):
         for live in self.table.close_idle(now_ns):
             self._look(live)
         answers: list[tuple[S, ServingError]] = []
-        while (found := self.table.expired(now_ns)) is not None:
+        while (found := self.table.expiries.next(now_ns)) is not None:
             answers += self._lose(*found)
         return answers
 
@@ -119,7 +125,29 @@ class SequenceBatcher(Generic[S]):
     def _look(self, live: LiveSequence[S] | None) -> None:
         """Something has changed that may have made it ready."""
         if live is not None and live.ready and live.slot is not None:
+            if self._attach is not None:
+                self._attach(live.waiting[0])
             self._strategies[live.slot.instance].ready(live)
+
+    # ------------------------------------------------------------------------------------------- running without waiting
+
+    def run_now(self, asked: Iterable[Asked], now_ns: int) -> list[LiveSequence[S]]:
+        """Requests of the first instance that came together, one row each, and run at once if nothing waits: then they need not
+        arrive, be taken and be done one by one.
+
+        Returns the sequences of the first ones, which run now; ``have_run`` is to be called when they have. The others have not
+        arrived: one of a sequence that runs, or one that has to wait, or is to be refused.
+        """
+        self.table.close_idle(now_ns)
+        return self.table.run_now(asked)
+
+    def have_run(self, seated: Iterable[LiveSequence[S]], now_ns: int) -> None:
+        """They have run, well or not."""
+        self.table.have_run(seated, now_ns)
+
+    def at_once(self, key: Hashable) -> int:
+        """As ``Planner.at_once``."""
+        return self._strategies[0].at_once(key)
 
     # ---------------------------------------------------------------------------------------------------------- batches
 
@@ -130,8 +158,8 @@ class SequenceBatcher(Generic[S]):
 
     @property
     def lives(self) -> bool:
-        """Whether it must be asked although nothing waits: somebody's silence may be too long."""
-        return self.table.live > 0
+        """While nothing waits it is asked only when somebody may have been silent too long (``silent_ns`` of its table)."""
+        return False
 
     def due_ns(self, instance: int = 0) -> int | None:
         """When the next batch of an instance should run. None: nothing of it is ready."""

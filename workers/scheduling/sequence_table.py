@@ -9,20 +9,19 @@ of a sequence run in their order and without a hole, so where one is lost before
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic
 
-from shm.errors import InvalidArgument, ServingError, Unavailable
-from workers.scheduling.sequence import LiveSequence, S, Slot, state_lost
+from shm.errors import InvalidArgument, Unavailable
+from workers.scheduling.expiries import Expiries
+from workers.scheduling.sequence import Asked, LiveSequence, S, Slot, state_lost
 from workers.scheduling.sequence_events import SequenceEvents
+from workers.scheduling.slots import Slots
 
 _FULL = "Exceeds maximum queue size"
 #: Ids that are remembered as lost.
 _MOST_LOST = 4096
-#: Every request of a sequence gets it that waited in the backlog as long as one of them wants to wait.
-TIMED_OUT = "timeout of the corresponding sequence has been expired"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +44,17 @@ class SequenceTable(Generic[S]):
     def __init__(self, model: str, rules: SequenceRules, instances: int, events: SequenceEvents) -> None:
         self.model = model
         self._rules = rules
-        self._instances = instances
         self._events = events
         #: By correlation id: those that further requests may join.
         self._live: dict[int | str, LiveSequence[S]] = {}
         self._generation = 0
-        #: Slots that were used and are free; those from ``_fresh`` on never were. There may be more than memory could list.
-        self._freed: list[Slot] = []
-        self._fresh = 0
+        self._slots = Slots(rules.slots, instances)
         #: Those that have one, and those that wait for one, in their order.
         self._holders: dict[Slot, LiveSequence[S]] = {}
         self._backlog: dict[LiveSequence[S], None] = {}
         #: Those with a slot and nothing to do -> since when; the first has been idle longest.
         self._idle: dict[LiveSequence[S], int] = {}
-        #: (when, number, request) of those whose time can be up; entries of requests that left are skipped.
-        self._expiries: list[tuple[int, int, S]] = []
-        self._expiry = 0
+        self.expiries: Expiries[S] = Expiries()
         self._waiting = 0
         #: Ids whose state went with a run that failed, until they are told or would have been idle too long -> since when.
         self._lost: dict[int | str, int] = {}
@@ -81,10 +75,19 @@ class SequenceTable(Generic[S]):
         """Sequences that wait for a slot."""
         return len(self._backlog)
 
+    def seated(self, now_ns: int) -> int:
+        """Sequences with a slot, without those whose silence has been too long and who only have not been asked since."""
+        silent = 0
+        for since_ns in self._idle.values():
+            if since_ns + self._rules.idle_ns > now_ns:
+                break
+            silent += 1
+        return len(self._holders) - silent
+
     @property
     def free_slots(self) -> int:
         """Slots that nobody has."""
-        return self._rules.slots * self._instances - len(self._holders)
+        return self._slots.free
 
     def find(self, correlation_id: int | str) -> LiveSequence[S] | None:
         """The sequence that a request of that id without START would join."""
@@ -126,7 +129,7 @@ class SequenceTable(Generic[S]):
         request.live = live
         request.line = 0
         self._waiting += 1
-        self._watch(request)
+        self.expiries.watch(request, self._waiting)
         if end or self._rules.iterative:
             self._forget(live)
         return live
@@ -136,35 +139,63 @@ class SequenceTable(Generic[S]):
         self._generation += 1
         live: LiveSequence[S] = LiveSequence(correlation_id, self._generation)
         self._live[correlation_id] = live
-        if self.free_slots and not self._backlog:
-            self._seat(live, self._lowest_slot())
+        if self._slots.free and not self._backlog:
+            self._seat(live, self._slots.take())
         else:
             self._backlog[live] = None
         return live
-
-    def _lowest_slot(self) -> Slot:
-        # Whatever was used before is lower than what never was.
-        if self._freed:
-            return heapq.heappop(self._freed)
-        number, instance = divmod(self._fresh, self._instances)
-        self._fresh += 1
-        return Slot(number, instance)
 
     def _seat(self, live: LiveSequence[S], slot: Slot) -> None:
         live.slot = slot
         self._holders[slot] = live
 
-    def _watch(self, request: S) -> None:
-        """Notes when nobody waits for it any more and, in the backlog, until when it wants to wait."""
-        moments = [request.deadline_ns] if request.deadline_ns else []
-        if request.timeout_ns and request.live.slot is None:
-            moments.append(request.arrived_ns + request.timeout_ns)
-        for moment in moments:
-            self._expiry += 1
-            heapq.heappush(self._expiries, (moment, self._expiry, request))
-        if len(self._expiries) > 4 * self._waiting + 64:
-            self._expiries = [entry for entry in self._expiries if entry[2].line >= 0]
-            heapq.heapify(self._expiries)
+    # ------------------------------------------------------------------------------------------- running without waiting
+
+    def run_now(self, asked: Iterable[Asked]) -> list[LiveSequence[S]]:
+        """Where nothing waits: requests that run now, together, as ``admit`` and ``take`` of each would have it.
+
+        Returns the sequences of the first ones. It ends before one that has to wait, or is to be refused: ``admit`` says why.
+        """
+        seated: list[LiveSequence[S]] = []
+        if self._waiting or self._lost or self._rules.iterative:
+            return seated
+        live_by_id, idle = self._live, self._idle
+        for correlation_id, start, end in asked:
+            live = live_by_id.get(correlation_id)
+            if live is None:
+                if not start or (live := self._begin_now(correlation_id)) is None:
+                    break
+            elif live.running:
+                break
+            else:
+                del idle[live]
+            live.running = True
+            seated.append(live)
+            if end:
+                self._forget(live)
+        return seated
+
+    def have_run(self, seated: Iterable[LiveSequence[S]], now_ns: int) -> None:
+        """What ``run_now`` has seated has run."""
+        idle = self._idle
+        for live in seated:
+            live.running = False
+            if live.closed:
+                self._free(live)
+            else:
+                idle[live] = now_ns
+
+    def _begin_now(self, correlation_id: int | str) -> LiveSequence[S] | None:
+        """A sequence whose first request runs now. None: it has to wait, or is to be refused."""
+        if not correlation_id or self.stopping or not self._slots.free:
+            return None
+        try:
+            live = self._begin(correlation_id)
+        except Unavailable:
+            return None
+        live.begun = True
+        self._events.begun(correlation_id, live.generation)
+        return live
 
     # ---------------------------------------------------------------------------------------------------------- running
 
@@ -201,7 +232,7 @@ class SequenceTable(Generic[S]):
         live.waiting.appendleft(request)
         request.line = 0
         self._waiting += 1
-        self._watch(request)
+        self.expiries.watch(request, self._waiting)
         return live
 
     def _free(self, live: LiveSequence[S]) -> LiveSequence[S] | None:
@@ -211,7 +242,7 @@ class SequenceTable(Generic[S]):
         del self._holders[slot]
         self._gone(live)
         if not self._backlog:
-            heapq.heappush(self._freed, slot)
+            self._slots.give_back(slot)
             return None
         first = next(iter(self._backlog))
         del self._backlog[first]
@@ -279,28 +310,18 @@ class SequenceTable(Generic[S]):
         for live in list(self._live.values()):
             self._forget(live)
 
-    def expired(self, now_ns: int) -> tuple[S, ServingError] | None:
-        """A request whose time is up, and what to answer; its sequence is to be cancelled. None: there is none, or no more."""
-        while self._expiries and self._expiries[0][0] <= now_ns:
-            _, _, request = heapq.heappop(self._expiries)
-            if request.line < 0:
-                continue
-            if 0 < request.deadline_ns <= now_ns:
-                return request, Unavailable("Request timeout expired")
-            if request.live.slot is None:
-                return request, Unavailable(TIMED_OUT)
-        return None
-
     @property
     def next_tick_ns(self) -> int:
-        """When ``close_idle`` or ``expired`` is worth a call; 0: never. May be early.
-
-        That one is silent too long is found when the next request comes. Before, it matters only to those that wait for its slot.
-        """
-        moments = [self._expiries[0][0]] if self._expiries else []
+        """When somebody waits in vain: its time is up, or another one's silence frees a slot; 0: never. May be early."""
+        earliest = self.expiries.earliest_ns
+        moments = [] if earliest is None else [earliest]
         if self._idle and self._backlog:
-            moments.append(next(iter(self._idle.values())) + self._rules.idle_ns)
+            moments.append(self.silent_ns(0))
         return min(moments, default=0)
+
+    def silent_ns(self, now_ns: int) -> int:
+        """Before that nobody will have been silent too long, whoever comes and goes meanwhile."""
+        return next(iter(self._idle.values()), now_ns) + self._rules.idle_ns
 
     # ----------------------------------------------------------------------------------------------------------- looking
 
@@ -319,9 +340,7 @@ class SequenceTable(Generic[S]):
         assert len(set(everyone)) == len(everyone) == self.live
         assert sum(len(live.waiting) for live in everyone) == self._waiting <= self._rules.max_waiting + self.live
         assert all(live.slot == slot for slot, live in self._holders.items())
-        assert all(slot.number < self._rules.slots and slot.instance < self._instances for slot in self._holders)
-        assert not self._holders.keys() & set(self._freed)
-        assert len(self._holders) + len(self._freed) == self._fresh <= self._rules.slots * self._instances
+        self._slots.check_invariants(set(self._holders))
         assert not self._backlog or not self.free_slots
         assert all(live.waiting and not live.begun and not live.running for live in self._backlog)
         for correlation_id, live in self._live.items():

@@ -1,7 +1,8 @@
 """Shape buckets: the few shapes a model version is compiled for, and how a request is padded into one.
 
     batch axis      powers of two up to max_batch_size, or what the model or its configuration lists
-    named axes      buckets = {"sequence": (16, 32, 64)} in model.py
+    named axes      buckets = {"sequence": (16, 32, 64)} in model.py; of a ragged input, for all requests of a batch together
+                    buckets = {"sequence": "auto"}: powers of two, each compiled when it is first asked for
     other axes      as the request has them
 
 Padding is zeros; outputs are sliced back to what the request brought.
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from shm.errors import InvalidArgument
+from workers.tensors.ragged import MOST, Laid, elements, unit, whole_shape
 from workers.tensors.signature import Signature, TensorSpec
 
 #: Model-side shape of each input in signature order, without the batch dimension; None for an optional one that is absent.
@@ -47,7 +49,7 @@ class Buckets:
     signature: Signature
     #: Ascending and ending with max_batch_size; (1,) for a model without a batch dimension.
     batch: tuple[int, ...]
-    #: Axis name -> ascending sizes.
+    #: Axis name -> ascending sizes; none: powers of two.
     axes: Mapping[str, tuple[int, ...]]
 
     def rows(self, rows: int) -> int:
@@ -57,36 +59,111 @@ class Buckets:
     @property
     def fixed(self) -> bool:
         """Whether every input has one shape only."""
-        return all(-1 not in spec.model_dims and not spec.optional for spec in self.signature.inputs.values())
+        return not self.signature.ragged and all(
+            -1 not in spec.model_dims and not spec.optional for spec in self.signature.inputs.values()
+        )
+
+    def fitting(self, requests: Sequence[Laid]) -> int:
+        """How many of the requests, from the first one, share a batch without going beyond the last bucket of a ragged input."""
+        for spec in self.signature.inputs.values():
+            sizes = self.axes.get(_ragged_axis(spec) or "", ()) if spec.ragged else ()
+            units = 0
+            for number, request in enumerate(requests):
+                units += elements(request, spec.name) // unit(spec)
+                if sizes and number and units > sizes[-1]:
+                    requests = requests[:number]
+                    break
+        return len(requests)
+
+    def settled(self, key: Shapes, requests: Sequence[Laid]) -> tuple[int, Shapes]:
+        """Of a model with ragged inputs: rows and shapes of the program for those requests, which have that key."""
+        rows = self.rows(sum(request.rows for request in requests))
+        shapes = list(key)
+        for number, spec in enumerate(self.signature.inputs.values()):
+            if not spec.whole or (spec.ragged and shapes[number] is None):
+                continue
+            source = self._source(spec)
+            counts = [elements(request, source.name) for request in requests]
+            units = self._units(source, sum(counts) // unit(source), rows)
+            most = self._units(source, -(-max(counts) // unit(source)), rows) * unit(source)
+            shapes[number] = whole_shape(spec, source, rows, units, most)
+        return rows, tuple(shapes)
+
+    def _units(self, spec: TensorSpec, count: int, rows: int) -> int:
+        """So many units of a ragged input, as its program has room for them."""
+        if -1 not in spec.model_dims:
+            return rows
+        sizes = self.axes.get(_ragged_axis(spec) or "", ())
+        at = bisect.bisect_left(sizes, count)
+        return sizes[at] if at < len(sizes) else 1 << max(0, count - 1).bit_length()
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """Axes that vary and are padded."""
+        specs = self.signature.inputs.values()
+        return tuple(
+            dict.fromkeys(axis for spec in specs for axis in spec.axes if axis is not None and axis in self.axes)
+        )
 
     def padded(self, spec: TensorSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The bucket a tensor of that shape goes into. Beyond the last bucket, and where there is none: the shape itself."""
         return tuple(self._bucket(axis, size) for axis, size in zip(spec.axes, shape, strict=True))
 
     def _bucket(self, axis: str | None, size: int) -> int:
-        sizes = self.axes.get(axis, ()) if axis is not None else ()
+        sizes = self.axes.get(axis) if axis is not None else None
+        if not sizes:
+            return size if sizes is None else 1 << max(0, size - 1).bit_length()
         at = bisect.bisect_left(sizes, size)
         return sizes[at] if at < len(sizes) else size
 
-    def planned(self) -> Iterator[Shapes]:
-        """Every combination of shapes to compile before the version is ready; nothing where an axis has no buckets."""
-        specs = list(self.signature.inputs.values())
-        names: list[str] = []
-        for spec in specs:
-            for axis, dim in zip(spec.axes, spec.model_dims, strict=True):
+    def planned(self) -> Iterator[tuple[int, Shapes]]:
+        """Rows and shapes to compile before the version is ready, in every combination; nothing where an axis has no buckets."""
+        inputs = self.signature.inputs
+        #: Axes, and for a ragged input whose largest request is told, how large that is.
+        choices: dict[str, tuple[int, ...]] = {}
+        for spec in inputs.values():
+            if spec.of_batch is not None and spec.of_batch.kind != MOST:
+                continue
+            source = self._source(spec)
+            if source.ragged and source.model_dims.count(-1) > 1:
+                return
+            for axis, dim in zip(source.axes, source.model_dims, strict=True):
                 if dim == -1 and (axis is None or axis not in self.axes):
                     return
-                if dim == -1 and axis is not None and axis not in names:
-                    names.append(axis)
-        for sizes in itertools.product(*(self.axes[name] for name in names)):
-            chosen = dict(zip(names, sizes, strict=True))
-            yield tuple(
-                tuple(
-                    dim if dim != -1 else chosen[str(axis)]
-                    for axis, dim in zip(spec.axes, spec.model_dims, strict=True)
-                )
-                for spec in specs
+                if dim == -1 and axis is not None:
+                    choices[axis if source is spec else _most_of(source)] = self.axes[axis]
+        for sizes in itertools.product(*choices.values()):
+            chosen = dict(zip(choices, sizes, strict=True))
+            ragged = [spec for spec in inputs.values() if spec.ragged]
+            # One request has no more than all of them.
+            if any(chosen.get(_most_of(spec), 0) > chosen.get(_ragged_axis(spec) or "", 0) for spec in ragged):
+                continue
+            for rows in self.batch:
+                yield rows, tuple(self._shape(spec, rows, chosen) for spec in inputs.values())
+
+    def _source(self, spec: TensorSpec) -> TensorSpec:
+        """The input that a batch input tells of; of any other, itself."""
+        return spec if spec.of_batch is None else self.signature.inputs[spec.of_batch.source]
+
+    def _shape(self, spec: TensorSpec, rows: int, chosen: Mapping[str, int]) -> tuple[int, ...]:
+        if not spec.whole:
+            return tuple(
+                dim if dim != -1 else chosen[str(axis)] for axis, dim in zip(spec.axes, spec.model_dims, strict=True)
             )
+        source = self._source(spec)
+        units = chosen.get(_ragged_axis(source) or "", rows)
+        return whole_shape(spec, source, rows, units, chosen.get(_most_of(source), units) * unit(source))
+
+
+def _ragged_axis(spec: TensorSpec) -> str | None:
+    """The name of the one axis of a ragged input that varies; None: it has none, or several vary."""
+    names = [axis for axis, dim in zip(spec.axes, spec.model_dims, strict=True) if dim == -1]
+    return names[0] if len(names) == 1 else None
+
+
+def _most_of(spec: TensorSpec) -> str:
+    """What the largest request of a ragged input is called among axes, none of which can have that name."""
+    return f"most of {spec.name}"
 
 
 def sliced(spec: TensorSpec, shape: tuple[int, ...], lengths: Mapping[str, int]) -> tuple[slice, ...]:

@@ -22,7 +22,17 @@ from shm.errors import InvalidArgument
 
 _DECLARATION = re.compile(r"([A-Z0-9]+)\[([^\[\]]*)\]")
 #: 64-bit datatypes need JAX's x64 mode, which otherwise wraps them in silence.
-_WIDE = {"INT64", "UINT64", "FP64"}
+WIDE = {"INT64", "UINT64", "FP64"}
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInput:
+    """What an input tells that is made of the requests of a batch."""
+
+    #: Of Triton's ``BatchInput``, or ``SEGMENT_IDS``.
+    kind: str
+    #: The ragged input that it tells of.
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +51,21 @@ class TensorSpec:
     optional: bool = False
     #: Lines of the label file of an output.
     labels: tuple[str, ...] = ()
+    #: Of an input: those of a batch lie one behind the other, whatever their lengths are (``ragged.py``).
+    ragged: bool = False
+    #: Of an input that no client sends: what of a batch it tells.
+    of_batch: BatchInput | None = None
+    #: Of an output: the ragged input that it is cut like; "": it is cut by rows.
+    cut_like: str = ""
     #: Whether the model's dims differ from the client's.
     reshaped: bool = field(init=False)
     #: Whether the bytes on the wire are the array as the model takes it.
     plain: bool = field(init=False)
+    #: Whether its shape in a program is that of the whole batch, and not of a row.
+    whole: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "whole", self.ragged or self.of_batch is not None)
         object.__setattr__(self, "reshaped", self.dims != self.model_dims)
         object.__setattr__(self, "plain", not self.reshaped and self.datatype not in ("BYTES", "BOOL"))
 
@@ -90,7 +109,14 @@ class StateSpec:
     output: str
     datatype: str
     dtype: np.dtype[Any]
+    #: -1 where any size goes.
     dims: tuple[int, ...]
+    #: Names of its axes as model.py declares them, None where they have none.
+    axes: tuple[str | None, ...] = ()
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether a shape, without the batch dimension, is one of this state."""
+        return _fits(shape, self.dims)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +133,20 @@ class Signature:
     #: Sequences that have a row of it at a time, in each instance.
     slots: int = 0
     batches: bool = field(init=False)
+    #: Whether requests of different lengths share a batch.
+    ragged: bool = field(init=False)
     #: Whether any tensor has 64-bit elements.
     wide: bool = field(init=False)
+    #: Whether state has dims that vary.
+    free: bool = field(init=False)
 
     def __post_init__(self) -> None:
         # Asked for with every request, so decided once.
         object.__setattr__(self, "batches", self.max_batch_size > 0)
+        object.__setattr__(self, "ragged", any(spec.ragged for spec in self.inputs.values()))
         specs: list[TensorSpec | StateSpec] = [*self.inputs.values(), *self.outputs.values(), *self.states]
-        object.__setattr__(self, "wide", any(spec.datatype in _WIDE for spec in specs))
+        object.__setattr__(self, "free", any(-1 in spec.dims for spec in self.states))
+        object.__setattr__(self, "wide", any(spec.datatype in WIDE for spec in specs))
 
     def with_states(self, states: tuple[StateSpec, ...], slots: int) -> Signature:
         """The same with state of so many sequences at a time."""
@@ -165,8 +197,10 @@ def parse_declaration(what: str, text: object) -> Declared:
     return Declared(match[1], tuple(dims), tuple(axes))
 
 
-def declare(message: ModelConfig, inputs: Mapping[str, Declared], outputs: Mapping[str, Declared]) -> None:
-    """Completes a configuration with what model.py declares.
+def declare(
+    message: ModelConfig, inputs: Mapping[str, Declared], outputs: Mapping[str, Declared], where: str = "model.py"
+) -> None:
+    """Completes a configuration with what the model declares, in the file ``where``.
 
     Raises: InvalidArgument: both speak of a tensor and contradict each other.
     """
@@ -177,19 +211,19 @@ def declare(message: ModelConfig, inputs: Mapping[str, Declared], outputs: Mappi
             if field is None:
                 if known:
                     raise InvalidArgument(
-                        f"model '{message.name}': {kind} '{name}' is declared in model.py and missing in config.pbtxt"
+                        f"model '{message.name}': {kind} '{name}' is declared in {where} and missing in config.pbtxt"
                     )
                 field = fields.add(name=name, dims=tensor.dims)
-            agree(f"model '{message.name}': {kind} '{name}'", field, tensor)
+            agree(f"model '{message.name}': {kind} '{name}'", field, tensor, where)
 
 
-def agree(what: str, field: Any, declared: Declared) -> None:
-    """Completes a field of a configuration with what model.py declares. Raises InvalidArgument: they contradict each other."""
+def agree(what: str, field: Any, declared: Declared, where: str = "model.py") -> None:
+    """Completes a field of a configuration with what ``where`` declares. Raises InvalidArgument: they contradict each other."""
     if not field.data_type:
         field.data_type = model_config_pb2().DataType.Value(datatypes.to_model_config(declared.datatype))
     given = datatypes.from_model_config(data_type_name(field))
     if given != declared.datatype:
-        raise InvalidArgument(f"{what}: {declared.datatype} in model.py, {given} in config.pbtxt")
+        raise InvalidArgument(f"{what}: {declared.datatype} in {where}, {given} in config.pbtxt")
     reshaped = "reshape" in field.DESCRIPTOR.fields_by_name and field.HasField("reshape")
     dims = tuple(field.reshape.shape) if reshaped else tuple(field.dims)
     if not dims and not reshaped:
@@ -197,7 +231,7 @@ def agree(what: str, field: Any, declared: Declared) -> None:
     elif len(dims) != len(declared.dims) or any(
         a != b and -1 not in (a, b) for a, b in zip(dims, declared.dims, strict=True)
     ):
-        raise InvalidArgument(f"{what}: dims {list(declared.dims)} in model.py, {list(dims)} in config.pbtxt")
+        raise InvalidArgument(f"{what}: dims {list(declared.dims)} in {where}, {list(dims)} in config.pbtxt")
 
 
 def signature(
@@ -213,6 +247,9 @@ def signature(
     """
     inputs = {field.name: _spec(field, declared_axes, ()) for field in message.input}
     outputs = {field.name: _spec(field, declared_axes, labels.get(field.name, ())) for field in message.output}
+    if message.max_batch_size > 0:
+        ragged = {field.name for field in message.input if field.allow_ragged_batch}
+        inputs = {name: replace(spec, ragged=name in ragged) for name, spec in inputs.items()}
     return Signature(message.name, inputs, outputs, message.max_batch_size)
 
 

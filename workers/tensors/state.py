@@ -3,7 +3,8 @@
     config.pbtxt      sequence_batching.state: names, datatype and dims, and where they begin
     model.py          state = {"h": "FP32[256]"}: where config.pbtxt is silent
 
-Every sequence has one row of each. A row has one shape, because those of all sequences lie in one array.
+Where all dims are fixed, every sequence has one row of each, and those of all sequences lie in one array. Where any varies, each
+sequence has arrays of its own (``workers/models/free_state.py``).
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from shm.errors import InvalidArgument, Unsupported
 from workers.tensors.signature import StateSpec, agree, parse_declaration
 
 
-def declare_state(message: ModelConfig, module: ModuleType) -> None:
-    """Completes a configuration with the state that model.py declares.
+def declare_state(message: ModelConfig, module: ModuleType) -> dict[str, tuple[str | None, ...]]:
+    """Completes a configuration with the state that model.py declares. Returns the names of its axes.
 
     Raises: InvalidArgument: both speak of it and contradict each other, or there are no sequences to keep it of.
     """
@@ -33,8 +34,9 @@ def declare_state(message: ModelConfig, module: ModuleType) -> None:
     what = f"model '{message.name}': state"
     if not isinstance(declared, Mapping):
         raise InvalidArgument(f"{what} of model.py must be a dict of names to declarations")
+    axes: dict[str, tuple[str | None, ...]] = {}
     if not declared:
-        return
+        return axes
     if not message.HasField("sequence_batching"):
         raise InvalidArgument(
             f"{what} '{next(iter(declared))}' is declared in model.py, but config.pbtxt has no sequence_batching, "
@@ -51,21 +53,22 @@ def declare_state(message: ModelConfig, module: ModuleType) -> None:
             # Here one name stands for what goes in and what comes out.
             field = fields.add(input_name=str(name), output_name=str(name), dims=tensor.dims)
         agree(f"{what} '{name}'", field, tensor)
+        axes[field.input_name] = tensor.axes
+    return axes
 
 
-def state_specs(message: ModelConfig) -> tuple[StateSpec, ...]:
-    """Of a completed and checked configuration. Raises Unsupported: what no array on a device can hold."""
+def state_specs(message: ModelConfig, axes: Mapping[str, tuple[str | None, ...]]) -> tuple[StateSpec, ...]:
+    """Of a completed and checked configuration. Raises Unsupported: what a jitted function cannot keep."""
     made: list[StateSpec] = []
     for field in message.sequence_batching.state:
         datatype, what = datatypes.from_model_config(data_type_name(field)), _name(message, field)
         if datatype == "BYTES":
             raise Unsupported(f"{what} is BYTES, which a jitted function cannot keep")
         dims = tuple(field.dims)
-        if -1 in dims:
-            raise Unsupported(
-                f"{what} has dims {list(dims)}, but the state of a JAX model has one shape for all sequences"
-            )
-        made.append(StateSpec(field.input_name, field.output_name, datatype, DTYPES[datatype], dims))
+        names = axes.get(field.input_name, (None,) * len(dims))
+        # A name stands for a size that varies.
+        named = tuple(name if dim == -1 else None for name, dim in zip(names, dims, strict=True))
+        made.append(StateSpec(field.input_name, field.output_name, datatype, DTYPES[datatype], dims, named))
     return tuple(made)
 
 
@@ -94,9 +97,9 @@ def initial_state(message: ModelConfig, specs: tuple[StateSpec, ...], created: o
     for field, spec in zip(message.sequence_batching.state, specs, strict=True):
         for given in field.initial_state:
             if given.WhichOneof("state_data") == "data_file":
-                values[spec.name] = _file(_name(message, field), spec, folder, given.data_file)
+                values[spec.name] = _file(_name(message, field), spec, tuple(given.dims), folder, given.data_file)
             else:
-                values[spec.name] = np.zeros(spec.dims, spec.dtype)
+                values[spec.name] = np.zeros(tuple(given.dims), spec.dtype)
     if created is None:
         return InitialState(values)
     if not isinstance(created, Mapping):
@@ -118,7 +121,8 @@ def initial_state(message: ModelConfig, specs: tuple[StateSpec, ...], created: o
 
 
 def _fitting(what: str, spec: StateSpec, given: Array) -> Array:
-    if given.shape != spec.dims or (given.dtype != spec.dtype and given.ndim > 0):
+    fits = spec.fits(given.shape) or (-1 in spec.dims and given.ndim == 0)
+    if not fits or (given.dtype != spec.dtype and given.ndim > 0):
         raise InvalidArgument(
             f"{what} begins as {datatype_of(given.dtype) or given.dtype}{list(given.shape)} from create(), "
             f"declared is {spec.datatype}{list(spec.dims)}"
@@ -126,10 +130,10 @@ def _fitting(what: str, spec: StateSpec, given: Array) -> Array:
     return given.astype(spec.dtype, copy=False)
 
 
-def _file(what: str, spec: StateSpec, folder: Path, name: str) -> Array:
+def _file(what: str, spec: StateSpec, dims: tuple[int, ...], folder: Path, name: str) -> Array:
     if name in ("", ".", "..") or "/" in name or "\0" in name:
         raise InvalidArgument(f"{what}: data_file must be a file name, without folders")
-    needed = math.prod(spec.dims) * spec.dtype.itemsize
+    needed = math.prod(dims) * spec.dtype.itemsize
     try:
         with open(folder / "initial_state" / name, "rb") as file:
             content = file.read(needed + 1)
@@ -140,7 +144,7 @@ def _file(what: str, spec: StateSpec, folder: Path, name: str) -> Array:
         raise InvalidArgument(
             f"initial_state setting expects {needed} bytes, but the data provided from {name} has {size} bytes."
         )
-    return array(content, spec.datatype, spec.dims, what)
+    return array(content, spec.datatype, dims, what)
 
 
 def _name(message: ModelConfig, field: Any) -> str:

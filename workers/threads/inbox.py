@@ -13,6 +13,8 @@ class Inbox:
 
     def __init__(self) -> None:
         self._calls: deque[Callable[[], None]] = deque()
+        #: The loop was woken, and has not looked since.
+        self._woken = False
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def fileno(self) -> int:
@@ -21,13 +23,16 @@ class Inbox:
     def post(self, call: Callable[[], None]) -> None:
         """Queues a call and wakes the loop. Ignored once closed."""
         self._calls.append(call)
-        if self._fd >= 0:
+        # Who drains says so before it looks.
+        if self._fd >= 0 and not self._woken:
+            self._woken = True
             os.eventfd_write(self._fd, 1)
 
     def drain(self) -> None:
         """Runs what was posted so far."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
+        self._woken = False
         for _ in range(len(self._calls)):
             self._calls.popleft()()
 

@@ -18,14 +18,20 @@ class WorkThread:
     def __init__(self, name: str, inbox: Inbox) -> None:
         self._inbox = inbox
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._name = name
+        #: Those that take jobs, and how many of them are too many since a job came back.
+        self._threads: list[threading.Thread] = []
+        self._surplus = 0
+        self._lock = threading.Lock()
+        #: Jobs that stand aside; the loop's.
+        self.aside = 0
         #: Jobs given and not yet answered; the loop's.
         self.pending = 0
 
     def do(self, job: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
         """Runs ``job`` there; ``done`` gets its result, or what it raised, on the loop."""
-        if not self._thread.is_alive():
-            self._thread.start()
+        if not self._threads:
+            self._start()
         self.pending += 1
 
         def finish(outcome: T | Exception) -> None:
@@ -47,17 +53,40 @@ class WorkThread:
         """From a job: has the loop do something before it is over."""
         self._inbox.post(call)
 
+    def step_aside(self) -> None:
+        """A job waits for later ones: another thread takes these meanwhile."""
+        self.aside += 1
+        self._start()
+
+    def step_back(self) -> None:
+        """It goes on: there is a thread too many, which ends with what it does."""
+        self.aside -= 1
+        with self._lock:
+            self._surplus += 1
+        # One that waits for a job looks.
+        self._jobs.put(lambda: None)
+
     def finish(self) -> None:
         """Returns when everything that was given has been done, and the thread has ended. It takes nothing after that."""
-        if self._thread.is_alive():
+        for _ in self._threads:
             self._jobs.put(None)
-            self._thread.join()
+        for thread in self._threads:
+            thread.join()
+
+    def _start(self) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._threads.append(threading.Thread(target=self._main, name=self._name, daemon=True))
+        self._threads[-1].start()
 
     def _main(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
             # An idle thread keeps nothing of its last job.
             del job
+            with self._lock:
+                if self._surplus:
+                    self._surplus -= 1
+                    return
 
     def __repr__(self) -> str:
-        return f"<WorkThread {self._thread.name} pending={self.pending}>"
+        return f"<WorkThread {self._name} pending={self.pending}>"

@@ -17,6 +17,7 @@ from bench.vary.answers import WrongAnswer
 from bench.vary.client import Client
 from bench.vary.pools import KINDS, Pool, pool
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
+from tests.scrapes import scrape
 
 _EVERY = [(protocol, kind) for protocol, kinds in KINDS.items() for kind in kinds]
 
@@ -36,7 +37,8 @@ def _address(daemon: DaemonProcess, protocol: str) -> str:
 def test_every_answer_is_counted_here_and_there(
     daemon: DaemonProcess, client: Client, protocol: str, kind: str
 ) -> None:
-    requests = pool(protocol, kind, 48)
+    # Each connection has a sequence for itself.
+    requests = pool(protocol, kind, 480 if kind == "rnn" else 48)
     before = answered(daemon.url)
     file = client.record(_address(daemon, protocol), requests)
     asked = len(requests.exchanges)
@@ -61,7 +63,7 @@ def test_each_request_has_its_connection(daemon: DaemonProcess, client: Client) 
     requests = pool("http", "new", 1)
     (exchange,) = requests.exchanges
     file = client.record(daemon.url, requests)
-    answer = file.read_bytes().partition(exchange.request)[2][4:-4]
+    answer = file.read_bytes().partition(exchange.request)[2][4:-8]
 
     def serve() -> int:
         ended = 0
@@ -85,6 +87,43 @@ def test_each_request_has_its_connection(daemon: DaemonProcess, client: Client) 
         socket.create_connection(address).close()
         # The first one starts the clock.
         assert 0 < figures.answers < served.result(PATIENCE)
+
+
+@pytest.mark.parametrize("protocol", ["http", "stream"])
+def test_steps_of_a_sequence_are_sent_in_order_and_to_its_end(
+    daemon: DaemonProcess, client: Client, protocol: str
+) -> None:
+    """More than ten times round, on more connections than record: each answer is checked, so the order was right."""
+    requests = pool(protocol, "rnn", 400)
+    before = live(daemon)
+    ends = [not one.goes_on for one in requests.exchanges]
+    file = client.record(_address(daemon, protocol), requests)
+    figures = client.measure(protocol, _address(daemon, protocol), file, 5, 2)
+    assert figures.total >= 5
+    assert not figures.lost
+    assert 10 < sum(ends) < 100
+    # None is cut off, but the last of the pool, of which no END is sent.
+    assert live(daemon) <= before + 1
+
+
+def live(daemon: DaemonProcess) -> float:
+    return scrape(daemon.metrics_url).model("tensord_model_sequences", "rnn", state="slot")
+
+
+def test_a_step_out_of_its_order_is_noticed(daemon: DaemonProcess, client: Client) -> None:
+    requests = pool("http", "rnn", 60)
+    number = next(n for n, one in enumerate(requests.exchanges) if one.goes_on and requests.exchanges[n + 1].goes_on)
+    exchanges = list(requests.exchanges)
+    exchanges[number + 1] = exchanges[number]
+    with pytest.raises(WrongAnswer, match="output 'y' of 'rnn' is"):
+        client.record(daemon.url, dataclasses.replace(requests, exchanges=exchanges))
+
+
+def test_fewer_sequences_than_connections(daemon: DaemonProcess, client: Client) -> None:
+    requests = pool("http", "rnn", 60)
+    file = client.record(daemon.url, requests)
+    with pytest.raises(RuntimeError, match="a pool of 60 requests has nothing for each of 50 connections"):
+        client.measure("http", daemon.url, file, 50, 1)
 
 
 def _with_one_outputs_value_changed(requests: Pool, number: int) -> Pool:
@@ -141,9 +180,9 @@ def test_small_differences_of_what_is_computed_together_are_right(daemon: Daemon
     requests = pool("http", "models", 3)
     file = client.record(daemon.url, requests)
     content = bytearray(file.read_bytes())
-    # The file ends with post's tensor and the number that says how large it is.
-    assert content[-4:] == (40).to_bytes(4, "little")
-    values = np.frombuffer(content, np.float32, 10, len(content) - 44)
+    # The file ends with post's tensor, the number that says how large it is, and that nothing belongs to it.
+    assert content[-8:] == (40).to_bytes(4, "little") + bytes(4)
+    values = np.frombuffer(content, np.float32, 10, len(content) - 48)
     values *= np.float32(1 + 1e-6)
     file.write_bytes(content)
     assert client.measure("http", daemon.url, file, 2, 0.2).answers > 0

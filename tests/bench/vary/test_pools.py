@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -107,11 +108,42 @@ def test_a_streams_messages_come_in_four_ways() -> None:
     ] * 2
 
 
+def test_sequences_have_ids_of_their_own_and_end() -> None:
+    for protocol in ("http", "stream"):
+        exchanges = pool(protocol, "rnn", 2000).exchanges
+        told = [_sequence(protocol, one) for one in exchanges]
+        # A step, and whether the next one is of the same sequence.
+        for (who, _, end), exchange, after in zip(told[:-1], exchanges[:-1], told[1:], strict=True):
+            assert exchange.goes_on == (after[0] == who) == (not end)
+            assert after[1] == end
+        assert not exchanges[-1].goes_on
+        lengths = Counter(who for who, _, _ in told)
+        assert len(lengths) > 60
+        assert 30 < max(lengths.values()) <= 40
+        assert told[0][1]
+
+
+def _sequence(protocol: str, exchange: Exchange) -> tuple[int, bool, bool]:
+    if protocol == "http":
+        fields = _http(exchange.request)[0]
+        body = exchange.request.partition(b"\r\n\r\n")[2]
+        said = json.loads(body[: int(fields["inference-header-content-length"])])["parameters"]
+        return said["sequence_id"], said["sequence_start"], said["sequence_end"]
+    parameters = _grpc(exchange)[0].parameters
+    return (
+        parameters["sequence_id"].int64_param,
+        parameters["sequence_start"].bool_param,
+        parameters["sequence_end"].bool_param,
+    )
+
+
 def test_rows() -> None:
     kinds = ("id", "trace", "all", "shape", "models", "new")
     expected = {f"vary-http-{kind}-c{count}" for kind in kinds for count in (4, 16)}
     expected |= {f"vary-http-all-c{count}" for count in (64, 256, 3000)}
     expected |= {f"vary-grpc-{kind}-c{count}" for kind in ("id", "models", "shape") for count in (4, 16)}
-    assert set(ROWS) == expected | {f"vary-stream-all-c{count}" for count in (4, 16)}
+    expected |= {f"vary-{protocol}-rnn-c{count}" for protocol in ("http", "stream") for count in (4, 16)}
+    expected |= {"vary-stream-rnn-c64"} | {f"vary-stream-all-c{count}" for count in (4, 16)}
+    assert set(ROWS) == expected
     assert ROWS["vary-http-new-c4"].renews
     assert not ROWS["vary-http-id-c4"].renews

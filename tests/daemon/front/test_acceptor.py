@@ -9,11 +9,13 @@ import os
 import resource
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from daemon.control.tally import Seat, Tally
 from daemon.front.acceptor import Acceptor
+from daemon.front.socket_watch import SocketWatch
 
 
 class Connection(asyncio.Protocol):
@@ -42,7 +44,14 @@ class Taker:
         self.lost = asyncio.Semaphore(0)
         self.seat = seat
         self.name = name
-        self.acceptor = Acceptor([listener.dup() for listener in listeners], seat, lambda: Connection(self))
+        self.sockets = SocketWatch()
+        self.acceptor = Acceptor([listener.dup() for listener in listeners], seat, self.open)
+        #: Of all that connected.
+        self.owners: list[str] = []
+
+    def open(self, connection: socket.SocketType, owner: str) -> None:
+        self.owners.append(owner)
+        self.sockets.open(connection, Connection(self))
 
 
 class Shared:
@@ -93,6 +102,8 @@ async def shared() -> AsyncIterator[Shared]:
     made.listener.close()
     made.second.close()
     await asyncio.sleep(0)
+    for taker in made.takers:
+        taker.sockets.close()
     made.tally.close()
 
 
@@ -199,3 +210,20 @@ async def test_a_client_that_goes_at_once(shared: Shared) -> None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, bytes((1, 0, 0, 0, 0, 0, 0, 0)))
     assert await shared.row_of(shared.connect()) == 0
     assert taker.acceptor is not None
+
+
+async def test_whose_a_connection_is(shared: Shared, tmp_path: Path) -> None:
+    """Known from its accept: of TCP the host, of a unix socket the user."""
+    taker = shared.taker(0)
+    await shared.row_of(shared.connect())
+    assert taker.owners == ["tcp 127.0.0.1"]
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as client:
+        listener.bind(str(tmp_path / "socket"))
+        listener.listen()
+        other = Taker([listener], shared.tally.seat(1), b"\1")
+        shared.takers.append(other)
+        other.acceptor.start()
+        client.setblocking(False)
+        client.connect(str(tmp_path / "socket"))
+        assert await shared.row_of(client) == 1
+    assert other.owners == [f"uid {os.getuid()}"]

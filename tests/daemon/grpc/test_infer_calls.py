@@ -59,7 +59,7 @@ def traces(file: Path) -> dict[str, list[str]]:
 
 def answer(worker: EchoWorker, request_id: int, content: bytes, final: bool) -> None:
     outputs = (Tensor("y", "UINT8", (len(content),), Inline(content)),) if content else ()
-    worker.complete(request_id, outputs=outputs, final=final)
+    worker.complete(request_id, outputs=outputs, final=final, version=1 if outputs else 0)
 
 
 @pytest.mark.parametrize("last", [b"", b"c"])

@@ -97,7 +97,7 @@ def test_an_error_of_a_stream(message: str, client_id: str, model: str, final: b
 
 
 def test_an_empty_last_answer() -> None:
-    answer = service_pb2.ModelStreamInferResponse.FromString(response_codec.empty_final("m", 3, "a"))
+    answer = service_pb2.ModelStreamInferResponse.FromString(response_codec.empty_final("m", "a"))
     inner = answer.infer_response
-    assert (inner.model_name, inner.model_version, inner.id, len(inner.outputs)) == ("m", "3", "a", 0)
+    assert (inner.model_name, inner.model_version, inner.id, len(inner.outputs)) == ("m", "", "a", 0)
     assert values(inner.parameters) == {"triton_final_response": True}

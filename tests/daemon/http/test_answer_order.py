@@ -62,18 +62,34 @@ def test_a_refusal_waits_for_the_answers_before_it(served: Served) -> None:
         assert client.ends()
 
 
-def test_a_client_that_ends_its_sending_side_gets_its_answers(served: Served) -> None:
+def test_a_client_that_ends_its_sending_side_gets_its_answers_where_that_is_wanted() -> None:
+    with serving(send_buffer=SMALL_BUFFER, http={"port": 0, "answer_half_closed": True}) as (front, (worker,)):
+        for content in (b"\1", bytes(3 * MIB)):
+            with front.client() as client:
+                client.send(binary_request(content) + GET + binary_request(b"\2"))
+                client.sock.shutdown(socket.SHUT_WR)
+                worker.answer(worker.next(), content)
+                assert client.answer().parts == content
+                assert client.answer().status == 200
+                worker.echo(worker.next())
+                assert client.answer().parts == b"\2"
+                assert client.ends()
+        until(lambda: worker.leases == 0)
+
+
+@pytest.mark.parametrize("how", ["ends its sending side", "closes"])
+def test_a_client_that_is_gone_cancels_what_it_asked(served: Served, how: str) -> None:
     front, worker = served
-    for content in (b"\1", bytes(3 * MIB)):
-        with front.client() as client:
-            client.send(binary_request(content) + GET + binary_request(b"\2"))
+    with front.client() as client:
+        client.send(binary_request(bytes(3 * MIB)))
+        gone = worker.next()
+        if how == "closes":
+            client.sock.close()
+        else:
             client.sock.shutdown(socket.SHUT_WR)
-            worker.answer(worker.next(), content)
-            assert client.answer().parts == content
-            assert client.answer().status == 200
-            worker.echo(worker.next())
-            assert client.answer().parts == b"\2"
             assert client.ends()
+        until(lambda: worker.poll() or gone.request_id in worker.cancelled)
+        worker.echo(gone)
     until(lambda: worker.leases == 0)
 
 

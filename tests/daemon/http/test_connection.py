@@ -32,7 +32,12 @@ JSON = b'{"inputs":[{"name":"x","datatype":"UINT8","shape":[3],"data":[1,2,3]}]}
 @pytest.fixture(scope="module")
 def front() -> Iterator[FrontProcess]:
     with front_process(
-        http={"port": 0, "max_head_byte_size": HEAD_LIMIT, "max_body_byte_size": BODY_LIMIT},
+        http={
+            "port": 0,
+            "max_head_byte_size": HEAD_LIMIT,
+            "max_body_byte_size": BODY_LIMIT,
+            "answer_half_closed": True,
+        },
         arenas={"byte_size": MIB, "max_byte_size": 256 * MIB, "keep_byte_size": 0},
     ) as front:
         front.model(front.worker())

@@ -26,7 +26,7 @@ def asked(endpoint: str, body: bytes, *headers: str, version: str = "HTTP/1.1") 
 
 def one(worker: EchoWorker, request_id: int, content: bytes, final: bool) -> None:
     outputs = (Tensor("y", "UINT8", (len(content),), Inline(content)),) if content else ()
-    worker.complete(request_id, outputs=outputs, final=final)
+    worker.complete(request_id, outputs=outputs, final=final, version=1 if outputs else 0)
 
 
 def events(client: Client) -> tuple[int, str, Iterator[dict[str, object]]]:
@@ -201,7 +201,7 @@ def test_who_leaves_cancels(
             if endpoint == "generate_stream":
                 assert client.answer().status == 200
     until(lambda: worker.idle(0.01) and request.request_id in worker.cancelled)
-    worker.complete(request.request_id)
+    worker.complete(request.request_id, version=0)
     with front.client() as client:
         in_service(front, worker, client)
     until(lambda: worker.leases == 0)

@@ -75,8 +75,8 @@ def test_a_client_that_ends_in_the_middle() -> None:
         assert worker.idle(0.05)
 
 
-def test_a_client_that_ends_behind_its_request_is_answered() -> None:
-    with known() as (_, worker, client):
+def test_a_client_that_ends_behind_its_request_is_answered_where_that_is_wanted() -> None:
+    with known(http={"port": 0, "answer_half_closed": True}) as (_, worker, client):
         send(client, asked(5))
         client.sock.shutdown(socket.SHUT_WR)
         worker.echo(worker.next())

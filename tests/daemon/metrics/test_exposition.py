@@ -12,20 +12,29 @@ from prometheus_client.openmetrics import parser as openmetrics
 from daemon.metrics.exposition import render
 from daemon.metrics.ledger import Total
 from daemon.metrics.snapshot import FrontPost, Regions, Snapshot, WorkerPost
+from daemon.processes.gpu_watch import Gpu
 from shm.figures import Counts
+from shm.footprint import Footprint
+from shm.progress import Loading
 from shm.refusals import Refusal
 
-COUNTS = Counts(10, 1, 2, 3, 4, 40, 20, 11_999, 22_000, 33_000, 44_000, 55_000, 1 << 40, 5, 6, 7, 8, 66_000, 9, 77_000)
+COUNTS = Counts(
+    *(10, 1, 2, 3, 4, 40, 20, 11_999, 22_000, 33_000, 44_000, 55_000, 1 << 40, 5, 6, 7, 8, 66_000, 9, 77_000),
+    lost_sequences=3,
+)
 SNAPSHOT = Snapshot(
     False,
     {"m": True, "broken": False},
-    [Total("m", 3, COUNTS, 7, True), Total('a "b"\n\\', 1, Counts(), 0)],
-    [WorkerPost("worker-0", "cpu:0", True, False, 2)],
+    [Total("m", 3, COUNTS, 7, True, sequences=(5, 4)), Total('a "b"\n\\', 1, Counts(), 0)],
+    [WorkerPost("worker-0", "cpu:0", True, False, 2, 6, Loading("m", 4, 3, 16))],
     [FrontPost("http-0", "http", True, 5, 1, {Refusal.IN_FLIGHT: 9}, 3, 8, 5)],
     [Regions("system", 2, 8192, 3), Regions("cuda", 0, 0, 0)],
     4096,
     1 << 44,
     {"supervisor": os.getpid(), "gone": 0},
+    {("m", 3): Footprint(1.5, 16, 2, 1 << 30, 7_000, 4_096)},
+    [Gpu("GPU-1", 0.5, 8, 7, 6.0, 5.0, 4.0), Gpu("GPU-2")],
+    {("GPU-2", "xid"): 3},
 )
 OPENMETRICS = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
 
@@ -60,9 +69,18 @@ def test_tritons_names() -> None:
     assert sum(line.startswith("nv_cache_") for line in lines) == 4
     counters = {line.split()[2] for line in lines if re.fullmatch("# TYPE nv_.* counter", line)}
     assert "# TYPE nv_inference_pending_request_count gauge" in lines
-    assert counters == {line.split("{")[0] for line in lines if line.startswith("nv_")} - {
-        "nv_inference_pending_request_count"
-    }
+    gauges = {line.split()[2] for line in lines if re.fullmatch("# TYPE nv_.* gauge", line)}
+    assert counters == {line.split("{")[0] for line in lines if line.startswith("nv_")} - gauges
+    for line in (
+        'nv_gpu_utilization{gpu_uuid="GPU-1"} 0.5',
+        'nv_gpu_memory_total_bytes{gpu_uuid="GPU-1"} 8.0',
+        'nv_gpu_memory_used_bytes{gpu_uuid="GPU-1"} 7.0',
+        'nv_gpu_power_usage{gpu_uuid="GPU-1"} 6.0',
+        'nv_gpu_power_limit{gpu_uuid="GPU-1"} 5.0',
+        'nv_energy_consumption{gpu_uuid="GPU-1"} 4.0',
+    ):
+        assert line in lines
+    assert sum('gpu_uuid="GPU-2"' in line for line in lines) == 1
     assert "untyped" not in text()
 
 
@@ -86,7 +104,18 @@ def test_ours() -> None:
         'tensord_model_served{model="broken"} 0.0',
         'tensord_worker_up{device="cpu:0",worker="worker-0"} 1.0',
         'tensord_worker_answered{device="cpu:0",worker="worker-0"} 0.0',
+        'tensord_worker_load_programs{device="cpu:0",model="m",state="made",version="4",worker="worker-0"} 2.0',
+        'tensord_worker_load_programs{device="cpu:0",model="m",state="all",version="4",worker="worker-0"} 16.0',
+        'tensord_model_load_seconds{model="m",version="3"} 1.5',
+        'tensord_model_programs{model="m",version="3"} 16.0',
+        'tensord_model_parameter_bytes{model="m",version="3"} 1.073741824e+09',
+        'tensord_model_program_bytes{model="m",version="3"} 7000.0',
+        'tensord_model_largest_batch_bytes{model="m",version="3"} 4096.0',
         'tensord_worker_restarts_total{device="cpu:0",worker="worker-0"} 2.0',
+        'tensord_worker_sequences_lost_total{device="cpu:0",worker="worker-0"} 6.0',
+        'tensord_model_sequences{model="m",state="slot",version="3"} 5.0',
+        'tensord_model_sequences{model="m",state="backlog",version="3"} 4.0',
+        'tensord_model_sequences_lost_total{model="m",version="3"} 3.0',
         'tensord_front_up{front="http-0",protocol="http"} 1.0',
         'tensord_front_connections{front="http-0",protocol="http"} 5.0',
         'tensord_front_restarts_total{front="http-0",protocol="http"} 1.0',
@@ -95,6 +124,8 @@ def test_ours() -> None:
         'tensord_front_forms_evicted_total{front="http-0",protocol="http"} 5.0',
     ):
         assert line in lines
+    # A model without sequences has no such lines.
+    assert sum(line.startswith("tensord_model_sequences") for line in lines) == 3
     assert 'tensord_process_resident_memory_bytes{process="supervisor"}' in text()
     assert 'process="gone"' not in text()
     assert re.search(r'tensord_build_info\{version="[0-9.]+"\} 1\.0', text())

@@ -39,6 +39,15 @@ def test_the_sum_over_workers() -> None:
     assert success(ledger) == 13
 
 
+def test_sequences_are_those_of_the_workers_that_live() -> None:
+    ledger = Ledger()
+    for worker, sequences in ((1, (5, 0)), (2, (2, 3))):
+        ledger.update(worker, figures(VersionFigures(*M, 1, 0, Counts(), sequences=sequences), of(N, 1)))
+    assert [total.sequences for total in ledger.totals([M, N])] == [(7, 3), None]
+    ledger.keep({2}, {M, N})
+    assert [total.sequences for total in ledger.totals([M])] == [(2, 3)]
+
+
 def test_a_version_without_figures_stands_at_zero() -> None:
     assert Ledger().totals([M]) == [Total("m", 1, Counts(), 0)]
 

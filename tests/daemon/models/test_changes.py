@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from config import model_config
-from config.options import RateLimit, Repository
+from config.options import Options, Repository
 from daemon.models.changes import Models
 from shm.control_records import Load, Loaded, ModelGone, ModelState, Unload
 from shm.errors import Internal, InvalidArgument, Unsupported
@@ -52,7 +52,10 @@ def serving(folder: Path) -> tuple[Models, ObedientWorker, list[Readiness]]:
 
     worker = ObedientWorker()
     models = Models(
-        Repository(paths=(str(folder),), control_mode="explicit"), {1: worker}, publish, lambda: ["cpu:0"], RateLimit()
+        Options(repository=Repository(paths=(str(folder),), control_mode="explicit")),
+        {1: worker},
+        publish,
+        lambda: ["cpu:0"],
     )
     worker.models = models
     models.worker_joined(1, "cpu:0")
@@ -105,9 +108,9 @@ async def test_an_override_that_failed_is_forgotten_and_leaves_the_former_in_for
 
 
 async def test_an_override_stands_in_the_place_of_a_configuration_that_is_wrong(tmp_path: Path) -> None:
-    write_model(tmp_path, "m", config="ensemble_scheduling { }")
+    write_model(tmp_path, "m", config='model_repository_agents { agents { name: "a" } }')
     models, worker, _ = serving(tmp_path)
-    with pytest.raises(Unsupported, match=r"failed to load 'm': model 'm': ensemble_scheduling: .*not supported yet"):
+    with pytest.raises(Unsupported, match=r"failed to load 'm': model 'm': model_repository_agents.agents: no "):
         await models.load(LoadModel("m"))
     await models.load(LoadModel("m", config='{"max_batch_size": 4}'))
     assert batch(worker) == 4
@@ -231,7 +234,7 @@ async def test_a_name_in_two_repositories(tmp_path: Path) -> None:
     for folder in ("one", "two"):
         write_model(tmp_path / folder, "m")
     options = Repository(paths=(str(tmp_path / "one"), str(tmp_path / "two")), control_mode="explicit")
-    models = Models(options, {}, lambda _: None, lambda: ["cpu:0"], RateLimit())
+    models = Models(Options(repository=options), {}, lambda _: None, lambda: ["cpu:0"])
     # As Triton lists it, whether anybody asked for it or not.
     entry = {"name": "m", "state": "UNAVAILABLE", "reason": "model appears in two or more repositories"}
     assert await models.index(False) == [entry]
@@ -297,3 +300,56 @@ async def test_the_list_of_a_reload_adds(tmp_path: Path) -> None:
             assert await future == ""
         assert [load.name for load in worker.loads] == loads
     assert [entry["state"] for entry in await models.index(False)] == ["READY", "READY"]
+
+
+async def test_what_clients_gave_stays_when_a_reload_loads_everything(tmp_path: Path) -> None:
+    for name in ("configured", "given"):
+        write_model(tmp_path, name)
+    models, worker, _ = serving(tmp_path)
+    options = Repository(paths=(str(tmp_path),), control_mode="explicit", load=("*",))
+
+    async def reload() -> list[str]:
+        before = len(worker.loads)
+        for outcome in models.begin(await models.scan(options), options):
+            assert await outcome == ""
+        return [load.name for load in worker.loads[before:]]
+
+    assert await reload() == ["configured", "given"]
+    await models.load(LoadModel("configured", config='{"max_batch_size": 4}'))
+    await models.load(LoadModel("given", config='{"max_batch_size": 5}', files={"1/model.py": SOURCE}))
+    assert await reload() == []
+    # Files that changed are read, without what was given for the former ones.
+    os.utime(tmp_path / "configured" / "1" / "model.py", (1, 1))
+    assert (await reload(), batch(worker)) == (["configured"], 0)
+    await models.load(LoadModel("given"))
+    assert batch(worker) == 0
+    models.close()
+
+
+@pytest.mark.parametrize("control", ["none", "explicit"])
+async def test_a_repository_that_cannot_be_read_keeps_its_models(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, control: str
+) -> None:
+    for folder, name in (("one", "a"), ("two", "b")):
+        write_model(tmp_path / folder, name)
+    models, worker, published = serving(tmp_path)
+    paths = (str(tmp_path / "one"), str(tmp_path / "two"))
+    load = ("*",) if control == "explicit" else ()
+    options = Repository(paths=paths, control_mode=control, load=load, exit_on_error=False)
+
+    async def served() -> list[str]:
+        for outcome in models.begin(await models.scan(options), options):
+            assert await outcome == ""
+        return sorted(models.lifecycle.ready_models())
+
+    assert await served() == ["a", "b"]
+    (tmp_path / "two").rename(tmp_path / "away")
+    assert await served() == ["a", "b"]
+    assert "cannot be read: No such file or directory; 1 models of it stay as they are; a reload" in caplog.text
+    assert published[-1].names == ("repository 'two'",)
+    (tmp_path / "away").rename(tmp_path / "two")
+    assert await served() == ["a", "b"]
+    assert len(worker.loads) == 2
+    # One that is no longer named goes.
+    options = Repository(paths=paths[:1], control_mode=control, load=load, exit_on_error=False)
+    assert await served() == (["a"] if control == "none" else ["a", "b"])

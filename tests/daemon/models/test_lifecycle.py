@@ -331,6 +331,29 @@ def test_stale_answers_change_nothing() -> None:
     assert lifecycle.loaded(1, Loaded("m", 1)) == []
 
 
+def test_a_version_that_is_given_up_and_serves_stays_until_it_is_replaced() -> None:
+    """
+    1. Version 2 serves on one worker; two others die while they load it, so it is given up for now.
+    2. Another version is loaded in its place.
+    Result: version 2 is not tried again, and goes when the other one is ready.
+    """
+    lifecycle = Lifecycle()
+    ready(lifecycle, 1, 2, 3)
+    lifecycle.load(found("m", 2), 1)
+    lifecycle.loaded(1, Loaded("m", 2))
+    lifecycle.worker_left(2)
+    out = lifecycle.worker_left(3)
+    assert ([token for token, _ in settled(out)], retries(out)) == ([1], [("m", FIRST_RETRY)])
+    out = lifecycle.load(found("m", 1, fingerprint="g"), 2)
+    lifecycle.check_invariants()
+    assert sent(out) == [(1, "Load", 1)]
+    assert lifecycle.retry("m", 2, 2) == []
+    out = lifecycle.loaded(1, Loaded("m", 1))
+    assert sent(out) == [(1, "Unload", 2)]
+    assert settled(lifecycle.unloaded(1, "m", 2)) == [(2, "")]
+    assert lifecycle.ready_models() == {"m": [1]}
+
+
 class Histories(RuleBasedStateMachine):
     """Any order of loads, unloads, answers, deaths and births: the books balance, and every operation ends."""
 

@@ -71,3 +71,16 @@ def test_gpus_that_are_named() -> None:
     words = "instance group m_0 of model m has kind KIND_GPU but specifies invalid or unsupported gpu id 3"
     with pytest.raises(InvalidArgument, match=words):
         placed("instance_group { kind: KIND_GPU gpus: [ 3 ] }", GPUS)
+
+
+def test_workers_of_several_gpus() -> None:
+    """A worker's device is the first of its GPUs."""
+
+    def placed(gpus: str) -> tuple[str, ...]:
+        return place(parse_pbtxt(f"instance_group {{ gpus: [ {gpus} ] }}", "m"), ("cuda:0", "cuda:2"), False, 2)
+
+    assert [placed("0, 1"), placed("3"), placed("1, 2")] == [("cuda:0",), ("cuda:2",), ("cuda:0", "cuda:2")]
+    with pytest.raises(
+        InvalidArgument, match=r"invalid or unsupported gpu id 4\. GPUs that models run on are: 0-1, 2-3"
+    ):
+        placed("4")

@@ -86,7 +86,7 @@ def test_a_model_that_says_nothing(tmp_path: Path, source: str | None, words: st
         ("no_such_field: 1", "line 1, column 1"),
         ('name: "other"', "its configuration is for 'other'"),
         ('backend: "onnxruntime"', "backend 'onnxruntime' is not supported"),
-        ('platform: "ensemble"', "platform 'ensemble' is not supported"),
+        ('platform: "ensemble"', "ensemble scheduling must be set for ensemble m whose platform"),
         ("parameters { key: '" + "x" * (1 << 20) + "' value { } }", "bytes, at most 1048576 are read"),
         ("\udcff", "cannot be read"),
     ],
@@ -123,10 +123,9 @@ def test_fingerprints(tmp_path: Path) -> None:
     assert repository.poll(model).fingerprint not in (before, changed)
 
 
-@pytest.mark.parametrize("config", ["ensemble_scheduling { }", "model_transaction_policy { decoupled: true }"])
-def test_what_is_not_offered_is_told_from_what_is_wrong(tmp_path: Path, config: str) -> None:
-    found = repository.poll(write_model(tmp_path, "m", config=config))
-    assert "not supported yet" in found.error
+def test_what_is_not_offered_is_told_from_what_is_wrong(tmp_path: Path) -> None:
+    found = repository.poll(write_model(tmp_path, "m", config='model_repository_agents { agents { name: "a" } }'))
+    assert found.error.startswith("model 'm': model_repository_agents.agents: ")
     assert (found.unsupported, found.chosen) == (True, ())
     assert not repository.poll(write_model(tmp_path, "n", config="nonsense: 1")).unsupported
 

@@ -42,11 +42,11 @@ def test_workers() -> None:
     # What the loader does beside the loop.
     executing.send(Load("digits", 1, "", "", b""))
     (entry,) = process_list.of_workers([executing], posts(), 5 * SECOND)
-    assert entry["state"] == "executing, loading digits"
-    executing.loading = Loading("digits", 1, 3, 16)
+    assert entry["state"].startswith("executing, loading digits, ")
+    executing.loading = Loading("digits", 1, 3, 16, 1)
     executing.page.set_state(WorkerState.IDLE, 4 * SECOND)
     (entry,) = process_list.of_workers([executing], posts(), 5 * SECOND)
-    assert entry["state"] == "compiling digits 3/16"
+    assert entry["state"].startswith("compiling digits 3/16, 1 from the cache, ")
     executing.load_answered("digits", 1)
     (entry,) = process_list.of_workers([executing], posts(), 5 * SECOND)
     assert entry["state"] == "idle"

@@ -40,6 +40,20 @@ def devices(environment: dict[str, str], device: str, folder: Path) -> list[tupl
     return [(one.name, one.environment.get("CUDA_VISIBLE_DEVICES")) for one in found]
 
 
+@pytest.mark.usefixtures("plugin")
+@pytest.mark.parametrize(
+    ("each", "expected"),
+    [
+        (2, [("cuda:0", "0,1"), ("cuda:2", "2,3")]),
+        (3, [("cuda:0", "0,1,2"), ("cuda:3", "3")]),
+        (8, [("cuda:0", "0,1,2,3")]),
+    ],
+)
+def test_several_gpus_of_a_worker(stub: CudaStub, tmp_path: Path, each: int, expected: list[tuple[str, str]]) -> None:
+    found = find_devices(Workers(devices_per_worker=each), stub.environment, host(tmp_path, 4))
+    assert [(one.name, one.environment["CUDA_VISIBLE_DEVICES"]) for one in found] == expected
+
+
 @pytest.mark.parametrize(
     ("device", "variable", "expected"),
     [

@@ -40,6 +40,17 @@ def test_programs_of_this_host_are_never_paced(address: str, paced: bool) -> Non
     assert control.rstrip(b"\0") == (chosen.rstrip(b"\0") if paced else b"reno")
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "0.0.0.0"])
+def test_what_is_written_leaves_at_once(address: str) -> None:
+    """A connection has that from its listening socket."""
+    with contextlib.closing(listening.listen(address, 0, "http")) as listener:
+        with socket.create_connection(listener.socket.getsockname()[:2]):
+            listener.socket.setblocking(True)
+            connection, _ = listener.socket.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_a_unix_socket(tmp_path: Path) -> None:
     path = tmp_path / "s"
     listener = listening.listen(f"unix:{path}", 0, "http", "0600")

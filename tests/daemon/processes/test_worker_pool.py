@@ -26,6 +26,7 @@ class Owner:
             self.incarnation,
             lambda worker: self.heard.put_nowait(("joined", worker.name, worker.device)),
             lambda worker, record: self.heard.put_nowait((worker.name, record)),
+            lambda worker, call: self.heard.put_nowait((worker.name, call)),
             lambda worker, device: self.heard.put_nowait(("died", worker.name, device.name)),
         )
 

@@ -6,10 +6,9 @@ import pytest
 
 from config.options import Arenas
 from daemon.submit.accounts import Accounts
-from shm.operations import Peer
 
 MIB = 1 << 20
-ONE, OTHER, USER = Peer("tcp", "10.0.0.1:999"), Peer("tcp", "10.0.0.2:999"), Peer("unix", "", 7, 1000)
+ONE, OTHER, USER = "tcp 10.0.0.1", "tcp 10.0.0.2", "uid 1000"
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ def test_a_connection_has_a_share(accounts: Accounts) -> None:
 def test_a_client_has_a_share_for_all_its_connections(accounts: Accounts) -> None:
     for _ in range(4):
         take(accounts.open(ONE), 8 * MIB)
-    late = accounts.open(Peer("tcp", "10.0.0.1:1000"))
+    late = accounts.open(ONE)
     assert not late.admits(8 * MIB)
     assert late.describe_requests(8 * MIB) == (
         f"the requests of tcp 10.0.0.1 take {32 * MIB} bytes, {8 * MIB} more make over {32 * MIB}"
@@ -77,7 +76,7 @@ def test_clients_that_are_gone_are_forgotten(accounts: Accounts) -> None:
     holds.client.answers = 1
     accounts.close(holds)
     for number in range(2000):
-        accounts.close(accounts.open(Peer("tcp", f"192.168.{number // 250}.{number % 250}:1")))
+        accounts.close(accounts.open(f"tcp 192.168.{number // 250}.{number % 250}"))
     assert len(accounts) < 600
     assert accounts.open(ONE).client is stays.client
     assert accounts.open(OTHER).client is holds.client

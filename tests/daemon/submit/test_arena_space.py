@@ -11,7 +11,6 @@ from daemon.submit.accounts import Accounts
 from daemon.submit.arena_space import ArenaSpace
 from shm.arena import Arena, Lease
 from shm.errors import InvalidArgument, ServingError, Unavailable
-from shm.operations import Peer
 
 MIB = 1 << 20
 
@@ -97,7 +96,7 @@ def test_small_ones_do_not_wait_for_large_ones(large_arena: Arena) -> None:
 def test_who_holds_its_share_waits_for_nobody_else(large_arena: Arena) -> None:
     room = ArenaSpace(large_arena, 5.0, 64 * MIB)
     accounts = Accounts(Arenas(byte_size=MIB, max_byte_size=64 * MIB), 1024, MIB)
-    greedy, other = accounts.open(Peer("tcp", "10.0.0.1:1")), accounts.open(Peer("tcp", "10.0.0.2:1"))
+    greedy, other = accounts.open("tcp 10.0.0.1"), accounts.open("tcp 10.0.0.2")
     held = [room.loan(8 * MIB, greedy), room.loan(8 * MIB, greedy)]
     assert room.loan(8 * MIB, greedy) is None
     granted: list[Lease | ServingError] = []

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from daemon.submit.busy_poll import BusyPoll
+from shm.spin import Spin
 
 #: Longer than any test waits.
 _LONG_NS = 3600 * 10**9
@@ -34,7 +35,7 @@ async def _turned(requests: Requests) -> int:
 
 def _poll(requests: Requests, limit_ns: int = _LONG_NS) -> BusyPoll:
     """One that has seen an answer come in time."""
-    poll = BusyPoll(asyncio.get_running_loop(), limit_ns, requests)
+    poll = BusyPoll(asyncio.get_running_loop(), Spin(limit_ns), requests)
     poll.flushed()
     poll.answered()
     return poll
@@ -69,7 +70,7 @@ async def test_it_sleeps_with_nothing_to_wait_for_and_where_there_is_always_some
 @pytest.mark.asyncio
 async def test_it_sleeps_until_an_answer_has_come_in_time() -> None:
     requests = Requests(2)
-    poll = BusyPoll(asyncio.get_running_loop(), _LONG_NS, requests)
+    poll = BusyPoll(asyncio.get_running_loop(), Spin(_LONG_NS), requests)
     poll.flushed()
     assert await _turned(requests) == 0
     poll.answered()
@@ -109,9 +110,19 @@ async def test_the_only_request_is_looked_for_until_it_is_answered() -> None:
         requests.count = int(looks < 3)
         return True
 
+    for _ in range(15):
+        poll.look(receive, "worker")
+    # There may be others.
+    assert looks == 0
     poll.look(receive, "worker")
     assert looks == 3
     requests.count, looks = 1, 0
     # Its worker is gone.
     poll.look(lambda worker: False, "worker")
+    assert looks == 0
+    # Another client came.
+    requests.count = 2
+    poll.flushed()
+    requests.count = 1
+    poll.look(receive, "worker")
     assert looks == 0

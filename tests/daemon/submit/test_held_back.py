@@ -11,7 +11,6 @@ from daemon.submit.accounts import Account
 from shm.control_records import ModelState, WorkerFenced
 from shm.lane import SubmitterLane
 from shm.messages import Cancel, Completion, Inline, Submit, Tensor
-from shm.operations import Peer
 from tests.daemon.submit.test_submitter import Setting
 from tests.fakes import EchoWorker
 
@@ -23,7 +22,7 @@ class Asker:
 
     def __init__(self, setting: Setting, host: str = "10.0.0.1") -> None:
         self.setting = setting
-        self.account: Account = setting.submitter.accounts.open(Peer("tcp", f"{host}:1"))
+        self.account: Account = setting.submitter.accounts.open(f"tcp {host}")
         self.answers: list[Completion] = []
         self.held: list[tuple[SubmitterLane, tuple[int, int, int]]] = []
 

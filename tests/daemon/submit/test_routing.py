@@ -81,7 +81,7 @@ class Front:
 
     def find(self, pending: Pending, device: str = "") -> int | None:
         """The number of its worker, which has it from now on."""
-        worker = pending.worker = self.routing.find(pending, self.state, device)
+        worker = pending.worker = self.routing.find(pending, self.routing.model(self.state), device)
         if worker is None:
             return None
         worker.in_flight[pending.record.request_id] = pending
@@ -396,6 +396,6 @@ def test_the_work_of_a_probe() -> None:
     pending = front.make(5)
     work = Work()
     with work.counting():
-        front.routing.find(pending, front.state, "")
-    assert work.instructions <= 420
+        front.routing.find(pending, front.routing.model(front.state), "")
+    assert work.instructions <= 440
     fleet.close()

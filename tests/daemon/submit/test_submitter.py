@@ -519,7 +519,7 @@ def test_who_goes_on_with_a_sequence_of_a_closed_worker_hears_at_the_fence(setti
 
 
 def test_what_may_not_be_run_twice_is_not(setting: Setting) -> None:
-    """What was executing, and what had a first response; but what waited was not begun."""
+    """What had a first response; nobody has seen anything of what had none."""
     kind = {"repeatable": False, "streams": True}
     first = setting.open_worker()
     setting.ready(first, **kind)
@@ -529,10 +529,30 @@ def test_what_may_not_be_run_twice_is_not(setting: Setting) -> None:
     setting.turn()
     second = replaced(setting, first, [executing], **kind)
     message = "the worker process died while it executed the request, which may not be run twice"
-    assert [(final.code, final.message) for final in executing.finals] == [("INTERNAL", message)]
+    assert not executing.finals
     assert [final.message for final in begun.finals] == ["", message]
-    assert second.next().request_id == queued.request_id
+    again = [second.next() for _ in range(2)]
+    assert [(record.request_id, record.strikes) for record in again] == [
+        (executing.request_id, 1),
+        (queued.request_id, 1),
+    ]
     assert second.idle(0.01)
+
+
+def test_responses_are_taken_by_and_by(setting: Setting) -> None:
+    """The worker is told once a quarter of what may be ahead has left, in the bytes that both count."""
+    worker = setting.open_worker()
+    setting.ready(worker, repeatable=False, streams=True)
+    asked = setting.ask()
+    setting.turn()
+    for number in range(12):
+        output = Tensor("y", "UINT8", (100_000,), Inline(bytes(100_000)))
+        worker.complete(asked.request_id, final=False, version=1, outputs=(output,))
+        setting.turn()
+        setting.submitter.taken(setting.submitter._choice.workers[worker.incarnation].lane, asked.finals[number])
+        setting.turn()
+    worker.poll()
+    assert worker.taken == [(asked.request_id, 3 * 100_256)] * 4
 
 
 def test_a_lane_that_takes_no_more_is_written_to_later(setting: Setting) -> None:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from typing import Any, cast
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -25,11 +26,11 @@ from tests.workers.made_requests import ALane, request_of
 from tests.workers.programs.test_executables import of
 from workers.devices import device_cuda, dlpack
 from workers.devices.cuda_tensor import CudaTensor
-from workers.devices.device_array import DeviceArray
 from workers.devices.device_cuda import CudaDevice
 from workers.dispatch.answers import complete
 from workers.models.execution import Execution
 from workers.models.jax_model import JaxModel
+from workers.programs.executable import Wanted
 from workers.programs.executable_cache import ExecutableCache
 from workers.programs.executables import Executables
 from workers.programs.load_progress import LoadProgress
@@ -101,8 +102,36 @@ def test_an_aligned_region_is_used_where_it_lies(device: CudaDevice, region: Cud
         cuda_owner.put("g", np.zeros(256, np.uint8), changed)
         (result,), copied = run(model, {"x": CudaTensor(region, 256, FP32, (2, 4))})
         assert copied == 0
-        assert isinstance(result["y"], DeviceArray)
         assert np.array_equal(result["y"], 2 * changed)
+
+
+@pytest.mark.parametrize("rows", [2, 1 << 18])
+def test_what_another_model_made_does_not_leave_the_device(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """As a whole it is an argument as it is; rows of it are copied on the device."""
+    model = model_of(device, twice, {"x": "FP32[4]"}, {"y": "FP32[4]"}, rows, batch=(rows,))
+    values = np.arange(4 * rows, dtype=np.float32).reshape(rows, 4)
+    made = device.keep(jax.device_put(values))
+
+    def leaves(*_: Any) -> None:
+        raise AssertionError("it was copied to the host")
+
+    def gathered(*each: Any) -> tuple[Any, int]:
+        requests = [request_of({"x": array}, array.shape[0], model.key({"x": array})) for array in each]
+        executable = model.find(requests)
+        assert executable is not None
+        with monkeypatch.context() as watched:
+            watched.setattr(type(device.context), "to_host", leaves)
+            arguments, copied = executable.gather(requests)
+        return np.array(arguments["x"]), copied
+
+    whole, copied = gathered(made)
+    assert copied == 0
+    assert np.array_equal(whole, values)
+    cut, copied = gathered(made[1:2], made[:1])
+    assert copied == 32
+    assert np.array_equal(cut[:2], values[[1, 0]])
 
 
 @pytest.mark.parametrize("offset", [4, 64, 128])
@@ -196,6 +225,50 @@ def test_the_staging_buffer_grows(device: CudaDevice) -> None:
         assert copied == values.nbytes
         assert np.array_equal(result["y"], 2 * values)
     assert "staging 4194304 bytes" in repr(device)
+
+
+@pytest.mark.parametrize("count", [1, 5, 32])
+def test_a_batch_of_small_requests_crosses_the_bus_together(
+    device: CudaDevice, cuda_stub: CudaStub, count: int
+) -> None:
+    """One transfer of all inputs and one of each output, and two waits, for any number of requests; the rest is zeros."""
+
+    def apply(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+        return {"sum": inputs["a"] + inputs["b"], "all": inputs["a"].sum(keepdims=True) + 0 * inputs["a"]}
+
+    names = {"a": "FP32[3]", "b": "FP32[3]"}
+    model = model_of(device, apply, names, {"sum": "FP32[3]", "all": "FP32[3]"}, 64, batch=(40,))
+    each = [{name: np.random.default_rng(seed).random((1, 3), np.float32) for name in names} for seed in range(count)]
+    run(model, *[{name: np.full((1, 3), 9, np.float32) for name in names}] * 40)
+    before = cuda_stub.host(os.getpid())
+    results, copied = run(model, *each)
+    after = cuda_stub.host(os.getpid())
+    assert (after.queued - before.queued, after.waited - before.waited) == (3, 2)
+    assert after.other_copied == before.other_copied
+    assert copied == count * 24
+    total = np.concatenate([inputs["a"] for inputs in each]).sum(dtype=np.float32)
+    for inputs, result in zip(each, results, strict=True):
+        assert np.array_equal(result["sum"], inputs["a"] + inputs["b"])
+        assert np.allclose(result["all"], total)
+
+
+def test_gathered_by_others(device: CudaDevice, cuda_stub: CudaStub) -> None:
+    """What is laid into the memory of an executable is sent when it runs, and read in one wait."""
+    model = model_of(device, twice, {"x": "FP32[4]"}, {"y": "FP32[4]"}, 8, batch=(2, 8))
+    two, eight = (model.executables.planned(Wanted(rows, ((4,),))) for rows in (2, 8))
+    assert two is not None
+    assert eight is not None
+    for program in (two, eight, two):
+        assert program.gathers
+        values = np.random.default_rng(program.rows).random((program.rows, 4), np.float32)
+        program.gathered["x"][...] = values
+        before = cuda_stub.host(os.getpid())
+        (made,) = program.run()
+        after = cuda_stub.host(os.getpid())
+        assert np.array_equal(made, 2 * values)
+        assert (after.queued - before.queued, after.waited - before.waited) == (2, 2)
+    large = model_of(device, twice, {"x": "FP32[100000]"}, {"y": "FP32[100000]"}, 8, batch=(2,))
+    assert large.programs(((100000,),), 2) == [None, None]
 
 
 def test_two_threads_do_not_gather_in_one_buffer(device: CudaDevice) -> None:

@@ -69,6 +69,9 @@ def test_a_jax_without_such_a_function_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delattr(jax._src.xla_bridge, "make_cpu_client")
+    # As in a process that has none yet.
+    single_thread = workers.devices.single_thread
+    monkeypatch.setattr(single_thread, "_opened", single_thread._opened.__wrapped__)
     monkeypatch.setattr(workers.devices.single_thread, "thread_count", lambda: 4)
     with caplog.at_level(logging.INFO, "workers.devices.single_thread"):
         assert choose(jax.devices()[0], 5) is None

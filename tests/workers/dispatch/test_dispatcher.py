@@ -25,6 +25,7 @@ from workers.dispatch.dispatcher import Dispatcher
 from workers.models.loader import Loader
 from workers.models.model_table import ModelTable
 from workers.models.model_version import ModelVersion
+from workers.models.statistics import Failure
 from workers.programs.executable_cache import ExecutableCache
 from workers.programs.series_program import SeriesProgram, SeriesWanted
 from workers.regions.region_policy import RegionPolicy
@@ -309,7 +310,8 @@ def test_cancel_and_expiry(bench: Bench) -> None:
     bench.dispatcher.cancel(bench.submitter, 99)
     bench.turn()
     assert bench.sent() == [(cancelled, "CANCELLED"), (late, "UNAVAILABLE")]
-    assert version.statistics.fail.count == 1
+    assert version.statistics.fail.count == 2
+    assert version.statistics.failures == {Failure.REJECTED: 1, Failure.CANCELED: 1}
     assert version.statistics.execution_count == 0
 
 

@@ -32,6 +32,7 @@ class Version(SimpleNamespace):
 VERSION = Version(
     name="m",
     version=3,
+    ordered=False,
     statistics=ModelStatistics("m", 3),
     signature=signature(parse_pbtxt('name: "m" output { name: "y" data_type: TYPE_FP32 dims: [ -1 ] }', "m"), {}, {}),
 )
@@ -127,6 +128,43 @@ def test_small_answers_do_not_wait_for_the_room_of_large_ones(outbox: Outbox) ->
     assert outbox.retry(1) == []
     assert ids(lane)[-1] == late
     assert len(submitter.blocked) == 5
+    lane.arena.close()
+
+
+def test_nothing_overtakes_an_answer_of_a_model_whose_answers_leave_in_order(outbox: Outbox) -> None:
+    """Neither a small one, nor an error, nor requests of other shapes; of other models all do."""
+    submitter, lane = submitter_of()
+    ordered = Version(**(vars(VERSION) | {"ordered": True}))
+
+    def next_of(version: Version, number: int) -> Request:
+        request = request_of({}, version=version, submitter=submitter, request_id=number)
+        submitter.in_flight[number] = request
+        return request
+
+    small = {"y": np.zeros(1, np.float32)}
+    for number in range(1, 7):
+        outbox.answer(next_of(ordered, number), a_quarter(), now_ns=0)
+    outbox.answer(next_of(ordered, 7), small, now_ns=0)
+    outbox.answer(next_of(ordered, 8), Internal("no"), now_ns=0)
+    outbox.fail(next_of(ordered, 9), Unavailable("too late"))
+    outbox.answer(next_of(VERSION, 10), small, now_ns=0)
+    assert ids(lane) == [1, 2, 3, 4, 10]
+    lane.take_one(1)
+    outbox.retry(1)
+    assert ids(lane) == [1, 2, 3, 4, 10, 5]
+    for number in range(11, 16):
+        outbox.answer(next_of(ordered, number), a_quarter(), now_ns=0)
+    other = next_of(ordered, 16)
+    other.key = "of other shapes"
+    assert outbox.hold(other)
+    # What waits too long is given up, and what was behind it leaves.
+    outbox.retry(1_000_000_000)
+    assert ids(lane) == [1, 2, 3, 4, 10, 5, *range(6, 10), *range(11, 16)]
+    assert [completion.code for completion in lane.sent if completion.code] == [
+        *["UNAVAILABLE", "INTERNAL", "UNAVAILABLE"],
+        *["UNAVAILABLE"] * 5,
+    ]
+    assert not submitter.blocked
     lane.arena.close()
 
 

@@ -34,7 +34,7 @@ from workers.tensors.signature import signature
 
 def version_of(text: str) -> ModelVersion:
     made = signature(parse_pbtxt('name: "m" ' + text, "m"), {}, {})
-    fields = {"signature": made, "key": lambda arrays: shapes_key(arrays, made.batches), "version": 1}
+    fields = {"signature": made, "key": lambda arrays: shapes_key(arrays, made), "version": 1}
     return cast(ModelVersion, SimpleNamespace(**fields, familiar=Familiar()))
 
 

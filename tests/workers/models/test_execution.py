@@ -10,7 +10,7 @@ import pytest
 
 from shm.errors import Internal, InvalidArgument
 from tests.workers.made_requests import request_of
-from workers.models.execution import Execution, describe_exception, run
+from workers.models.execution import Execution, run
 
 
 class Picky:
@@ -78,30 +78,3 @@ def test_a_batch_of_a_model_that_keeps_something_is_run_once(caplog: pytest.LogC
     ] * 3
     assert model.sizes == [3]
     assert len(caplog.records) == 1
-
-
-@pytest.mark.parametrize(
-    ("error", "text"),
-    [
-        (ValueError("boom"), "ValueError: boom"),
-        (ValueError(), "ValueError"),
-        (OSError(2, "No such file", "/etc/a b"), "FileNotFoundError: [Errno 2] No such file: '<path>'"),
-        (
-            ValueError(
-                "in /srv/m.py: See https://docs.jax.dev/en/latest/errors.html#jax.errors.X and 'http://[::1]/a b'"
-            ),
-            "ValueError: in <path>: See https://docs.jax.dev/en/latest/errors.html#jax.errors.X and 'http://[::1]/a b'",
-        ),
-        (
-            ValueError('"/srv/a b" /c, file:///srv/d http:///srv/e'),
-            'ValueError: "<path>" <path>, file:<path> http:<path>',
-        ),
-        (ValueError("it's '/a', isn't it '/b'?"), "ValueError: it's '<path>', isn't it '<path>'?"),
-        (
-            RuntimeError("in /srv/models/m/1/model.py, line 3:\n  1/2 of a/b"),
-            "RuntimeError: in <path>, line 3: 1/2 of a/b",
-        ),
-    ],
-)
-def test_descriptions_have_no_paths(error: Exception, text: str) -> None:
-    assert describe_exception(error) == text

@@ -10,6 +10,7 @@ import pytest
 from config.model_config import parse_pbtxt
 from shm.errors import Internal
 from tests.workers.made_requests import request_of
+from workers.calls.caller import ModelPort
 from workers.models.execution import Execution
 from workers.models.host_model import HostModel, shapes_key
 from workers.tensors.signature import signature
@@ -19,7 +20,7 @@ def model_of(apply: Any, max_batch_size: int = 0, reshape: str = "") -> HostMode
     text = f"""name: "m" max_batch_size: {max_batch_size}
         input {{ name: "x" data_type: TYPE_STRING dims: [ -1 ] }}
         output {{ name: "y" data_type: TYPE_STRING dims: [ 2 ] {reshape} }}"""
-    return HostModel(1, signature(parse_pbtxt(text, "m"), {}, {}), apply, "parameter")
+    return HostModel(1, signature(parse_pbtxt(text, "m"), {}, {}), apply, "parameter", ModelPort("m", 1, None))
 
 
 def words(*rows: list[str]) -> Any:
@@ -68,6 +69,13 @@ def test_wrong_outputs(made: Any, text: str) -> None:
 def test_key() -> None:
     a = {"x": np.zeros((1, 3)), "w": np.zeros((1, 2))}
     b = {"w": np.zeros((4, 2)), "x": np.zeros((4, 3))}
-    assert shapes_key(a, batches=True) == shapes_key(b, batches=True)
-    assert shapes_key(a, batches=False) != shapes_key(b, batches=False)
-    assert shapes_key(a, batches=True) != shapes_key({"x": a["x"]}, batches=True)
+    text = 'name: "m" max_batch_size: %d input { name: "x" data_type: TYPE_FP32 dims: -1 %s }'
+    batches, alone, ragged = (
+        signature(parse_pbtxt(text % each, "m"), {}, {}) for each in ((4, ""), (0, ""), (4, "allow_ragged_batch: true"))
+    )
+    assert shapes_key(a, batches) == shapes_key(b, batches)
+    assert shapes_key(a, alone) != shapes_key(b, alone)
+    assert shapes_key(a, batches) != shapes_key({"x": a["x"]}, batches)
+    longer = {**a, "x": np.zeros((1, 9))}
+    assert shapes_key(a, ragged) == shapes_key(longer, ragged) != shapes_key({**a, "w": np.zeros((1, 9))}, ragged)
+    assert shapes_key(a, batches) != shapes_key(longer, batches)

@@ -22,7 +22,8 @@ from tests.repositories import write_model
 from tests.workers.made_requests import request_of
 from workers.imports import import_system
 from workers.models.execution import Execution
-from workers.models.loader import LoadedModel, Loader
+from workers.models.loaded_model import LoadedModel
+from workers.models.loader import Loader
 from workers.programs.executable_cache import ExecutableCache
 from workers.requests.result import Result
 from workers.scheduling.dynamic_batcher import BatchRules
@@ -137,6 +138,29 @@ HOST = """
 """
 
 
+DECOUPLED = "model_transaction_policy { decoupled: true }"
+YIELDS = """
+    inputs = {"x": "FP32[n]"}
+    outputs = {"y": "FP32[n]"}
+    max_batch_size = 8
+    HOST
+
+    def create(path, config, device):
+        def apply(params, inputs):
+            yield {"y": inputs["x"]}
+        return apply, {}
+"""
+
+
+@pytest.mark.parametrize("host", ["", "host = True"])
+@pytest.mark.parametrize("config", ["", DECOUPLED])
+def test_a_generator_makes_a_model_decoupled(load: Loading, host: str, config: str) -> None:
+    model = load(YIELDS.replace("HOST", host), config)
+    assert (model.streams, model.jitted, len(model.instances)) == (True, None, 1)
+    assert json.loads(model.config)["model_transaction_policy"] == {"decoupled": True}
+    assert not model.batch_rules.joins
+
+
 def test_host_model(load: Loading) -> None:
     model = load(HOST)
     assert model.jitted is None
@@ -231,6 +255,25 @@ def test_instances(load: Loading) -> None:
         (TRITON.replace("self.args = args", "raise SystemExit(1)"), "", Internal, "SystemExit"),
         (TRITON.replace("return config", "return None"), "", InvalidArgument, "auto_complete_config must return"),
         (TRITON, 'output { name: "y" label_filename: "gone.txt" }', InvalidArgument, "label file 'gone.txt'"),
+        (HOST, DECOUPLED, InvalidArgument, "is decoupled: create() must return a generator function"),
+        (
+            YIELDS.replace("HOST", "").replace("def apply", "async def apply"),
+            "",
+            InvalidArgument,
+            "returned an async function",
+        ),
+        (
+            YIELDS.replace("HOST", ""),
+            "sequence_batching { }",
+            InvalidArgument,
+            "and those have no sequences",
+        ),
+        (
+            YIELDS.replace("HOST", ""),
+            "response_cache { enable: true }",
+            InvalidArgument,
+            "'decoupled' transaction policy",
+        ),
     ],
 )
 def test_refused(load: Loading, source: str, config: str, kind: type[ServingError], words: str) -> None:
@@ -296,10 +339,11 @@ def test_labels(load: Loading, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asks", "words"),
     [
-        ("config.set_model_transaction_policy({'decoupled': True})", "decoupled models are not supported yet"),
         ("config.as_dict()['sequence_batching'] = {'state': [{}]}", "a Triton Python model keeps its own state"),
-        ("config.as_dict()['ensemble_scheduling'] = {}", "ensembles are not supported yet"),
-        ("config.as_dict()['batch_output'] = [{'target_name': ['y']}]", "batch_output: outputs are cut by rows only"),
+        (
+            "config.as_dict()['model_repository_agents'] = {'agents': [{'name': 'checksum'}]}",
+            "model_repository_agents.agents: no repository agents are run",
+        ),
     ],
 )
 def test_what_is_not_offered_cannot_be_asked_for_by_the_model_itself(load: Loading, asks: str, words: str) -> None:
@@ -313,6 +357,22 @@ def test_what_is_not_offered_cannot_be_asked_for_by_the_model_itself(load: Loadi
                     return config
             """
         )
+
+
+def test_a_generator_has_no_ragged_inputs(load: Loading) -> None:
+    source = """
+        inputs = {"x": "FP32[n]"}
+        outputs = {"y": "FP32[n]"}
+        max_batch_size = 2
+        ragged = ("x",)
+
+        def create(path, config, device):
+            def apply(params, inputs):
+                yield {"y": inputs["x"]}
+            return apply, None
+    """
+    with pytest.raises(InvalidArgument, match="those have no ragged inputs: they run one request at a time"):
+        load(source)
 
 
 def test_the_largest_batch_is_bounded(load: Loading) -> None:

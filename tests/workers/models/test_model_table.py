@@ -10,7 +10,7 @@ from config.model_config import empty
 from shm.errors import NotFound
 from tests.workers.made_requests import request_of
 from workers.imports.model_imports import ModelImports
-from workers.models.loader import LoadedModel
+from workers.models.loaded_model import LoadedModel
 from workers.models.model_table import ModelTable
 from workers.models.model_version import ModelVersion, VersionState
 from workers.scheduling.dynamic_batcher import BatchRules
@@ -111,18 +111,18 @@ def test_figures_go_on_over_a_reload_and_begin_anew_after_an_unload() -> None:
     table.add(old)
     old.statistics.copied(5)
     old.queue.push(request_of({}))
-    assert (old.figures().pending, old.figures().counts.copied_byte_size) == (1, 5)
+    assert (old.figures(0).pending, old.figures(0).counts.copied_byte_size) == (1, 5)
     table.add(new)
     old.statistics.copied(2)
     old.queue.take(None, 1)
     table.settle()
     new.statistics.copied(1)
-    assert (new.figures().pending, new.figures().counts.copied_byte_size) == (0, 8)
-    assert new.figures().began_ns == old.figures().began_ns
+    assert (new.figures(0).pending, new.figures(0).counts.copied_byte_size) == (0, 8)
+    assert new.figures(0).began_ns == old.figures(0).began_ns
     table.remove("m", 1, lambda: None)
     table.add(later)
-    assert later.figures().counts.copied_byte_size == 0
-    assert later.figures().began_ns > new.figures().began_ns
+    assert later.figures(0).counts.copied_byte_size == 0
+    assert later.figures(0).began_ns > new.figures(0).began_ns
 
 
 def test_what_was_never_there_is_gone_at_once() -> None:

@@ -13,6 +13,7 @@ from config.model_config import ModelConfig, complete, parse_pbtxt
 from shm.errors import Internal, InvalidArgument, NotFound
 from shm.messages import RequestedOutput
 from tests.workers.made_requests import request_of
+from workers.calls.caller import ModelPort
 from workers.models.execution import Execution
 from workers.models.python_model import PythonModel, auto_complete
 from workers.python_backend import interface as pb_utils
@@ -36,7 +37,9 @@ def config() -> ModelConfig:
 def model_of(source: type) -> PythonModel:
     module: Any = ModuleType("made")
     module.TritonPythonModel = source
-    model = PythonModel(module, config(), signature(config(), {}, {}), 3, "/models/m", "m_0_0", "CPU")
+    model = PythonModel(
+        module, config(), signature(config(), {}, {}), 3, "/models/m", "m_0_0", "CPU", ModelPort("m", 3, None)
+    )
     model.initialize()
     return model
 
@@ -136,12 +139,12 @@ def test_auto_complete() -> None:
 
     module: Any = ModuleType("made")
     module.TritonPythonModel = Model
-    completed = auto_complete(module, config())
+    completed = auto_complete(module, config(), ModelPort("m", 3, None))
     assert [output.name for output in completed.output] == ["y", "z", "w"]
     assert list(completed.input[0].reshape.shape) == [1, 2]
     Model.auto_complete_config = staticmethod(lambda given: pb_utils.ModelConfig({"nonsense": 1}))  # type: ignore[method-assign]
     with pytest.raises(InvalidArgument, match="auto_complete_config"):
-        auto_complete(module, config())
+        auto_complete(module, config(), ModelPort("m", 3, None))
 
 
 def test_finalize_that_fails_is_only_logged(caplog: pytest.LogCaptureFixture) -> None:

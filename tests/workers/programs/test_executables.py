@@ -18,8 +18,9 @@ from tests.workers.made_requests import request_of
 from workers.devices.single_thread import SingleThreadDevice
 from workers.models.execution import Execution
 from workers.models.jax_model import JaxModel
+from workers.programs.executable import Wanted
 from workers.programs.executable_cache import ExecutableCache, cache_directory
-from workers.programs.executables import Executables, Wanted
+from workers.programs.executables import Executables
 from workers.programs.gather_buffer import aligned
 from workers.programs.load_progress import LoadProgress
 from workers.tensors.buckets import Buckets

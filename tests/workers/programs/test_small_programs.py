@@ -17,8 +17,8 @@ from tests.workers.programs.test_executables import model_of, run
 from workers.devices.single_thread import SingleThreadDevice
 from workers.models.execution import Execution
 from workers.models.jax_model import JaxModel
+from workers.programs.executable import Wanted
 from workers.programs.executable_cache import ExecutableCache, cache_directory
-from workers.programs.executables import Wanted
 from workers.programs.series_program import SeriesWanted
 
 WIDTH = 32

@@ -26,9 +26,12 @@ def test_request_and_response() -> None:
     assert pb_utils.get_input_tensor_by_name(request, "x") is x
     assert pb_utils.get_input_tensor_by_name(request, "z") is None
     assert not request.is_cancelled()
-    for call in (request.get_response_sender, request.exec, request.async_exec):
-        with pytest.raises(pb_utils.TritonModelException, match="not supported by this server yet"):
-            call()
+    with pytest.raises(pb_utils.TritonModelException, match="Only a request that execute\\(\\) was given"):
+        request.get_response_sender()
+    with pytest.raises(pb_utils.TritonModelException, match="BLS is only supported during the 'execute' function"):
+        request.exec()
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        request.async_exec()
     good = pb_utils.InferenceResponse([x])
     assert not good.has_error()
     assert pb_utils.get_output_tensor_by_name(good, "x") is x

@@ -27,7 +27,7 @@ from tests.workers.native.test_output_memory import Lying
 from tests.workers.worker_loop import DEVICE
 from workers.native import output_memory
 from workers.native.output_memory import OutputMemory
-from workers.programs.executables import Executable, Wanted
+from workers.programs.executable import Executable, Wanted
 from workers.programs.placement import CompiledProgram, Placement
 from workers.regions.region_table import AnyRegion
 from workers.requests.places import Places

@@ -41,3 +41,31 @@ def test_only_what_was_asked_for() -> None:
     never_run = RequestTimeline(TIMESTAMPS, 5).attach(Completion(1)).trace
     assert never_run is not None
     assert never_run.moments == (("QUEUE_START", 5),)
+
+
+def test_requests_that_were_made_for_it_are_told_with_it_up_to_a_bound() -> None:
+    timeline = RequestTimeline(TIMESTAMPS | TENSORS, 5)
+    inner = RequestTimeline(TIMESTAMPS | TENSORS, 6)
+    innermost = RequestTimeline(TIMESTAMPS | TENSORS, 7)
+    innermost.executed((8, 8, 8), {}, {"y": np.zeros(1, np.int8)})
+    inner.add("second", 2, innermost)
+    timeline.add("first", 1, inner)
+    large = {"x": np.full((16384,), 1e300)}
+    for _ in range(2000):
+        child = RequestTimeline(TIMESTAMPS | TENSORS, 9)
+        child.executed((9, 9, 9), large if _ < 20 else {}, {})
+        timeline.add("many", 1, child)
+    trace = timeline.attach(Completion(1)).trace
+    assert trace is not None
+    first, *many = trace.children
+    assert (first.model, first.version) == ("first", 1)
+    assert [name for name, _ in first.moments] == ["REQUEST_START", "QUEUE_START", "REQUEST_END"]
+    (second,) = first.children
+    assert [name for name, _ in second.moments] == [
+        *("REQUEST_START", "QUEUE_START", "COMPUTE_START", "COMPUTE_INPUT_END", "COMPUTE_OUTPUT_START"),
+        *("COMPUTE_END", "REQUEST_END"),
+    ]
+    assert [tensor.name for tensor in second.tensors] == ["y"]
+    assert len(many) == 1024 - 2
+    characters = sum(len(tensor.content) for child in many for tensor in child.tensors)
+    assert 0 < characters <= 1 << 20

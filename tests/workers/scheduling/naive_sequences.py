@@ -77,6 +77,14 @@ class NaiveSequences:
         self._settle()
         return None
 
+    def may_run(self, step: Step) -> bool:
+        """Whether it would run at once, if it arrived now."""
+        correlation_id, start, _ = step.controls
+        run = next((run for run in self.runs if run.correlation_id == correlation_id and not run.closed), None)
+        if run is not None:
+            return run.running is None and not run.waiting and run.slot is not None
+        return bool(correlation_id) and start and len([run for run in self.runs if run.slot]) < len(self.places)
+
     def _settle(self) -> None:
         """Slots to those that wait longest, the lowest first; and who is ready now."""
         self.runs = [run for run in self.runs if run.waiting or run.running or not run.closed]

@@ -80,7 +80,9 @@ class Simulation:
         """One event, and whatever it leads to."""
         chance = self._chance.random()
         self._now_ns += 1
-        if chance < 0.45:
+        if chance < 0.15 and self._instances == 1 and not self._running and not len(self.batcher):
+            self._come_together()
+        elif chance < 0.45:
             self._arrive()
         elif chance < 0.65:
             self._take(self._chance.randrange(self._instances))
@@ -98,16 +100,36 @@ class Simulation:
             self._begin()
         self.compare()
 
+    def _controls(self) -> Controls:
+        roll = self._chance.random
+        return Controls(self._chance.choice((0, 1, 2, 3, 4, "1", "a")), roll() < 0.5, roll() < 0.25)
+
     def _arrive(self) -> None:
         roll = self._chance.random
         self._number += 1
-        controls = Controls(self._chance.choice((0, 1, 2, 3, 4, "1", "a")), roll() < 0.5, roll() < 0.25)
         timeout_ns = 15 if roll() < 0.1 else 0
-        step = Step(self._number, "k" if roll() < 0.8 else "other", self._now_ns, controls, timeout_ns)
+        key = "k" if roll() < 0.8 else "other"
+        step = Step(self._number, key, self._now_ns, self._controls(), timeout_ns)
         said, expected = refusal(self.batcher.arrived, step), self.naive.arrived(step)
         assert said == expected or (said and expected and expected in said), (said, expected)
         if said is None:
             self._sent.append(step)
+
+    def _come_together(self) -> None:
+        """Nothing waits, so what comes now runs at once, as far as it can: what cannot has to wait, or is refused."""
+        asked = [self._controls() for _ in range(self._chance.randint(1, self.batcher.at_once("k")))]
+        seated = self.batcher.run_now(asked, self._now_ns)
+        self.naive.tick(self._now_ns)
+        steps = [Step(self._number + n, "k", self._now_ns, controls) for n, controls in enumerate(asked, 1)]
+        self._number += len(steps)
+        for step in steps[: len(seated)]:
+            assert self.naive.arrived(step) is None
+        taken = self.naive.take(0)
+        assert sorted(step.number for step in taken) == [step.number for step in steps[: len(seated)]]
+        assert [live.slot for live in seated] == [self.naive.of(step).slot for step in steps[: len(seated)]]
+        assert len(seated) == len(steps) or not self.naive.may_run(steps[len(seated)])
+        self.batcher.have_run(seated, self._now_ns)
+        self.naive.done(steps[: len(seated)], self._now_ns)
 
     def _take(self, instance: int) -> None:
         if instance in self._running:

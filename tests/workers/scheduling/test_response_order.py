@@ -19,17 +19,6 @@ def test_an_answer_waits_for_those_before_it() -> None:
     assert len(order) == 0
 
 
-def test_who_waits_again_has_a_later_turn() -> None:
-    order: ResponseOrder[str, int] = ResponseOrder()
-    for name in "abc":
-        order.taken(name)
-    order.done("b", 2)
-    assert order.restored(["a"]) == [("b", 2)]
-    order.taken("a")
-    assert order.done("a", 1) == []
-    assert order.done("c", 3) == [("c", 3), ("a", 1)]
-
-
 @given(st.permutations(range(12)), st.integers(1, 5))
 def test_all_leave_once_and_in_order(finished: list[int], at_a_time: int) -> None:
     order: ResponseOrder[int, int] = ResponseOrder()

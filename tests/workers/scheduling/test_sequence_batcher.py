@@ -34,7 +34,7 @@ def test_many_ids_leave_nothing_behind() -> None:
     table = churn._batcher.table
     churn._batcher.check_invariants()
     assert table.live == len(churn._heard.live) <= 4000
-    assert len(table._freed) + len(table._expiries) + len(table._idle) <= 2 * 4000
+    assert len(table._slots._freed) + len(table.expiries) + len(table._idle) <= 2 * 4000
     assert churn.answered > 1000
 
 

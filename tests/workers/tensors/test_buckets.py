@@ -37,14 +37,16 @@ def test_planned_is_every_combination() -> None:
     buckets = Buckets(
         of({"ids": "INT32[s]", "mask": "INT32[s, k]", "w": "FP32[3]"}), (1, 8), {"s": (16, 32), "k": (4,)}
     )
-    assert list(buckets.planned()) == [((16,), (16, 4), (3,)), ((32,), (32, 4), (3,))]
+    assert list(buckets.planned()) == [
+        (rows, shapes) for shapes in (((16,), (16, 4), (3,)), ((32,), (32, 4), (3,))) for rows in (1, 8)
+    ]
     assert not buckets.fixed
 
 
 def test_nothing_is_planned_for_an_axis_without_buckets() -> None:
     assert list(Buckets(of({"x": "FP32[n]"}), (1,), {}).planned()) == []
     assert list(Buckets(of({"x": "FP32[n, m]"}), (1,), {"n": (4,)}).planned()) == []
-    assert list(Buckets(of({"x": "FP32[7]"}), (1,), {}).planned()) == [((7,),)]
+    assert list(Buckets(of({"x": "FP32[7]"}), (1,), {}).planned()) == [(1, ((7,),))]
 
 
 @given(st.integers(1, 64), st.integers(0, 300))

@@ -1,0 +1,166 @@
+"""Streams of responses, some cancelled, some read slowly, while their worker is killed: ``python -m bench.streams SECONDS``.
+
+Each client asks one request after the other on streams of its own, over gRPC, and compares every response: they come in their
+order and are complete, or the request ends with one error, or the client has left by itself. Printed: how often each of these,
+and how many descriptors and private bytes the processes had at first and at last. Exit status 1: a response was wrong, one was
+missing, or a request never ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import queue
+import random
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from bench.footprint import Footprint, footprints
+from bench.server import children, serving
+
+_HTTP, _GRPC = "127.0.0.1:18172", "127.0.0.1:18173"
+_MODEL = "repeat"
+#: Of one request.
+_MOST = 300
+#: Of requests: how many are cancelled by their clients, and how many are read slowly.
+_CANCELLED, _SLOW = 0.1, 0.1
+#: A request that ends neither way for so long has got lost.
+PATIENCE = 240.0
+
+
+class StreamClient(threading.Thread):
+    """Asks until it is stopped. ``seen``: what its requests came to, and what was wrong."""
+
+    def __init__(self, address: str, seed: int) -> None:
+        super().__init__(daemon=True)
+        self._address = address
+        self._chance = random.Random(seed)
+        self._stopped = threading.Event()
+        self.seen: Counter[str] = Counter()
+
+    def stop(self) -> None:
+        """After the request that it has begun."""
+        self._stopped.set()
+
+    def run(self) -> None:
+        with grpc.insecure_channel(self._address) as channel:
+            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+            while not self._stopped.is_set():
+                with contextlib.closing(_Stream(stub, self._chance)) as stream:
+                    for _ in range(self._chance.randint(1, 5)):
+                        outcome = stream.ask()
+                        self.seen[outcome] += 1
+                        if outcome != "complete":
+                            break
+
+
+class _Stream:
+    """One call of ModelStreamInfer."""
+
+    def __init__(self, stub: service_pb2_grpc.GRPCInferenceServiceStub, chance: random.Random) -> None:
+        self._chance = chance
+        self._requests: queue.SimpleQueue[service_pb2.ModelInferRequest | None] = queue.SimpleQueue()
+        self._call = stub.ModelStreamInfer(iter(self._requests.get, None), timeout=PATIENCE)
+
+    def ask(self) -> str:
+        """Sends a request and reads what comes. Returns ``complete``, ``cancelled``, ``error: ...`` or ``wrong: ...``."""
+        chance = self._chance
+        base = np.float32(chance.randint(0, 1000)) + np.arange(16, dtype=np.float32)
+        count, slow = chance.randint(0, _MOST), chance.random() < _SLOW
+        leaves_at = chance.randint(0, count) if chance.random() < _CANCELLED else -1
+        self._requests.put(_request(base, count))
+        try:
+            for number in range(count + 1):
+                if number == leaves_at:
+                    return "cancelled"
+                if slow and not number % 50:
+                    time.sleep(chance.random() / 5)
+                answer = next(self._call)
+                inner = answer.infer_response
+                final = inner.parameters["triton_final_response"].bool_param
+                if answer.error_message:
+                    return f"error: {answer.error_message}"
+                if final != (number == count):
+                    return f"wrong: the end after {number} responses of {count}"
+                if not final and inner.raw_output_contents[0] != (base + np.float32(number)).tobytes():
+                    return f"wrong: response {number} of {count}"
+        except grpc.RpcError as error:
+            return f"error: {error.code().name}"
+        return "complete"
+
+    def close(self) -> None:
+        self._requests.put(None)
+        self._call.cancel()
+
+
+def _request(base: np.ndarray, count: int) -> service_pb2.ModelInferRequest:
+    asked = service_pb2.ModelInferRequest(model_name=_MODEL)
+    asked.inputs.add(name="base", datatype="FP32", shape=[16])
+    asked.inputs.add(name="count", datatype="INT32", shape=[1])
+    asked.raw_input_contents.extend((base.tobytes(), np.array([count], np.int32).tobytes()))
+    asked.parameters["triton_enable_empty_final_response"].bool_param = True
+    return asked
+
+
+def told(clients: list[StreamClient]) -> Counter[str]:
+    """What all of their requests came to."""
+    return sum((client.seen for client in clients), Counter())
+
+
+def main() -> int:
+    """Parses the command line, runs, reports."""
+    parser = argparse.ArgumentParser(prog="bench.streams", description=__doc__)
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--kill", type=float, default=5.0, help="seconds between two kills of the worker; 0: none")
+    parser.add_argument(
+        "--log", type=Path, default=Path("/tmp/tensord-streams.log"), help="where the daemon's log goes"
+    )
+    arguments = parser.parse_args()
+    http_port, grpc_port = (address.rpartition(":")[2] for address in (_HTTP, _GRPC))
+    command = [sys.executable, "-m", "tensord", "serve", f"--model-repository={Path(__file__).parent / 'models'}"]
+    command += ["--model-control-mode=explicit", f"--load-model={_MODEL}", "--device=cpu"]
+    command += [f"--http-port={http_port}", f"--grpc-port={grpc_port}", "--allow-metrics=false"]
+    with serving(command, _HTTP, arguments.log) as supervisor:
+        clients = [StreamClient(_GRPC, seed) for seed in range(arguments.clients)]
+        for client in clients:
+            client.start()
+        started = time.monotonic()
+        kill_at = started + arguments.kill
+        first: dict[str, Footprint] = {}
+        while (now := time.monotonic()) < started + arguments.seconds:
+            time.sleep(0.2)
+            found = {kind: pid for pid, kind in children(supervisor).items()}
+            if not first and now > started + arguments.seconds / 4:
+                first = footprints(supervisor)
+            if arguments.kill and now >= kill_at and "workers" in found:
+                kill_at = now + arguments.kill
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(found["workers"], signal.SIGKILL)
+        last = footprints(supervisor)
+        for client in clients:
+            client.stop()
+        for client in clients:
+            client.join(PATIENCE)
+        seen = told(clients)
+        hung = sum(client.is_alive() for client in clients)
+    for outcome, count in seen.most_common():
+        print(f"{count:8d} {outcome}")
+    for kind, footprint in last.items():
+        if kind != "workers":
+            print(f"{kind}: {first.get(kind)} -> {footprint}")
+    print(f"{hung} clients hang")
+    return 1 if hung or any(outcome.startswith("wrong") for outcome in seen) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

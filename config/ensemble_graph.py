@@ -1,0 +1,128 @@
+"""What an ensemble and its members make wrong of each other, in Triton's words: names, datatypes, shapes, batch sizes.
+
+It is asked with the members' completed configurations, so after they were loaded. Pure; ``ensemble_checks`` comes before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from config import ensemble_fusion
+from config.model_config import ModelConfig, data_type_name
+from shm.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """An ensemble tensor as one model has it."""
+
+    model: str
+    datatype: str
+    dims: tuple[int, ...]
+    batches: bool
+
+    @property
+    def full(self) -> tuple[int, ...]:
+        """With the batch dimension, where there is one."""
+        return (-1, *self.dims) if self.batches else self.dims
+
+
+def check(message: ModelConfig, find: Callable[[str, int], ModelConfig]) -> None:
+    """Raises InvalidArgument: the first finding. ``find``: a member's completed configuration, -1 the newest version's."""
+    name = message.name
+    known: dict[str, _Tensor] = {}
+    _join(name, known, message, [(field.name, field) for field in (*message.input, *message.output)])
+    #: Ensemble tensor -> the step that answers more than once and from which it comes.
+    origin: dict[str, int] = {}
+    steps = list(message.ensemble_scheduling.step)
+    for step in steps:
+        member = find(step.model_name, step.model_version)
+        if member.max_batch_size < message.max_batch_size:
+            raise InvalidArgument(
+                f"ensemble {name} allows maximum batch size {message.max_batch_size}, but it contains model {member.name} which "
+                f"only allows maximum batch size to be {member.max_batch_size}"
+            )
+        _check_names(name, member, step)
+        _join(name, known, member, [(step.input_map[f.name], f) for f in member.input if f.name in step.input_map])
+        _join(name, known, member, [(step.output_map[f.name], f) for f in member.output if f.name in step.output_map])
+    for number in _in_order(message):
+        step = steps[number]
+        member = find(step.model_name, step.model_version)
+        origins = {origin[tensor] for tensor in step.input_map.values() if tensor in origin}
+        if len(origins) > 1:
+            raise InvalidArgument(
+                f"in ensemble {name}, step of model '{member.name}' receives inputs originated from different decoupled models"
+            )
+        if member.model_transaction_policy.decoupled:
+            origins = {number}
+        for tensor in step.output_map.values() if origins else ():
+            (origin[tensor],) = origins
+    ensemble_fusion.check(message, find)
+
+
+def decoupled(message: ModelConfig, find: Callable[[str, int], ModelConfig]) -> bool:
+    """Whether an ensemble answers a request with any number of responses: whether any member does."""
+    return any(
+        find(step.model_name, step.model_version).model_transaction_policy.decoupled
+        for step in message.ensemble_scheduling.step
+    )
+
+
+def _check_names(ensemble: str, member: ModelConfig, step: Any) -> None:
+    inputs, outputs = {field.name for field in member.input}, {field.name for field in member.output}
+    for name, tensor in sorted(step.input_map.items()):
+        if name not in inputs:
+            raise InvalidArgument(
+                f"in ensemble {ensemble}, ensemble tensor {tensor} is mapping to non-existing input {name} in model "
+                f"{member.name}"
+            )
+    for name, tensor in sorted(step.output_map.items()):
+        if name not in outputs:
+            raise InvalidArgument(
+                f"in ensemble {ensemble}, ensemble tensor {tensor} is mapped from non-existing output {name} in model "
+                f"{member.name}"
+            )
+    for field in member.input:
+        if field.name not in step.input_map and not field.optional:
+            raise InvalidArgument(
+                f"in ensemble {ensemble}, input {field.name} in model {member.name} is not mapped to any ensemble tensors"
+            )
+
+
+def _join(ensemble: str, known: dict[str, _Tensor], model: ModelConfig, fields: Iterable[tuple[str, Any]]) -> None:
+    """What a model says of ensemble tensors, beside what was said before."""
+    for tensor, field in fields:
+        said = _Tensor(model.name, data_type_name(field), tuple(field.dims), model.max_batch_size > 0)
+        before = known.setdefault(tensor, said)
+        what = f"in ensemble {ensemble}, ensemble tensor {tensor}: "
+        if before.datatype != said.datatype:
+            raise InvalidArgument(
+                f"{what}inconsistent data type: {before.datatype} is inferred from model {before.model} while {said.datatype} "
+                f"is inferred from model {said.model}"
+            )
+        if not _agree(before.dims, said.dims) and not _agree(before.full, said.full):
+            raise InvalidArgument(
+                f"{what}inconsistent shape: {_listed(before.full)} is inferred from model {before.model} while "
+                f"{_listed(said.full)} is inferred from model {said.model}"
+            )
+
+
+def _agree(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return len(one) == len(other) and all(a == b or -1 in (a, b) for a, b in zip(one, other, strict=True))
+
+
+def _listed(dims: tuple[int, ...]) -> str:
+    return f"[{','.join(map(str, dims))}]"
+
+
+def _in_order(message: ModelConfig) -> list[int]:
+    """The numbers of the steps, each after those whose outputs it takes."""
+    there = {field.name for field in message.input}
+    waiting, ordered = dict(enumerate(message.ensemble_scheduling.step)), list[int]()
+    while ready := [number for number, step in waiting.items() if there.issuperset(step.input_map.values())]:
+        ordered += ready
+        for number in ready:
+            there.update(waiting.pop(number).output_map.values())
+    return ordered

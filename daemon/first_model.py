@@ -1,0 +1,64 @@
+"""``tensord init``: a model folder to begin with, that runs as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from daemon.models.repository import NAME
+from shm.errors import InvalidArgument
+
+_MODEL = '''\
+"""{name}: multiplies a row of four numbers with a matrix. Change what it takes, what it gives, and the function."""
+
+import jax.numpy as jnp
+import numpy as np
+
+# Datatype and dims of one row. A dim that varies is -1, or a name with buckets: buckets = {{"length": (32, 128)}}.
+inputs = {{"x": "FP32[4]"}}
+outputs = {{"y": "FP32[2]"}}
+# Requests that wait are run together, up to so many rows. 0: the model has no batch dimension.
+max_batch_size = 32
+
+
+def create(path, config, device):
+    """The function to compile, and its parameters, which it gets back as they are on the device.
+
+    ``path`` is this folder. tensord.models.load(path / "params.safetensors") reads parameters from a file.
+    """
+    params = {{"w": np.ones((4, 2), np.float32)}}
+
+    def apply(params, inputs):
+        return {{"y": jnp.tanh(inputs["x"] @ params["w"])}}
+
+    return apply, params
+'''
+_NEXT = """\
+{file}
+
+Serve it, and again after every change to its files:
+
+    tensord serve --watch --model-repository={repository}
+
+Ask it, from another terminal:
+
+    curl localhost:8000/v2/models/{name}/infer -d \\
+        '{{"inputs": [{{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}}]}}'
+"""
+
+
+def write(folder: Path) -> str:
+    """Writes version 1 of the model whose folder is given; returns what to do with it.
+
+    Raises: InvalidArgument: no model can have that name, or there is one.
+    """
+    folder = folder.absolute()
+    if not NAME.fullmatch(folder.name):
+        raise InvalidArgument(
+            f"no model can be called '{folder.name}': a name has letters, digits and _.+- and does not begin with . + or -"
+        )
+    if folder.exists() and any(folder.iterdir()):
+        raise InvalidArgument(f"{folder} is not empty")
+    file = folder / "1" / "model.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(_MODEL.format(name=folder.name))
+    return _NEXT.format(file=file, repository=folder.parent, name=folder.name)

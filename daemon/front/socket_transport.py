@@ -1,0 +1,303 @@
+"""A client's socket as a transport of asyncio that costs little to make and to end.
+
+    accept ─▶ connection_made ─▶ read: many a client has asked by then ─▶ watched by its front's epoll (``socket_watch``)
+
+A client that opens a connection for each request pays for it each time; the loop's own transports ask the kernel for addresses
+and options and take three turns of the loop until they read. This one asks for nothing. What is read is given to the protocol as
+they give it. What is written goes to the socket at once; what the socket does not take is kept as it lies, and the protocol is
+told so, ``pause_writing``, until all of that is out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import select
+import socket
+from collections import deque
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any, Protocol
+
+_IN, _OUT = select.EPOLLIN, select.EPOLLOUT
+#: The socket itself may block: to say that it must not would be a system call for each connection.
+_AT_ONCE = socket.MSG_DONTWAIT
+#: What one read takes at most of a connection whose protocol gives no buffer.
+READ_BYTE_SIZE = 256 << 10
+#: Reads in one turn of the loop where each takes as much as it may.
+_READS_A_TURN = 32
+#: Pieces of one write; the kernel takes 1,024.
+_PIECES = 512
+
+
+class Watch(Protocol):
+    """What tells a transport when there is something to read, or room to write."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def change(self, transport: SocketTransport, watched: int, wanted: int) -> None:
+        """What is looked for. Raises OSError: the kernel has no room for it."""
+
+    def forget(self, transport: SocketTransport) -> None:
+        """It is being closed."""
+
+
+class SocketTransport(asyncio.Transport):
+    """One connection's. ``watch`` has it begin, and tells it what is ``ready``."""
+
+    __slots__ = (
+        "_closing",
+        "_ended",
+        "_ending",
+        "_protocol",
+        "_receive",
+        "_send",
+        "_shut",
+        "_socket",
+        "_unsent",
+        "_watch",
+        "_watched",
+        "fd",
+        "gives_buffers",
+        "reading",
+    )
+
+    def __init__(self, watch: Watch, connection: socket.SocketType, protocol: asyncio.Protocol) -> None:
+        self._watch = watch
+        self._socket = connection
+        self.fd = connection.fileno()
+        self._receive, self._send = connection.recv, connection.send
+        self._protocol: Any = protocol
+        #: Whether that gives the buffers that are read into.
+        self.gives_buffers = False
+        #: Whether the protocol wants what comes.
+        self.reading = True
+        #: The client has ended its side.
+        self._ended = False
+        #: What the epoll looks for; it may be reading although that is paused, until something comes.
+        self._watched = 0
+        self._unsent: deque[memoryview] | None = None
+        #: Our side ends once nothing is unsent.
+        self._shut = False
+        #: Nothing more is read or written, but what is unsent.
+        self._closing = False
+        #: The protocol is about to lose it, or has lost it.
+        self._ending = False
+
+    def begin(self) -> None:
+        """The protocol has it now; what came already is read."""
+        self._protocol.connection_made(self)
+        if self.reading:
+            self.read()
+        if self.reading and not self._watched & _IN:
+            self._look_for(self._watched | _IN)
+
+    def ready(self, events: int) -> None:
+        """What the epoll has found, where it is more than something to read."""
+        if self._unsent and events & ~_IN:
+            self._send_rest()
+        if self.reading:
+            if events & ~_OUT:
+                self.read()
+        elif self._watched & _IN and not self._ending:
+            self._look_for(_OUT if self._unsent else 0)
+
+    def _look_for(self, wanted: int) -> None:
+        watched, self._watched = self._watched, wanted
+        try:
+            self._watch.change(self, watched, wanted)
+        except OSError as error:  # no memory, or no room for one more
+            self._fail(error)
+
+    # ------------------------------------------------------------------------------------------------------- reading
+
+    def read(self) -> None:
+        """There is something to read, or the end."""
+        if self.gives_buffers:
+            self._read_into_buffers()
+            return
+        try:
+            data = self._receive(READ_BYTE_SIZE, _AT_ONCE)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._fail(error)
+            return
+        if data:
+            self._protocol.data_received(data)
+        else:
+            self._end_of_stream()
+
+    def _read_into_buffers(self) -> None:
+        for _ in range(_READS_A_TURN):
+            room = self._protocol.get_buffer(-1)
+            whole = len(room)
+            try:
+                size = self._socket.recv_into(room, 0, _AT_ONCE)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:
+                self._fail(error)
+                return
+            if not size:
+                self._end_of_stream()
+                return
+            self._protocol.buffer_updated(size)
+            if size < whole or not (self.reading and self.gives_buffers):
+                return
+
+    def _end_of_stream(self) -> None:
+        self.reading, self._ended = False, True
+        if not self._protocol.eof_received() and not self._closing:
+            self._closing = True
+            if not self._unsent:
+                self._end(None)
+
+    def is_reading(self) -> bool:
+        return self.reading
+
+    def pause_reading(self) -> None:
+        # The epoll learns it when something comes: mostly it goes on before.
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        if not (self._closing or self._ended):
+            self.reading = True
+            if not self._watched & _IN:
+                self._look_for(self._watched | _IN)
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self._protocol = protocol
+        self.gives_buffers = isinstance(protocol, asyncio.BufferedProtocol)
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        protocol: asyncio.BaseProtocol = self._protocol
+        return protocol
+
+    # ------------------------------------------------------------------------------------------------------- writing
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self._unsent or self._closing:
+            self.writelines((data,))
+            return
+        try:
+            sent = self._send(data, _AT_ONCE)
+        except (BlockingIOError, InterruptedError):
+            sent = 0
+        except OSError as error:
+            self._fail(error)
+            return
+        if sent < len(data):
+            self._keep((data,), sent)
+
+    def writelines(self, list_of_data: Iterable[bytes | bytearray | memoryview]) -> None:
+        pieces = tuple(list_of_data)
+        if self._unsent:
+            self._unsent.extend(memoryview(piece) for piece in pieces)
+        elif not self._closing:
+            try:
+                sent = self._socket.sendmsg(pieces[:_PIECES], (), _AT_ONCE)
+            except (BlockingIOError, InterruptedError):
+                sent = 0
+            except OSError as error:
+                self._fail(error)
+                return
+            if sent < sum(map(len, pieces)):
+                self._keep(pieces, sent)
+
+    def _keep(self, pieces: Iterable[bytes | bytearray | memoryview], sent: int) -> None:
+        """What the socket has not taken."""
+        self._unsent = deque(memoryview(piece) for piece in pieces)
+        self._drop(sent)
+        self._look_for(self._watched | _OUT)
+        self._protocol.pause_writing()
+
+    def _drop(self, sent: int) -> None:
+        unsent = self._unsent
+        assert unsent is not None
+        while unsent and sent >= len(unsent[0]):
+            sent -= len(unsent.popleft())
+        if sent:
+            unsent[0] = unsent[0][sent:]
+
+    def _send_rest(self) -> None:
+        unsent = self._unsent
+        assert unsent is not None
+        try:
+            self._drop(self._socket.sendmsg(tuple(islice(unsent, _PIECES)), (), _AT_ONCE))
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._fail(error)
+            return
+        if unsent:
+            return
+        self._unsent = None
+        self._look_for(self._watched & ~_OUT)
+        self._protocol.resume_writing()
+        if self._unsent:  # it had more
+            return
+        if self._shut:
+            self._shut_down()
+        if self._closing and not self._ending:
+            self._end(None)
+
+    def get_write_buffer_size(self) -> int:
+        return sum(map(len, self._unsent or ()))
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        self._shut = True
+        if not self._unsent:
+            self._shut_down()
+
+    def _shut_down(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    # ------------------------------------------------------------------------------------------------------- the end
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def close(self) -> None:
+        if not self._closing:
+            self._closing, self.reading = True, False
+            if not self._unsent:
+                self._end_soon(None)
+
+    def abort(self) -> None:
+        self._unsent = None
+        self._closing, self.reading = True, False
+        if not self._ending:
+            self._end_soon(None)
+
+    def _fail(self, error: OSError) -> None:
+        self._unsent = None
+        self._closing, self.reading = True, False
+        if not self._ending:
+            self._end_soon(error)
+
+    def _end_soon(self, error: OSError | None) -> None:
+        """Once what the protocol is doing is done."""
+        self._ending = True
+        self._watch.loop.call_soon(self._end, error)
+
+    def _end(self, error: OSError | None) -> None:
+        self._ending = True
+        self._watch.forget(self)
+        # Each refers to the other: the garbage collector shall have nothing to do.
+        protocol, self._protocol = self._protocol, None
+        try:
+            protocol.connection_lost(error)
+        finally:
+            self._socket.close()  # which the epoll forgets then
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._socket if name == "socket" else default
+
+    def __repr__(self) -> str:
+        state = "closing" if self._closing else "reading" if self.reading else "paused"
+        return f"<SocketTransport {self.fd} {state}, {self.get_write_buffer_size()} bytes unsent>"

@@ -1,0 +1,78 @@
+"""The sockets of a front's clients, looked at by one epoll of their own, which is one descriptor to the loop.
+
+    loop ─▶ epoll readable ─▶ poll: (socket, events) ... ─▶ each transport reads, or writes what it has kept
+
+A connection costs one registration, which ends when it is closed. Whoever does not read for a while leaves the epoll only when
+something comes meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import select
+from select import EPOLLIN
+from socket import SocketType
+
+from daemon.front.socket_transport import SocketTransport
+
+_log = logging.getLogger(__name__)
+#: Sockets of one look; the others come with the next.
+_MOST = 256
+
+
+class SocketWatch:
+    """One per front. Made and used in a running loop; ``close`` ends it."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._transports: dict[int, SocketTransport] = {}
+        self.loop = asyncio.get_running_loop()
+        self.loop.add_reader(self._epoll.fileno(), self._ready)
+
+    def open(self, connection: SocketType, protocol: asyncio.Protocol) -> None:
+        """A client's; the protocol has it, and what came already, when this returns."""
+        transport = SocketTransport(self, connection, protocol)
+        self._transports[transport.fd] = transport
+        try:
+            transport.begin()
+        except Exception:
+            self._cut(transport)
+
+    def change(self, transport: SocketTransport, watched: int, wanted: int) -> None:
+        if not wanted:
+            self._epoll.unregister(transport.fd)
+        elif watched:
+            self._epoll.modify(transport.fd, wanted)
+        else:
+            self._epoll.register(transport.fd, wanted)
+
+    def forget(self, transport: SocketTransport) -> None:
+        del self._transports[transport.fd]
+
+    def _ready(self) -> None:
+        transports = self._transports
+        for fd, events in self._epoll.poll(0, _MOST):
+            transport = transports.get(fd)
+            if transport is None:  # ended by one before it
+                continue
+            try:
+                if events == EPOLLIN and transport.reading:
+                    transport.read()
+                else:
+                    transport.ready(events)
+            except Exception:
+                self._cut(transport)
+
+    def _cut(self, transport: SocketTransport) -> None:
+        _log.exception("a connection met a defect of the server")
+        transport.abort()
+
+    def close(self) -> None:
+        """Nothing is looked for any more. Idempotent."""
+        if not self._epoll.closed:
+            self.loop.remove_reader(self._epoll.fileno())
+            self._epoll.close()
+
+    def __repr__(self) -> str:
+        return f"<SocketWatch of {len(self._transports)} connections>"

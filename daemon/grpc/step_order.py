@@ -1,0 +1,116 @@
+"""Unary steps of sequences of one connection that are not with a worker yet: of each sequence they go there in their order.
+
+    a large message arrives, or waits for room ─▶ enter ─▶ leave: sent ─▶ those behind it, of its sequence, go on
+                                                            ╰─ it will not be: they are refused, because they would miss it
+    a step that is whole, of such a sequence   ─▶ waits
+
+Steps are in the order in which their calls began. Where nothing large is on its way, nobody is asked anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from google.protobuf.message import DecodeError
+from tritonclient.grpc import service_pb2
+
+from daemon.grpc.walk import fields
+from shm.messages import Buffer, SequenceId
+
+#: Model and correlation id.
+Sequence = tuple[str, SequenceId]
+#: A message says before that of which sequence it is; clients write tensors last.
+_MAX_BEGINNING = 4096
+_MODEL, _PARAMETER = 0x0A, 0x22
+
+
+class Step(Protocol):
+    """A unary call, which may be a step of a sequence."""
+
+    @property
+    def sequence(self) -> Sequence | None:
+        """The one that it is of. None: of none, or that is not known yet."""
+
+    def resume(self) -> None:
+        """Nothing is before it any more."""
+
+    def miss(self, sequence: Sequence) -> None:
+        """One before it will not run, so it cannot either."""
+
+
+class StepOrder:
+    """One per connection."""
+
+    __slots__ = ("_broken", "_due", "_loop", "unsent")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        #: In their order; whether each is whole and waits for one before it.
+        self.unsent: dict[Step, bool] = {}
+        #: Sequences of which one has left that will not be sent.
+        self._broken: set[Sequence] = set()
+        self._due = False
+
+    def enter(self, step: Step) -> None:
+        """It may be a step, and is not sent at once."""
+        self.unsent[step] = False
+
+    def waits(self, step: Step) -> bool:
+        """Whether one that is whole has to wait: then it is told how it goes on."""
+        if next(iter(self.unsent)) is step or (sequence := step.sequence) is None:
+            return False
+        for other in self.unsent:
+            if other is step:
+                return False
+            if other.sequence == sequence:
+                self.unsent[step] = True
+                return True
+        return False
+
+    def leave(self, step: Step, sent: bool) -> None:
+        """It is with a worker, or will never be. Harmless for one that is not here."""
+        if self.unsent.pop(step, None) is None or not self.unsent:
+            return
+        if not sent and step.sequence is not None:
+            self._broken.add(step.sequence)
+        if not self._due:
+            self._due = True
+            self._loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        ahead: set[Sequence] = set()
+        for step, waiting in list(self.unsent.items()):
+            sequence = step.sequence
+            if sequence is None or step not in self.unsent:
+                continue
+            if waiting and sequence not in ahead:
+                if sequence in self._broken:
+                    del self.unsent[step]
+                    step.miss(sequence)
+                else:
+                    step.resume()
+            if step in self.unsent:
+                ahead.add(sequence)
+        self._broken.clear()
+        self._due = False
+
+    def __repr__(self) -> str:
+        return f"<StepOrder {len(self.unsent)} are not sent>"
+
+
+def sequence_of(message: Buffer | bytearray) -> Sequence | None:
+    """Of a message of which the beginning is there, or more."""
+    said = b""
+    for tag, start, begin, size in fields(message, min(len(message), _MAX_BEGINNING)):
+        if tag in (_MODEL, _PARAMETER):
+            said += message[start : begin + size]
+    try:
+        request = service_pb2.ModelInferRequest.FromString(said)
+    except DecodeError:
+        return None
+    if "sequence_id" not in request.parameters:
+        return None
+    value = request.parameters["sequence_id"]
+    sequence_id: SequenceId = value.string_param or value.int64_param % (1 << 64)
+    return (request.model_name, sequence_id) if sequence_id else None

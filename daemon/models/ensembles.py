@@ -1,0 +1,201 @@
+"""Ensembles and the models that they are made of: what has to be there first, what goes with what, what comes back.
+
+    load E        its members are loaded before, as dependents: nobody asked for them by name
+    member gone   the ensembles that use it go as well, and come back when it does
+    member new    the ensembles that use it are checked and loaded again
+    unload E      its members stay, or those go that only it used (``unload_dependents``)
+
+Decides, does no I/O; ``daemon.models.changes`` carries it out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from config import ensemble_graph, model_config
+from config.model_config import ModelConfig
+from daemon.models.load_waits import LoadWaits
+from daemon.models.repository import FoundModel
+from daemon.models.versions import Model, Version, VersionState
+from shm import rendezvous
+from shm.errors import InvalidArgument
+
+
+@dataclass(slots=True)
+class _Built:
+    """An ensemble as it was loaded last."""
+
+    found: FoundModel
+    #: Of each member, what it was like then.
+    fingerprints: dict[str, str]
+    #: It was unloaded because a member was.
+    down: bool = False
+
+
+class Ensembles:
+    """One per daemon."""
+
+    def __init__(self, models: Mapping[str, Model]) -> None:
+        """``models``: the lifecycle's."""
+        #: Loads of ensembles that wait for members, and of models that have others loaded.
+        self.waits = LoadWaits()
+        self._models = models
+        #: Those that were loaded and not unloaded by name since, whether they can be served now or not.
+        self._built: dict[str, _Built] = {}
+
+    def check(
+        self, found: FoundModel, devices: Sequence[str], reasons: Mapping[str, str] = MappingProxyType({})
+    ) -> FoundModel:
+        """The ensemble as its members make it, which are loaded. ``reasons``: of those that are not. ``devices``: of all workers.
+
+        Raises: InvalidArgument: Triton's sentence; or its members are in no worker together.
+        """
+        for name, number in found.members:
+            if self._ready(name, -1) is None:
+                why = f" Model '{name}' loading failed with error: {reasons[name]}" if reasons.get(name) else ""
+                raise InvalidArgument(f"ensemble '{found.name}' depends on '{name}' which has no loaded version.{why}")
+            if self._ready(name, number) is None:
+                raise InvalidArgument(
+                    f"ensemble '{found.name}' depends on '{name}' whose required version {number} is not loaded."
+                )
+        message = model_config.from_bytes(found.config)
+        ensemble_graph.check(message, self._config)
+        message.model_transaction_policy.decoupled = ensemble_graph.decoupled(message, self._config)
+        config = message.SerializeToString(deterministic=True)
+        # Another one as soon as a member is another one.
+        parts = (found.fingerprint, *self._fingerprints(found).values())
+        fingerprint = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+        places = self._devices(found)
+        if any(
+            (member := self._ready(*each)) and member.described and member.described.sticky for each in found.members
+        ):
+            # Its sequences are where they began, which nobody else knows of it.
+            places = (rendezvous.choose(("model", found.name), places or tuple(devices)),)
+        return dataclasses.replace(found, config=config, devices=places, fingerprint=fingerprint)
+
+    def circle(self, name: str, member: str) -> bool:
+        """Whether a model that an ensemble of that name is to use uses it."""
+        return name == member or any(self.circle(name, each) for each, _ in self._members(member))
+
+    def _config(self, name: str, number: int) -> ModelConfig:
+        version = self._ready(name, number)
+        assert version is not None
+        assert version.described is not None
+        return model_config.parse_json(version.described.config.decode(), name)
+
+    def _devices(self, found: FoundModel) -> tuple[str, ...]:
+        """Of the workers that have all of its members; empty: all workers."""
+        places = {name: self._ready(name, number) for name, number in found.members}
+        named = {name: version.devices for name, version in places.items() if version is not None and version.devices}
+        if not named:
+            return ()
+        common = [
+            device for device in next(iter(named.values())) if all(device in devices for devices in named.values())
+        ]
+        if not common:
+            listed = ", ".join(f"'{name}' on {' and '.join(devices)}" for name, devices in named.items())
+            raise InvalidArgument(
+                f"ensemble '{found.name}' needs its models in one worker, and no worker has all of them: {listed}"
+            )
+        return tuple(common)
+
+    def add(self, found: FoundModel) -> None:
+        """It was loaded, as it was found."""
+        self._built[found.name] = _Built(found, self._fingerprints(found))
+
+    def drop(self, name: str) -> None:
+        """It was unloaded by name: it does not come back by itself."""
+        self._built.pop(name, None)
+
+    def users(self, name: str) -> list[str]:
+        """The ensembles that use a model, also by way of others: each before those that it uses."""
+        found: dict[str, None] = {}
+        for user in self._direct(name):
+            for each in (*self.users(user), user):
+                found.setdefault(each)
+        return list(found)
+
+    def take_down(self, names: Iterable[str]) -> list[str]:
+        """Those of them that are served: they are unloaded now, until their members are back."""
+        gone = [name for name in names if self._ready(name, -1) is not None and not self._busy(name)]
+        for name in gone:
+            self._built[name].down = True
+        return gone
+
+    def lost(self) -> list[str]:
+        """Those that are served and have lost a member, and what uses them; they are unloaded now."""
+        gone = [name for name, built in self._built.items() if not self._whole(built.found)]
+        return self.take_down(dict.fromkeys(each for name in gone for each in (*self.users(name), name)))
+
+    def failed(self, found: FoundModel) -> None:
+        """It could not be loaded again: if for want of a member, it waits for that."""
+        if found.name in self._built:
+            self._built[found.name].down = not self._whole(found)
+
+    def returned(self) -> list[FoundModel]:
+        """Those that are loaded again now, because a member is back, or another one than it was."""
+        found: list[FoundModel] = []
+        for name, built in self._built.items():
+            now = self._fingerprints(built.found)
+            changed = any(now[member] not in ("", known) for member, known in built.fingerprints.items())
+            busy = any(self._busy(each) for each in (name, *now))
+            gone = built.down and self._ready(name, -1) is None
+            if (gone or changed) and not busy and self._whole(built.found):
+                built.down, built.fingerprints = False, now
+                found.append(built.found)
+        return found
+
+    def only_used_by(self, name: str, kept: Collection[str]) -> list[str]:
+        """Its members, and theirs, that nobody else uses and that are not to be ``kept``. Ensembles before their members."""
+        gone = [name]
+        for each in gone:
+            for member, _ in self._members(each):
+                if member not in kept and member not in gone and set(self._direct(member)) <= set(gone):
+                    gone.append(member)
+        return gone[1:]
+
+    def _members(self, name: str) -> Iterable[tuple[str, int]]:
+        return self._built[name].found.members if name in self._built else ()
+
+    def _direct(self, name: str) -> list[str]:
+        return [user for user, built in self._built.items() if name in dict(built.found.members)]
+
+    def _whole(self, found: FoundModel) -> bool:
+        return all(self._ready(name, number) is not None for name, number in found.members)
+
+    def _ready(self, name: str, number: int) -> Version | None:
+        """That version if it serves, or with -1 the newest that does."""
+        versions = self._models[name].versions if name in self._models else {}
+        ready = [n for n, version in versions.items() if version.state is VersionState.READY and number in (-1, n)]
+        return versions[max(ready)] if ready else None
+
+    def _busy(self, name: str) -> bool:
+        """Whether anything is being done with it."""
+        model = self._models.get(name)
+        return model is not None and (model.running is not None or bool(model.waiting))
+
+    def _fingerprints(self, found: FoundModel) -> dict[str, str]:
+        """Of its members. A load that failed in part leaves none."""
+        return {name: self._models[name].fingerprint if name in self._models else "" for name, _ in found.members}
+
+    def __repr__(self) -> str:
+        return f"<Ensembles {', '.join(self._built)}>"
+
+
+def check_found(name: str, members: Mapping[str, FoundModel]) -> None:
+    """Raises InvalidArgument: what lies in the folders of members of that ensemble cannot be loaded."""
+    # A folder that is not there, or is there twice, has no path.
+    if missing := [member for member, found in members.items() if found.path == Path()]:
+        raise InvalidArgument(
+            f"ensemble {name} contains models that are not available or ambiguous: {', '.join(missing)}"
+        )
+    for member, found in members.items():
+        if found.error:
+            raise InvalidArgument(
+                f"ensemble '{name}' depends on '{member}' which is not valid. Model '{member}' failed with error: {found.error}"
+            )

@@ -1,0 +1,124 @@
+"""What the driver's management library says of this host's GPUs, read in a process of its own: a driver that hangs, hangs that.
+
+Run as a program, it writes a line of JSON to standard output whenever it has looked, and for each event: a ``Look`` or an
+``Event``. It ends with its reader. Source: NVML API reference; nvidia-ml-py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+
+class Gpu(msgspec.Struct, frozen=True):
+    """One GPU at one moment. What a GPU does not say is None."""
+
+    uuid: str
+    #: The part of the last moment in which a kernel ran.
+    utilization: float | None = None
+    memory_total: int | None = None
+    memory_used: int | None = None
+    #: Watts.
+    power_usage: float | None = None
+    power_limit: float | None = None
+    #: Joules since the driver was loaded.
+    energy: float | None = None
+
+
+class Look(msgspec.Struct, frozen=True, tag="look"):
+    """All GPUs of this host."""
+
+    gpus: tuple[Gpu, ...]
+
+
+class Event(msgspec.Struct, frozen=True, tag="event"):
+    """Something that a GPU has met."""
+
+    uuid: str
+    #: "xid", "ecc" (an error of two bits, which was not corrected).
+    kind: str
+    #: Of an XID.
+    number: int = 0
+
+
+def main(seconds: float) -> str:
+    """Returns when nobody reads any more: ""; or why nothing can be read."""
+    try:
+        import pynvml
+    except ImportError:
+        return "nvidia-ml-py is not installed (pip install 'tensord[cuda]')"
+    try:
+        # That there are none is no error.
+        pynvml.nvmlInitWithFlags(pynvml.NVML_INIT_FLAG_NO_GPUS)
+        return _watch(pynvml, seconds)
+    except pynvml.NVMLError as error:
+        return str(error)
+
+
+def _watch(nvml: Any, seconds: float) -> str:
+    handles, uuids = [], []
+    for number in range(nvml.nvmlDeviceGetCount()):
+        # One that has fallen off the bus hides no other.
+        with contextlib.suppress(nvml.NVMLError):
+            handle = nvml.nvmlDeviceGetHandleByIndex(number)
+            uuids.append(nvml.nvmlDeviceGetUUID(handle))
+            handles.append(handle)
+    events = nvml.nvmlEventSetCreate()
+    kinds = {nvml.nvmlEventTypeXidCriticalError: "xid", nvml.nvmlEventTypeDoubleBitEccError: "ecc"}
+    for handle in handles:
+        for kind in kinds:
+            # Not each GPU knows each of them.
+            with contextlib.suppress(nvml.NVMLError):
+                nvml.nvmlDeviceRegisterEvents(handle, kind, events)
+    by_address = {_address(handle): uuid for handle, uuid in zip(handles, uuids, strict=True)}
+    while _say(Look(tuple([_look(nvml, handle, uuid) for handle, uuid in zip(handles, uuids, strict=True)]))):
+        try:
+            met = nvml.nvmlEventSetWait_v2(events, int(1000 * seconds))
+        except nvml.NVMLError_Timeout:
+            continue
+        kind = kinds.get(met.eventType, "")
+        number = met.eventData if kind == "xid" else 0
+        if not _say(Event(by_address.get(_address(met.device), ""), kind, number)):
+            break
+    return ""
+
+
+def _look(nvml: Any, handle: Any, uuid: str) -> Gpu:
+    def ask(function: Callable[..., Any], of: Callable[[Any], float]) -> Any:
+        try:
+            return of(function(handle))
+        except nvml.NVMLError:
+            return None
+
+    return Gpu(
+        uuid,
+        ask(nvml.nvmlDeviceGetUtilizationRates, lambda found: found.gpu / 100),
+        ask(nvml.nvmlDeviceGetMemoryInfo, lambda found: found.total),
+        ask(nvml.nvmlDeviceGetMemoryInfo, lambda found: found.used),
+        ask(nvml.nvmlDeviceGetPowerUsage, lambda found: found / 1000),
+        ask(nvml.nvmlDeviceGetEnforcedPowerLimit, lambda found: found / 1000),
+        ask(nvml.nvmlDeviceGetTotalEnergyConsumption, lambda found: found / 1000),
+    )
+
+
+def _address(handle: Any) -> int:
+    return ctypes.cast(handle, ctypes.c_void_p).value or 0
+
+
+def _say(what: Look | Event) -> bool:
+    """False: nobody reads any more."""
+    try:
+        sys.stdout.buffer.write(msgspec.json.encode(what) + b"\n")
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main(float(sys.argv[1])) or 0)

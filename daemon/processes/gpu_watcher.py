@@ -1,0 +1,101 @@
+"""The supervisor's side of the process that watches the GPUs: what it said last, and what it has met, in the log.
+
+    run ─▶ spawn ─▶ a line every moment ─▶ ``gpus``         it ends ─▶ said once ─▶ after a while, again
+                    └─ an event ─▶ log, ``errors``
+
+Nobody waits for it: what a driver that hangs has said last is forgotten after a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from daemon.processes.child import child_environment
+from daemon.processes.gpu_watch import Event, Gpu, Look
+
+_log = logging.getLogger(__name__)
+_MODULE = "daemon.processes.gpu_watch"
+#: How often it looks, after how long what it said is not shown any more, and how long after its end it is started again; seconds.
+_INTERVAL = 2.0
+_STALE = 10.0
+_PAUSE = 60.0
+_KINDS = {
+    "xid": "reports XID {} (https://docs.nvidia.com/deploy/xid-errors)",
+    "ecc": "has met a memory error of two bits, which was not corrected",
+}
+
+
+class GpuWatcher:
+    """One per supervisor, on its loop."""
+
+    def __init__(self) -> None:
+        #: UUID and kind of event -> how often it was met.
+        self.errors: Counter[tuple[str, str]] = Counter()
+        self._gpus: Sequence[Gpu] = ()
+        self._said_at = 0.0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._told = ""
+
+    @property
+    def gpus(self) -> Sequence[Gpu]:
+        """This host's GPUs as they were a moment ago; none, if that is not known."""
+        return self._gpus if time.monotonic() - self._said_at < _STALE else ()
+
+    async def run(self, environment: Mapping[str, str]) -> None:
+        """Never returns."""
+        try:
+            while True:
+                reason = await self._watch(environment)
+                if reason != self._told:
+                    self._told = reason
+                    _log.warning("GPUs are not watched, and metrics show none: %s", reason)
+                await asyncio.sleep(_PAUSE)
+        finally:
+            if self._process is not None:
+                self._process.kill()
+
+    async def _watch(self, environment: Mapping[str, str]) -> str:
+        """Until the process ends. Returns what it wrote when it did."""
+        loop = asyncio.get_running_loop()
+        try:
+            self._process = process = subprocess.Popen(
+                [sys.executable, "-P", "-m", _MODULE, str(_INTERVAL)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=child_environment(environment),
+            )
+        except OSError as error:
+            return f"no process could be started: {error.strerror}"
+        lines, words = asyncio.StreamReader(), asyncio.StreamReader()
+        for reader, pipe in ((lines, process.stdout), (words, process.stderr)):
+            await loop.connect_read_pipe(lambda reader=reader: asyncio.StreamReaderProtocol(reader), pipe)  # type: ignore[misc]
+        try:
+            while line := await lines.readline():
+                self._heard(msgspec.json.decode(line, type=Look | Event))
+            said = (await words.read()).decode(errors="replace").strip()
+            return said.rpartition("\n")[2] or "who watches them ended without a word"
+        except (msgspec.MsgspecError, ValueError) as error:
+            return f"what is said of them is not understood: {error}"
+        finally:
+            process.kill()
+            process.poll()
+
+    def _heard(self, what: Look | Event) -> None:
+        if isinstance(what, Look):
+            self._gpus, self._said_at = what.gpus, time.monotonic()
+            self._told = ""
+            return
+        self.errors[what.uuid, what.kind] += 1
+        _log.error("GPU %s %s", what.uuid or "(unknown)", _KINDS.get(what.kind, what.kind).format(what.number))
+
+    def __repr__(self) -> str:
+        return f"<GpuWatcher {len(self.gpus)} GPUs>"

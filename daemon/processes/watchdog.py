@@ -1,0 +1,43 @@
+"""Looks at every child again and again: kills those that overran their time, and feeds the service manager's watchdog."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from config.options import Options
+from daemon.processes import watch
+from daemon.processes.fronts import Fronts
+from daemon.processes.notify import Notifier
+from daemon.processes.worker_pool import WorkerPool
+
+#: Between looks.
+_INTERVAL = 0.5
+
+
+class Watchdog:
+    """One per daemon. ``options()`` are those in force."""
+
+    def __init__(self, workers: WorkerPool, fronts: Fronts, notifier: Notifier, options: Callable[[], Options]) -> None:
+        self._workers = workers
+        self._fronts = fronts
+        self._notifier = notifier
+        self._options = options
+
+    async def run(self) -> None:
+        """Until it is cancelled. The service manager hears that the daemon is well while no child is overdue."""
+        fed = 0.0
+        while True:
+            now_ns = time.monotonic_ns()
+            overdue = False
+            self._fronts.ask_idle(now_ns, int(self._options().workers.idle_timeout * 1e9 / 3))
+            for child in [*self._workers, *self._fronts]:
+                if reason := watch.overdue(watch.snapshot(child), self._options(), now_ns):
+                    overdue = True
+                    child.kill(reason)
+            interval = self._notifier.watchdog_interval
+            if interval and not overdue and now_ns / 1e9 - fed >= min(interval, 5.0):
+                self._notifier.alive()
+                fed = now_ns / 1e9
+            await asyncio.sleep(min(_INTERVAL, interval or _INTERVAL))

@@ -1,0 +1,55 @@
+"""Segments of an arena that the other end of a lane is told of.
+
+first use ─▶ SegmentOpened with its descriptor ─▶ mapped there ─▶ closed here ─▶ SegmentClosed
+                 ▲                                  ╰─ SegmentRefused: no descriptor is left there ─╮
+                 ╰───────────────────────────────── before its next use ────────────────────────────╯
+"""
+
+from __future__ import annotations
+
+from shm import descriptors
+from shm.arena import Arena
+from shm.channel import Channel
+from shm.messages import SegmentClosed, SegmentOpened
+
+
+class Announcer:
+    """Tells the peer which segments of an arena exist, each before its first use and again when it is closed."""
+
+    def __init__(self, channel: Channel, arena: Arena, writable: bool) -> None:
+        self._channel = channel
+        self._arena = arena
+        self._writable = writable
+        #: Segments that the peer knows.
+        self.announced: set[int] = set()
+        self._closures = arena.closures
+
+    def announce(self, segment: int) -> None:
+        """Raises Unavailable: this process has no descriptor left to send."""
+        if segment not in self.announced:
+            opened = self._arena.segment(segment)
+            with descriptors.needed("sending an arena segment"):
+                self._channel.put(SegmentOpened(segment, opened.byte_size), opened.share(self._writable))
+            self.announced.add(segment)
+
+    def refused(self, segment: int) -> None:
+        """The peer could not map it: it is announced again."""
+        self.announced.discard(segment)
+
+    def is_told(self, segment: int) -> bool:
+        """Whether there is nothing to announce before its use."""
+        return segment in self.announced and self._closures == self._arena.closures
+
+    @property
+    def behind(self) -> bool:
+        """Whether segments were closed that the peer may still have mapped."""
+        return self._closures != self._arena.closures
+
+    def withdraw_closed(self) -> None:
+        """One comparison when nothing was closed. A mapping at the peer would keep the pages of a closed segment."""
+        if self._closures == self._arena.closures:
+            return
+        self._closures = self._arena.closures
+        for gone in self.announced - self._arena.segments.keys():
+            self._channel.put(SegmentClosed(gone))
+            self.announced.discard(gone)

@@ -1,0 +1,187 @@
+"""Parameters from the files that JAX users keep them in.
+
+.safetensors    dict of names to arrays
+.npz            dict of names to arrays
+.msgpack        as Flax writes it: nested dicts of arrays
+a folder        an Orbax checkpoint: the tree that was saved
+"""
+
+from __future__ import annotations
+
+import importlib
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+#: Of Flax's msgpack: how an array, a complex number and a number of numpy are marked.
+_ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
+_CHUNKED = "__msgpack_chunked_array__"
+_MAX_RANK = 32
+
+
+def load(path: str | Path, sharding: Any = None) -> Any:
+    """Reads a file or folder of parameters.
+
+    Args:
+      path: ends with .safetensors, .npz or .msgpack, or is the folder of an Orbax checkpoint.
+      sharding: where the arrays go: a ``jax.sharding.Sharding`` for all of them, or a function of name and shape that returns
+        one. Each device then gets its part, and of safetensors only that part is read. None: numpy arrays.
+
+    Returns:
+      A pytree of arrays, as the file has it: dicts by name, nested where the file nests.
+
+    Raises:
+      FileNotFoundError: there is nothing of that name.
+      ValueError: it is damaged, or of another kind; it names the file.
+      ModuleNotFoundError: the package that reads it is not installed; it says which.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"there are no parameters at {path}")
+    if path.is_dir():
+        return _placed(_orbax(path), sharding)
+    if path.suffix == ".safetensors":
+        return _safetensors(path, sharding)
+    readers: Mapping[str, Callable[[Path], Any]] = {".npz": _npz, ".msgpack": _msgpack}
+    if path.suffix not in readers:
+        raise ValueError(
+            f"{path.name} is none of .safetensors, .npz and .msgpack, nor a folder with an Orbax checkpoint"
+        )
+    return _placed(readers[path.suffix](path), sharding)
+
+
+def flat(tree: Any) -> dict[str, Any]:
+    """The leaves of nested mappings and sequences by the keys on the way to them, joined by dots: ``layers.0.w``."""
+    found: dict[str, Any] = {}
+
+    def walk(node: Any, name: str) -> None:
+        if isinstance(node, Mapping):
+            entries = [(str(key), value) for key, value in node.items()]
+        elif isinstance(node, (list, tuple)):
+            entries = [(str(number), value) for number, value in enumerate(node)]
+        elif node is None:
+            return
+        else:
+            if name in found:
+                raise ValueError(f"two parameters are called '{name}'")
+            found[name] = node
+            return
+        for key, value in entries:
+            walk(value, f"{name}.{key}" if name else key)
+
+    walk(tree, "")
+    return found
+
+
+def _placed(tree: Any, sharding: Any) -> Any:
+    if sharding is None:
+        return tree
+    import jax
+
+    def place(keys: Any, leaf: Any) -> Any:
+        array = np.asarray(leaf)
+        name = jax.tree_util.keystr(keys, simple=True, separator=".")
+        return jax.device_put(array, _sharding_of(sharding, name, array.shape))
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def _sharding_of(sharding: Any, name: str, shape: tuple[int, ...]) -> Any:
+    return sharding(name, shape) if callable(sharding) else sharding
+
+
+def _safetensors(path: Path, sharding: Any) -> dict[str, Any]:
+    safetensors = _library("safetensors", path)
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            if sharding is None:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return {name: _sharded(file.get_slice(name), name, sharding) for name in file.keys()}  # noqa: SIM118
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path.name} is damaged: {error}") from error
+
+
+def _sharded(part: Any, name: str, sharding: Any) -> Any:
+    import jax
+
+    shape = tuple(part.get_shape())
+    where = _sharding_of(sharding, name, shape)
+    return jax.make_array_from_callback(shape, where, lambda index: part[index] if index else part[...])
+
+
+def _npz(path: Path) -> dict[str, Any]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return dict(file.items())
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{path.name} is damaged, or holds objects and not arrays: {error}") from error
+
+
+def _msgpack(path: Path) -> Any:
+    try:
+        return _joined(msgspec.msgpack.decode(path.read_bytes(), ext_hook=_extension))
+    except (msgspec.DecodeError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{path.name} is damaged, or not what flax.serialization wrote: {error}") from error
+
+
+def _extension(code: int, content: memoryview) -> Any:
+    if code not in (_ARRAY, _SCALAR, _COMPLEX):
+        raise ValueError(f"it has a value of kind {code}")
+    if code == _COMPLEX:
+        return complex(*msgspec.msgpack.decode(content, type=tuple[float, float]))
+    shape, dtype, values = msgspec.msgpack.decode(content, type=tuple[tuple[int, ...], str, bytes])
+    if len(shape) > _MAX_RANK:
+        raise ValueError(f"an array has {len(shape)} dims")
+    kind = np.dtype("bool" if dtype == "bool" else _dtype(dtype))
+    array = np.frombuffer(values, kind).reshape(shape)
+    return array[()] if code == _SCALAR else array
+
+
+def _dtype(name: str) -> Any:
+    import ml_dtypes
+
+    kind = np.dtype(getattr(ml_dtypes, name, name))
+    if kind.hasobject:
+        raise ValueError(f"an array has elements of {name}")
+    return kind
+
+
+def _joined(node: Any) -> Any:
+    """Flax cuts large arrays up."""
+    if not isinstance(node, dict):
+        return node
+    if _CHUNKED in node:
+        chunks = node["chunks"]
+        shape = [node["shape"][str(number)] for number in range(len(node["shape"]))]
+        return np.concatenate([chunks[str(number)] for number in range(len(chunks))]).reshape(shape)
+    return {key: _joined(value) for key, value in node.items()}
+
+
+def _orbax(path: Path) -> Any:
+    orbax = _library("orbax.checkpoint", path)
+    import jax
+
+    try:
+        with orbax.PyTreeCheckpointer() as reader:
+            tree = reader.metadata(path).item_metadata.tree
+            # As numpy arrays, wherever the devices were that saved them.
+            how = jax.tree.map(lambda _: orbax.RestoreArgs(restore_type=np.ndarray), tree)
+            return reader.restore(path, restore_args=how)
+    except Exception as error:  # what a damaged one raises is of many kinds
+        raise ValueError(f"{path.name} is no Orbax checkpoint, or is damaged: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _library(name: str, path: Path) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        package = {"orbax.checkpoint": "orbax-checkpoint"}.get(name, name)
+        raise ModuleNotFoundError(f"{path.name} needs a package to be read: pip install {package}") from error

@@ -1,0 +1,43 @@
+"""Streams of responses, some cancelled, some read slowly, while their worker is killed again and again (``bench.streams``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+from bench.streams import StreamClient, told
+from tests.daemon_process import PATIENCE, ROOT, DaemonProcess, nothing_left_behind, wait_until
+
+_CLIENTS = 16
+_KILLS = 2
+#: Requests before each of them, and at the end.
+_REQUESTS = 60
+#: How a request may end when its worker died.
+_DIED = "error: the worker process died while it executed the request, which may not be run twice"
+
+
+def test_every_stream_is_complete_or_ends_with_one_error(tmp_path: Path) -> None:
+    arguments = ["--model-control-mode=explicit", "--load-model=repeat"]
+    with nothing_left_behind(), DaemonProcess(tmp_path, [ROOT / "bench" / "models"], arguments=arguments) as daemon:
+        daemon.wait_ready()
+        staying = [psutil.Process(daemon.pid), *daemon.children("daemon.http"), *daemon.children("daemon.grpc")]
+        before = {process.pid: process.num_fds() for process in staying}
+        clients = [StreamClient(daemon.grpc_url, seed) for seed in range(_CLIENTS)]
+        for client in clients:
+            client.start()
+        for number in range(1, _KILLS + 2):
+            wait_until(lambda n=number: told(clients).total() > n * _REQUESTS, f"{number} times {_REQUESTS}", daemon)
+            if number <= _KILLS:
+                (worker,) = daemon.workers
+                worker.kill()
+                worker.wait(PATIENCE)
+        for client in clients:
+            client.stop()
+        for client in clients:
+            client.join(PATIENCE)
+            assert not client.is_alive()
+        assert told(clients).keys() <= {"complete", "cancelled", _DIED}
+        # Lanes of other workers, and a connection or two of this test's own.
+        wait_until(lambda: all(p.num_fds() <= before[p.pid] + 3 for p in staying), "descriptors to be closed", daemon)
+        assert "Traceback" not in daemon.log

@@ -1,0 +1,205 @@
+"""The process that those of tests are forked off (``tests.prepared``), and what makes a fork the process that was asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import ctypes
+import fcntl
+import gc
+import importlib
+import itertools
+import json
+import logging
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any, NoReturn
+
+from daemon import check
+from daemon.processes import child
+from tests.prepared import Process, early
+
+#: What takes long to import.
+_MODULES = (
+    "daemon.cli",
+    "daemon.supervisor",
+    "daemon.http.server",
+    "daemon.grpc.server",
+    "workers.check",
+    "workers.models.loader",
+    "workers.worker",
+    "workers.devices.device_cuda",
+    "workers.imports.import_system",
+)
+_ORDER_SIZE = 1 << 17
+#: Above all that a process may have.
+_NO_DESCRIPTOR = 1 << 20
+
+
+def serve(orders: socket.socket) -> None:
+    """Forks what pytest asks for until that is gone."""
+    for module in _MODULES:
+        importlib.import_module(module)
+    _say_platform_late()
+    gc.collect()
+    gc.freeze()
+    while True:
+        text, fds, _, _ = socket.recv_fds(orders, _ORDER_SIZE, 64)
+        if not text:
+            return
+        order = json.loads(text)
+        reader, writer = os.pipe()
+        between = os.fork()
+        if between == 0:
+            between = os.getpid()
+            if pid := os.fork():
+                os.write(writer, str(pid).encode())
+                os._exit(0)
+            # Only afterwards is its parent the one whose death it may ask to be told of.
+            while os.getppid() == between:
+                time.sleep(0.0005)
+            if order["new_session"]:
+                os.setsid()
+            os.chdir(order["cwd"])
+            placed = dict(zip(order["fds"], fds, strict=True))
+            _become(order["words"], order["environment"], placed, [order["cwd"]])
+        os.waitpid(between, 0)
+        orders.send(os.read(reader, 64))
+        for fd in (*fds, reader, writer):
+            os.close(fd)
+
+
+def _say_platform_late() -> None:
+    """Workers set it in their environment before they import JAX, which has been imported here."""
+    import jax
+
+    from workers.devices.device import DeviceName
+
+    prepare = DeviceName.prepare_environment
+
+    def prepare_environment(name: DeviceName) -> None:
+        prepare(name)
+        jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+
+    DeviceName.prepare_environment = prepare_environment  # type: ignore[method-assign]
+
+
+def _forked(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    stdin: int | IO[bytes],
+    stdout: IO[bytes] | None = None,
+    stderr: IO[bytes] | None = None,
+    pass_fds: Sequence[int] = (),
+    start_new_session: bool = False,
+) -> Any:
+    """What a supervisor and ``tensord check`` have for subprocess.Popen; their own standard input is nobody's."""
+    before, words = list(command[:3]), command[3:]
+    if before != [sys.executable, "-P", "-m"] or early(env) != early(os.environ):
+        return subprocess.Popen(
+            command,
+            env=env,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=pass_fds,
+            start_new_session=start_new_session,
+        )
+    pid = os.fork()
+    if pid == 0:
+        if start_new_session:
+            os.setsid()
+        files = enumerate((stdin, stdout, stderr))
+        standard = {number: number if file in (None, subprocess.DEVNULL) else file.fileno() for number, file in files}
+        _become(words, env, standard | {fd: fd for fd in pass_fds})
+    return Process(pid)
+
+
+def _become(
+    words: Sequence[str], environment: Mapping[str, str], fds: Mapping[int, int], folders: Sequence[str] = ()
+) -> NoReturn:
+    """Runs a module as the program of this process. ``fds``: by the number that each is to have.
+
+    ``folders``: where it looks for modules first.
+    """
+    status = 1
+    try:
+        _forget()
+        _place(fds)
+        os.environ.clear()
+        os.environ.update(environment)
+        before = [*folders, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+        sys.path[:] = [*before, *itertools.dropwhile(lambda path: not path.endswith(".zip"), sys.path)]
+        _rename([sys.executable, "-m", *words])
+        sys.argv = list(words)
+        child.subprocess = check.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _forked})
+        try:
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+            status = 0
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr)
+        threading._shutdown()
+        atexit._run_exitfuncs()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _forget() -> None:
+    """What is of the process that this one was forked off, and would not be there had it been started."""
+    # Nothing of it is ever finalized, which would close descriptors that are another's by then.
+    gc.freeze()
+    atexit._clear()
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    asyncio._set_running_loop(None)
+    asyncio.set_event_loop_policy(None)
+    logging.getLogger().handlers.clear()
+
+
+def _place(fds: Mapping[int, int]) -> None:
+    """Gives descriptors their numbers and closes all others."""
+    above = max(fds) + 1
+    copies = {number: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for number, fd in fds.items()}
+    for number, fd in copies.items():
+        os.dup2(fd, number)
+    following = 0
+    for number in (*sorted(fds), _NO_DESCRIPTOR):
+        if number > following:  # closerange takes none for all
+            os.closerange(following, number)
+        following = number + 1
+
+
+def _rename(words: Sequence[str]) -> None:
+    """What others see as its command line: written over that of the first process, which is as long as need be.
+
+    What is left over goes into the slashes before the program.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    begin, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5)
+    text = b"".join(os.fsencode(word) + b"\0" for word in words)[begin - end :].rjust(end - begin, b"/")
+    ctypes.memmove(begin, text, len(text))
+
+
+if __name__ == "__main__":
+    # By its own name: each process that is forked has another module for its program.
+    importlib.import_module("tests.first_process").serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,209 @@
+"""Processes that begin where their imports are done: forked off one that has made them, which spares each up to a second.
+
+pytest ── starts ──▶ the first process: has imported what daemons, fronts and workers import, and waits
+   │                   └─ fork ─▶ one that ends at once
+   └── becomes the parent of ───────── fork ─▶ python -m tensord serve …, from its first line on
+                                                └─ fork ─▶ python -m workers …, the same way
+
+Each has the arguments, environment, descriptors, folder and parent that it would have if it were started. Variables that are
+read before a program's first line (by the loader, by JAX) are those of the first process: there is one for each set of them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+_ROOT = Path(__file__).parent.parent
+#: Variables that are read when a process begins, or something is imported.
+_READ_EARLY = ("JAX", "LD_", "MALLOC", "OMP", "OPENBLAS", "PYTHON", "XLA")
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+
+class Process:
+    """A child of this process, as far as supervisors and tests use subprocess.Popen."""
+
+    def __init__(self, pid: int, stderr: IO[str] | None = None) -> None:
+        self.pid = pid
+        self.stderr = stderr
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit status, if it has ended."""
+        return self._reap(os.WNOHANG)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit status. Raises TimeoutExpired: it has not ended by then."""
+        if self.returncode is None and timeout is not None:
+            with contextlib.suppress(ProcessLookupError):
+                pidfd = os.pidfd_open(self.pid)
+                try:
+                    ended, _, _ = select.select([pidfd], [], [], timeout)
+                finally:
+                    os.close(pidfd)
+                if not ended:
+                    raise subprocess.TimeoutExpired(str(self.pid), timeout)
+        status = self._reap(0)
+        assert status is not None
+        return status
+
+    def _reap(self, flags: int) -> int | None:
+        if self.returncode is None:
+            try:
+                pid, status = os.waitpid(self.pid, flags)
+            except ChildProcessError:
+                self.returncode = 0  # somebody else has waited for it: what subprocess says then
+            else:
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Nothing happens if it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Ends it if it has not ended; ``wait`` says how."""
+        self.send_signal(signal.SIGKILL)
+
+
+def early(environment: Mapping[str, str]) -> dict[str, str]:
+    """Those of the variables that only a process which began with them has read."""
+    found = {name: value for name, value in environment.items() if name.startswith(_READ_EARLY)}
+    # Where the packages are that every process finds anyway is no difference.
+    folders = [folder for folder in found.pop("PYTHONPATH", "").split(os.pathsep) if folder not in ("", str(_ROOT))]
+    return found | ({"PYTHONPATH": os.pathsep.join(folders)} if folders else {})
+
+
+def firsts() -> dict[int, int]:
+    """The processes that others are forked off, which end with this one, and the descriptors that lead to them."""
+    return {first.pid: first.fileno() for first in _firsts.values()}
+
+
+def start(
+    words: Sequence[str],
+    fds: Sequence[int] = (),
+    *,
+    environment: Mapping[str, str] | None = None,
+    cwd: Path = _ROOT,
+    new_session: bool = False,
+    output: int = 1,
+    errors: int = 2,
+    read_errors: bool = False,
+) -> Process:
+    """``python -m WORDS``, which has these descriptors by the numbers that they have here.
+
+    Args:
+      output, errors: where it writes; as this process.
+      read_errors: its standard error is to be read here, and nobody reads its output.
+    """
+    environment = dict(os.environ if environment is None else environment)
+    first = _first_for(environment)
+    null = os.open(os.devnull, os.O_RDWR)
+    reader, writer = os.pipe() if read_errors else (-1, os.dup(errors))
+    try:
+        order = {
+            "words": list(words),
+            "environment": environment,
+            "cwd": str(cwd),
+            "new_session": new_session,
+            "fds": [0, 1, 2, *fds],
+        }
+        pid = first.fork(order, [null, null if read_errors else output, writer, *fds])
+    except BaseException:
+        if read_errors:
+            os.close(reader)
+        raise
+    finally:
+        os.close(writer)
+        os.close(null)
+    return Process(pid, os.fdopen(reader) if read_errors else None)
+
+
+def run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """``python -m WORDS`` to its end, with what it wrote."""
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        status = start(words, output=output.fileno(), errors=errors.fileno()).wait()
+        output.seek(0)
+        errors.seek(0)
+        return subprocess.CompletedProcess(words, status, output.read(), errors.read())
+
+
+class _First:
+    """A process that others are forked off, from the side of pytest."""
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        self._lock = threading.Lock()
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        others = {name: value for name, value in os.environ.items() if not name.startswith(_READ_EARLY)}
+        with theirs:
+            self._process = subprocess.Popen(
+                # Its children write theirs over the last word.
+                [sys.executable, "-P", "-m", "tests.first_process", str(theirs.fileno()), "-" * 2048],
+                cwd=_ROOT,
+                env={
+                    **others,
+                    **variables,
+                    "PYTHONPATH": os.pathsep.join([str(_ROOT), variables.get("PYTHONPATH", "")]),
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for pytest, which ends its processes
+            )
+        atexit.register(self.end)
+
+    def fork(self, order: Mapping[str, Any], fds: Sequence[int]) -> int:
+        with self._lock, _adopting():
+            socket.send_fds(self._orders, [json.dumps(order).encode()], fds)
+            answer = self._orders.recv(64)
+        assert answer, "the first process has ended"
+        return int(answer)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fileno(self) -> int:
+        return self._orders.fileno()
+
+    def end(self) -> None:
+        self._orders.close()
+        self._process.wait()
+
+
+#: By those variables that they began with.
+_firsts: dict[frozenset[tuple[str, str]], _First] = {}
+
+
+def _first_for(environment: Mapping[str, str]) -> _First:
+    variables = early(environment)
+    key = frozenset(variables.items())
+    if key not in _firsts:
+        _firsts[key] = _First(variables)
+    return _firsts[key]
+
+
+@contextlib.contextmanager
+def _adopting() -> Iterator[None]:
+    """Meanwhile this process is the parent of those whose own, a descendant of this one, ends."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    assert prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0
+    try:
+        yield
+    finally:
+        assert prctl(_PR_SET_CHILD_SUBREAPER, 0) == 0

@@ -1,0 +1,217 @@
+"""Models that call others, as a test tells them to: what they run comes with the request."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as grpcclient
+import tritonclient.http as httpclient
+
+from tests.protocol.stepped_models import COUNTS
+from tests.repositories import ensemble, scale_model, write_model
+
+#: Runs the text ``code``, which leaves what is answered as ``said``.
+SCRIPT = """
+    import asyncio
+    import json
+    import threading
+    import time
+
+    import numpy as np
+    import triton_python_backend_utils as pb
+
+    def call(model, inputs, outputs=(), **more):
+        tensors = [pb.Tensor(name, np.asarray(array)) for name, array in inputs.items()]
+        return pb.InferenceRequest(model_name=model, inputs=tensors, requested_output_names=list(outputs), **more)
+
+    def of(response):
+        if response.has_error():
+            return "error " + response.error().message()
+        return {tensor.name(): [*map(text, tensor.as_numpy().tolist())] for tensor in response.output_tensors()}
+
+    def text(value):
+        return value.decode() if isinstance(value, bytes) else value
+
+    def script(model, code):
+        # What another one leaves as said.
+        said = of(call(model, {"code": np.array([code], np.object_)}).exec())
+        return said if isinstance(said, str) else json.loads(said["said"][0])
+
+    class TritonPythonModel:
+        def initialize(self, args):
+            self.name = args["model_name"]
+
+        def execute(self, requests):
+            return [self.run(request) for request in requests]
+
+        def run(self, request):
+            code = pb.get_input_tensor_by_name(request, "code").as_numpy().ravel()[0].decode()
+            scope = {**globals(), "request": request, "self": self}
+            exec(code, scope)
+            return self.answer(scope["said"])
+
+        def answer(self, said):
+            return pb.InferenceResponse([pb.Tensor("said", np.array([json.dumps(said)], np.object_))])
+"""
+#: The text defines ``main``, a coroutine function, which returns what is answered.
+ASYNC = (
+    SCRIPT
+    + """
+        async def execute(self, requests):
+            return [await self.run(request) for request in requests]
+
+        async def run(self, request):
+            code = pb.get_input_tensor_by_name(request, "code").as_numpy().ravel()[0].decode()
+            scope = {**globals(), "request": request, "self": self}
+            exec(code, scope)
+            return self.answer(await scope["main"]())
+"""
+)
+#: The same, answered by a sender.
+ASYNC_DECOUPLED = (
+    ASYNC
+    + """
+        async def execute(self, requests):
+            await asyncio.gather(*(self.stream(request) for request in requests))
+
+        async def stream(self, request):
+            sender = request.get_response_sender()
+            sender.send(await self.run(request), pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+)
+#: Answers each of its numbers by itself.
+REPEAT = """
+    import numpy as np
+    import triton_python_backend_utils as pb
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            for request in requests:
+                sender = request.get_response_sender()
+                for value in pb.get_input_tensor_by_name(request, "values").as_numpy():
+                    if value < 0:
+                        sender.send(pb.InferenceResponse(error=pb.TritonError("below zero", pb.TritonError.INVALID_ARG)))
+                    else:
+                        sender.send(pb.InferenceResponse([pb.Tensor("value", np.array([value], np.float32))]))
+                sender.send(flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+#: Says what it was asked with, or fails.
+TELL = """
+    import json
+    import numpy as np
+    import triton_python_backend_utils as pb
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            return [self.tell(request) for request in requests]
+
+        def tell(self, request):
+            x = pb.get_input_tensor_by_name(request, "x").as_numpy()
+            if x.ravel()[0] == -1:
+                raise ValueError("no such number")
+            if x.ravel()[0] == -2:
+                return pb.InferenceResponse(error=pb.TritonError("not that one", pb.TritonError.NOT_FOUND))
+            said = {
+                "id": request.request_id(), "sequence": request.correlation_id(), "flags": request.flags(),
+                "timeout": request.timeout(), "parameters": json.loads(request.parameters()),
+                "wanted": request.requested_output_names(),
+            }
+            tensors = [pb.Tensor("said", np.array([json.dumps(said)], np.object_)), pb.Tensor("y", x)]
+            return pb.InferenceResponse(tensors, parameters={"size": x.size, "kind": "told"})
+"""
+#: Holds its requests until they are cancelled, or a file is there.
+GATE = """
+    import pathlib, time
+    import numpy as np
+    import triton_python_backend_utils as pb
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            answers = []
+            for request in requests:
+                path = pathlib.Path(pb.get_input_tensor_by_name(request, "path").as_numpy().ravel()[0].decode())
+                path.with_suffix(".began").touch()
+                while not path.exists() and not request.is_cancelled():
+                    time.sleep(0.005)
+                path.with_suffix(".cancelled" if request.is_cancelled() else ".done").touch()
+                answers.append(pb.InferenceResponse([pb.Tensor("code", np.array([1], np.int32))]))
+            return answers
+"""
+#: Sums what a sequence has sent.
+SUMS = """
+    import numpy as np
+    import triton_python_backend_utils as pb
+
+    class TritonPythonModel:
+        def initialize(self, args):
+            self.sums = {}
+
+        def execute(self, requests):
+            answers = []
+            for request in requests:
+                who, x = request.correlation_id(), pb.get_input_tensor_by_name(request, "x").as_numpy()
+                if request.flags() & 1:
+                    self.sums[who] = 0
+                self.sums[who] += x
+                answers.append(pb.InferenceResponse([pb.Tensor("y", np.asarray(self.sums[who], np.float32).reshape(x.shape))]))
+            return answers
+"""
+SCRIPT_FIELDS = """
+    backend: "python"
+    input [ { name: "code" data_type: TYPE_STRING dims: [ 1 ] } ]
+    output [ { name: "said" data_type: TYPE_STRING dims: [ 1 ] } ]
+"""
+
+
+def fields(inputs: str, outputs: str, more: str = "") -> str:
+    """A configuration: ``"x FP32 4"`` each."""
+
+    def listed(kind: str, given: str) -> str:
+        rows = []
+        for name, datatype, *dims in (entry.split() for entry in given.split(",")):
+            rows.append(f'{{ name: "{name}" data_type: TYPE_{datatype} dims: [ {", ".join(dims)} ] }}')
+        return f"{kind} [ {', '.join(rows)} ]\n"
+
+    return f'backend: "python"\n{listed("input", inputs)}{listed("output", outputs)}{more}\n'
+
+
+def write(repository: Path) -> Path:
+    """Those that call, and those that are called."""
+    decoupled = "model_transaction_policy { decoupled: true }"
+    write_model(repository, "script", SCRIPT, SCRIPT_FIELDS)
+    write_model(repository, "pair", SCRIPT, SCRIPT_FIELDS + "instance_group [ { count: 2 } ]")
+    write_model(repository, "many", SCRIPT, SCRIPT_FIELDS + "instance_group [ { count: 8 } ]")
+    write_model(repository, "other", SCRIPT, SCRIPT_FIELDS)
+    write_model(repository, "async", ASYNC, SCRIPT_FIELDS)
+    write_model(repository, "async_decoupled", ASYNC_DECOUPLED, SCRIPT_FIELDS + decoupled)
+    write_model(repository, "repeat", REPEAT, fields("values FP32 -1", "value FP32 1", decoupled))
+    write_model(repository, "tell", TELL, fields("x FP32 4", "y FP32 4, said STRING 1"))
+    write_model(repository, "gate", GATE, fields("path STRING 1", "code INT32 1"))
+    direct = "sequence_batching { oldest { max_candidate_sequences: 4 } max_sequence_idle_microseconds: 600000000 }"
+    write_model(repository, "sums", SUMS, fields("x FP32 1", "y FP32 1", "max_batch_size: 4 " + direct))
+    write_model(
+        repository, "series", SCRIPT, SCRIPT_FIELDS + "sequence_batching { direct { } } instance_group [ { count: 2 } ]"
+    )
+    ordered = "dynamic_batching { preserve_ordering: true } instance_group [ { count: 2 } ]"
+    write_model(repository, "ordered", SCRIPT, SCRIPT_FIELDS + ordered)
+    needs = 'instance_group [ { rate_limiter { resources [ { name: "R" count: 1 } ] } } ]'
+    for name in ("needs", "needs_too"):
+        write_model(repository, name, SCRIPT, SCRIPT_FIELDS + needs)
+    write_model(repository, "counts", COUNTS)
+    scale_model(repository)
+    steps = [("scale", {"x": "x"}, {"y": "middle"}), ("scale", {"x": "middle"}, {"y": "y"})]
+    ensemble(repository, "twice", ["x FP32 4"], ["y FP32 4"], steps, 8)
+    return repository
+
+
+def run(client: Any, model: str, code: str, **more: Any) -> Any:
+    """What the text leaves as ``said``, or ``main`` returns."""
+    given = (grpcclient if isinstance(client, grpcclient.InferenceServerClient) else httpclient).InferInput(
+        "code", [1], "BYTES"
+    )
+    given.set_data_from_numpy(np.array([dedent(code).encode()], np.object_))
+    return json.loads(client.infer(model, [given], **more).as_numpy("said")[0])

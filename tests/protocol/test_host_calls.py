@@ -1,0 +1,145 @@
+"""Host models and generators of a real daemon that ask other models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+import tritonclient.http as httpclient
+from tritonclient.utils import InferenceServerException
+
+from tests.daemon_process import DaemonProcess
+from tests.protocol.calling_models import TELL, fields
+from tests.repositories import scale_model, write_model
+
+#: Asks the model that it is told to, as it is told to.
+ASKS = """
+    import json
+    import numpy as np
+    from tensord import models
+
+    inputs = {"how": "BYTES[1]", "x": "FP32[4]"}
+    outputs = {"said": "BYTES[1]"}
+    host = True
+
+    def create(path, config, device):
+        early = []
+        try:
+            models.call("scale", {"x": np.ones((1, 4), np.float32)})
+        except models.ServingError as error:
+            early.append(error.message)
+
+        def ask(how, x):
+            if how == "call":
+                return models.call("scale", {"x": x[None]})["y"].tolist()
+            if how == "begin":
+                begun = [models.begin("scale", {"x": np.full((1, 4), i, np.float32)}, ["y"]) for i in range(20)]
+                return [float(each.result()["y"][0, 0]) for each in begun]
+            if how == "tell":
+                said = models.call("tell", {"x": x}, request_id="r", parameters={"a": 1}, timeout_us=7)["said"][0]
+                return json.loads(said.decode())
+            if how == "stream":
+                return [each["i"].tolist() for each in models.stream("counts", {"n": np.array([3], np.int32)})]
+            if how == "part":
+                for each in models.stream("counts", {"n": np.array([1_000_000], np.int32)}):
+                    return each["i"].tolist()
+            if how == "self":
+                return models.call("asks", {"how": np.array(["call"], np.object_), "x": x})["said"].tolist()
+            if how == "early":
+                return early
+            return models.call(how, {"x": x})
+
+        def apply(params, inputs):
+            return {"said": np.array([json.dumps(ask(inputs["how"][0].decode(), inputs["x"]))], np.object_)}
+
+        return apply, None
+"""
+COUNTS = """
+    import numpy as np
+    from tensord import models
+
+    inputs = {"n": "INT32[1]"}
+    outputs = {"i": "INT32[1]"}
+
+    def create(path, config, device):
+        def apply(params, inputs):
+            for i in range(int(inputs["n"][0])):
+                if i < 3:
+                    x = np.full((1, 4), i, np.float32)
+                    i = int(models.call("scale", {"x": x})["y"][0, 0])
+                yield {"i": np.array([i], np.int32)}
+        return apply, None
+"""
+
+
+@pytest.fixture(scope="module")
+def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    repository = tmp_path_factory.mktemp("repository")
+    write_model(repository, "asks", ASKS)
+    write_model(repository, "counts", COUNTS)
+    write_model(repository, "tell", TELL, fields("x FP32 4", "y FP32 4, said STRING 1"))
+    scale_model(repository)
+    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository]) as running:
+        running.wait_ready()
+        yield running
+
+
+def asked(http: httpclient.InferenceServerClient, how: str, first: float = 1) -> Any:
+    given = [httpclient.InferInput("how", [1], "BYTES"), httpclient.InferInput("x", [4], "FP32")]
+    given[0].set_data_from_numpy(np.array([how.encode()], np.object_))
+    given[1].set_data_from_numpy(np.full(4, first, np.float32))
+    return http.infer("asks", given).as_numpy("said")[0].decode()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("call", "[[4.0, 4.0, 4.0, 4.0]]"),
+        ("begin", str([3.0 * i + 1 for i in range(20)])),
+        ("stream", "[[1], [4], [7]]"),
+        ("part", "[1]"),
+        ("early", "[\"model 'scale' can be called only by a model, while it works on a request\"]"),
+    ],
+)
+def test_a_host_model_asks_others(http: httpclient.InferenceServerClient, how: str, said: str) -> None:
+    assert asked(http, how) == said
+
+
+def test_what_it_says_of_its_request_goes_along(http: httpclient.InferenceServerClient) -> None:
+    said = asked(http, "tell")
+    assert '"id": "r"' in said
+    assert '"parameters": {"a": 1}' in said
+    assert '"timeout": 7' in said
+
+
+@pytest.mark.parametrize(
+    ("how", "first", "text", "status"),
+    [
+        ("nobody", 1, "Model 'nobody' is not ready.", "404"),
+        ("counts", 1, "model 'counts' answers with any number of responses: tensord.models.stream() gives them", "400"),
+        ("tell", -2, "not that one", "404"),
+        ("self", 1, "model 'asks' waits for itself (asks -> asks)", "500"),
+    ],
+)
+def test_what_the_other_one_answers_is_the_answer_of_who_does_not_catch_it(
+    http: httpclient.InferenceServerClient, how: str, first: float, text: str, status: str
+) -> None:
+    with pytest.raises(InferenceServerException) as caught:
+        asked(http, how, first)
+    assert text in caught.value.message()
+    assert caught.value.status() == status
+
+
+def test_a_generator_asks_between_its_responses(daemon: DaemonProcess) -> None:
+    """Also one that rests meanwhile, because its client takes nothing."""
+    with grpcclient.InferenceServerClient(daemon.grpc_url) as client:
+        came: list[int] = []
+        client.start_stream(lambda result, error: came.append(-1 if error else int(result.as_numpy("i")[0])))
+        given = grpcclient.InferInput("n", [1], "INT32")
+        given.set_data_from_numpy(np.array([5], np.int32))
+        client.async_stream_infer("counts", [given])
+        client.stop_stream()
+    assert came == [1, 4, 7, 3, 4]

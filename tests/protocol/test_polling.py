@@ -1,0 +1,71 @@
+"""A daemon that follows its repository: models appear, change, break and go while it serves."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.daemon_process import PATIENCE, DaemonProcess
+from tests.repositories import write_model
+
+MODEL = """
+    inputs = {"x": "FP32[1]"}
+    outputs = {"y": "FP32[1]"}
+
+    def create(path, config, device):
+        return (lambda params, inputs: {"y": inputs["x"] * FACTOR}), None
+"""
+ASKED = [{"name": "x", "datatype": "FP32", "shape": [1], "data": [1]}]
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    folder = tmp_path_factory.mktemp("poll")
+    write_model(folder / "models", "steady", MODEL.replace("FACTOR", "1.0"))
+    options = {"repository": {"control_mode": "poll", "poll_interval": 0.2}}
+    with DaemonProcess(folder, [folder / "models"], options) as running:
+        running.wait_ready()
+        yield running
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def answer(daemon: DaemonProcess, name: str) -> float | str:
+    status, body = daemon.infer(name, ASKED)
+    return float(body["outputs"][0]["data"][0]) if status == 200 else str(body["error"])
+
+
+def test_models_come_change_and_go(daemon: DaemonProcess) -> None:
+    models = daemon.folder / "models"
+    write_model(models, "m", MODEL.replace("FACTOR", "2.0"))
+    until(lambda: answer(daemon, "m") == 2)
+    write_model(models, "m", MODEL.replace("FACTOR", "3.0"))
+    until(lambda: answer(daemon, "m") == 3)
+    shutil.rmtree(models / "m")
+    until(lambda: "unknown model" in str(answer(daemon, "m")))
+    assert answer(daemon, "steady") == 1
+
+
+def test_a_mistake_leaves_the_former_one_serving(daemon: DaemonProcess) -> None:
+    models = daemon.folder / "models"
+    write_model(models, "typed", MODEL.replace("FACTOR", "2.0"))
+    until(lambda: answer(daemon, "typed") == 2)
+    write_model(models, "typed", MODEL.replace("FACTOR", "missing_name"))
+    until(lambda: "missing_name" in daemon.log)
+    assert answer(daemon, "typed") == 2
+    write_model(models, "typed", MODEL.replace("FACTOR", "5.0"))
+    until(lambda: answer(daemon, "typed") == 5)
+
+
+def test_clients_may_not_load(daemon: DaemonProcess) -> None:
+    status, body = daemon.request("POST", "/v2/repository/models/steady/load", b"{}")
+    assert status >= 400
+    assert b"explicit model load / unload is not allowed if polling is enabled" in body

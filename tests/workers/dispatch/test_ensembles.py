@@ -1,0 +1,303 @@
+"""Ensembles in a worker's loop: which of their requests go through all programs as one batch, and who counts what."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from config.model_config import parse_pbtxt
+from shm.control_records import Load, Loaded
+from shm.messages import Completion, Inline, RequestedOutput, Tensor
+from tests.repositories import ensemble, scale_model, write_model
+from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop
+from workers.dispatch import fast_path
+from workers.models.model_version import ModelVersion
+
+in_c = pytest.mark.skipif(not fast_path.available, reason="the C extension was not built")
+#: Another size of batches than the first one has, and what it makes is as long.
+SQUARE = """
+    inputs = {"x": "FP32[4]"}
+    outputs = {"y": "FP32[4]", "same": "FP32[4]"}
+    max_batch_size = 8
+    batch_buckets = BUCKETS
+
+    def create(path, config, device):
+        return (lambda params, inputs: {"y": inputs["x"] ** 2, "same": inputs["x"]}), {}
+"""
+DELAYS = "dynamic_batching { max_queue_delay_microseconds: 100 }"
+
+
+def load(loop: WorkerLoop, repository: Path, *names: str) -> None:
+    for name in names:
+        config = repository / name / "config.pbtxt"
+        if not config.exists():
+            config.write_text('backend: "jax"')
+        loop.load(repository / name)
+
+
+@pytest.fixture
+def chained(loop: WorkerLoop, tmp_path: Path) -> Callable[..., WorkerLoop]:
+    """A worker with ``chain``: (3x + 1) squared, and 3x + 1 itself."""
+
+    def made(buckets: str = "(2, 8)") -> WorkerLoop:
+        scale_model(tmp_path)
+        write_model(tmp_path, "square", SQUARE.replace("BUCKETS", buckets))
+        steps = [("scale", {"x": "x"}, {"y": "scaled"}), ("square", {"x": "scaled"}, {"y": "y", "same": "same"})]
+        ensemble(tmp_path, "chain", ["x FP32 4"], ["scaled FP32 4", "y FP32 4", "same FP32 4"], steps, 8)
+        load(loop, tmp_path, "scale", "square", "chain")
+        return loop
+
+    return made
+
+
+def version(loop: WorkerLoop, name: str) -> ModelVersion:
+    (found,) = [each for each in loop.worker._models if each.name == name]
+    return found
+
+
+def submit(loop: WorkerLoop, values: Sequence[float], *outputs: str, model: str = "chain", **more: Any) -> None:
+    for value in values:
+        array = np.full((1, 4), value, np.float32)
+        wanted = tuple([RequestedOutput(name) for name in outputs])
+        loop.submit(model, [Tensor("x", "FP32", array.shape, Inline(array.tobytes()))], wanted, **more)
+
+
+def read(answers: Sequence[Completion]) -> dict[str, list[float]]:
+    """The first element of each output."""
+    found: dict[str, list[float]] = {}
+    for answer in answers:
+        assert answer.code == "", answer.message
+        for tensor in answer.outputs:
+            assert isinstance(tensor.place, Inline)
+            array = np.frombuffer(tensor.place.content, np.float32).reshape(tensor.shape)
+            assert array.shape == (1, 4)
+            found.setdefault(tensor.name, []).append(float(array[0, 0]))
+    return found
+
+
+def ask(loop: WorkerLoop, values: Sequence[float], *outputs: str, **more: Any) -> dict[str, list[float]]:
+    submit(loop, values, *outputs, **more)
+    return read(loop.answers(len(values)))
+
+
+def queued(loop: WorkerLoop) -> int:
+    """Requests that were ever queued in Python: those that are answered in C are not."""
+    return sum(int(each.queue._sequence) for each in loop.worker._models)
+
+
+def known(loop: WorkerLoop, once: Callable[[], object]) -> None:
+    """Asks until nothing of it is Python's affair any more."""
+    deadline, quiet = time.monotonic() + PATIENCE_SECONDS, 0
+    while quiet < 5:
+        before = queued(loop)
+        once()
+        quiet = quiet + 1 if queued(loop) == before else 0
+        assert time.monotonic() < deadline, "it never came about"
+
+
+def counts(loop: WorkerLoop, name: str) -> dict[str, Any]:
+    found = version(loop, name).statistics.to_dict()
+    sizes = {batch["batch_size"]: batch["compute_infer"]["count"] for batch in found["batch_stats"]}
+    good, failed = found["inference_stats"]["success"], found["inference_stats"]["fail"]
+    return {
+        "answered": good["count"],
+        "failed": failed["count"],
+        "rows": found["inference_count"],
+        "executions": found["execution_count"],
+        "sizes": sizes,
+        "copied": found["copied_byte_size"],
+        "infer": found["inference_stats"]["compute_infer"]["ns"],
+    }
+
+
+@in_c
+@pytest.mark.parametrize("together", [1, 3, 8, 20])
+def test_what_is_known_of_a_chain_is_answered_outside_of_python(
+    chained: Callable[..., WorkerLoop], together: int
+) -> None:
+    loop = chained()
+    values = [n / 2 for n in range(together)]
+    expected = {
+        "scaled": [3 * x + 1 for x in values],
+        "y": [(3 * x + 1) ** 2 for x in values],
+        "same": [3 * x + 1 for x in values],
+    }
+    assert ask(loop, values) == expected
+    known(loop, lambda: ask(loop, values))
+    before = queued(loop)
+    assert ask(loop, values) == expected
+    assert queued(loop) == before
+
+
+@in_c
+@pytest.mark.parametrize("fast", [False, True])
+def test_an_ensemble_and_its_models_count_the_same_whoever_runs_them(
+    chained: Callable[..., WorkerLoop], fast: bool
+) -> None:
+    """Three requests together are one batch, which nothing between the models is copied for."""
+    loop = chained()
+    if fast:
+        known(loop, lambda: ask(loop, [1, 2, 3]))
+    names = ("chain", "scale", "square")
+    before = {name: counts(loop, name) for name in names}
+    ask(loop, [1, 2, 3])
+    after = {name: counts(loop, name) for name in names}
+    for name in names:
+        assert after[name]["answered"] - before[name]["answered"] == 3
+        assert after[name]["failed"] == 0
+        assert after[name]["rows"] - before[name]["rows"] == 3
+        assert after[name]["executions"] - before[name]["executions"] == 1
+        assert after[name]["sizes"][3] - before[name]["sizes"].get(3, 0) == 1
+    took = {name: after[name]["infer"] - before[name]["infer"] for name in names}
+    assert 0 < took["scale"] + took["square"] <= took["chain"]
+    copied = {name: after[name]["copied"] - before[name]["copied"] for name in names}
+    # Sixteen bytes of each request go in, and three times as many come out.
+    assert copied == {"chain": 3 * 64, "scale": 0, "square": 0}
+
+
+@in_c
+def test_each_set_of_outputs_has_its_own_chain(chained: Callable[..., WorkerLoop]) -> None:
+    loop = chained()
+    for outputs in (("scaled",), ("y",), ("same", "scaled"), ()):
+        known(loop, lambda outputs=outputs: ask(loop, [1, 2], *outputs))  # type: ignore[misc]
+    before, counted = queued(loop), counts(loop, "square")["answered"]
+    assert ask(loop, [2], "scaled") == {"scaled": [7]}
+    assert counts(loop, "square")["answered"] == counted
+    assert ask(loop, [2], "y") == {"y": [49]}
+    assert ask(loop, [2], "same", "scaled") == {"same": [7], "scaled": [7]}
+    assert ask(loop, [2]) == {"scaled": [7], "y": [49], "same": [7]}
+    assert queued(loop) == before
+
+
+@in_c
+def test_a_model_that_is_loaded_again_is_the_one_that_runs(chained: Callable[..., WorkerLoop], tmp_path: Path) -> None:
+    loop = chained()
+    known(loop, lambda: ask(loop, [1]))
+    scale_model(tmp_path, factor=5)
+    load(loop, tmp_path, "scale", "chain")
+    assert ask(loop, [2], "y") == {"y": [121]}
+    known(loop, lambda: ask(loop, [1], "y"))
+    assert ask(loop, [2], "y") == {"y": [121]}
+
+
+@pytest.mark.parametrize("buckets", ["(8,)", "(1, 2, 4, 8)", "(3, 8)"])
+def test_models_with_other_buckets_meet_at_one_that_all_have(chained: Callable[..., WorkerLoop], buckets: str) -> None:
+    loop = chained(buckets)
+    for together in (1, 3, 5, 8):
+        before = counts(loop, "square")["executions"]
+        values = [float(n) for n in range(together)]
+        assert ask(loop, values, "y") == {"y": [(3 * x + 1) ** 2 for x in values]}
+        assert counts(loop, "square")["executions"] == before + 1
+
+
+def test_a_traced_request_goes_step_by_step_and_those_that_came_with_it_together(
+    chained: Callable[..., WorkerLoop],
+) -> None:
+    loop = chained()
+    before = counts(loop, "scale")["sizes"]
+    submit(loop, [1, 2], "y")
+    submit(loop, [3], "y", own={"trace": 1})
+    submit(loop, [4], "y")
+    assert sorted(read(loop.answers(4))["y"]) == [16, 49, 100, 169]
+    after = counts(loop, "scale")["sizes"]
+    assert {size: after[size] - before.get(size, 0) for size in after} == {1: 1, 3: 1}
+
+
+def test_a_model_that_waits_for_company_is_no_link(loop: WorkerLoop, tmp_path: Path) -> None:
+    """Its own queue decides how long."""
+    scale_model(tmp_path)
+    write_model(tmp_path, "square", SQUARE.replace("BUCKETS", "(8,)"), f'backend: "jax" {DELAYS}')
+    steps = [("scale", {"x": "x"}, {"y": "scaled"}), ("square", {"x": "scaled"}, {"y": "y"})]
+    ensemble(tmp_path, "chain", ["x FP32 4"], ["y FP32 4"], steps, 8)
+    load(loop, tmp_path, "scale", "square", "chain")
+    before = int(version(loop, "square").queue._sequence)
+    assert ask(loop, [1, 2]) == {"y": [16, 49]}
+    assert int(version(loop, "square").queue._sequence) == before + 2
+
+
+# ---------------------------------------------------------------------------------------------------------- one program
+
+FUSED = 'parameters { key: "tensord_fuse" value { string_value: "true" } }'
+
+
+def fused(loop: WorkerLoop, repository: Path) -> WorkerLoop:
+    """``chain`` as one program."""
+    scale_model(repository)
+    write_model(repository, "square", SQUARE.replace("BUCKETS", "(1, 8)"))
+    steps = [("scale", {"x": "x"}, {"y": "scaled"}), ("square", {"x": "scaled"}, {"y": "y", "same": "same"})]
+    ensemble(repository, "chain", ["x FP32 4"], ["scaled FP32 4", "y FP32 4", "same FP32 4"], steps, 8, FUSED)
+    load(loop, repository, "scale", "square", "chain")
+    return loop
+
+
+@pytest.mark.parametrize("together", [1, 3, 8, 20])
+def test_one_program_gives_what_the_models_give(loop: WorkerLoop, tmp_path: Path, together: int) -> None:
+    fused(loop, tmp_path)
+    values = [n / 2 for n in range(together)]
+    scaled = [3 * x + 1 for x in values]
+    for _ in range(4):
+        assert ask(loop, values) == {"scaled": scaled, "y": [x**2 for x in scaled], "same": scaled}
+    assert ask(loop, values, "y") == {"y": [x**2 for x in scaled]}
+    assert int(version(loop, "scale").queue._sequence) == 0
+
+
+@pytest.mark.parametrize("fast", [False, pytest.param(True, marks=in_c)])
+def test_one_program_counts_for_its_models_which_share_the_time(loop: WorkerLoop, tmp_path: Path, fast: bool) -> None:
+    fused(loop, tmp_path)
+    if fast:
+        known(loop, lambda: ask(loop, [1, 2, 3]))
+    before = {name: counts(loop, name) for name in ("chain", "scale", "square")}
+    ask(loop, [1, 2, 3])
+    after = {name: counts(loop, name) for name in before}
+    for name, was in before.items():
+        now = after[name]
+        assert (now["answered"] - was["answered"], now["rows"] - was["rows"]) == (3, 3)
+        assert (now["executions"] - was["executions"], now["sizes"][3] - was["sizes"].get(3, 0)) == (1, 1)
+    took = [after[name]["infer"] - before[name]["infer"] for name in ("scale", "square", "chain")]
+    assert took[0] == took[1] == took[2] // 2
+
+
+def test_a_traced_request_to_one_program_is_told_of_each_step(loop: WorkerLoop, tmp_path: Path) -> None:
+    fused(loop, tmp_path)
+    submit(loop, [1], "y")
+    submit(loop, [2], "y", own={"trace": 1})
+    assert sorted(read(loop.answers(2))["y"]) == [16, 49]
+    assert int(version(loop, "scale").queue._sequence) == 1
+
+
+def test_one_program_is_made_anew_with_its_models(loop: WorkerLoop, tmp_path: Path) -> None:
+    fused(loop, tmp_path)
+    known(loop, lambda: ask(loop, [1]))
+    scale_model(tmp_path, factor=5)
+    load(loop, tmp_path, "scale", "chain")
+    assert ask(loop, [2], "y") == {"y": [121]}
+
+
+HOST = """
+    inputs = {"x": "FP32[4]"}
+    outputs = {"y": "FP32[4]"}
+    max_batch_size = 8
+    host = True
+
+    def create(path, config, device):
+        return (lambda params, inputs: {"y": inputs["x"]}), {}
+"""
+
+
+def test_what_is_not_compiled_cannot_be_part_of_one_program(loop: WorkerLoop, tmp_path: Path) -> None:
+    write_model(tmp_path, "host", HOST)
+    ensemble(tmp_path, "chain", ["x FP32 4"], ["y FP32 4"], [("host", {"x": "x"}, {"y": "y"})], 8, FUSED)
+    load(loop, tmp_path, "host")
+    config = (tmp_path / "chain" / "config.pbtxt").read_text()
+    record = Load(
+        "chain", 1, str(tmp_path), str(tmp_path / "chain" / "1"), parse_pbtxt(config, "chain").SerializeToString()
+    )
+    loop.tell(record)
+    assert loop.hear(Loaded).reason == (
+        "ensemble 'chain' cannot be one program, as tensord_fuse asks for: model 'host' is not compiled"
+    )

@@ -1,0 +1,118 @@
+"""Steps in a worker's loop: a request that cannot begin, while others have slots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shm.messages import Completion, Inline, Tensor
+from tests.repositories import write_model
+from tests.workers.worker_loop import WorkerLoop
+from workers.models.stepped_model import SteppedModel
+
+#: Counts on from its start, eight times.
+COUNTS = """
+    import jax.numpy as jnp
+
+    inputs = {"start": "INT32[1]"}
+    outputs = {"y": "INT32[1]"}
+    slots, max_steps = 4, 8
+
+    def create(path, config, device):
+        def init(params, slots):
+            return jnp.zeros(slots, jnp.int32)
+
+        def insert(params, carry, slot, inputs):
+            return carry.at[slot].set(inputs["start"][0]), {}
+
+        def step(params, carry, active):
+            return carry + active, {"y": (carry + active)[:, None]}, active, jnp.zeros_like(active)
+
+        return (init, insert, step), None
+"""
+
+
+@pytest.fixture
+def counting(loop: WorkerLoop, tmp_path: Path) -> WorkerLoop:
+    write_model(tmp_path, "counts", COUNTS, 'backend: "jax"')
+    loop.load(tmp_path / "counts")
+    return loop
+
+
+def stepped(loop: WorkerLoop) -> SteppedModel:
+    (found,) = [version.loaded.stepped for version in loop.worker._models]
+    assert found is not None
+    return found
+
+
+def begin(loop: WorkerLoop, start: int) -> int:
+    return loop.submit("counts", [Tensor("start", "INT32", (1,), Inline(np.array([start], np.int32).tobytes()))])
+
+
+def read(answers: list[Completion], number: int) -> list[Any]:
+    """The numbers that a request got, and the error that it ended with."""
+    found: list[Any] = []
+    for answer in answers:
+        if answer.request_id == number and answer.code:
+            found.append(answer.message)
+        elif answer.request_id == number:
+            places = [tensor.place for tensor in answer.outputs]
+            found += [int(np.frombuffer(place.content, np.int32)[0]) for place in places if isinstance(place, Inline)]
+    return found
+
+
+def until(loop: WorkerLoop, answers: list[Completion], *numbers: int) -> None:
+    """Those requests have come to their end."""
+    while not {answer.request_id for answer in answers if answer.final}.issuperset(numbers):
+        answers += loop.answers(1)
+
+
+def test_an_insertion_that_fails_before_it_has_the_carry_costs_its_own_request(counting: WorkerLoop) -> None:
+    """1. One request has a slot and some responses. 2. The next cannot be inserted. 3. The first goes on where it was."""
+    model = stepped(counting)
+    (key,) = model.executables.inserts
+    insert = model.executables.inserts[key]
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no memory for its inputs")
+
+    first = begin(counting, 100)
+    answers = counting.answers(1)
+    model.executables.inserts[key] = fails
+    second = begin(counting, 200)
+    until(counting, answers, second)
+    model.executables.inserts[key] = insert
+    third = begin(counting, 300)
+    until(counting, answers, first, second, third)
+    assert read(answers, first) == list(range(101, 109))
+    assert read(answers, second) == ["model 'counts' version 1 failed with RuntimeError"]
+    assert read(answers, third) == list(range(301, 309))
+    assert model.losses == 0
+
+
+def test_a_step_that_fails_after_it_has_the_carry_costs_those_that_have_slots(counting: WorkerLoop) -> None:
+    """1. Two have slots. 2. A step fails with what they had. 3. Who comes then begins with a new carry."""
+    model = stepped(counting)
+    steps = dict(model.executables.steps)
+
+    def fails(*given: Any) -> Any:
+        next(iter(steps.values()))(*given)
+        raise RuntimeError("lost on the way")
+
+    numbers = [begin(counting, start) for start in (100, 200)]
+    answers = counting.answers(2)
+    for size in steps:
+        model.executables.steps[size] = fails
+    until(counting, answers, *numbers)
+    model.executables.steps.update(steps)
+    third = begin(counting, 300)
+    until(counting, answers, third)
+    for number, start in zip(numbers, (100, 200), strict=True):
+        *values, error = read(answers, number)
+        assert values == list(range(start + 1, start + 1 + len(values)))
+        assert error == "model 'counts' version 1 failed with RuntimeError"
+    assert read(answers, third) == list(range(301, 309))
+    assert model.losses == 1

@@ -1,0 +1,94 @@
+"""A function, and a model.py, written as a version without Python: what is written answers as what it was written from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from google.protobuf import text_format
+
+import tensord.models
+from config.model_config import empty
+from shm.errors import InvalidArgument
+from workers.models import artifact
+
+INPUTS = {"x": "FP32[width]", "scale": "FP32[1]"}
+
+
+def pooled(params: Any, inputs: Any) -> Any:
+    x = params["activation"](inputs["x"] * params["factors"][0]) * inputs["scale"]
+    if x.shape[1] > 64:
+        raise ValueError("too wide")
+    return {"mean": x.mean(axis=-1), "y": x}
+
+
+PARAMETERS = {"factors": [np.float32(3), np.ones(2, np.float32)], "activation": jnp.tanh}
+
+
+def read(folder: Path) -> Any:
+    message = empty()
+    text_format.Parse((folder / "config.pbtxt").read_text(), message)
+    return artifact.module(folder / "1", message, "cpu"), message
+
+
+def test_a_function(tmp_path: Path) -> None:
+    folder = tensord.models.export(tmp_path / "m", pooled, PARAMETERS, INPUTS, 8, {"width": (16, 64)}, ("cpu", "cuda"))
+    module, message = read(folder)
+    assert (message.name, message.max_batch_size) == ("m", 8)
+    assert {tensor.name: list(tensor.dims) for tensor in message.input} == {"x": [-1], "scale": [1]}
+    assert {tensor.name: list(tensor.dims) for tensor in message.output} == {"mean": [], "y": [-1]}
+    assert message.parameters["buckets.width"].string_value == "16,64"
+    assert module.inputs == {"scale": "FP32[1]", "x": "FP32[width]"}
+    apply, params = module.create(folder / "1", {}, jax.devices()[0])
+    assert sorted(params) == ["params/factors.0", "params/factors.1"]
+    for rows, width in ((1, 16), (8, 5)):
+        given = {
+            "x": np.random.default_rng(rows).random((rows, width), np.float32),
+            "scale": np.full((rows, 1), 2, np.float32),
+        }
+        made, expected = jax.jit(apply)(params, given), pooled(PARAMETERS, given)
+        np.testing.assert_allclose(made["y"], expected["y"], rtol=1e-6)
+        np.testing.assert_allclose(made["mean"], expected["mean"], rtol=1e-6)
+
+
+def test_a_wide_one_without_parameters_and_without_a_batch(tmp_path: Path) -> None:
+    folder = tensord.models.export(
+        tmp_path / "m", lambda _, inputs: {"y": inputs["x"] + 1}, None, {"x": "INT64[-1, 2]"}
+    )
+    module, _ = read(folder)
+    apply, params = module.create(folder / "1", {}, jax.devices()[0])
+    with jax.enable_x64(True):
+        made = np.asarray(jax.jit(apply)(params, {"x": np.full((3, 2), 1 << 40)})["y"])
+    assert made.dtype == np.int64
+    assert made[0, 0] == (1 << 40) + 1
+    assert not (folder / "1" / "params.safetensors").exists()
+
+
+def test_a_function_that_asks_for_a_number_of_rows(tmp_path: Path) -> None:
+    folder = tensord.models.export(
+        tmp_path / "m", lambda _, inputs: {"y": inputs["x"] * len(inputs["x"])}, None, {"x": "FP32[2]"}, 6
+    )
+    assert sorted(path.name for path in (folder / "1").iterdir()) == [f"rows{rows}.jaxexport" for rows in (1, 2, 4, 6)]
+    module, _ = read(folder)
+    assert (module.batch_buckets, module.max_batch_size) == ((1, 2, 4, 6), 6)
+    apply, params = module.create(folder / "1", {}, jax.devices()[0])
+    assert apply(params, {"x": np.ones((4, 2), np.float32)})["y"][0, 0] == 4
+
+
+def test_refusals(tmp_path: Path) -> None:
+    def exported(name: str, function: Any, inputs: dict[str, str], **more: Any) -> str:
+        with pytest.raises(InvalidArgument) as caught:
+            tensord.models.export(tmp_path / name, function, None, inputs, **more)
+        return caught.value.message
+
+    assert "input 'x' is BYTES" in exported("a", lambda _, inputs: inputs, {"x": "BYTES[1]"})
+    assert "expected a datatype with dims" in exported("b", lambda _, inputs: inputs, {"x": "float"})
+    assert "cannot be exported: ZeroDivisionError" in exported("c", lambda _, inputs: {"y": 1 // 0}, {"x": "FP32[1]"})
+    assert "output 'y' is complex64" in exported("d", lambda _, inputs: {"y": inputs["x"] * 1j}, {"x": "FP32[1]"})
+    assert not (tmp_path / "d").exists()
+    tensord.models.export(tmp_path / "e", lambda _, inputs: inputs, None, {"x": "FP32[1]"})
+    assert "is not empty" in exported("e", lambda _, inputs: inputs, {"x": "FP32[1]"})

@@ -1,0 +1,32 @@
+"""What a load is told of while it goes on, and what it comes to."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from workers.programs.load_progress import LoadProgress
+from workers.programs.placement import CompiledProgram, Placement
+
+
+def test_what_a_load_comes_to() -> None:
+    told: list[tuple[int, int, int]] = []
+    progress = LoadProgress("m", 1, lambda *at: told.append(at))
+    parameters = {"w": jnp.ones((64, 64))}
+    progress.parameters(parameters)
+    for rows in progress.through([1, 4]):
+        x = jnp.ones((rows, 64))
+        made = jax.jit(lambda params, x: x @ params["w"]).lower(parameters, x).compile()
+        progress.made(f"{rows} rows", CompiledProgram(made, Placement(parameters), 1000 + rows), compiled=rows == 1)
+    assert told == [(1, 2, 0), (2, 2, 1)]
+    footprint = progress.footprint()
+    assert (footprint.programs, footprint.compiled, footprint.largest) == (2, 1, "4 rows")
+    assert (footprint.parameter_byte_size, footprint.program_byte_size) == (64 * 64 * 4, 2005)
+    # Four rows in, and four rows out.
+    assert footprint.batch_byte_size >= 2 * 4 * 64 * 4
+    assert footprint.flops >= 2 * 4 * 64 * 64
+
+
+def test_a_model_without_programs() -> None:
+    footprint = LoadProgress("m", 1).footprint()
+    assert (footprint.programs, footprint.parameter_byte_size, footprint.flops) == (0, 0, -1)

@@ -1,0 +1,165 @@
+"""Ensembles as graphs: which steps start when, what is answered, what is let go; with random graphs beside a plain evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.scheduling.ensemble_graph import EnsembleGraph, Step
+from workers.scheduling.ensemble_run import Answer, EnsembleRun, Start
+
+
+def step(takes: str, gives: str, streams: bool = False) -> Step:
+    """``"a b"``: inputs and outputs are named as the tensors they are."""
+    return Step("m", 0, {name: name for name in takes.split()}, {name: name for name in gives.split()}, streams)
+
+
+def run(graph: EnsembleGraph, wanted: str = "") -> EnsembleRun[str]:
+    return EnsembleRun(graph, graph.needed(wanted.split()))
+
+
+def starts(instructions: list[Any]) -> list[tuple[int, int]]:
+    return [(each.step, each.iteration) for each in instructions if isinstance(each, Start)]
+
+
+def answers(instructions: list[Any]) -> list[dict[str, Any]]:
+    return [each.outputs for each in instructions if isinstance(each, Answer)]
+
+
+DIAMOND = EnsembleGraph(["a"], ["d", "c"], [step("a", "b"), step("a", "c"), step("b c", "d")])
+
+
+def test_a_step_starts_when_all_it_takes_is_there() -> None:
+    going = run(DIAMOND)
+    begun = going.begun({"a": "A"})
+    assert starts(begun) == [(0, 0), (1, 0)]
+    first, second = begun
+    assert isinstance(first, Start)
+    assert isinstance(second, Start)
+    assert going.responded(second, {"c": "C"}) == []
+    going.ended(second)
+    third = going.responded(first, {"b": "B"})
+    going.ended(first)
+    assert starts(third) == [(2, 0)]
+    assert isinstance(third[0], Start)
+    assert third[0].inputs == {"b": "B", "c": "C"}
+    assert answers(going.responded(third[0], {"d": "D"})) == [{"d": "D", "c": "C"}]
+    going.ended(third[0])
+    assert going.running == 0
+    assert not going.stuck
+    assert going._values == {}
+    going.check_invariants()
+
+
+def test_only_what_is_asked_for_is_run() -> None:
+    assert starts(run(DIAMOND, "c").begun({"a": "A"})) == [(1, 0)]
+
+
+def test_a_tensor_that_is_not_there_is_not_passed_on() -> None:
+    graph = EnsembleGraph(["a", "hint"], ["b"], [step("a hint", "b")])
+    (only,) = run(graph).begun({"a": "A"})
+    assert isinstance(only, Start)
+    assert only.inputs == {"a": "A"}
+
+
+def test_an_input_that_is_an_output() -> None:
+    graph = EnsembleGraph(["a"], ["a", "b"], [step("a", "b")])
+    going = run(graph)
+    (only,) = going.begun({"a": "A"})
+    assert isinstance(only, Start)
+    assert answers(going.responded(only, {"b": "B"})) == [{"a": "A", "b": "B"}]
+
+
+def test_a_step_without_an_answer_leaves_the_run_stuck() -> None:
+    going = run(DIAMOND, "c")
+    (only,) = going.begun({"a": "A"})
+    assert isinstance(only, Start)
+    going.ended(only)
+    assert going.running == 0
+    assert going.stuck
+
+
+#: What a request brings, and what a first step makes of it, is the same for all answers of the step that streams.
+STREAM = EnsembleGraph(["a"], ["d"], [step("a", "s", streams=True), step("a", "k"), step("s k", "d")], most=2)
+
+
+def test_each_answer_of_a_streaming_step_goes_its_way() -> None:
+    going = run(STREAM)
+    streaming, constant = going.begun({"a": "A"})
+    assert isinstance(streaming, Start)
+    assert isinstance(constant, Start)
+    assert going.responded(streaming, {"s": "S0"}) == []
+    after = going.responded(constant, {"k": "K"})
+    going.ended(constant)
+    assert starts(after) == [(2, 0)]
+    more = [*after, *going.responded(streaming, {"s": "S1"})]
+    assert going.full(0)
+    assert starts(more) == [(2, 0), (2, 1)]
+    assert isinstance(more[0], Start)
+    assert isinstance(more[1], Start)
+    # They leave in the order of the stream, whichever is ready first.
+    assert answers(going.responded(more[1], {"d": "D1"})) == []
+    going.ended(more[1])
+    assert going.full(0)
+    assert answers(going.responded(more[0], {"d": "D0"})) == [{"d": "D0"}, {"d": "D1"}]
+    going.ended(more[0])
+    assert not going.full(0)
+    going.ended(streaming)
+    assert going.running == 0
+    assert not going.stuck
+    assert {tensor for tensor, _ in going._values} == {"k"}
+
+
+def test_no_answer_at_all_of_a_stream_is_none() -> None:
+    going = run(STREAM)
+    streaming, constant = going.begun({"a": "A"})
+    assert isinstance(streaming, Start)
+    assert isinstance(constant, Start)
+    going.responded(constant, {"k": "K"})
+    going.ended(constant)
+    going.ended(streaming)
+    assert not going.stuck
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> EnsembleGraph:
+    known = ["in0", "in1"]
+    steps: list[Step] = []
+    for number in range(draw(st.integers(1, 8))):
+        taken = draw(st.lists(st.sampled_from(known), min_size=1, max_size=3, unique=True))
+        made = [f"t{number}_{i}" for i in range(draw(st.integers(1, 2)))]
+        steps.append(
+            Step("m", 0, dict.fromkeys(taken, "") | {name: name for name in taken}, {name: name for name in made})
+        )
+        known += made
+    outputs = draw(st.lists(st.sampled_from(known), min_size=1, max_size=4, unique=True))
+    return EnsembleGraph(["in0", "in1"], outputs, draw(st.permutations(steps)))
+
+
+@given(graphs(), st.randoms(use_true_random=False))
+def test_any_graph_in_any_order_gives_what_evaluating_it_does(graph: EnsembleGraph, chance: Any) -> None:
+    expected = {"in0": "in0", "in1": "in1"}
+    for number in graph.in_order():
+        taken = graph.steps[number].inputs.values()
+        for name in graph.steps[number].outputs:
+            expected[name] = f"{name}({','.join(expected[tensor] for tensor in taken)})"
+    going: EnsembleRun[str] = EnsembleRun(graph, graph.needed(()))
+    waiting = going.begun({"in0": "in0", "in1": "in1"})
+    answered: list[dict[str, str]] = []
+    begun: list[int] = []
+    while waiting:
+        each = waiting.pop(chance.randrange(len(waiting)))
+        if isinstance(each, Answer):
+            answered.append(each.outputs)
+            continue
+        begun.append(each.step)
+        made = {name: f"{name}({','.join(each.inputs.values())})" for name in graph.steps[each.step].outputs}
+        waiting += going.responded(each, made)
+        going.ended(each)
+        going.check_invariants()
+    assert answered == [{name: expected[name] for name in graph.outputs}]
+    assert len(begun) == len(set(begun))
+    assert going.running == 0
+    assert going._values == {}

@@ -1,0 +1,114 @@
+"""Calls as host models and generators make them: functions of arrays (``tensord.models``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypedDict, Unpack
+
+import numpy as np
+
+from shm.arrays import Array, datatype_of
+from shm.errors import InvalidArgument, ServingError
+from shm.messages import Parameter, Submit
+from workers.calls.call import Call
+from workers.calls.caller import caller
+from workers.calls.inputs import check_sequence, snapshot
+from workers.requests.result import Result
+
+
+class Own(TypedDict, total=False):
+    """What a request says besides its tensors."""
+
+    #: 0: the newest.
+    version: int
+    parameters: Mapping[str, Parameter]
+    request_id: str
+    priority: int
+    timeout_us: int
+    sequence_id: int | str
+    sequence_start: bool
+    sequence_end: bool
+
+
+class Pending:
+    """A call that was begun."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._answer: Result | None = None
+
+    def result(self) -> dict[str, Array]:
+        """Its outputs by name, which are not to be written to. Waits for them. Raises ServingError."""
+        if self._answer is None:
+            self._answer, _ = self._call.next()
+        return _outputs(self._answer)
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more."""
+        self._call.cancel()
+
+
+def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Own]) -> Pending:
+    """Raises InvalidArgument: an input is no array; or no model of a server runs this."""
+    call = _call(model, inputs, outputs, own, streams=False)
+    call.begin()
+    return Pending(call)
+
+
+def stream(
+    model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Own]
+) -> Iterator[dict[str, Array]]:
+    """The responses. Raises as ``begin``; ServingError, where one of them is an error: none comes after it."""
+    call = _call(model, inputs, outputs, own, streams=True)
+    call.begin()
+    return _responses(call)
+
+
+def _responses(call: Call) -> Iterator[dict[str, Array]]:
+    final = False
+    try:
+        while not final:
+            result, final = call.next()
+            if result is not None:
+                yield _outputs(result)
+    finally:
+        call.cancel()
+
+
+def _call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str], own: Own, streams: bool) -> Call:
+    found = caller()
+    if found is None or not found.may_call or found.port.desk is None:
+        raise InvalidArgument(f"model '{model}' can be called only by a model, while it works on a request")
+    if unknown := own.keys() - Own.__annotations__.keys():
+        raise TypeError(f"a request to a model has no {', '.join(sorted(unknown))}")
+    check_sequence(own.get("sequence_id", 0))
+    submit = Submit(
+        0,
+        model,
+        own.get("version", 0),
+        (),
+        (),
+        dict(own.get("parameters") or {}),
+        own.get("request_id", ""),
+        priority=own.get("priority", 0),
+        timeout_us=own.get("timeout_us", 0),
+        sequence_id=own.get("sequence_id", 0),
+        sequence_start=own.get("sequence_start", False),
+        sequence_end=own.get("sequence_end", False),
+    )
+    arrays = {name: _array(model, name, value) for name, value in inputs.items()}
+    hint = f"model '{model}' answers with any number of responses: tensord.models.stream() gives them one by one"
+    return Call(found, submit, arrays, tuple(outputs), streams, hint)
+
+
+def _array(model: str, name: str, value: Any) -> Array:
+    if not hasattr(value, "dtype") or datatype_of(np.dtype(value.dtype)) is None:
+        raise InvalidArgument(f"input '{name}' of model '{model}' is {type(value).__name__}, an array is expected")
+    # What JAX has made nobody can write to.
+    return snapshot(value) if isinstance(value, np.ndarray) else np.asarray(value)
+
+
+def _outputs(result: Result | None) -> dict[str, Array]:
+    if isinstance(result, ServingError):
+        raise result
+    return {name: np.asarray(array) for name, array in (result or {}).items()}

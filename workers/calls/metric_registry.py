@@ -1,0 +1,215 @@
+"""Metrics that models keep themselves, of one worker: counters, gauges and histograms, by family and labels.
+
+A family is there as long as anybody holds it who made it, and so is what he counted in it. Two that make one of the same name
+have the same one. For any thread.
+"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+import itertools
+import math
+import re
+import threading
+from collections.abc import Mapping, Sequence
+
+from shm.errors import InvalidArgument, ServingError, Unavailable, Unsupported
+from shm.figures import MetricFigures, OwnMetrics
+
+#: Of all families of a worker together.
+MAX_METRICS = 4096
+MAX_BUCKETS = 256
+#: Bytes of a family's description, and of all names and values of a metric's labels.
+_MAX_TEXT = 4096
+_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+_LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+#: Prefixes of the daemon's own.
+_TAKEN = ("nv_", "tensord_")
+
+Labels = tuple[tuple[str, str], ...]
+
+
+class MetricKind(enum.Enum):
+    """What a family's metrics are."""
+
+    #: It only grows.
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    #: It counts values by size.
+    HISTOGRAM = "histogram"
+
+
+class Value:
+    """One metric. ``counts``: of a histogram, how many values were within each of its buckets and no smaller one."""
+
+    __slots__ = ("buckets", "counts", "holders", "sum")
+
+    def __init__(self, buckets: tuple[float, ...]) -> None:
+        self.buckets = buckets
+        self.counts = [0] * (len(buckets) + 1)
+        self.sum = 0.0
+        #: Families that have made it and are there.
+        self.holders = 0
+
+
+class _Family:
+    __slots__ = ("description", "holders", "kind", "owners", "values")
+
+    def __init__(self, description: str, kind: MetricKind) -> None:
+        self.description = description
+        self.kind = kind
+        self.holders = 0
+        #: Model versions of those who hold it, as often as they do.
+        self.owners: list[tuple[str, int]] = []
+        self.values: dict[Labels, Value] = {}
+
+
+class MetricRegistry:
+    """One per worker."""
+
+    def __init__(self) -> None:
+        #: The collector may let go of a family whatever this thread is about.
+        self._lock = threading.RLock()
+        self._families: dict[str, _Family] = {}
+        self._count = 0
+
+    def hold(self, name: str, description: str, kind: MetricKind, owner: tuple[str, int]) -> None:
+        """Makes a family, or shares the one of that name. Raises InvalidArgument."""
+        if not _NAME.fullmatch(name):
+            raise InvalidArgument(f"'{name[:100]}' cannot be the name of a metric")
+        if name.startswith(_TAKEN):
+            raise InvalidArgument(f"metric '{name}': names that begin with {' or '.join(_TAKEN)} are the server's own")
+        if (size := len(description.encode())) > _MAX_TEXT:
+            raise InvalidArgument(f"the description of metric '{name}' has {size} bytes, at most {_MAX_TEXT} are taken")
+        with self._lock:
+            family = self._families.get(name)
+            if family is None:
+                if len(self._families) >= MAX_METRICS:
+                    raise Unavailable(f"there are {MAX_METRICS} metric families, and there may be no more")
+                family = self._families[name] = _Family(description, kind)
+            elif family.kind is not kind:
+                raise InvalidArgument(
+                    f"metric family '{name}' is there as a {family.kind.value}, not as a {kind.value}"
+                )
+            family.holders += 1
+            family.owners.append(owner)
+
+    def release(self, name: str, owner: tuple[str, int], held: Sequence[Labels]) -> None:
+        """Somebody lets go of a family and of what he made in it."""
+        with self._lock:
+            family = self._families[name]
+            for labels in held:
+                value = family.values[labels]
+                value.holders -= 1
+                if not value.holders:
+                    del family.values[labels]
+                    self._count -= 1
+            family.holders -= 1
+            family.owners.remove(owner)
+            if not family.holders:
+                del self._families[name]
+
+    def metric(self, name: str, labels: Mapping[str, str], buckets: Sequence[float] | None) -> tuple[Labels, Value]:
+        """A metric of a family that is held; to be released with it. Raises InvalidArgument, Unavailable."""
+        key = _checked_labels(name, labels)
+        with self._lock:
+            family = self._families[name]
+            bounds = _checked_buckets(name, family.kind, buckets)
+            value = family.values.get(key)
+            if value is None:
+                if self._count >= MAX_METRICS:
+                    raise Unavailable(f"there are {self._count} metrics, at most {MAX_METRICS} are kept")
+                value = family.values[key] = Value(bounds)
+                self._count += 1
+            elif value.buckets != bounds:
+                raise InvalidArgument(
+                    f"metric '{name}' is there with other buckets: {[*value.buckets]}, not {[*bounds]}"
+                )
+            value.holders += 1
+            return key, value
+
+    def increment(self, kind: MetricKind, value: Value, by: float) -> None:
+        """Raises InvalidArgument, Unsupported."""
+        if kind is MetricKind.HISTOGRAM:
+            raise _unsupported()
+        if kind is MetricKind.COUNTER and not by >= 0:
+            raise InvalidArgument(
+                "TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically by non-negative values."
+            )
+        with self._lock:
+            value.sum += by
+
+    def set(self, kind: MetricKind, value: Value, to: float) -> None:
+        """Raises Unsupported."""
+        if kind is not MetricKind.GAUGE:
+            raise _unsupported()
+        with self._lock:
+            value.sum = to
+
+    def observe(self, kind: MetricKind, value: Value, seen: float) -> None:
+        """Raises InvalidArgument, Unsupported."""
+        if kind is not MetricKind.HISTOGRAM:
+            raise _unsupported()
+        if math.isnan(seen):
+            raise InvalidArgument("a histogram cannot observe what is no number")
+        with self._lock:
+            value.counts[bisect.bisect_left(value.buckets, seen)] += 1
+            value.sum += seen
+
+    def value(self, kind: MetricKind, value: Value) -> float:
+        """Raises Unsupported."""
+        if kind is MetricKind.HISTOGRAM:
+            raise _unsupported()
+        return value.sum
+
+    def figures(self) -> tuple[OwnMetrics, ...]:
+        """All of them, as they are now."""
+        with self._lock:
+            return tuple(
+                OwnMetrics(
+                    name,
+                    family.description,
+                    family.kind.value,
+                    tuple(sorted(set(family.owners))),
+                    tuple(
+                        MetricFigures(labels, value.sum, value.buckets, tuple(value.counts) if value.buckets else ())
+                        for labels, value in list(family.values.items())
+                    ),
+                )
+                for name, family in list(self._families.items())
+            )
+
+    def __repr__(self) -> str:
+        return f"<MetricRegistry {len(self._families)} families, {self._count} metrics>"
+
+
+def _unsupported() -> ServingError:
+    return Unsupported("Unsupported TRITONSERVER_MetricKind")
+
+
+def _checked_labels(name: str, labels: Mapping[str, str]) -> Labels:
+    for key, text in labels.items():
+        if not isinstance(key, str) or not _LABEL.fullmatch(key) or key.startswith("__") or key == "le":
+            raise InvalidArgument(f"metric '{name}': {str(key)[:100]!r} cannot be the name of a label")
+        if not isinstance(text, str):
+            raise InvalidArgument(f"metric '{name}': label '{key}' is of type {type(text).__name__}, str is expected")
+    size = sum(len(key) + len(text.encode()) for key, text in labels.items())
+    if size > _MAX_TEXT:
+        raise InvalidArgument(f"the labels of metric '{name}' have {size} bytes, at most {_MAX_TEXT} are taken")
+    return tuple(sorted(labels.items()))
+
+
+def _checked_buckets(name: str, kind: MetricKind, buckets: Sequence[float] | None) -> tuple[float, ...]:
+    if kind is not MetricKind.HISTOGRAM:
+        if buckets is not None:
+            raise InvalidArgument(f"metric '{name}' is a {kind.value}, which has no buckets")
+        return ()
+    if not buckets:
+        raise InvalidArgument(f"metric '{name}' is a histogram, which needs buckets")
+    if len(buckets) > MAX_BUCKETS:
+        raise InvalidArgument(f"metric '{name}' has {len(buckets)} buckets, at most {MAX_BUCKETS} are kept")
+    bounds = tuple(map(float, buckets))
+    if not all(map(math.isfinite, bounds)) or any(a >= b for a, b in itertools.pairwise(bounds)):
+        raise InvalidArgument(f"metric '{name}': buckets have to be finite and to grow: {[*bounds]}")
+    return bounds

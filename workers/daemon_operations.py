@@ -1,0 +1,71 @@
+"""What models have the daemon do: load, unload, and say whether a model is served.
+
+    thread of a model ─▶ loop ─▶ Call to the supervisor ─▶ Load to this and other workers ─▶ Reply ─▶ that thread
+
+A model may ask while it is being loaded itself. Its load then waits in the loader's thread, and another thread takes those that
+come after it, so that the one it waits for is among them. Two that wait for each other the supervisor tells apart.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import queue
+
+from shm.channel import Channel
+from shm.control_records import Call, Reply
+from shm.errors import Unavailable, from_code
+from shm.operations import LoadModel, ModelReady, UnloadModel
+from workers.calls.caller import ModelPort
+from workers.threads.inbox import Inbox
+from workers.threads.work_thread import WorkThread
+
+#: Loads that may wait for others at a time.
+_MAX_WAITING = 16
+
+
+class DaemonOperations:
+    """One per worker. ``ask`` is for any thread, the rest is the loop's."""
+
+    def __init__(self, channel: Channel, loader: WorkThread, inbox: Inbox) -> None:
+        self._channel = channel
+        self._loader = loader
+        self._inbox = inbox
+        self._numbers = itertools.count(1)
+        #: Call id -> where its reply goes, and whether a load waits for it.
+        self._asked: dict[int, tuple[queue.SimpleQueue[Reply], bool]] = {}
+
+    def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
+        """Waits for the answer. Raises ServingError."""
+        answer: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+        waits = port.loading and isinstance(operation, LoadModel)
+        if isinstance(operation, LoadModel) and waits:
+            operation = LoadModel(operation.name, operation.config, operation.files, within=port.name)
+        self._inbox.post(functools.partial(self._ask, operation, waits, answer))
+        reply = answer.get()
+        if reply.code:
+            raise from_code(reply.code, reply.message)
+        return reply.result
+
+    def _ask(
+        self, operation: LoadModel | UnloadModel | ModelReady, waits: bool, answer: queue.SimpleQueue[Reply]
+    ) -> None:
+        if waits and self._loader.aside >= _MAX_WAITING:
+            message = f"{self._loader.aside} loads wait for others, and no more may"
+            answer.put(Reply(0, Unavailable.code, message))
+            return
+        call_id = next(self._numbers)
+        self._asked[call_id] = answer, waits
+        if waits:
+            self._loader.step_aside()
+        self._channel.put(Call(call_id, operation))
+
+    def answered(self, reply: Reply) -> None:
+        """The supervisor has answered."""
+        answer, waits = self._asked.pop(reply.call_id)
+        if waits:
+            self._loader.step_back()
+        answer.put(reply)
+
+    def __repr__(self) -> str:
+        return f"<DaemonOperations {len(self._asked)} asked>"

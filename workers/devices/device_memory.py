@@ -1,0 +1,50 @@
+"""How much memory a device has left, and the sentence for a model that needs more: before XLA, or the kernel, ends it.
+
+GPU    what XLA's allocator may still take
+CPU    what the kernel could give without swapping, within the control group's bound; all of its devices share it
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from shm.errors import Internal
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def check(model: str, what: str, byte_size: int, devices: Sequence[jax.Device]) -> None:
+    """Raises Internal: there is not so much left on each of them. ``what``: "its parameters need"."""
+    shared = len(devices) if devices[0].platform == "cpu" else 1
+    left = min((free for device in devices if (free := _left(device)) is not None), default=None)
+    if left is not None and byte_size * shared > left:
+        on = f"on each of {len(devices)} devices" if len(devices) > 1 else f"on {devices[0]}"
+        raise Internal(f"model '{model}': {what} {byte_size} bytes {on}, {left // shared} are left")
+
+
+def _left(device: jax.Device) -> int | None:
+    """None: nobody says."""
+    if device.platform == "cpu":
+        return _host_left()
+    figures = device.memory_stats() or {}
+    if "bytes_limit" not in figures:
+        return None
+    return int(figures["bytes_limit"] - figures.get("bytes_in_use", 0))
+
+
+def _host_left() -> int | None:
+    found: list[int] = []
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found.append(int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024)
+    # In a container of its own the root is its group. Pages of files can be given back.
+    with contextlib.suppress(OSError, ValueError):
+        limit = int((_CGROUP / "memory.max").read_text())
+        figures = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        taken = int((_CGROUP / "memory.current").read_text()) - int(figures.get("file", 0))
+        found.append(limit - taken)
+    return min(found, default=None)

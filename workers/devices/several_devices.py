@@ -1,0 +1,75 @@
+"""The devices of a model that runs on several, and the rule that one such program runs at a time in a worker.
+
+Parts of a program wait for each other. Were two programs begun by two threads, some devices might begin with one and some with
+the other, and all would wait for ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from workers.devices import device_memory
+
+_RUNNING = threading.Lock()
+
+
+class SeveralDevices:
+    """Those of one model version; also one device, if that is not the one its worker uses else."""
+
+    def __init__(self, devices: Sequence[jax.Device]) -> None:
+        self.devices = tuple(devices)
+        self._everywhere = NamedSharding(Mesh(self.devices, ("devices",)), PartitionSpec())
+
+    def sharding(self, leaf: Any) -> Any:
+        """How its author has laid a parameter over them; None: that is not said."""
+        laid = isinstance(leaf, jax.Array) and (len(leaf.sharding.device_set) > 1 or leaf.committed)
+        return leaf.sharding if laid else None
+
+    def place(self, model: str, parameters: Any, compiled: jax.stages.Compiled) -> Any:
+        """The parameters where a program wants them; what it does not use is on each device.
+
+        Raises: Internal: there is no room for their parts.
+        """
+        ((wanted, *_), _) = compiled.input_shardings
+        leaves, structure = jax.tree.flatten(parameters)
+        # None stands for a parameter that is not used.
+        places = [
+            self.sharding(leaf) or where or self._everywhere
+            for leaf, where in zip(leaves, jax.tree.leaves(wanted, is_leaf=lambda each: each is None), strict=True)
+        ]
+        fresh = [(leaf, where) for leaf, where in zip(leaves, places, strict=True) if self.sharding(leaf) is None]
+        part = sum(math.prod(where.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf, where in fresh)
+        device_memory.check(model, "its parameters need", part, self.devices)
+        return jax.tree.unflatten(structure, jax.device_put(leaves, places))
+
+    @staticmethod
+    def order(compiled: jax.stages.Compiled) -> tuple[int, ...]:
+        """The ids of a program's devices, in its order. Raises whatever a jax raises that does not say."""
+        shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+        # Not public. It cannot be left out: a program that is loaded for another order ends the process when it is run.
+        return tuple(device.id for device in shardings[0]._device_assignment)
+
+    def ordered(self, ids: Any) -> list[jax.Device]:
+        """Those devices. Raises KeyError: some are not of this model."""
+        known = {device.id: device for device in self.devices}
+        return [known[number] for number in ids]
+
+    def alone(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Calls a program when no other one of several devices runs, and returns when it is done."""
+
+        @functools.wraps(call, updated=())
+        def run(*arguments: Any) -> Any:
+            with _RUNNING:
+                return jax.block_until_ready(call(*arguments))
+
+        return run
+
+    def __repr__(self) -> str:
+        return f"<SeveralDevices {[device.id for device in self.devices]}>"

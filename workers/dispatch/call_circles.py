@@ -1,0 +1,155 @@
+"""Calls that wait for themselves: found by whom each call, each instance and each request waits for.
+
+    a call or a step ─▶ the instance that runs it, or all that could ─▶ the calls that these wait for ─▶ ...
+                                                                    └▶ whoever does not take their responses
+
+An instance waits for the call that its thread stands in; while it executes a coroutine, for any call that is awaited. A call of
+a model's own thread says nothing of whom ``execute`` waits for: an instance of that model may wait for it, so a circle through
+such a call counts only when it has lasted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from workers.calls.call import Call
+from workers.dispatch.ensembles import EnsembleRuns
+from workers.models.instance import Instance
+from workers.models.model_version import ModelVersion
+from workers.models.rate_limiter import RateLimiter
+from workers.requests.inner_request import InnerRequest
+from workers.requests.request import Request
+from workers.scheduling.waiting import is_stuck
+
+#: How long a circle through a model's own thread must have lasted.
+_PATIENCE_NS = 5_000_000_000
+#: While calls wait it is looked so often: what a thread waits for is its own to know, and it tells nobody.
+_LOOK_NS = 250_000_000
+
+_Node = InnerRequest | Instance
+
+
+def path(call: Call) -> list[str]:
+    """The models on the way to a call, from the client's request on; the last one is its caller's."""
+    names = [call.caller.port.name]
+    request: Request | None = next(iter(call.requests), None)
+    while isinstance(request, InnerRequest) and request.origin is not None:
+        request = request.origin
+        names.append(request.version.name)
+    return names[::-1]
+
+
+class CallCircles:
+    """Belongs to the worker's loop."""
+
+    def __init__(self, calls: dict[Call, InnerRequest], ensembles: EnsembleRuns, limiter: RateLimiter) -> None:
+        """``calls``: those that have not ended."""
+        self._calls = calls
+        self._ensembles = ensembles
+        self._limiter = limiter
+        #: Whether any call began, ended or brought something since it was last looked.
+        self.changed = False
+        #: When to look again although nothing has changed; 0: never.
+        self._again_ns = 0
+        #: Whether a model's own thread was on the way.
+        self._by_thread = False
+
+    def find(self, now_ns: int) -> tuple[Call | None, int | None]:
+        """The call that was made last of those that wait for themselves. Also, when to look again."""
+        if not self.changed and not 0 < self._again_ns <= now_ns:
+            return None, self._again_ns or None
+        self.changed, self._again_ns = False, 0
+        for call in reversed(self._calls):
+            inner = self._calls[call]
+            version = inner.version
+            assert isinstance(version, ModelVersion)
+            if not version.loaded.instances and version.loaded.ensemble is None:
+                continue
+            self._again_ns = now_ns + _LOOK_NS
+            self._by_thread = False
+            start: _Node = inner
+            if not is_stuck(start, self._waits_for):
+                continue
+            if not self._by_thread or call.began_ns + _PATIENCE_NS <= now_ns:
+                self.changed = True
+                return call, now_ns
+        return None, self._again_ns or None
+
+    @staticmethod
+    def is_within(version: ModelVersion, origin: Request | None) -> bool:
+        """Whether a request that was made for that one would be for a version that has one of them already."""
+        while origin is not None:
+            if origin.version is version:
+                return True
+            origin = origin.origin if isinstance(origin, InnerRequest) else None
+        return False
+
+    def _waits_for(self, node: _Node) -> Iterable[_Node]:
+        return self._instance_waits_for(node) if isinstance(node, Instance) else self._request_waits_for(node)
+
+    def _request_waits_for(self, inner: InnerRequest) -> Iterable[_Node]:
+        version = inner.version
+        assert isinstance(version, ModelVersion)
+        if version.loaded.ensemble is not None:
+            return self._ensembles.steps(inner) or ()
+        instances = version.loaded.instances
+        for instance in instances:
+            if instance.running is not None and inner in instance.running.requests:
+                return (instance,)
+        sender = version.senders.get(inner)
+        if sender is not None:
+            # Others answer it: a coroutine does where its event loop is held up.
+            return [of for call, of in self._calls.items() if call.thread and call.thread == sender.thread]
+        if version.sequences is not None:
+            live = version.sequences.table.find(inner.submit.sequence_id)
+            if live is not None and live.slot is not None:
+                instances = (instances[live.slot.instance],)
+        found: list[_Node] = []
+        for instance in instances:
+            if instance.busy:
+                found.append(instance)
+                continue
+            holders = self._limiter.running if instance.needs else ()
+            if not holders:
+                return ()
+            found += holders
+        return found
+
+    def _instance_waits_for(self, instance: Instance) -> Iterable[_Node]:
+        running = instance.running
+        found: list[_Node] = [inner for call, inner in self._calls.items() if call.thread == instance.thread]
+        if found or running is None:
+            return found
+        found += [inner for call, inner in self._calls.items() if call.is_awaited and call.caller.execution is running]
+        if found:
+            return found
+        for request in running.requests:
+            sender = request.version.senders.get(request)
+            if sender is not None and sender.is_full and sender.is_waited_for:
+                taker = self._taker(request)
+                return () if taker is None else (taker,)
+        version = running.requests[0].version if running.requests else None
+        if version is None:
+            return ()
+        threads = [
+            inner
+            for call, inner in self._calls.items()
+            if not call.requests
+            and (call.caller.port.name, call.caller.port.version) == (version.name, version.version)
+        ]
+        self._by_thread |= bool(threads)
+        return threads
+
+    def _taker(self, request: Request) -> Instance | None:
+        """The instance whose model is to take the responses to that request. None: a client does, or a thread."""
+        origin: Request | None = request
+        while isinstance(origin, InnerRequest):
+            for call, inner in self._calls.items():
+                if inner is origin and not call.abandoned and call.requests:
+                    version = call.requests[0].version
+                    assert isinstance(version, ModelVersion)
+                    return next(
+                        (each for each in version.loaded.instances if each.running is call.caller.execution), None
+                    )
+            origin = origin.origin
+        return None

@@ -1,0 +1,243 @@
+"""Calls between models: each is a request in the queue of the model that is called, beside those of clients.
+
+    thread of a model ── Call ──▶ inner request ─▶ queue, batch, answer ─▶ what became of it ──▶ that thread
+
+Whoever calls may hold an instance while it waits, so calls can wait for each other in a circle: the last one of such a circle
+ends with an error (``workers.dispatch.call_circles``). A call ends with the requests that it was made for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+from msgspec.structs import replace
+
+from shm.errors import Cancelled, Internal, InvalidArgument, NotFound, ServingError, Unavailable, Unsupported
+from shm.operations import LoadModel, ModelReady, UnloadModel
+from workers.calls.call import Call
+from workers.calls.caller import ModelPort
+from workers.dispatch.call_circles import CallCircles, path
+from workers.dispatch.ensembles import EnsembleRuns
+from workers.dispatch.inner_arrival import validate_inner
+from workers.dispatch.responses import Responses
+from workers.models.model_table import ModelTable
+from workers.models.model_version import ModelVersion
+from workers.models.rate_limiter import RateLimiter
+from workers.requests.inner_request import InnerRequest
+from workers.requests.request import Moments, Request, controls_of
+from workers.requests.result import Response, Result
+from workers.requests.submitter import Submitter
+
+_log = logging.getLogger(__name__)
+#: How deep calls may be nested.
+MAX_DEPTH = 16
+
+
+class Daemon(Protocol):
+    """Whoever carries out operations on models."""
+
+    def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
+        """As ``workers.calls.desk.Desk``."""
+
+
+class Calls:
+    """One per worker. What ``Desk`` says is for any thread; the rest belongs to the loop."""
+
+    def __init__(
+        self,
+        models: ModelTable,
+        responses: Responses,
+        ensembles: EnsembleRuns,
+        limiter: RateLimiter,
+        clock: Callable[[], int],
+        post: Callable[[Callable[[], None]], None],
+        enter: Callable[[ModelVersion, Request, int], None],
+        withdraw: Callable[[Request], None],
+        max_calls: int,
+    ) -> None:
+        """
+        Args:
+          post: has the loop call something, from any thread.
+          enter: queues a request.
+          withdraw: takes back what nobody waits for.
+          max_calls: of one execution of a model, at a time.
+        """
+        self._models = models
+        self._responses = responses
+        self._clock = clock
+        self._post = post
+        self._enter = enter
+        self._withdraw = withdraw
+        self._max_calls = max_calls
+        #: Those that have not ended.
+        self._open: dict[Call, InnerRequest] = {}
+        #: Of each request those that are made for it.
+        self._of: dict[Request, dict[Call, None]] = {}
+        #: Whose calls have no request.
+        self._nobody: Submitter[Request] = Submitter(0, cast(Any, None))
+        #: Who has the daemon load models and the like; None: there is no daemon.
+        self.daemon: Daemon | None = None
+        self._circles = CallCircles(self._open, ensembles, limiter)
+
+    # ------------------------------------------------------------------------------------------------------- any thread
+
+    def begin(self, call: Call) -> None:
+        self._post(lambda: self._begin(call))
+
+    def cancel(self, call: Call) -> None:
+        self._post(lambda: self._end(call, Cancelled("the request was cancelled")))
+
+    def took(self, call: Call) -> None:
+        self._post(lambda: self._took(call))
+
+    def abandon(self, call: Call) -> None:
+        self._post(lambda: self._abandon(call))
+
+    def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
+        if isinstance(operation, ModelReady) and self._models.serves(operation.name, operation.version):
+            return b"true"
+        if self.daemon is None:
+            raise Unsupported("there is no server that models could be loaded in")
+        return self.daemon.ask(operation, port)
+
+    # ---------------------------------------------------------------------------------------------------------- the loop
+
+    def cancelled(self, request: Request) -> None:
+        """Nobody waits for it any more: calls that are made for it end, if they are made for no other one besides."""
+        for call in list(self._of.get(request, ())):
+            if all(each.cancelled for each in call.requests):
+                self._end(call, Cancelled("the request was cancelled"))
+
+    def settle(self, now_ns: int) -> int | None:
+        """Ends a call that waits for itself. Returns when to be called again at the latest; None: when something has changed."""
+        found, again_ns = self._circles.find(now_ns)
+        if found is not None:
+            names = " -> ".join((*path(found), found.submit.model))
+            why = "all that could run this request wait for such requests"
+            found.refused = True
+            self._end(found, Internal(f"model '{found.submit.model}' waits for itself ({names}): {why}"))
+            return now_ns
+        return again_ns
+
+    @property
+    def any(self) -> bool:
+        """Whether any is under way."""
+        return bool(self._open)
+
+    def _begin(self, call: Call) -> None:
+        call.began_ns = now_ns = self._clock()
+        try:
+            inner = self._made(call, now_ns)
+        except ServingError as error:
+            call.refused = True
+            call.answered(error.with_traceback(None), True)
+            return
+        except Exception as error:  # a defect of ours must not cost the other requests
+            _log.exception("a call of model '%s' could not be begun", call.caller.port.name)
+            call.answered(Internal(f"the request failed with {type(error).__name__}"), True)
+            return
+        self._open[call] = inner
+        call.caller.in_flight += 1
+        for request in call.requests:
+            self._of.setdefault(request, {})[call] = None
+        try:
+            version = inner.version
+            assert isinstance(version, ModelVersion)
+            self._enter(version, inner, now_ns)
+        except ServingError as error:
+            call.refused = True
+            self._end(call, error.with_traceback(None))
+        self._circles.changed = True
+
+    def _made(self, call: Call, now_ns: int) -> InnerRequest:
+        """Raises ServingError: what is wrong with it."""
+        caller, submit = call.caller, call.submit
+        if caller.in_flight >= self._max_calls:
+            raise Unavailable(
+                f"model '{caller.port.name}' has {caller.in_flight} calls under way, at most {self._max_calls} are taken "
+                "(requests.max_calls)"
+            )
+        names = path(call)
+        if len(names) > MAX_DEPTH:
+            raise Internal(f"calls are nested {len(names)} deep ({' -> '.join(names)}), at most {MAX_DEPTH} are taken")
+        try:
+            version = self._models.find(submit.model, submit.version)
+        except NotFound:
+            raise NotFound(f"Model '{submit.model}' is not ready.") from None
+        if version.loaded.streams and not call.streams:
+            raise InvalidArgument(call.hint)
+        if version.sequences is not None:
+            controls = controls_of(submit)
+            version = self._models.home(version, controls.correlation_id, controls.start)
+        requests = call.requests
+        if requests and all(each.cancelled for each in requests):
+            raise Cancelled("the request was cancelled")
+        origin = next((each for each in requests if not each.cancelled), None)
+        deadlines = [each.deadline_ns for each in requests]
+        submit = replace(
+            submit,
+            request_id=0 if origin is None else origin.request_id,
+            version=version.version,
+            strikes=max((each.submit.strikes for each in requests), default=0),
+            deadline_ns=max(deadlines) if deadlines and all(deadlines) else 0,
+            received_ns=now_ns,
+        )
+
+        def responded(_: Request, result: Result | None, moments: Moments | None, final: bool) -> None:
+            self._responded(call, result, final)
+
+        submitter = self._nobody if origin is None else origin.submitter
+        outputs = () if set(call.outputs) == version.signature.outputs.keys() else call.outputs
+        inner = validate_inner(submit, call.arrays, outputs, submitter, version, now_ns, responded, origin)
+        if version.order is not None and self._circles.is_within(version, origin):
+            raise Internal(
+                f"model '{version.name}' waits for itself ({' -> '.join((*names, version.name))}): it answers in order"
+            )
+        return inner
+
+    def _responded(self, call: Call, result: Result | None, final: bool) -> None:
+        if call not in self._open:
+            return
+        self._circles.changed = True
+        if call.outputs and result is not None and not isinstance(result, ServingError):
+            chosen = {name: array for name, array in result.items() if name in call.outputs}
+            result = Response(chosen, result.parameters) if isinstance(result, Response) else chosen
+        if final:
+            self._close(call)
+        call.answered(result, final)
+        if call.abandoned:
+            self._took(call)
+
+    def _took(self, call: Call) -> None:
+        inner = self._open.get(call)
+        if inner is not None and inner.ahead:
+            self._responses.took(inner)
+
+    def _abandon(self, call: Call) -> None:
+        call.abandoned = True
+        inner = self._open.get(call)
+        while inner is not None and inner.ahead:
+            self._responses.took(inner)
+
+    def _end(self, call: Call, error: ServingError) -> None:
+        """Answers it at once; what runs for it ends by itself."""
+        inner = self._open.get(call)
+        if inner is not None:
+            self._close(call)
+            call.answered(error, True)
+            self._withdraw(inner)
+
+    def _close(self, call: Call) -> None:
+        del self._open[call]
+        call.caller.in_flight -= 1
+        self._circles.changed = True
+        for request in call.requests:
+            calls = self._of[request]
+            del calls[call]
+            if not calls:
+                del self._of[request]
+
+    def __repr__(self) -> str:
+        return f"<Calls {len(self._open)} under way>"

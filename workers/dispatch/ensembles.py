@@ -1,0 +1,363 @@
+"""Requests to ensembles on their way: each has a run, whose steps are requests in the queues of other models of this worker.
+
+    begin ─▶ run: steps that may start ─▶ inner requests ─▶ what became of them ─▶ further steps ─▶ ... ─▶ answer
+
+No thread waits meanwhile, so an ensemble may be a step of another one. Whichever versions a request began with it ends with. A
+request is answered when nothing of it runs any more, well or not: until then its steps read what its client sent.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from shm.arrays import Array
+from shm.errors import Cancelled, Internal, InvalidArgument, ServingError, from_code
+from shm.messages import Submit
+from shm.status_page import StatusPage
+from workers.dispatch.inner_arrival import fitting, validate_inner
+from workers.dispatch.outbox import Outbox
+from workers.dispatch.responses import Responses
+from workers.models.ensemble_chain import EnsembleChain, EnsembleChains
+from workers.models.execution import Execution
+from workers.models.model_table import ModelTable
+from workers.models.model_version import ModelVersion
+from workers.models.statistics import Failure
+from workers.programs.chain_program import ChainProgram
+from workers.requests.inner_request import InnerRequest
+from workers.requests.request import Moments, Request, controls_of
+from workers.requests.response_sender import ResponseSender
+from workers.requests.result import Result
+from workers.scheduling.ensemble_graph import EnsembleGraph
+from workers.scheduling.ensemble_run import Answer, EnsembleRun, Start
+
+_log = logging.getLogger(__name__)
+#: The place of the worker's loop on the status page.
+_DESK = 0
+
+
+class _Run:
+    """One request to an ensemble."""
+
+    __slots__ = (
+        "durations",
+        "error",
+        "graph",
+        "members",
+        "request",
+        "result",
+        "run",
+        "sender",
+        "untaken",
+        "version",
+        "waiting",
+    )
+
+    def __init__(self, version: ModelVersion, graph: EnsembleGraph, request: Request) -> None:
+        self.version = version
+        self.graph = graph
+        self.request = request
+        needed = graph.needed(request.outputs)
+        self.run: EnsembleRun[Array] = EnsembleRun(graph, needed)
+        #: Of each step that is needed: the version that it is for.
+        self.members: dict[int, ModelVersion] = {}
+        #: Steps that are under way.
+        self.waiting: set[InnerRequest] = set()
+        self.error: ServingError | None = None
+        self.result: dict[str, Array] = {}
+        #: Of the steps together, in ns: queued, input, infer.
+        self.durations = [0, 0, 0]
+        #: Of an ensemble that streams.
+        self.sender: ResponseSender[Request] | None = None
+        #: Responses of steps that stream which are not taken yet, because enough others are being worked on.
+        self.untaken: deque[tuple[Start[Array], InnerRequest, Result]] = deque()
+
+
+class EnsembleRuns:
+    """One per worker; belongs to its loop."""
+
+    def __init__(
+        self,
+        models: ModelTable,
+        outbox: Outbox,
+        responses: Responses,
+        page: StatusPage,
+        clock: Callable[[], int],
+        enter: Callable[[ModelVersion, Request, int], None],
+        finish: Callable[[ModelVersion, Execution], None],
+        withdraw: Callable[[Request], None],
+    ) -> None:
+        """``enter`` queues a request; ``finish`` answers what was run; ``withdraw`` takes back what nobody waits for."""
+        self._models = models
+        self._outbox = outbox
+        self._responses = responses
+        self._page = page
+        self.chains = EnsembleChains(models)
+        self._clock = clock
+        self._enter = enter
+        self._finish = finish
+        self._withdraw = withdraw
+        #: Request -> its run.
+        self._runs: dict[Request, _Run] = {}
+        #: What is to be done: a step may answer while it is started, and its run is not entered twice.
+        self._due: deque[tuple[_Run, Start[Array] | None]] = deque()
+        self._working = False
+
+    def run(self, version: ModelVersion, graph: EnsembleGraph, batch: list[Request], now_ns: int) -> list[Request]:
+        """Takes requests that waited together. Those of plain programs that nobody else waits for are run right here.
+
+        Returns those that the ensemble's own program is to run, if it is one.
+        """
+        # What is traced is told of each step, and of what was being executed when a worker died each step is blamed for itself.
+        steps = [request for request in batch if request.timeline is not None or request.submit.strikes]
+        together = [request for request in batch if request not in steps] if steps else batch
+        if version.jitted is None:
+            found = self.chains.find(version, graph, together) if together else None
+            if found is None or not self._run_chain(version, *found, together, now_ns):
+                steps = batch
+            together = []
+        for request in steps:
+            self.begin(version, graph, request)
+        return together
+
+    def _run_chain(
+        self, version: ModelVersion, chain: EnsembleChain, program: ChainProgram, batch: list[Request], now_ns: int
+    ) -> bool:
+        """False: it failed, and the steps will say of whom."""
+        execution = Execution(batch, now_ns)
+        self._page.begin(_DESK, [(request.submitter.peer, request.request_id) for request in batch])
+        try:
+            chain.run(execution, program)
+        except Exception:
+            return False
+        finally:
+            self._page.end(_DESK)
+        self._finish(version, execution)
+        chain.count(execution)
+        return True
+
+    def begin(self, version: ModelVersion, graph: EnsembleGraph, request: Request) -> None:
+        """Starts a request, or answers it."""
+        run = self._runs[request] = _Run(version, graph, request)
+        try:
+            for number in graph.needed(request.outputs).numbers:
+                step = graph.steps[number]
+                member = self._models.find(step.model, step.version)
+                if member.sequences is not None:
+                    controls = controls_of(request.own)
+                    member = self._models.home(member, controls.correlation_id, controls.start)
+                run.members[number] = member
+        except ServingError as error:
+            self._fail(run, error)
+        if version.loaded.streams:
+            self._responses.open([request], self._clock())
+            run.sender = version.senders[request]
+        version.executing += 1
+        for member in run.members.values():
+            # So that it is there to the end, whatever is loaded or unloaded meanwhile.
+            member.executing += 1
+        if run.error is None:
+            self._go_on(run, run.run.begun(request.arrays))
+        self._due.append((run, None))
+        self._work()
+
+    def cancel(self, request: Request) -> None:
+        """Nobody waits for it any more: what of it only waits ends now, and nothing more is started."""
+        run = self._runs.get(request)
+        if run is None:
+            return
+        run.error = run.error or Cancelled("the request was cancelled")
+        run.untaken.clear()
+        self._stop(run)
+        self._due.append((run, None))
+        self._work()
+
+    def steps(self, request: Request) -> list[InnerRequest] | None:
+        """What it waits for. None: it has not begun."""
+        run = self._runs.get(request)
+        return None if run is None else list(run.waiting)
+
+    def _stop(self, run: _Run) -> None:
+        for inner in list(run.waiting):
+            self._withdraw(inner)
+
+    def _go_on(self, run: _Run, instructions: list[Start[Array] | Answer[Array]]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, Start):
+                self._due.append((run, instruction))
+            elif run.sender is not None:
+                run.sender.send(instruction.outputs, wait=False)
+            else:
+                run.result = instruction.outputs
+
+    def _work(self) -> None:
+        if self._working:
+            return
+        self._working = True
+        try:
+            while self._due:
+                run, start = self._due.popleft()
+                if start is None:
+                    self._end(run)
+                elif run.error is not None:
+                    run.run.ended(start)
+                else:
+                    self._start(run, start)
+        finally:
+            self._working = False
+
+    # ---------------------------------------------------------------------------------------------------------- steps
+
+    def _start(self, run: _Run, start: Start[Array]) -> None:
+        request, member = run.request, run.members[start.step]
+        step, own, now_ns = run.graph.steps[start.step], request.own, self._clock()
+        submit = Submit(
+            request.request_id,
+            member.name,
+            member.version,
+            (),
+            (),
+            request.submit.parameters,
+            request.client_id,
+            request.submit.strikes,
+            request.deadline_ns,
+            now_ns,
+            request.priority,
+            own.timeout_us,
+            own.sequence_id,
+            own.sequence_start,
+            own.sequence_end,
+            0 if request.timeline is None else request.timeline.level,
+        )
+        specs, batches = member.signature.inputs, member.signature.batches
+        arrays = {
+            name: fitting(array, specs[name].dims, batches) if name in specs else array
+            for name, array in start.inputs.items()
+        }
+
+        def responded(inner: Request, result: Result | None, moments: Moments | None, final: bool) -> None:
+            assert isinstance(inner, InnerRequest)
+            self._responded(run, start, inner, result, moments, final)
+
+        try:
+            wanted = () if len(step.outputs) == len(member.signature.outputs) else step.outputs
+            inner = validate_inner(submit, arrays, wanted, request.submitter, member, now_ns, responded, request)
+            run.waiting.add(inner)
+            self._enter(member, inner, now_ns)
+        except ServingError as error:
+            run.run.ended(start)
+            self._fail(run, error)
+        except Exception as error:  # a defect of ours must not cost the other requests
+            _log.exception("a step of ensemble '%s' could not be started", run.version.name)
+            run.run.ended(start)
+            self._fail(run, Internal(f"the request failed with {type(error).__name__}"))
+
+    def _responded(
+        self,
+        run: _Run,
+        start: Start[Array],
+        inner: InnerRequest,
+        result: Result | None,
+        moments: Moments | None,
+        final: bool,
+    ) -> None:
+        if moments is not None:
+            began, gathered, computed = moments
+            for i, ns in enumerate((began - inner.arrived_ns, gathered - began, computed - gathered)):
+                run.durations[i] += max(0, ns)
+        if result is not None and run.error is None and not run.graph.steps[start.step].streams:
+            self._go_on_with(run, start, result)
+        elif result is not None and run.error is None:
+            # An error as well comes after what was answered before.
+            run.untaken.append((start, inner, result))
+        if final:
+            timeline = run.request.timeline
+            if timeline is not None and inner.timeline is not None:
+                timeline.add(inner.version.name, inner.version.version, inner.timeline)
+            run.waiting.discard(inner)
+            run.run.ended(start)
+        self._take(run)
+        self._due.append((run, None))
+        self._work()
+
+    def _take(self, run: _Run) -> None:
+        """Goes on with the responses of steps, as many as may be worked on at a time and as its client takes answers."""
+        while run.untaken and run.error is None:
+            start, inner, result = run.untaken[0]
+            if run.run.running:
+                if run.run.full(start.step) or self._must_wait(run):
+                    return
+                if isinstance(result, ServingError) and run.run.worked_on(start.step):
+                    return
+            run.untaken.popleft()
+            if inner.ahead:
+                self._responses.took(inner)
+            self._go_on_with(run, start, result)
+
+    def _go_on_with(self, run: _Run, start: Start[Array], result: Result) -> None:
+        if isinstance(result, ServingError):
+            self._fail(run, result)
+        else:
+            self._go_on(run, run.run.responded(start, result))
+
+    def _must_wait(self, run: _Run) -> bool:
+        """Whether its client does not take answers now; it goes on when that does."""
+
+        def go_on() -> None:
+            self._take(run)
+            self._due.append((run, None))
+            self._work()
+
+        return run.sender is not None and run.sender.is_full and run.sender.when_room(go_on)
+
+    def _fail(self, run: _Run, error: ServingError) -> None:
+        """The first error is the answer, once the other steps have ended."""
+        if run.error is None:
+            run.error = from_code(error.code, f"in ensemble '{run.version.name}', {error.message}")
+            run.untaken.clear()
+            self._stop(run)
+        self._due.append((run, None))
+
+    def _end(self, run: _Run) -> None:
+        """Answers the request, if nothing of it runs any more."""
+        request, version = run.request, run.version
+        if run.run.running or run.untaken or self._runs.get(request) is not run:
+            return
+        del self._runs[request]
+        version.executing -= 1
+        for member in run.members.values():
+            member.executing -= 1
+        now_ns = self._clock()
+        if run.error is None and run.run.stuck:
+            run.error = InvalidArgument(
+                f"in ensemble '{version.name}', {request.label}unexpected deadlock, at least one output is not set while no more "
+                "ensemble steps can be made"
+            )
+        if run.sender is not None:
+            self._end_stream(run.sender, run.error)
+            return
+        if run.error is not None:
+            why = Failure.CANCELED if isinstance(run.error, Cancelled) else Failure.OTHER
+            version.statistics.failed(now_ns - request.arrived_ns, why)
+            self._outbox.fail(request, run.error)
+            return
+        queued, took_input, took_infer = run.durations
+        began = min(now_ns, request.arrived_ns + queued)
+        execution = Execution([request], began)
+        execution.gathered_ns = min(now_ns, began + took_input)
+        execution.computed_ns = min(now_ns, execution.gathered_ns + took_infer)
+        execution.results = [run.result]
+        self._finish(version, execution)
+
+    def _end_stream(self, sender: ResponseSender[Request], error: ServingError | None) -> None:
+        sender.returned = True
+        if error is None:
+            sender.send(None, final=True)
+        elif sender.is_cancelled:
+            self._responses.cancelled(sender.request)
+        else:
+            sender.fail(error)
+
+    def __repr__(self) -> str:
+        return f"<EnsembleRuns {len(self._runs)} under way>"

@@ -1,0 +1,78 @@
+"""From arrays to a request inside the worker: looked at as closely as one that came on a lane, in the same words.
+
+Its tensors are arrays that nobody can write to any more, so nothing of them is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import cast
+
+from msgspec.structs import replace
+
+from shm.arrays import Array, datatype_of
+from shm.errors import InvalidArgument
+from shm.messages import Inline, Submit, Tensor
+from workers.dispatch.input_checks import batch_size, check_names, check_tensor, model_shape
+from workers.models.model_version import ModelVersion
+from workers.requests.familiar import Known
+from workers.requests.inner_request import InnerRequest
+from workers.requests.request import Request, Sink
+from workers.requests.submitter import Submitter
+
+_NOWHERE = Inline(b"")
+
+
+def validate_inner(
+    submit: Submit,
+    arrays: Mapping[str, Array],
+    outputs: Collection[str],
+    submitter: Submitter[Request],
+    version: ModelVersion,
+    now_ns: int,
+    sink: Sink,
+    origin: Request | None = None,
+) -> InnerRequest:
+    """Raises ServingError: what is wrong, in a sentence for whoever made it.
+
+    Args:
+      submit: says everything of it but its inputs and outputs.
+      arrays: in the shapes that a client would send, as ``fitting`` makes them.
+      origin: the request that it is made for, where there is one.
+    """
+    described = tuple([(name, datatype_of(array.dtype) or "", array.shape) for name, array in arrays.items()])
+    known = version.familiar.find(described)
+    if known is not None and not submit.strikes:
+        key, rows, taken = known.key, known.rows, dict(arrays)
+    else:
+        signature = version.signature
+        submit = replace(submit, inputs=tuple([Tensor(*each, _NOWHERE) for each in described]))
+        check_names(submit, signature)
+        rows = (batch_size(submit, signature) if signature.batches else 0) or 1
+        for tensor in reversed(submit.inputs):
+            check_tensor(submit, signature, tensor)
+        specs = [signature.inputs[name] for name in arrays]
+        taken = {
+            spec.name: array.reshape(model_shape(signature, spec, array.shape)) if spec.reshaped else array
+            for spec, array in zip(specs, arrays.values(), strict=True)
+        }
+        key = version.key(taken)
+        if known is None and all(spec.plain for spec in signature.inputs.values()):
+            sizes = [(array.dtype, array.nbytes) for array in taken.values()]
+            version.familiar.learn(described, Known(key, rows, sizes))
+        if submit.strikes:
+            key = key, submit.request_id, submitter.peer
+    for name in outputs:
+        if name not in version.signature.outputs:
+            raise InvalidArgument(f"unexpected inference output '{name}' for model '{version.name}'")
+    return InnerRequest(version, submitter, submit, key, rows, taken, outputs, now_ns, sink, origin)
+
+
+def fitting(array: Array, dims: tuple[int, ...], batches: bool) -> Array:
+    """A tensor for a model with those dims: as a batch of one where that batches, as the one row of it where that does not."""
+    shape = array.shape
+    if batches and len(shape) == len(dims):
+        return cast(Array, array.reshape((1, *shape)))
+    if not batches and len(shape) == len(dims) + 1 and shape[0] == 1:
+        return cast(Array, array.reshape(shape[1:]))
+    return array

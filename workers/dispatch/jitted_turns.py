@@ -1,0 +1,115 @@
+"""Batches that the worker's loop runs itself: of jitted models with one instance, and of ensembles.
+
+planner ─▶ executable there? ─yes─▶ its places, the run, the answers
+                             └no──▶ parked until it is compiled
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shm.status_page import StatusPage, WorkerState
+from workers.dispatch.ensembles import EnsembleRuns
+from workers.dispatch.outbox import Outbox
+from workers.dispatch.shape_compiler import ShapeCompiler
+from workers.models.execution import Execution, run
+from workers.models.model_version import ModelVersion
+from workers.programs.executable import Executable
+from workers.programs.run_errors import CheckDevice
+from workers.programs.series import Series
+from workers.programs.series_program import SeriesProgram
+from workers.requests.request import Request
+
+#: The loop's place on the status page.
+LOOP_DESK = 0
+#: How long batches are run in one turn of the loop before anything else is looked at, and how many requests must wait for that:
+#: what few wait for leaves at once, so that the front is not idle meanwhile.
+_RUN_ON_NS = 250_000
+_MANY = 4
+
+
+class JittedTurns:
+    """One per worker; belongs to its loop."""
+
+    def __init__(
+        self,
+        outbox: Outbox,
+        compiler: ShapeCompiler,
+        ensembles: EnsembleRuns,
+        page: StatusPage,
+        clock: Callable[[], int],
+        check: CheckDevice,
+        take: Callable[[ModelVersion, int], list[Request]],
+        finish: Callable[[ModelVersion, Execution], None],
+    ) -> None:
+        """
+        Args:
+          check: of the worker's device.
+          take: the next batch of a version.
+          finish: answers what has run.
+        """
+        self._outbox = outbox
+        self._compiler = compiler
+        self._ensembles = ensembles
+        self._page = page
+        self._clock = clock
+        self._check = check
+        self._take = take
+        self._finish = finish
+        #: What the status page says between executions.
+        self.resting_state = WorkerState.IDLE
+
+    def run(self, version: ModelVersion, now_ns: int, alone: bool) -> None:
+        """Runs its next batch; with much work and ``alone``, where no other has any, further ones for a moment.
+
+        Their answers then share a flush and a wake-up.
+        """
+        self._run(version, now_ns)
+        until_ns = now_ns + _RUN_ON_NS
+        while alone and len(version.planner) >= _MANY and (now_ns := self._clock()) < until_ns:
+            if not self._run(version, now_ns):
+                return
+
+    def _run(self, version: ModelVersion, now_ns: int) -> bool:
+        """Runs the next batch. False: none is due."""
+        batch, model = self._take(version, now_ns), version.jitted
+        if batch and version.loaded.ensemble is not None:
+            self._page.set_state(WorkerState.EXECUTING, now_ns)
+            batch = self._ensembles.run(version, version.loaded.ensemble, batch, now_ns)
+            self._page.set_state(self.resting_state, self._clock())
+            if not batch:
+                return True
+        if not batch or model is None:
+            return False
+        executable: Executable | SeriesProgram | None = None
+        if model.series is not None and not self._outbox.blocked:
+            executable = self._extend(version, model.series, batch)
+        if executable is None:
+            executable = model.find(batch)
+        if executable is None:
+            self._compiler.park(version, batch, model.wanted_by(batch))
+            return True
+        execution = Execution(batch, now_ns, executable)
+        # What is kept as an answer for others must not lie where a client can write to it.
+        sizes = model.sizes(executable, batch) if version.cache is None else None
+        if sizes is not None:
+            self._outbox.prepare(execution, sizes)
+        # Written before and cleared after, so that a batch that kills this process is known by its requests.
+        self._page.begin(LOOP_DESK, [(request.submitter.peer, request.request_id) for request in batch])
+        self._page.set_state(WorkerState.EXECUTING, now_ns)
+        run(model, execution, self._check)
+        self._page.end(LOOP_DESK)
+        self._page.set_state(self.resting_state, execution.computed_ns)
+        self._finish(version, execution)
+        return True
+
+    def _extend(self, version: ModelVersion, series: Series, batch: list[Request]) -> SeriesProgram | None:
+        """Adds requests that wait behind the first one and can share its call. Returns the program for them, if there is one."""
+        key = batch[0].key
+        waiting = version.queue.rows(key)
+        program = series.find(key, waiting + 1)
+        if program is not None and waiting and program.wanted.length > 1:
+            batch += version.queue.take(key, program.wanted.length - 1)
+        if series.wish is not None:
+            self._compiler.compile_series(version, series)
+        return program

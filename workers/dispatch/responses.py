@@ -1,0 +1,358 @@
+"""Responses of models that answer with several: from the threads that make them to the lane, and to the end of their requests.
+
+    any thread: put ─▶ one call on the loop for all that came meanwhile ─▶ placed, in order ─▶ lane ─▶ taken ─▶ sender.settle
+                                                                     ╰─ the response arena is full: kept, and tried again
+
+Belongs to the loop, but for ``put`` and ``sender``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from config.options import Arenas
+from shm.arrays import Array, byte_content, datatype_of
+from shm.errors import Cancelled, Internal, ServingError, Unavailable
+from shm.messages import Completion, FormCompletion, Inline, Tensor, response_byte_size
+from workers.dispatch.answers import complete, failure
+from workers.dispatch.outbox import Outbox
+from workers.models.execution import Execution
+from workers.models.statistics import Failure
+from workers.requests.inner_request import InnerRequest, hand_over, kept
+from workers.requests.request import Request, named
+from workers.requests.response_sender import NOT_COMPLETED, ResponseSender
+from workers.requests.result import STREAMED, Response, Result
+
+_log = logging.getLogger(__name__)
+_EMPTY = Inline(b"")
+#: After responses came the loop is not woken for others, but looks for them after so long: a thread that makes one after the
+#: other is held up by every wake-up. A last response always wakes it.
+_GATHER_NS = 1_000_000
+#: Kinds of small responses whose forms are found at once.
+_MAX_KINDS = 1024
+
+#: A response, whether it is the last, and what it counts until it is placed.
+#: Stands for outputs where all that counts is that there are some.
+_OUTPUTS: dict[str, Array] = {"": np.zeros(1)}
+_Sent = tuple[Result | None, bool, int]
+
+
+class Responses:
+    """One per worker."""
+
+    def __init__(
+        self,
+        options: Arenas,
+        outbox: Outbox,
+        post: Callable[[Callable[[], None]], None],
+        clock: Callable[[], int],
+        max_ahead: int,
+    ) -> None:
+        """``post``: has the loop call something, from any thread. ``max_ahead``: bytes of one request that nobody has taken."""
+        self.inline_byte_size = options.inline_byte_size
+        self._wait_ns = int(options.wait * 1e9)
+        self._outbox = outbox
+        self._post = post
+        self._clock = clock
+        self.max_ahead = max_ahead
+        self._arrived: deque[tuple[ResponseSender[Request], _Sent]] = deque()
+        #: The loop was told that there are some, or looks for them by itself.
+        self._posted = False
+        #: When it looks; 0: it does not.
+        self._look_ns = 0
+        #: What found the response arena full, of each request in its order, and when it is given up.
+        self._kept: dict[ResponseSender[Request], tuple[deque[_Sent], int]] = {}
+
+    # ------------------------------------------------------------------------------------------------------- any thread
+
+    def sender(self, request: Request) -> ResponseSender[Request]:
+        """Whoever has it answers that request. Its model answers requests once, if it was not opened before."""
+        senders = request.version.senders
+        found = senders.get(request)
+        return found or senders.setdefault(request, ResponseSender(request, self, self._clock(), single=True))
+
+    def put(
+        self, sender: ResponseSender[Request], result: Result | None, final: bool, byte_size: int, wake: bool = True
+    ) -> None:
+        """In order of one sender. ``wake``: not False where the loop is about to be woken anyway."""
+        self._arrived.append((sender, (result, final, byte_size)))
+        # Whoever takes them says so before it looks for them.
+        if wake and (final or not self._posted):
+            self._posted = True
+            self._post(self._take)
+
+    # ---------------------------------------------------------------------------------------------------------- the loop
+
+    def open(self, requests: list[Request], now_ns: int) -> None:
+        """Requests of a model with several responses are about to run."""
+        for request in requests:
+            # One that goes round again has one.
+            if request not in request.version.senders:
+                request.version.senders[request] = ResponseSender(request, self, now_ns)
+
+    def returned(self, execution: Execution) -> None:
+        """The model has returned: takes out of the results what is answered by senders, and completes it where that is due."""
+        self._take()
+        requests, results = execution.requests, execution.results
+        execution.requests, execution.results, execution.streamed = [], [], []
+        for request, result in zip(requests, results, strict=True):
+            sender = request.version.senders.get(request)
+            if sender is None and request.is_open:
+                execution.requests = [*execution.requests, request]
+                execution.results.append(result)
+                continue
+            execution.streamed.append(request)
+            if sender is None:
+                continue
+            sender.returned = True
+            if result is not STREAMED:
+                error = result if isinstance(result, ServingError) else Internal(NOT_COMPLETED)
+                self._respond(sender, (error, True, 0))
+            elif sender.is_cancelled:
+                self._end_cancelled(sender)
+
+    def respond(self, sender: ResponseSender[Request], result: Result | None, final: bool) -> None:
+        """As ``sender.send``, from the loop itself: it is placed at once, and never waits."""
+        sent = result, final, sender.posted(result, final)
+        if sender in self._kept:
+            self._kept[sender][0].append(sent)
+        else:
+            self._respond(sender, sent)
+
+    def respond_small(
+        self,
+        sender: ResponseSender[Request],
+        described: tuple[tuple[str, str, tuple[int, ...]], ...],
+        contents: tuple[bytes, ...],
+        final: bool,
+        now_ns: int,
+    ) -> bool:
+        """As ``respond``, of all outputs with a few bytes each. False: this one wants them otherwise; nothing was done.
+
+        Args:
+          described: name, datatype and shape of each output, and ``contents`` its bytes.
+        """
+        request = sender.request
+        if (
+            not sender.plain
+            or request.outputs
+            or request.timeline is not None
+            or request.sink is not None
+            or sender in self._kept
+            or sender.is_cancelled
+        ):
+            return False
+        sender.ahead(self._queue(request, described, contents, final))
+        request.version.statistics.responded(sender, _OUTPUTS, now_ns, now_ns)
+        sender.note(_OUTPUTS, now_ns, now_ns)
+        if final:
+            self._end(sender, now_ns, Failure.BACKEND if sender.failed else None)
+        return True
+
+    def taken(self, request: Request, byte_size: int) -> None:
+        """Its client has taken so much."""
+        sender = request.version.senders.get(request)
+        if sender is not None:
+            sender.settle(byte_size)
+
+    def took(self, request: InnerRequest) -> None:
+        """Its maker has taken the next one of its responses."""
+        self.taken(request, request.ahead.popleft())
+
+    def cancelled(self, request: Request) -> None:
+        """Nobody waits for it any more: its model is woken where it waits for its client."""
+        sender = request.version.senders.get(request)
+        if sender is not None:
+            sender.wake()
+            if sender.returned:
+                self._end_cancelled(sender)
+
+    @property
+    def blocked(self) -> bool:
+        """Whether any waits for room."""
+        return bool(self._kept)
+
+    def retry(self, now_ns: int) -> int | None:
+        """Places what fits by now, and gives up on what waited too long. Returns when to be called again; None: nothing waits."""
+        for sender, (waiting, give_up_ns) in list(self._kept.items()):
+            del self._kept[sender]
+            while waiting and not sender.ended:
+                if now_ns >= give_up_ns:
+                    waiting = deque([(self._no_room(sender, waiting[0][2]), True, 0)])
+                sent = waiting.popleft()
+                self._respond(sender, sent)
+                if sender in self._kept:
+                    waiting.appendleft(sent)
+                    self._kept[sender] = waiting, give_up_ns
+                    break
+        return min((give_up_ns for _, give_up_ns in self._kept.values()), default=None)
+
+    def gather(self, now_ns: int) -> int | None:
+        """Takes what came without waking the loop. Returns when to be called again; None: whoever sends wakes it."""
+        if 0 < self._look_ns <= now_ns:
+            self._look_ns = 0
+            self._take()
+        return self._look_ns or None
+
+    @property
+    def gathering(self) -> bool:
+        """Whether the loop is to look for responses that do not wake it."""
+        return self._look_ns > 0
+
+    def _take(self) -> None:
+        self._posted = False
+        arrived = self._arrived
+        count = len(arrived)
+        if count:
+            self._posted, self._look_ns = True, self._clock() + _GATHER_NS
+        for _ in range(count):
+            sender, sent = arrived.popleft()
+            kept = self._kept.get(sender)
+            if kept is None:
+                self._respond(sender, sent)
+            else:
+                kept[0].append(sent)
+
+    def _respond(self, sender: ResponseSender[Request], sent: _Sent) -> None:
+        if sender.ended:
+            return
+        result, final, byte_size = sent
+        request, now_ns = sender.request, self._clock()
+        if sender.is_cancelled:
+            if final:
+                self._end_cancelled(sender)
+            return
+        placed = self._place(sender, result, final) if request.sink is None else byte_size
+        if isinstance(placed, ServingError):
+            result = placed
+            placed = self._place(sender, result, final)
+        if not isinstance(placed, int):
+            self._kept[sender] = deque([sent]), now_ns + self._wait_ns
+            return
+        # What it comes to on the lane is what its submitter says has been taken.
+        sender.settle(byte_size - placed)
+        placed_ns = self._clock()
+        request.version.statistics.responded(sender, result, now_ns, placed_ns)
+        sender.note(result, now_ns, placed_ns)
+        if final:
+            self._end(sender, placed_ns, Failure.BACKEND if sender.failed else None)
+        if request.sink is not None:
+            if final and request.timeline is not None:
+                self._note_end(sender, result)
+            self._hand_over(request, result, final, byte_size)
+
+    def _note_end(self, sender: ResponseSender[Request], result: Result | None) -> None:
+        """Of a traced request, with its last response."""
+        request, shown = sender.request, {} if result is None else result
+        assert request.timeline is not None
+        request.timeline.executed((sender.began_ns, sender.began_ns, self._clock()), request.arrays, shown)
+
+    @staticmethod
+    def _hand_over(request: Request, result: Result | None, final: bool, byte_size: int) -> None:
+        """Whoever made it inside the worker says when it has taken a response."""
+        assert isinstance(request, InnerRequest)
+        request.ahead.append(byte_size)
+        if result is not None and not isinstance(result, ServingError):
+            result, copied = kept(result)
+            request.version.statistics.copied(copied)
+        hand_over(request, result, None, final)
+
+    def _place(self, sender: ResponseSender[Request], result: Result | None, final: bool) -> int | ServingError | None:
+        """Puts a response on the lane. Returns what it counts there; None: the arena is full; an error: what to send instead."""
+        request = sender.request
+        version, submitter = request.version, request.submitter
+        if result is None:
+            record = Completion(request.request_id)
+        elif isinstance(result, ServingError):
+            record = msgspec.structs.replace(failure(request.request_id, result, version.version), final=final)
+        else:
+            placed = self._place_small(sender, result, final)
+            if placed:
+                return placed
+            try:
+                made = complete(request, result, version.signature, version.version, self.inline_byte_size)
+                if made is None:
+                    return None
+                record = msgspec.structs.replace(made, final=final)
+            except ServingError as error:
+                return error.with_traceback(None)
+            except Exception as error:  # an array no one expected: this response's error, nobody else's
+                _log.exception("%splacing a response of model '%s' failed", named(request.client_id), version.name)
+                return Internal(f"a response of model '{version.name}' could not be placed: {type(error).__name__}")
+        if final and request.timeline is not None:
+            self._note_end(sender, result)
+            record = request.timeline.attach(record)
+        submitter.answer(record)
+        return 0 if final else response_byte_size(record)
+
+    def _place_small(self, sender: ResponseSender[Request], result: dict[str, Array], final: bool) -> int:
+        """Queues a response of the most frequent kind: a few small tensors, into the record. 0: it is another kind."""
+        request = sender.request
+        if not sender.plain or type(result) is Response or request.timeline is not None:
+            return 0
+        outputs, left = request.outputs, self.inline_byte_size
+        described: list[tuple[str, str, tuple[int, ...]]] = []
+        contents: list[bytes] = []
+        for name, array in result.items():
+            if outputs and name not in outputs:
+                continue
+            datatype = datatype_of(array.dtype)
+            if datatype is None or array.nbytes > left:
+                return 0
+            content = byte_content(array) if datatype == "BYTES" else array.tobytes()
+            left -= len(content)
+            if left < 0:
+                return 0
+            described.append((name, datatype, array.shape))
+            contents.append(content)
+        return self._queue(request, tuple(described), tuple(contents), final)
+
+    @staticmethod
+    def _queue(
+        request: Request,
+        described: tuple[tuple[str, str, tuple[int, ...]], ...],
+        contents: tuple[bytes, ...],
+        final: bool,
+    ) -> int:
+        submitter, version = request.submitter, request.version.version
+        kind = version, final, described
+        form = submitter.response_forms.get(kind)
+        if form is None:
+            tensors = tuple([Tensor(*each, _EMPTY) for each in described])
+            template = Completion(0, version=version, final=final, outputs=tensors)
+            if len(submitter.response_forms) >= _MAX_KINDS:
+                submitter.response_forms.clear()
+            form = submitter.response_forms[kind] = submitter.lane.answer_form(template)
+        record = FormCompletion(request.request_id, form.number, contents)
+        submitter.lane.complete_formed(form, record)
+        submitter.unflushed = True
+        return response_byte_size(record)
+
+    def _no_room(self, sender: ResponseSender[Request], byte_size: int) -> Unavailable:
+        return self._outbox.no_room(sender.request, byte_size, self._clock())
+
+    def _end_cancelled(self, sender: ResponseSender[Request]) -> None:
+        """Nobody waits for what it sends."""
+        request, error = sender.request, Cancelled("the request was cancelled")
+        if request.sink is None and not request.submitter.closed:
+            request.submitter.answer(failure(request.request_id, error))
+        self._end(sender, self._clock(), Failure.CANCELED)
+        if request.sink is not None:
+            hand_over(request, error)
+
+    def _end(self, sender: ResponseSender[Request], now_ns: int, failure: Failure | None) -> None:
+        request = sender.request
+        sender.end()
+        self._kept.pop(sender, None)
+        request.version.senders.pop(request, None)
+        request.version.statistics.streamed(sender, now_ns, failure)
+        if request.sink is None:
+            self._outbox.end(request)
+
+    def __repr__(self) -> str:
+        return f"<Responses {len(self._arrived)} to be placed, {len(self._kept)} requests wait for room>"

@@ -1,0 +1,119 @@
+"""Requests of sequences that the C part of the loop runs (``workers/dispatch/fast_path.py``): which ones, with whose state.
+
+    what came together ─▶ seat: the planner says which run now ─▶ run: a program, with their rows of the carry ─▶ answered in C
+                                                                   ╰─ it failed ─▶ fail: answered here
+
+The planner is the model version's own, so whatever is not as simple as that (a slot to wait for, a second request of a
+sequence, a refusal) goes the ordinary way, before anything of it has changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from shm.arrays import Array
+from shm.errors import Internal
+from workers.dispatch.answers import failure
+from workers.models.jax_model import JaxModel
+from workers.models.model_version import ModelVersion
+from workers.models.sequence_register import SequenceRegister
+from workers.models.statistics import Failure
+from workers.programs.carry import StateLost
+from workers.programs.executable import Executable
+from workers.requests.request import Request
+from workers.requests.submitter import Submitter
+from workers.scheduling.sequence import Asked, LiveSequence, state_lost
+from workers.scheduling.sequence_batcher import SequenceBatcher
+
+_log = logging.getLogger(__name__)
+
+
+class SequenceRuns:
+    """Of one model version with sequences, of which nothing waits. Belongs to the worker's loop."""
+
+    def __init__(
+        self,
+        version: ModelVersion,
+        model: JaxModel,
+        sequences: SequenceBatcher[Request],
+        submitters: Mapping[int, Submitter[Request]],
+        register: SequenceRegister,
+    ) -> None:
+        """``submitters``: by their lanes."""
+        self._version = version
+        self._model = model
+        self._sequences = sequences
+        self._submitters = submitters
+        self._register = register
+        controls = version.loaded.made_inputs.controls
+        self._controls = controls if controls is not None and controls.specs else None
+        #: Those that run now, what each of them said, and what was asked.
+        self._seated: list[LiveSequence[Request]] = []
+        self._asked: list[Asked] = []
+        #: What the model is told of each.
+        self._told: list[dict[str, Array]] = []
+
+    def seat(self, asked: list[Asked]) -> int:
+        """How many of these requests run now, the first ones: (correlation id, START, END)."""
+        try:
+            if self._controls is not None:
+                self._told = self._controls.told(asked)
+                asked = asked[: len(self._told)]
+            self._asked = asked
+            self._seated = self._sequences.run_now(asked, time.monotonic_ns())
+        except Exception:  # a defect of ours: the ordinary way says what becomes of them
+            _log.exception("finding the sequences of requests for model '%s' failed", self._version.name)
+            return 0
+        return len(self._seated)
+
+    def program(self, executable: Executable) -> Callable[[], list[Array]]:
+        """What runs those that are seated, once their inputs are gathered into the memory of that program."""
+        step = self._model.gathered_run(executable)
+        columns = {name: array.reshape(executable.rows, -1) for name, array in executable.gathered.items()}
+
+        def run() -> list[Array]:
+            seated = self._seated
+            for row, told in enumerate(self._told[: len(seated)]):
+                for name, control in told.items():
+                    columns[name][row] = control
+            outputs = step(
+                [live.slot.number for live in seated],  # type: ignore[union-attr]
+                [start for _, start, _ in self._asked[: len(seated)]],
+            )
+            self._ran()
+            return outputs
+
+        return run
+
+    def _ran(self) -> None:
+        """They have run, well or not, and no answer has left."""
+        self._sequences.have_run(self._seated, time.monotonic_ns())
+        self._seated = []
+        if self._register.changed:
+            self._register.tell()
+
+    def fail(self, requests: list[tuple[int, int, int]], error: Exception | None) -> None:
+        """Their run has failed, or made something else than it should: nothing is run again, so all of them are told.
+
+        ``requests``: lane, id and moment of arrival of each.
+        """
+        name, model, version = self._version.name, self._model, self._version
+        lost = isinstance(error, StateLost)
+        cause = error.__cause__ if isinstance(error, StateLost) and error.__cause__ else error
+        sentence = Internal(model.describe(cause or LookupError()))
+        also = ", and with it the state of all sequences" if lost else ""
+        _log.error("%s%s", sentence.message, also, exc_info=cause)
+        now_ns = time.monotonic_ns()
+        for (fd, request_id, arrived_ns), (correlation_id, _, _) in zip(requests, self._asked, strict=False):
+            refusal = state_lost(correlation_id, name) if lost else sentence
+            self._submitters[fd].answer(failure(request_id, refusal, version.version))
+            version.statistics.failed(now_ns - arrived_ns, Failure.BACKEND)
+        if lost:
+            version.lose(0, now_ns)
+        if self._seated:
+            self._ran()
+
+    def __repr__(self) -> str:
+        return f"<SequenceRuns of {self._version.name}>"

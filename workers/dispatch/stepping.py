@@ -1,0 +1,223 @@
+"""The steps of one version of a stepped model: what its planner decides is given to the device, what comes of that is answered.
+
+    requests ─▶ insert ─┐                        ┌─▶ what each request gets ─▶ responses
+                        ├▶ device, in order ─▶ read: the oldest
+               step ────┘                        └─▶ slots that are free ─▶ the next requests
+
+``dispatch`` gives the device all that may be on its way and returns at once; ``read`` waits for the oldest of it. Meanwhile the
+device has the next, and other models have their turn. Belongs to the worker's loop.
+
+XLA runs small programs on a processor before it returns: what is done by then is answered before anything else is run.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from shm.arrays import Array
+from shm.errors import Internal, ServingError
+from shm.status_page import StatusPage, WorkerState
+from workers.dispatch.responses import Responses
+from workers.models.execution import Execution, own_failure
+from workers.models.model_version import ModelVersion
+from workers.models.stepped_model import Run
+from workers.programs.carry import StateLost
+from workers.programs.run_errors import CheckDevice
+from workers.requests.request import Request
+from workers.scheduling.step_batcher import Answer, Step
+
+_log = logging.getLogger(__name__)
+
+
+class _Given(NamedTuple):
+    """Something that is on its way on the device."""
+
+    what: list[Request] | Step[Request]
+    run: Run
+    #: When the device got it.
+    began_ns: int
+
+
+class SteppingTurns:
+    """Those of all versions, one after the other. One per worker."""
+
+    def __init__(self, responses: Responses, page: StatusPage, clock: Callable[[], int], check: CheckDevice) -> None:
+        """``check``: of the worker's device."""
+        self._make = functools.partial(Stepping, responses=responses, page=page, clock=clock, check=check)
+        #: Those that have been stepped.
+        self.versions: dict[ModelVersion, Stepping] = {}
+
+    def dispatch(self, version: ModelVersion, now_ns: int) -> None:
+        """Gives the device what it may have of that version."""
+        stepping = self.versions.get(version)
+        if stepping is None:
+            stepping = self.versions[version] = self._make(version)
+            version.when_closed(lambda: self.versions.pop(version, None))
+        stepping.dispatch(now_ns)
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything is to be read, or somebody may begin."""
+        return any(stepping.pending for stepping in self.versions.values())
+
+    def read(self, wait: bool) -> None:
+        """Answers with what the device has done of each. ``wait``: until there is something."""
+        for stepping in self.versions.values():
+            stepping.read(wait)
+
+
+class Stepping:
+    """Of one version."""
+
+    def __init__(
+        self,
+        version: ModelVersion,
+        responses: Responses,
+        page: StatusPage,
+        clock: Callable[[], int],
+        check: CheckDevice,
+    ) -> None:
+        assert version.loaded.stepped is not None
+        assert version.steps is not None
+        self._version = version
+        self._model = version.loaded.stepped
+        self._batcher = version.steps
+        self._responses = responses
+        self._page = page
+        self._clock = clock
+        self._check = check
+        #: A row goes into the record of a response.
+        self._small = self._model.rows.byte_size <= responses.inline_byte_size
+        self._given: deque[_Given] = deque()
+        #: When the last thing was read: the device has worked on the next one since.
+        self._read_ns = 0
+        #: What the device got last was done at once.
+        self._at_once = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything is to be read, or somebody may begin."""
+        return bool(self._given) or self._batcher.due_ns() is not None
+
+    # -------------------------------------------------------------------------------------------------------- to the device
+
+    def dispatch(self, now_ns: int) -> None:
+        """Requests begin in free slots, and all slots are stepped, as far as the planner goes."""
+        batcher = self._batcher
+        if self._given and self._given[0].run.ready:
+            return
+        self._begin(now_ns)
+        while not (self._given and self._at_once) and (step := batcher.step()) is not None:
+            try:
+                run = self._model.step(max([seat.number for seat in step.seats]), step.masked)
+            except BaseException as error:  # also sys.exit() in a callback of the model
+                self._lose(error)
+                return
+            self._give(step, run, now_ns)
+
+    def _begin(self, now_ns: int) -> None:
+        """Requests get the free slots."""
+        while requests := self._batcher.take(now_ns):
+            self._responses.open(requests, now_ns)
+            for request in requests:
+                # There is no function of the model that would have to see that nobody waits any more.
+                self._version.senders[request].returned = True
+            self._insert(requests, now_ns)
+
+    def _give(self, what: list[Request] | Step[Request], run: Run, now_ns: int) -> None:
+        self._given.append(_Given(what, run, now_ns))
+        self._at_once = run.ready
+
+    def _insert(self, requests: list[Request], now_ns: int) -> None:
+        """A request that cannot begin costs no other one its place."""
+        try:
+            run = self._model.insert(requests, [self._batcher.slot(request) for request in requests])
+        except StateLost as lost:
+            self._lose(lost.__cause__ or lost)
+        except BaseException as error:
+            if len(requests) > 1:
+                for request in requests:
+                    self._insert([request], now_ns)
+                return
+            failed = own_failure(self._model, error, Execution(requests, now_ns), self._check)
+            self._batcher.done(requests, now_ns)
+            self._end(requests, failed)
+        else:
+            self._give(requests, run, now_ns)
+
+    # ------------------------------------------------------------------------------------------------------ from the device
+
+    def read(self, wait: bool) -> None:
+        """Answers with what the device has done. ``wait``: for the oldest at least."""
+        while self._given and (wait or self._given[0].run.ready):
+            wait = False
+            what, run, began_ns = self._given.popleft()
+            self._page.set_state(WorkerState.EXECUTING, self._clock())
+            try:
+                rows = run.read()
+            except BaseException as error:
+                self._lose(error)
+                return
+            now_ns = self._clock()
+            says = rows[:, -1].tolist()
+            if isinstance(what, Step):
+                answers = self._batcher.stepped(what, says)
+                began_ns, self._read_ns = max(began_ns, self._read_ns), now_ns
+                self._version.statistics.stepped(len(what.seats), now_ns - began_ns)
+            else:
+                answers = self._batcher.inserted(what, says)
+            if not self._at_once:
+                # The device goes on while they are answered.
+                self.dispatch(now_ns)
+            self._answer(answers, rows, now_ns)
+
+    def _answer(self, answers: list[Answer[Request]], rows: Array, now_ns: int) -> None:
+        senders, layout = self._version.senders, self._model.rows
+        # As bytes they are cut without an array for each.
+        content = rows.tobytes() if self._small else b""
+        for request, row, emits, final in answers:
+            sender = senders.get(request)
+            if sender is None:
+                # It has ended: what it was given last found no room for too long.
+                self._batcher.dropped(request, self._read_ns)
+                continue
+            start = row * layout.byte_size
+            contents = tuple([content[start + part.start : start + part.stop] for part in layout.slices])
+            if not (
+                emits and content and self._responses.respond_small(sender, layout.described, contents, final, now_ns)
+            ):
+                self._responses.respond(sender, layout.cut(rows[row]) if emits else None, final)
+            if not final and sender.is_full:
+                self._pause(request)
+
+    def _pause(self, request: Request) -> None:
+        """Its client is slow: it is not stepped until the client has taken some of what it has."""
+        sender = self._version.senders[request]
+        if sender.when_room(lambda: self._batcher.resume(request)):
+            self._batcher.pause(request)
+
+    def _lose(self, error: BaseException) -> None:
+        """What the device kept of all requests is gone: they are told, and those that wait begin with a new one."""
+        cause = (error.__cause__ or error) if isinstance(error, StateLost) else self._model.lost() and error
+        _log.error("%s, and with it all requests that had a slot", self._model.describe(cause), exc_info=cause)
+        self._given.clear()
+        requests = self._batcher.failed()
+        failed: ServingError = Internal(self._model.describe(cause))
+        try:
+            self._check()
+        except ServingError as lost:
+            failed = lost.with_traceback(None)
+        self._end(requests, failed)
+
+    def _end(self, requests: list[Request], error: ServingError) -> None:
+        for request in requests:
+            sender = self._version.senders.get(request)
+            if sender is not None:
+                self._responses.respond(sender, error, final=True)
+
+    def __repr__(self) -> str:
+        return f"<Stepping of {self._version.name!r}: {len(self._given)} on their way>"

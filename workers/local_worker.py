@@ -1,0 +1,276 @@
+"""A worker in the process of whoever asks, without a supervisor and without lanes: what ``tensord.testing`` runs models with.
+
+    any thread: load ─▶ Loader, in that thread ─▶ loop: adopted
+    any thread: ask  ─▶ loop: InnerRequest ─▶ Dispatcher ─▶ Answers, taken in that thread
+
+The loop has a thread of its own; requests of several threads share batches as those of several clients do.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import itertools
+import logging
+import queue
+import select
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import TypeVar
+
+import jax
+
+from config.options import Options
+from shm.arrays import Array
+from shm.channel import pair
+from shm.control_records import Load
+from shm.cuda_regions import Driver
+from shm.errors import Internal, ServingError, Unavailable
+from shm.lane import WorkerLane
+from shm.messages import Submit
+from shm.sequence_page import SequencePage
+from shm.status_page import DESKS, StatusPage
+from workers.dispatch.dispatcher import Dispatcher
+from workers.dispatch.inner_arrival import validate_inner
+from workers.imports import import_system
+from workers.models.ensemble_members import joined
+from workers.models.loaded_model import LoadedModel
+from workers.models.loader import Loader
+from workers.models.model_table import ModelTable
+from workers.models.model_version import ModelVersion
+from workers.models.sequence_register import SequenceRegister
+from workers.programs.executable_cache import ExecutableCache, cache_directory
+from workers.programs.load_progress import LoadProgress
+from workers.regions.region_policy import RegionPolicy
+from workers.regions.region_table import RegionTable
+from workers.requests.inner_request import InnerRequest
+from workers.requests.request import Moments, Request, controls_of
+from workers.requests.result import Result
+from workers.requests.submitter import Submitter
+from workers.threads.inbox import Inbox
+from workers.threads.work_thread import WorkThread
+
+_log = logging.getLogger(__name__)
+_TURN_NS = 1_000_000_000
+T = TypeVar("T")
+
+
+class Answers:
+    """What becomes of one request. Made and iterated by who asks; ``take`` is called by the loop."""
+
+    def __init__(self, worker: LocalWorker) -> None:
+        self._worker = worker
+        self._came: queue.SimpleQueue[tuple[Result | None, bool]] = queue.SimpleQueue()
+        self._over = False
+        #: Once it was found good.
+        self.request: InnerRequest | None = None
+
+    def take(self, request: Request, result: Result | None, moments: Moments | None, final: bool) -> None:
+        """A response, and whether it is the last."""
+        self._came.put((result, final))
+
+    def fail(self, error: ServingError) -> None:
+        """There is nothing to come but an error."""
+        self._came.put((error, True))
+
+    def __iter__(self) -> Answers:
+        return self
+
+    def __next__(self) -> dict[str, Array]:
+        """The next response; waits for it. Raises ServingError: it is an error, which need not be the last one."""
+        while not self._over:
+            result, self._over = self._came.get()
+            request = self.request
+            if request is not None and request.ahead:
+                self._worker.post(functools.partial(self._worker.took, request))
+            if isinstance(result, ServingError):
+                raise result
+            if result is not None:
+                return result
+        raise StopIteration
+
+    def close(self) -> None:
+        """Nobody waits for the rest of it."""
+        request = self.request
+        if not self._over and request is not None:
+            self._over = True
+            self._worker.post(functools.partial(self._worker.withdraw, request))
+
+
+class LocalWorker:
+    """One per device; every method may be called by any thread."""
+
+    def __init__(self, options: Options, device: jax.Device) -> None:
+        import_system.prepare()
+        self._inbox = Inbox()
+        self._page = StatusPage.create()
+        self._sequences = SequenceRegister(
+            SequencePage.create(options.requests.max_sequences), options.requests.max_sequences
+        )
+        self._models = ModelTable()
+        self._driver = Driver()
+        self._regions = RegionTable(RegionPolicy(options.regions), self._driver, None, None)
+        self._compiler = WorkThread("compiler", self._inbox)
+        gpu = None if device.platform == "cpu" else 0
+        self._dispatcher = Dispatcher(
+            options,
+            self._models,
+            self._regions,
+            self._page,
+            self._compiler,
+            time.monotonic_ns,
+            gpu=gpu,
+            post=self._inbox.post,
+        )
+        self.took, self.withdraw = self._dispatcher.took, self._dispatcher.withdraw
+        # What JAX's own cache answers cannot be stored a second time, and whether that is on is its process's to say.
+        theirs_is_on = jax.config.values["jax_compilation_cache_dir"]
+        kept = None if theirs_is_on else cache_directory(options.executables.cache_directory)
+        self._loader = Loader.configured(
+            options, gpu, device, self._inbox, self._page, cache=ExecutableCache(kept), desk=self._dispatcher.calls
+        )
+        self._ours, theirs = pair()
+        arenas = options.arenas
+        # Answers are handed over and not placed, so nothing is ever on it.
+        lane = WorkerLane(theirs, arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
+        self._submitter: Submitter[Request] = Submitter(0, lane)
+        self._asked: dict[Answers, None] = {}
+        self.numbers = itertools.count(1)
+        self._closing = False
+        self._loading = threading.Lock()
+        self._thread = threading.Thread(target=self._main, name="tensord", daemon=True)
+        self._thread.start()
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Has the loop call it."""
+        self._inbox.post(call)
+
+    def load(self, record: Load) -> ModelVersion:
+        """Brings a version into memory. Raises ServingError: why it cannot be."""
+
+        def adopt() -> ModelVersion:
+            self._check_open()
+            version = self._adopt(loaded)
+            self._models.add(version)
+            return version
+
+        with self._loading:
+            loaded = self._loader.load(record)
+            if loaded.ensemble is not None:
+                loaded, members = self.call(lambda: joined(loaded, self._models))
+                if loaded.fuses:
+                    loaded = self._loader.fuse(record, loaded, members, LoadProgress(record.name, record.version))
+            return self.call(adopt)
+
+    def _adopt(self, loaded: LoadedModel) -> ModelVersion:
+        for instance in (*loaded.instances, *loaded.passive):
+            # None is of use where nobody looks for who killed this process.
+            instance.desk = DESKS
+        version = ModelVersion(loaded, self._sequences)
+        self._dispatcher.limiter.add(loaded.instances)
+        version.when_closed(lambda: self._dispatcher.limiter.remove(loaded.instances))
+        return version
+
+    def call(self, function: Callable[[], T]) -> T:
+        """What it returns on the loop. Raises what it raises there."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._check_open()
+        self._inbox.post(run)
+        return future.result()
+
+    def ask(self, submit: Submit, arrays: Mapping[str, Array], outputs: Collection[str]) -> Answers:
+        """Begins a request. ``arrays``: of the shapes that clients send; nobody may write to them any more."""
+        answers = Answers(self)
+        self._check_open()
+        self._inbox.post(lambda: self._enter(answers, submit, arrays, outputs))
+        return answers
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise Unavailable("the model was closed")
+
+    def close(self) -> None:
+        """Answers what is under way, ends the models and the thread. Idempotent."""
+        if not self._closing:
+            self._closing = True
+            self._inbox.post(self._remove_all)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # --------------------------------------------------------------------------------------------------------- the loop
+
+    def _main(self) -> None:
+        try:
+            with select.epoll() as epoll:
+                epoll.register(self._inbox.fileno(), select.EPOLLIN)
+                next_ns: int | None = None
+                while not (self._closing and not any(self._models) and not self._models.draining):
+                    now_ns = time.monotonic_ns()
+                    until_ns = now_ns + _TURN_NS if next_ns is None else min(next_ns, now_ns + _TURN_NS)
+                    if epoll.poll(max(0, until_ns - now_ns) / 1e9):
+                        self._inbox.drain()
+                    next_ns = self._turn()
+        except BaseException:
+            _log.exception("the loop failed")
+        self._end()
+
+    def _turn(self) -> int | None:
+        now_ns = time.monotonic_ns()
+        next_ns = self._dispatcher.run_due(now_ns)
+        self._models.settle()
+        if self._sequences.changed:
+            self._sequences.tell()
+        if self._sequences.ended:
+            self._sequences.settle()
+        self._dispatcher.count()
+        for answers in [one for one in self._asked if one.request is None or not one.request.is_open]:
+            del self._asked[answers]
+        return next_ns
+
+    def _enter(self, answers: Answers, submit: Submit, arrays: Mapping[str, Array], outputs: Collection[str]) -> None:
+        now_ns = time.monotonic_ns()
+        self._asked[answers] = None
+        try:
+            version = self._models.find(submit.model, submit.version)
+            if version.sequences is not None:
+                controls = controls_of(submit)
+                version = self._models.home(version, controls.correlation_id, controls.start)
+            request = validate_inner(submit, arrays, outputs, self._submitter, version, now_ns, answers.take)
+            answers.request = request
+            self._dispatcher.enter(version, request, now_ns)
+        except ServingError as error:
+            answers.fail(error)
+        except Exception as error:
+            _log.exception("validating a request for model '%s' failed", submit.model)
+            answers.fail(Internal(f"the request failed with {type(error).__name__}"))
+
+    def _remove_all(self) -> None:
+        for version in list(self._models):
+            version.planner.stop()
+            self._models.remove(version.name, version.version, lambda: None)
+
+    def _end(self) -> None:
+        self._closing = True
+        # Who asked while it ended is told.
+        self._inbox.drain()
+        for answers in self._asked:
+            answers.fail(Unavailable("the model was closed"))
+        self._compiler.finish()
+        self._regions.close()
+        self._driver.close()
+        self._submitter.lane.close()
+        self._ours.close()
+        self._inbox.close()
+        self._page.close()
+        self._sequences.page.close()
+
+    def __repr__(self) -> str:
+        return f"<LocalWorker {self._models!r}{', closed' if self._closing else ''}>"

@@ -1,0 +1,207 @@
+"""A version folder without a model.py: programs and parameters that other tools wrote, as a module that declares the same things.
+
+    *.jaxexport, *.stablehlo, *.mlir    one program, or one for each shape or platform
+    params.*                            arguments, put on the device once
+
+What a program says of its tensors is what ``model.py`` would declare; sizes that vary become axes, with the buckets that
+config.pbtxt gives them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+
+from config import artifact_files
+from config.model_config import ModelConfig
+from shm.arrays import datatype_of
+from shm.errors import InvalidArgument
+from tensord.parameter_files import flat, load
+from workers.models.program_file import Leaf, ProgramFile
+
+_log = logging.getLogger(__name__)
+#: What the batch is called in a program whose sizes vary.
+_BATCH = ("b", "batch")
+#: Of a model that has a batch dimension and does not say how long it may be.
+_DEFAULT_BATCH = 32
+
+
+def is_artifact(folder: Path, file: str) -> bool:
+    """Whether the version has programs, and no such file."""
+    return not (folder / file).exists() and bool(artifact_files.programs(folder))
+
+
+def digest(folder: Path) -> bytes:
+    """Changes with any of a version's programs."""
+    found = hashlib.sha256()
+    for path in artifact_files.programs(folder):
+        found.update(hashlib.sha256(path.read_bytes()).digest())
+    return found.digest()
+
+
+def module(folder: Path, message: ModelConfig, platform: str) -> ModuleType:
+    """What a model.py of the folder would be: ``inputs``, ``outputs``, ``max_batch_size``, buckets, and ``create``.
+
+    Args:
+      platform: of the worker's device, as ``jax.Device`` has it.
+
+    Raises: InvalidArgument: a file cannot be read, or the files do not belong together; it says which.
+    """
+    return _Artifact(folder, message, platform).module()
+
+
+class _Artifact:
+    """The files of one version, read."""
+
+    def __init__(self, folder: Path, message: ModelConfig, platform: str) -> None:
+        self._message = message
+        self._parameters = artifact_files.parameters(folder)
+        if len(self._parameters) > 1:
+            names = ", ".join(path.name for path in self._parameters)
+            raise InvalidArgument(f"model '{message.name}': it has parameters in {names}; one of them is expected")
+        every = [ProgramFile(path, bool(self._parameters)) for path in artifact_files.programs(folder)]
+        self._programs = [program for program in every if program.runs_on(platform)]
+        if not self._programs:
+            named = "; ".join(f"{program.path.name} is for {', '.join(program.platforms)}" for program in every)
+            raise InvalidArgument(
+                f"model '{message.name}': none of its programs runs on {platform}: {named}. Export it with "
+                "jax.export.export(function, platforms=('cpu', 'cuda'))"
+            )
+        first = self._programs[0]
+        self._names = self._renamed(first)
+        for program in self._programs[1:]:
+            self._agree(first, program)
+        self._batches = self._has_batch()
+
+    def module(self) -> ModuleType:
+        made = ModuleType(f"artifact of {self._message.name}")
+        values = vars(made)
+        values["inputs"] = self._declared([program.inputs for program in self._programs])
+        values["outputs"] = self._declared([program.outputs for program in self._programs])
+        values["create"] = self.create
+        #: Where errors say that something is declared.
+        values["source"] = " and ".join(program.path.name for program in self._programs[:2])
+        if self._batches:
+            sizes = self._batch_sizes()
+            values["max_batch_size"] = sizes[-1] if sizes else _DEFAULT_BATCH
+            if sizes:
+                values["batch_buckets"] = sizes
+        return made
+
+    def create(
+        self, path: Path, config: Mapping[str, Any], device: jax.Device
+    ) -> tuple[Callable[..., dict[str, Any]], dict[str, Any]]:
+        """As of a model.py."""
+        return self._apply, self._loaded()
+
+    def _apply(self, params: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, Any]:
+        given = {self._names.get(leaf.name, leaf.name): leaf for leaf in self._programs[0].inputs}
+        arrays = {leaf.name: inputs[name] for name, leaf in given.items()}
+        for program in self._programs:
+            if all(leaf.fits(arrays[leaf.name].shape) for leaf in program.inputs):
+                made = program.call({**params, **arrays})
+                return {self._names.get(name, name): array for name, array in made.items()}
+        shapes = ", ".join(f"'{name}' {list(array.shape)}" for name, array in inputs.items())
+        raise ValueError(f"no program of this model takes {shapes}")
+
+    def _renamed(self, program: ProgramFile) -> dict[str, str]:
+        """Names by place, where the configuration names what the program only numbers."""
+        found: dict[str, str] = {}
+        for kind, leaves, fields in (
+            ("input", program.inputs, self._message.input),
+            ("output", program.outputs, self._message.output),
+        ):
+            numbered = all(leaf.name == f"{kind}_{place}" for place, leaf in enumerate(leaves))
+            if numbered and fields and len(fields) == len(leaves):
+                found |= {leaf.name: field.name for leaf, field in zip(leaves, fields, strict=True)}
+        return found
+
+    def _agree(self, first: ProgramFile, other: ProgramFile) -> None:
+        """Raises InvalidArgument: two programs are not of one model."""
+        for kind in ("inputs", "outputs", "parameters"):
+            a, b = (
+                {leaf.name: (leaf.dtype, len(leaf.dims)) for leaf in getattr(each, kind)} for each in (first, other)
+            )
+            if a != b:
+                name = next((name for name in [*a, *b] if a.get(name) != b.get(name)), "")
+                raise InvalidArgument(
+                    f"model '{self._message.name}': {first.path.name} and {other.path.name} differ in {kind[:-1]} '{name}': "
+                    "programs of one version take and give the same, in other shapes or for other platforms"
+                )
+
+    def _has_batch(self) -> bool:
+        """Whether the first dim of every tensor is the batch: the configuration says so, or its name does.
+
+        Any other varying size may be one along which rows mix, and to fill that with other clients' rows would be wrong.
+        """
+        if self._message.max_batch_size > 0:
+            return True
+        leaves = [leaf for program in self._programs for leaf in (*program.inputs, *program.outputs)]
+        return (
+            all(leaf.dims and leaf.dims[0] in _BATCH for leaf in leaves) and len({leaf.dims[0] for leaf in leaves}) == 1
+        )
+
+    def _batch_sizes(self) -> tuple[int, ...]:
+        """Those that there are programs for; none where it varies."""
+        sizes: set[int] = set()
+        for program in self._programs:
+            for leaf in (*program.inputs, *program.outputs):
+                if not leaf.dims or leaf.dims[0] == -1:
+                    raise InvalidArgument(
+                        f"model '{self._message.name}': max_batch_size is {self._message.max_batch_size}, but '{leaf.name}' "
+                        f"of {program.path.name} is {leaf}: its first dim is no batch"
+                    )
+            found = {leaf.dims[0] for leaf in (*program.inputs, *program.outputs)}
+            if len(found) > 1:
+                raise InvalidArgument(
+                    f"model '{self._message.name}': the tensors of {program.path.name} have first dims "
+                    f"{', '.join(map(str, sorted(map(str, found))))}; with a batch dimension they are one"
+                )
+            sizes |= {size for size in found if isinstance(size, int)}
+            if not sizes:
+                return ()
+        return tuple(sorted(sizes))
+
+    def _declared(self, groups: Sequence[Sequence[Leaf]]) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for leaves in zip(*(sorted(group, key=lambda leaf: leaf.name) for group in groups), strict=True):
+            name, start = leaves[0].name, int(self._batches)
+            dims = [
+                column[0] if len(set(column)) == 1 else -1
+                for column in zip(*(leaf.dims for leaf in leaves), strict=True)
+            ]
+            text = ", ".join(map(str, dims[start:]))
+            found[self._names.get(name, name)] = f"{leaves[0].datatype}[{text}]"
+        # In the order of the program, which is that of its arguments.
+        return {
+            self._names.get(leaf.name, leaf.name): found[self._names.get(leaf.name, leaf.name)] for leaf in groups[0]
+        }
+
+    def _loaded(self) -> dict[str, Any]:
+        """The parameters by their names as arguments. Raises InvalidArgument: they are not those of the program."""
+        wanted = {leaf.name.removeprefix("params/"): leaf for leaf in self._programs[0].parameters}
+        if not self._parameters:
+            return {}
+        file = self._parameters[0]
+        found = {name: np.asarray(array) for name, array in flat(load(file)).items()}
+        what = f"model '{self._message.name}': {file.name}"
+        for name, leaf in wanted.items():
+            array = found.get(name)
+            if array is None:
+                raise InvalidArgument(f"{what} has no '{name}', which {self._programs[0].path.name} takes as {leaf}")
+            if array.dtype != leaf.dtype or not leaf.fits(array.shape):
+                given = f"{datatype_of(array.dtype) or array.dtype}{list(array.shape)}"
+                raise InvalidArgument(f"{what}: '{name}' is {given}, {self._programs[0].path.name} takes {leaf}")
+        unused = sorted(found.keys() - wanted.keys())
+        if unused:
+            _log.warning(
+                "%s has %d arrays that the program does not take: %s", what, len(unused), ", ".join(unused[:5])
+            )
+        return {leaf.name: found[name] for name, leaf in wanted.items()}

@@ -1,0 +1,51 @@
+"""A model's own exception as its author is told of it: type, message, and the line of the model's files that it comes from."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+#: Characters of a model's own exception that a client is told.
+_MAX_REASON = 1000
+#: A link, which stays, or a path of this host: in quotes with whatever is in it, or to the end of a word.
+_LINK_OR_PATH = re.compile(
+    r"\b(?:https?|ftp|gs|s3|grpcs?|wss?)://[^/\s'\"][^\s'\"]*"
+    r"|(?<=(?P<quote>['\"]))/[^'\"]+(?=(?P=quote))"
+    r"|(?<![\w.])/[^\s'\"():,;]+"
+)
+
+
+def describe_exception(error: BaseException, folders: Sequence[Path] = ()) -> str:
+    """Type and message of a model's own exception, on one line and without the paths in it.
+
+    ``folders``: of the model, the version's first. Its files are named as they are called there, and the line that failed.
+    """
+    text = " ".join(str(error).split())
+    for folder in folders:
+        text = text.replace(f"{folder}/", "")
+    reason = _LINK_OR_PATH.sub(lambda found: "<path>" if found[0].startswith("/") else found[0], text)
+    reason = bounded(reason, _MAX_REASON)
+    said = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+    return said + _line(error, folders)
+
+
+def _line(error: BaseException, folders: Sequence[Path]) -> str:
+    """`` (model.py, line 7, in apply)``: the last of the model's own; "": it comes from elsewhere."""
+    if isinstance(error, SyntaxError):
+        frames = [(error.filename or "", error.lineno, "")]
+    else:
+        frames = [(frame.filename, frame.lineno, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
+    for file, number, function in reversed(frames):
+        for folder in folders:
+            if file.startswith(f"{folder}/"):
+                where = f", in {function}" if function.isidentifier() else ""
+                return f" ({file.removeprefix(f'{folder}/')}, line {number}{where})"
+    return ""
+
+
+def bounded(text: str, limit: int) -> str:
+    """The beginning of a text that may be of any length, and how much is missing."""
+    more = len(text) - limit
+    return text if more <= 0 else f"{text[:limit]}... ({more} more characters)"

@@ -1,0 +1,68 @@
+"""On which of its worker's devices a model runs: on the first, or on as many as it says.
+
+devices = 4                          in model.py; parameters { key: "devices" value { string_value: "4" } } in config.pbtxt
+instance_group { gpus: [ 2, 3 ] }    which of them; without a list the first ones
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import jax
+
+from config.model_config import ModelConfig
+from shm.errors import InvalidArgument, Unsupported
+from workers.devices.several_devices import SeveralDevices
+
+
+def device_count(message: ModelConfig, module: ModuleType) -> int:
+    """How many it says; 0: it says nothing. Raises InvalidArgument: that is no number of devices."""
+    given = getattr(module, "devices", None)
+    where = "devices of model.py"
+    if "devices" in message.parameters:
+        text = message.parameters["devices"].string_value
+        given, where = int(text) if text.isdecimal() else text, "parameter 'devices'"
+    if given is None:
+        return 0
+    if type(given) is not int or given < 1:
+        raise InvalidArgument(f"model '{message.name}': {where} is {given!r}, a number of devices from 1 is expected")
+    return given
+
+
+def chosen_devices(
+    message: ModelConfig, count: int, devices: Sequence[jax.Device], gpu: int | None
+) -> tuple[jax.Device, ...]:
+    """Those that it runs on.
+
+    Args:
+      count: how many it says.
+      devices: its worker's.
+      gpu: the number of the first of them, None of the processor.
+    Raises: InvalidArgument: it says more than there are; both numbers.
+    """
+    named = sorted({each - gpu for group in message.instance_group for each in group.gpus} if gpu is not None else ())
+    own = [devices[index] for index in named if 0 <= index < len(devices)]
+    if max(1, count) > len(own or devices):
+        whose = "instance_group names" if own else "its worker has"
+        raise InvalidArgument(
+            f"model '{message.name}' runs on {count} devices, and {whose} {len(own or devices)} (workers.devices_per_worker)"
+        )
+    return tuple((own or devices)[: max(1, count)])
+
+
+def given_devices(
+    message: ModelConfig, module: ModuleType, devices: Sequence[jax.Device], gpu: int | None, keeps_state: bool
+) -> tuple[jax.Device | tuple[jax.Device, ...], SeveralDevices | None]:
+    """What ``create`` gets, and where its programs run; None: where models of its worker do.
+
+    Raises: InvalidArgument: as the others.  Unsupported: such a model runs nowhere else.
+    """
+    count = device_count(message, module)
+    chosen = chosen_devices(message, count, devices, gpu)
+    given = chosen if count else chosen[0]
+    if chosen == (devices[0],):
+        return given, None
+    if keeps_state:
+        raise Unsupported(f"model '{message.name}': state is kept on one device, and its worker's first one")
+    return given, SeveralDevices(chosen)

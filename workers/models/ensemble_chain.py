@@ -1,0 +1,210 @@
+"""The steps of an ensemble one after the other, for requests that found nobody waiting for any of them.
+
+It does what the steps would do as requests of their own, where all of them are compiled programs of fixed shapes on the
+processor: they would be run at once, and alone, because nobody waits there (``workers/programs/chain_program.py``). Chains
+are found once for each set of outputs, until a model changes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from shm.arrays import Array
+from shm.errors import NotFound
+from workers.models.execution import Execution
+from workers.models.model_table import ModelTable
+from workers.models.model_version import ModelVersion
+from workers.models.statistics import Turns
+from workers.programs.chain_program import ChainProgram, Link
+from workers.programs.executable import Executable
+from workers.requests.request import Request
+from workers.requests.result import Result
+from workers.scheduling.ensemble_graph import EnsembleGraph, NeededSteps
+from workers.tensors.batch_outputs import layout_of, uncut
+from workers.tensors.buckets import Shapes
+
+#: Sets of outputs that are remembered, of all ensembles together.
+_LIMIT = 256
+
+
+class _Step(NamedTuple):
+    version: ModelVersion
+    inputs: Mapping[str, str]
+    outputs: Mapping[str, str]
+
+
+class EnsembleChain:
+    """Of one ensemble version and one set of outputs. Belongs to the worker's loop."""
+
+    #: Requests share batches, and no calls besides.
+    series = None
+
+    def __init__(self, version: ModelVersion, graph: EnsembleGraph, needed: NeededSteps, models: ModelTable) -> None:
+        self._signature = version.signature
+        #: What it makes.
+        self._outputs = needed.outputs
+        steps = [graph.steps[number] for number in graph.in_order() if number in needed.numbers]
+        self._steps = [_Step(models.find(step.model, step.version), step.inputs, step.outputs) for step in steps]
+        #: By the rows that wait.
+        self._by_rows: dict[int, ChainProgram | None] = {}
+        #: By bucket.
+        self._made: dict[int, ChainProgram] = {}
+
+    @property
+    def free(self) -> bool:
+        """Whether nobody waits for any of its models."""
+        return not any(len(step.version.planner) for step in self._steps)
+
+    def answers(self, request: Request) -> bool:
+        """Whether it makes just what that request asks for."""
+        return len(request.outputs or self._signature.outputs) == len(self._outputs)
+
+    def program(self, rows: int) -> ChainProgram | None:
+        """What runs so many rows. None: the steps are to be requests."""
+        if rows not in self._by_rows:
+            self._by_rows[rows] = self._build(rows)
+        found = self._by_rows[rows]
+        return None if found is None or found.long else found
+
+    def programs(self, key: Shapes, most: int) -> list[ChainProgram | None]:
+        """As ``JaxModel.programs``: by the rows that wait, up to ``most``."""
+        return [self.program(rows) for rows in range(1, most + 1)]
+
+    def pace(self, key: Shapes) -> int:
+        """Another number when ``programs`` are others."""
+        return sum([program.long for program in self._made.values()])
+
+    def run(self, execution: Execution, program: ChainProgram) -> None:
+        """Fills in the results. Raises whatever a program raises."""
+        requests = execution.requests
+        arguments, execution.copied_byte_size = program.gather(requests)
+        execution.gathered_ns = time.monotonic_ns()
+        arrays = program.compute(arguments)
+        execution.computed_ns = time.monotonic_ns()
+        found = dict(zip(self._outputs, arrays, strict=True))
+        if program.layout is None:
+            program.layout = layout_of(self._signature, found, self._signature.batches)
+        execution.computed(uncut(program.layout, arrays), lambda: self._cut(requests, found))
+
+    def _cut(self, requests: Sequence[Request], found: Mapping[str, Array]) -> list[Result]:
+        if not self._signature.batches:
+            return [dict(found)]
+        results: list[Result] = []
+        at = 0
+        for request in requests:
+            results.append({name: array[at : at + request.rows] for name, array in found.items()})
+            at += request.rows
+        return results
+
+    def count(self, execution: Execution) -> None:
+        """Counts a run for its models."""
+        rows = sum([request.rows for request in execution.requests])
+        took, count = execution.computed_ns - execution.gathered_ns, len(execution.requests)
+        batch = (rows, 1, 0, took, 0)
+        self.credit(Turns(count, rows, 1, 0, 0, 0, (0, count * took, 0), 0, 0, [batch]))
+
+    def credit(self, turns: Turns) -> None:
+        """Counts runs for its models: each had all of the requests, and a share of the time that the programs took."""
+        shares = [0] * len(self._steps)
+        for program in self._made.values():
+            for number, ns in enumerate(program.call_ns):
+                shares[number] += ns
+            program.call_ns = [0] * len(shares)
+        whole = max(1, sum(shares))
+        for step, share in zip(self._steps, shares, strict=True):
+            step.version.statistics.add(turns.part(share, whole))
+
+    def _build(self, rows: int) -> ChainProgram | None:
+        """The program of the least bucket that has room for them and that all of the models have."""
+        if any(-1 in spec.dims for spec in self._signature.inputs.values()):
+            return None
+        bucket, found = rows, list[Executable]()
+        while len(found) < len(self._steps):
+            executable = _program(self._steps[len(found)], self._signature.batches, bucket)
+            if executable is None:
+                return None
+            if executable.rows > bucket:
+                # The ones before it have to take as many.
+                bucket, found = executable.rows, []
+            else:
+                found.append(executable)
+        if bucket not in self._made:
+            self._made[bucket] = self._chained(found, bucket)
+        return self._made[bucket]
+
+    def _chained(self, executables: Sequence[Executable], rows: int) -> ChainProgram:
+        #: Tensor -> where it is made; None: it is the client's.
+        made_on = dict.fromkeys(self._signature.inputs)
+        links: list[Link] = []
+        for step, executable in zip(self._steps, executables, strict=True):
+            here = executable.placement.device
+            inputs = [
+                (name, tensor, tensor not in self._signature.inputs and made_on[tensor] is not here)
+                for name, tensor in step.inputs.items()
+            ]
+            made_on.update(dict.fromkeys(step.outputs.values(), here))
+            links.append(Link(executable, tuple(inputs), tuple(step.outputs.items())))
+        wide = any(step.version.signature.wide for step in self._steps)
+        return ChainProgram(self._signature, links, self._outputs, rows, wide)
+
+    def __repr__(self) -> str:
+        return f"<EnsembleChain {' '.join(step.version.name for step in self._steps)}>"
+
+
+class EnsembleChains:
+    """Those of a worker's ensembles."""
+
+    def __init__(self, models: ModelTable) -> None:
+        self._models = models
+        self._changes = models.changes
+        #: By version, and outputs that are wanted.
+        self._known: dict[tuple[ModelVersion, tuple[str, ...]], EnsembleChain] = {}
+
+    def find(
+        self, version: ModelVersion, graph: EnsembleGraph, requests: Sequence[Request]
+    ) -> tuple[EnsembleChain, ChainProgram] | None:
+        """What runs a batch. None: the steps are to be requests."""
+        if version.loaded.streams or any(tensor not in requests[0].arrays for tensor in version.signature.inputs):
+            return None
+        if self._changes != self._models.changes or len(self._known) >= _LIMIT:
+            self._known.clear()
+            self._changes = self._models.changes
+        first = requests[0].outputs
+        alike = all(request.outputs.keys() == first.keys() for request in requests)
+        needed = graph.needed(first if alike else ())
+        chain = self._known.get((version, needed.outputs))
+        if chain is None:
+            try:
+                chain = self._known[version, needed.outputs] = EnsembleChain(version, graph, needed, self._models)
+            except NotFound:
+                # One of its models has gone, and the step will say so.
+                return None
+        program = chain.program(sum([request.rows for request in requests]))
+        return None if program is None or not chain.free else (chain, program)
+
+    def __repr__(self) -> str:
+        return f"<EnsembleChains {len(self._known)}>"
+
+
+def _program(step: _Step, batches: bool, rows: int) -> Executable | None:
+    """What such a step runs, if it is a plain program and nothing else."""
+    member = step.version
+    loaded, model, specs = member.loaded, member.jitted, member.signature.inputs
+    if model is None or loaded.instances or loaded.made_inputs or member.sequences is not None or loaded.streams:
+        return None
+    if (
+        member.cache is not None
+        or not loaded.repeatable
+        or member.signature.batches != batches
+        or member.batcher.delays
+    ):
+        return None
+    if step.inputs.keys() != specs.keys() or any(-1 in spec.model_dims for spec in specs.values()):
+        return None
+    if any(spec.reshaped for spec in specs.values()):
+        return None
+    if any(-1 in spec.model_dims for spec in member.signature.outputs.values()):
+        return None
+    return model.single(tuple(spec.model_dims for spec in specs.values()), rows)

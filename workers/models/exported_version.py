@@ -1,0 +1,85 @@
+"""A version with a model.py, read as the loader reads it and written as one without (``exporting``)."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import jax
+
+from config import model_checks, model_config
+from config.model_config import ModelConfig
+from shm.control_records import Load
+from shm.errors import Internal, InvalidArgument, ServingError, Unsupported
+from workers.imports.model_imports import ModelImports
+from workers.models.author_error import describe_exception
+from workers.models.created import created
+from workers.models.declaration import declare_tensors
+from workers.models.device_choice import device_count
+from workers.models.exporting import write
+from workers.programs.precision import precision
+from workers.tensors.signature import Declared, signature
+
+
+def export_version(load: Load, device: jax.Device, folder: Path, platforms: str) -> None:
+    """Writes the model into ``folder``.
+
+    Args:
+      platforms: comma-separated, as jax.export names them; "": the device's.
+
+    Raises: ServingError: it cannot be; in one sentence.
+    """
+    message = model_config.from_bytes(load.config)
+    folders = (Path(load.version_path), Path(load.model_path))
+    try:
+        module = ModelImports.of_version(load.name, folders).run(
+            folders[0] / (message.default_model_filename or "model.py")
+        )
+        if not callable(getattr(module, "create", None)) or getattr(module, "host", False):
+            raise Unsupported(
+                f"model '{load.name}': only a JAX model with a function create(path, config, device) is exported"
+            )
+        if getattr(module, "state", None) or getattr(module, "request", None) or message.HasField("sequence_batching"):
+            raise Unsupported(
+                f"model '{load.name}': a program has no state, and is told nothing of a request but its inputs"
+            )
+        if any(getattr(module, name, None) for name in ("ragged", "batch_inputs", "batch_outputs")) or any(
+            tensor.allow_ragged_batch for tensor in message.input
+        ):
+            raise Unsupported(f"model '{load.name}': what is exported has no ragged inputs")
+        if device_count(message, module) > 1:
+            raise Unsupported(f"model '{load.name}': what is exported runs on one device")
+        message.backend = "jax"
+        axes = declare_tensors(message, module)
+        for axis, sizes in getattr(module, "buckets", {}).items():
+            message.parameters[f"buckets.{axis}"].string_value = sizes if sizes == "auto" else ",".join(map(str, sizes))
+        if hasattr(module, "batch_buckets") and "batch_buckets" not in message.parameters:
+            message.parameters["batch_buckets"].string_value = ",".join(map(str, module.batch_buckets))
+        model_checks.check(message)
+        described = signature(message, axes, {})
+        with precision(described):
+            returned = module.create(folders[0], model_config.to_dict(message), device)
+        apply, parameters, _ = created(load.name, returned, (), None)
+        inputs = {spec.name: Declared(spec.datatype, spec.model_dims, spec.axes) for spec in described.inputs.values()}
+        message.name = folder.name
+        # What is written is version 1, and has no such file.
+        message.ClearField("version_policy")
+        message.ClearField("default_model_filename")
+        chosen = [name.strip() for name in platforms.split(",")] if platforms else None
+        write(folder, message, apply, parameters, inputs, chosen)
+        _copy(message, folders[1], folder)
+    except ServingError:
+        raise
+    except OSError as error:
+        raise InvalidArgument(f"{error.filename or folder} cannot be written: {error.strerror}") from error
+    except Exception as error:
+        raise Internal(f"model '{load.name}' cannot be exported: {describe_exception(error, folders)}") from error
+
+
+def _copy(message: ModelConfig, source: Path, folder: Path) -> None:
+    """The files beside the versions that the configuration names."""
+    for name in {output.label_filename for output in message.output} - {""}:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, folder / name)
+    if message.model_warmup and (source / "warmup").is_dir():
+        shutil.copytree(source / "warmup", folder / "warmup", dirs_exist_ok=True)

@@ -1,0 +1,166 @@
+"""Writes a model folder without Python: a function as a program of jax.export, its parameters as safetensors, and config.pbtxt.
+
+    <folder>/config.pbtxt                  tensors, max_batch_size, buckets
+    <folder>/1/model.jaxexport             (parameters by name, inputs by name) -> outputs by name
+    <folder>/1/params.safetensors          where there are any
+
+One program serves all sizes: the batch and named axes are symbols in it. A function that asks for a batch as a number
+(``len(x)``) becomes a program for each size of it. ``workers.models.artifact`` reads the folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from google.protobuf import text_format
+from jax import export
+
+from config import artifact_files, model_checks, model_config
+from config.model_config import ModelConfig, model_config_pb2
+from shm import datatypes
+from shm.arrays import DTYPES, datatype_of
+from shm.errors import InvalidArgument
+from workers.tensors.buckets import powers_of_two
+from workers.tensors.signature import WIDE, Declared, parse_declaration
+
+_BATCH = "batch"
+_PARAMETERS = "params.safetensors"
+
+
+def export_model(
+    folder: str | Path,
+    function: Callable[..., Mapping[str, Any]],
+    parameters: Any,
+    inputs: Mapping[str, str],
+    max_batch_size: int = 0,
+    buckets: Mapping[str, Sequence[int]] | None = None,
+    platforms: Sequence[str] | None = None,
+) -> Path:
+    """As ``tensord.models.export``, which users call."""
+    folder = Path(folder)
+    message = model_config.empty(folder.name)
+    message.max_batch_size = max_batch_size
+    for axis, sizes in (buckets or {}).items():
+        message.parameters[f"buckets.{axis}"].string_value = ",".join(map(str, sizes))
+    declared = {name: parse_declaration(f"input '{name}'", text) for name, text in inputs.items()}
+    return write(folder, message, function, parameters, declared, platforms)
+
+
+def write(
+    folder: Path,
+    message: ModelConfig,
+    function: Callable[..., Mapping[str, Any]],
+    parameters: Any,
+    inputs: Mapping[str, Declared],
+    platforms: Sequence[str] | None = None,
+) -> Path:
+    """As ``export_model``, with a configuration that may say more. Its tensors are completed from the program."""
+    version = folder / "1"
+    if version.exists() and any(version.iterdir()):
+        raise InvalidArgument(f"{version} is not empty; export into another folder, or remove it")
+    arrays, whole = _named(parameters)
+    with jax.enable_x64(any(tensor.datatype in WIDE for tensor in inputs.values())):
+        taken = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()}
+
+        def program(*given: Any) -> Any:
+            return dict(function(whole(given[0] if taken else {}), given[-1]))
+
+        def exported(rows: int | str) -> export.Exported:
+            specs = _specs(message, inputs, rows)
+            return export.export(jax.jit(program), platforms=platforms)(*([taken, specs] if taken else [specs]))
+
+        try:
+            programs = _programs(message, inputs, exported)
+            contents = {name: made.serialize() for name, made in programs.items()}
+        except InvalidArgument:
+            raise
+        except Exception as error:
+            raise InvalidArgument(
+                f"the function of '{folder.name}' cannot be exported: {type(error).__name__}: {error}"
+            ) from error
+    _complete(message, inputs, next(iter(programs.values())))
+    version.mkdir(parents=True, exist_ok=True)
+    if arrays:
+        from safetensors.numpy import save_file
+
+        save_file({name: np.asarray(array, order="C") for name, array in arrays.items()}, version / _PARAMETERS)
+    for name, content in contents.items():
+        (version / f"{name}{artifact_files.EXPORTED}").write_bytes(content)
+    (folder / "config.pbtxt").write_text(text_format.MessageToString(message))
+    return folder
+
+
+def _programs(
+    message: ModelConfig, inputs: Mapping[str, Declared], exported: Callable[[int | str], export.Exported]
+) -> dict[str, export.Exported]:
+    """One program, or one for each size of the batch where the function wants a number and nothing else varies."""
+    try:
+        return {"model": exported(_BATCH)}
+    except Exception:
+        if not message.max_batch_size or any(-1 in tensor.dims for tensor in inputs.values()):
+            raise
+        sizes = model_checks.batch_buckets(message) or powers_of_two(message.max_batch_size)
+        return {f"rows{rows}": exported(rows) for rows in sizes}
+
+
+def _named(parameters: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], Any]]:
+    """The arrays of a pytree by name, and what puts it together again."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(parameters)
+    arrays: dict[str, Any] = {}
+    names: list[str | None] = []
+    for keys, leaf in leaves:
+        name = jax.tree_util.keystr(keys, simple=True, separator=".") or "array"
+        is_array = isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+        names.append(name if is_array else None)
+        if is_array:
+            if name in arrays:
+                raise InvalidArgument(f"two parameters would be called '{name}'")
+            arrays[name] = np.asarray(leaf)
+
+    def whole(given: Mapping[str, Any]) -> Any:
+        found = [leaf if name is None else given[name] for name, (_, leaf) in zip(names, leaves, strict=True)]
+        return jax.tree.unflatten(structure, found)
+
+    return arrays, whole
+
+
+def _specs(message: ModelConfig, inputs: Mapping[str, Declared], rows: int | str) -> dict[str, jax.ShapeDtypeStruct]:
+    """The inputs of a batch of ``rows``, with symbols for sizes that vary. On their largest size a function may rely."""
+    limits = [f"{_BATCH} <= {message.max_batch_size}"] if message.max_batch_size else []
+    named = {axis for tensor in inputs.values() for axis in tensor.axes if axis is not None}
+    limits += [f"{axis} <= {sizes[-1]}" for axis, sizes in model_checks.axis_buckets(message).items() if axis in named]
+    scope, unnamed = export.SymbolicScope(limits), 0
+    specs: dict[str, jax.ShapeDtypeStruct] = {}
+    for name, tensor in inputs.items():
+        if tensor.datatype == "BYTES":
+            raise InvalidArgument(f"input '{name}' is BYTES, which no compiled program can take")
+        texts = [str(rows)] if message.max_batch_size else []
+        for dim, axis in zip(tensor.dims, tensor.axes, strict=True):
+            if dim == -1 and axis is None:
+                axis, unnamed = f"size_{unnamed}", unnamed + 1
+            texts.append(str(dim) if axis is None else axis)
+        shape = export.symbolic_shape(",".join(texts), scope=scope)
+        specs[name] = jax.ShapeDtypeStruct(shape, DTYPES[tensor.datatype])
+    return specs
+
+
+def _complete(message: ModelConfig, inputs: Mapping[str, Declared], exported: export.Exported) -> None:
+    """Writes the tensors into a configuration that does not name them. Outputs are as the program says."""
+    types = model_config_pb2().DataType
+    if not message.input:
+        for name, tensor in inputs.items():
+            message.input.add(
+                name=name, data_type=types.Value(datatypes.to_model_config(tensor.datatype)), dims=tensor.dims
+            )
+    outputs = jax.tree.unflatten(exported.out_tree, exported.out_avals)
+    named = {output.name for output in message.output}
+    for name, aval in sorted(outputs.items()):
+        if (datatype := datatype_of(np.dtype(aval.dtype))) is None:
+            raise InvalidArgument(f"output '{name}' is {aval.dtype}, which the protocol has no datatype for")
+        dims = [dim if isinstance(dim, int) else -1 for dim in aval.shape[bool(message.max_batch_size) :]]
+        if not named:
+            message.output.add(name=name, data_type=types.Value(datatypes.to_model_config(datatype)), dims=dims)

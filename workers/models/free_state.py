@@ -1,0 +1,164 @@
+"""State with dims that vary: each sequence has arrays of its own, of whatever size its last step has made them.
+
+    a step may run ─▶ attach: what the step before it left, or where sequences begin ─▶ batched with steps of equal shapes
+                                              run: the state goes in as further inputs, and comes out as further outputs
+                      keep ◀─ the new state ──╯
+
+They lie in host memory, because no array could hold those of all sequences. A run that fails changes nothing of them. Belongs to
+the worker's loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from shm.arrays import Array
+from shm.errors import InvalidArgument, ServingError, Unavailable, Unsupported
+from workers.models.execution import Execution
+from workers.programs.state_program import checked
+from workers.requests.request import Request
+from workers.requests.result import Result
+from workers.scheduling.sequence import LiveSequence
+from workers.tensors.buckets import Buckets
+from workers.tensors.request_shapes import RequestShapes
+from workers.tensors.signature import Signature, TensorSpec
+from workers.tensors.state import InitialState
+
+
+class Unfit:
+    """The key of a request that cannot run, and so shares a batch with no other one."""
+
+    def __init__(self, error: InvalidArgument) -> None:
+        #: Why.
+        self.error = error
+
+
+def program_signature(described: Signature) -> Signature:
+    """What a program takes and gives where the state of its sequences travels with their requests. Raises Unsupported."""
+    if described.ragged:
+        name = described.states[0].name
+        raise Unsupported(
+            f"model '{described.model}': state '{name}' varies in size, which is not possible beside ragged inputs"
+        )
+    inputs = {spec.name: _tensor(spec.name, spec) for spec in described.states}
+    outputs = {spec.output: _tensor(spec.output, spec) for spec in described.states}
+    return replace(
+        described, inputs={**described.inputs, **inputs}, outputs={**outputs, **described.outputs}, states=(), slots=0
+    )
+
+
+def _tensor(name: str, spec: Any) -> TensorSpec:
+    return TensorSpec(name, spec.datatype, spec.dtype, spec.dims, spec.dims, spec.axes)
+
+
+def travelling(apply: Callable[..., Any], described: Signature) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
+    """The function of such a program, of parameters and inputs."""
+    names = [spec.name for spec in described.states]
+
+    def step(parameters: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+        state = {name: inputs[name] for name in names}
+        own = {name: array for name, array in inputs.items() if name not in state}
+        outputs, made = checked(described, state[names[0]].shape[0], apply(parameters, own, state))
+        return {**outputs, **made}
+
+    return step
+
+
+class FreeState:
+    """That of one model version."""
+
+    def __init__(self, described: Signature, buckets: Buckets, initial: InitialState, limit: int) -> None:
+        """
+        Args:
+          described: what clients send and get, and the state.
+          buckets: of the programs.
+          limit: bytes that the state of all sequences may have.
+        """
+        self._described = described
+        self._shapes = RequestShapes(buckets.signature, buckets)
+        self._initial = initial
+        self._limit = limit
+        #: With what sequences had that have ended, until it is counted again.
+        self._byte_size = 0
+
+    def attach(self, request: Request) -> None:
+        """The step is the next one of its sequence: from now on it says with which others it can share a batch."""
+        kept = None if request.controls.start else request.live.kept
+        try:
+            states = self.begun(request.arrays, request.rows) if kept is None else self._fitting(request, kept)
+            arrays = {**request.arrays, **states}
+            request.key = self._shapes.key(arrays)
+        except InvalidArgument as error:
+            request.key = Unfit(InvalidArgument(request.label + error.message))
+            return
+        request.keep(arrays)
+
+    def _fitting(self, request: Request, kept: Mapping[str, Array]) -> Mapping[str, Array]:
+        """What is kept. Raises InvalidArgument: the step has another size."""
+        lengths = self._lengths(request.arrays)
+        for spec in self._described.states:
+            for axis, size in zip(spec.axes, kept[spec.name].shape[self._described.batches :], strict=True):
+                if axis is not None and lengths.get(axis, size) != size:
+                    raise InvalidArgument(
+                        f"axis '{axis}' has size {lengths[axis]} in a request to model '{self._described.model}', "
+                        f"{size} in state '{spec.name}' of sequence {request.controls.correlation_id}"
+                    )
+        return kept
+
+    def _lengths(self, arrays: Mapping[str, Array]) -> dict[str, int]:
+        """Of the axes of a client's own inputs. Raises InvalidArgument: these contradict each other."""
+        return self._shapes.lengths({name: array for name, array in arrays.items() if name in self._described.inputs})
+
+    def begun(self, arrays: Mapping[str, Array], rows: int) -> dict[str, Array]:
+        """The state of a sequence that begins with those inputs. Raises InvalidArgument: these contradict each other."""
+        lengths = self._lengths(arrays)
+        lead = (rows,) if self._described.batches else ()
+        found: dict[str, Array] = {}
+        for spec in self._described.states:
+            axes = zip(spec.dims, spec.axes, strict=True)
+            shape = tuple([lengths.get(axis or "", 1) if dim == -1 else dim for dim, axis in axes])
+            value = self._initial.values.get(spec.name)
+            if value is None or value.ndim == 0:
+                value = np.full(shape, 0 if value is None else value, spec.dtype)
+            found[spec.name] = np.broadcast_to(value, (*lead, *value.shape))
+        return found
+
+    def keep(self, execution: Execution, live: Callable[[], Iterable[LiveSequence[Any]]]) -> None:
+        """Takes the new state out of the results of a run. ``live``: all sequences, to count what they have."""
+        results = execution.results
+        execution.results = [
+            result if isinstance(result, ServingError) else self._kept(request, result, live)
+            for request, result in zip(execution.requests, results, strict=True)
+        ]
+
+    def _kept(
+        self, request: Request, result: Mapping[str, Array], live: Callable[[], Iterable[LiveSequence[Any]]]
+    ) -> Result:
+        sequence = request.live
+        made: dict[str, Array] | None = None
+        if not request.controls.end:
+            # Of its own: what is cut from a batch would keep all of it.
+            made = {spec.name: np.array(result[spec.output]) for spec in self._described.states}
+        size, before = _byte_size(made), _byte_size(sequence.kept)
+        if self._byte_size + size - before > self._limit:
+            self._byte_size = sum(_byte_size(each.kept) for each in live())
+        others = self._byte_size - before
+        if others + size > self._limit:
+            return Unavailable(
+                f"{request.label}the state of sequence {request.controls.correlation_id} of model '{self._described.model}' "
+                f"would have {size} bytes beside {others} of other sequences, "
+                f"executables.max_state_byte_size allows {self._limit}"
+            )
+        sequence.kept, self._byte_size = made, others + size
+        return {name: array for name, array in result.items() if name in self._described.outputs}
+
+    def __repr__(self) -> str:
+        return f"<FreeState {self._byte_size} of {self._limit} bytes>"
+
+
+def _byte_size(kept: Mapping[str, Array] | None) -> int:
+    return sum(array.nbytes for array in kept.values()) if kept else 0

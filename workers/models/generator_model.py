@@ -1,0 +1,144 @@
+"""A host or JAX model whose function is a generator: everything it yields is a response.
+
+    apply(params, inputs) ─▶ {"token": ...} ─▶ {"token": ...}, {"parameter": ...} ─▶ the end of the function: no further one
+
+It is driven in its instance's thread, one request at a time. While the client of one has not taken what came, that one rests and
+the thread runs others; when its client is gone it is closed where it stands, as ``close()`` of a generator does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+import numpy as np
+
+from shm.arrays import Array, datatype_of
+from shm.errors import Internal
+from workers.calls.caller import Caller, ModelPort, calling
+from workers.models.execution import Execution, describe_failure, own_failure
+from workers.programs.lowering import check_output
+from workers.programs.precision import precision
+from workers.requests.request import Request
+from workers.requests.response_sender import ResponseSender
+from workers.requests.result import STREAMED, Response, Result
+from workers.tensors.signature import Signature
+
+
+class GeneratorModel:
+    """One version; its instances share the function and its parameters."""
+
+    def __init__(
+        self,
+        version: int,
+        signature: Signature,
+        apply: Callable[[Any, dict[str, Array]], Generator[Any, None, None]],
+        parameters: Any,
+        port: ModelPort,
+    ) -> None:
+        self.port = port
+        self._version = version
+        self._signature = signature
+        self._apply = apply
+        self._parameters = parameters
+
+    def execute(self, execution: Execution) -> None:
+        (request,) = execution.requests
+        # What is fetched when it is its turn is fetched here, in the model's own thread.
+        inputs = {name: np.asarray(array) for name, array in request.arrays.items()}
+        execution.copied_byte_size = sum(
+            array.nbytes for array in request.arrays.values() if not isinstance(array, np.ndarray)
+        )
+        execution.gathered_ns = time.monotonic_ns()
+        run = _Run(self, self._signature, request, execution, self._apply(self._parameters, inputs))
+        with precision(self._signature), calling(execution.caller(self.port)) as caller:
+            run.go_on(alone=False)
+        caller.close()
+        execution.computed_ns = time.monotonic_ns()
+        execution.results = [STREAMED]
+
+    def response(self, request: Request, made: Any) -> Result:
+        """What it yielded, in the client's shapes; it may leave outputs out. Raises Internal: it is no response of this model."""
+        name, parameters = self._signature.model, None
+        if isinstance(made, tuple) and len(made) == 2:
+            made, parameters = made
+        if not isinstance(made, Mapping) or not isinstance(parameters, Mapping | None):
+            raise Internal(
+                f"model '{name}' yielded {type(made).__name__}, a dict of arrays is expected, or one with a dict of parameters"
+            )
+        outputs = {output: self._checked(request, output, array) for output, array in made.items()}
+        return Response(outputs, dict(parameters)) if parameters else outputs
+
+    def _checked(self, request: Request, output: str, made: Any) -> Array:
+        spec, batches = self._signature.outputs.get(output), self._signature.batches
+        if spec is None:
+            raise Internal(f"model '{self._signature.model}' yielded '{output}', which is no output of it")
+        array = np.asarray(made)
+        if spec.datatype == "BYTES" and datatype_of(array.dtype) == "BYTES":
+            array = array.astype(np.object_, copy=False)
+        check_output(self._signature.model, spec, batches, request.rows, array.shape, array.dtype)
+        if not spec.reshaped:
+            return array
+        lead = array.shape[:1] if batches else ()
+        return array.reshape(lead + spec.to_client(array.shape[len(lead) :]))
+
+    def describe(self, error: BaseException) -> str:
+        return describe_failure(self._signature.model, self._version, error)
+
+    def initialize(self) -> None:
+        """Nothing to start."""
+
+    def close(self) -> None:
+        """Nothing to finish."""
+
+
+class _Run:
+    """One request's generator, in the thread that began it."""
+
+    def __init__(
+        self,
+        model: GeneratorModel,
+        signature: Signature,
+        request: Request,
+        execution: Execution,
+        generator: Generator[Any, None, None],
+    ) -> None:
+        self._model = model
+        self._signature = signature
+        self._request = request
+        self._generator = generator
+        self._sender: ResponseSender[Request] = execution.sender(request)
+        self._resume = execution.resume
+
+    def go_on(self, alone: bool) -> None:
+        """Drives it to its end, or until its client has too much to take. Raises what the model raises.
+
+        ``alone``: nothing else tells the loop that it is at its end.
+        """
+        sender, generator = self._sender, self._generator
+        for made in generator:
+            if sender.is_cancelled:
+                break
+            sender.send(self._model.response(self._request, made))
+            if sender.is_full and self._resume is not None and sender.when_room(self._room):
+                return
+        if sender.is_cancelled:
+            generator.close()
+        sender.finish(alone)
+
+    def _room(self) -> None:
+        """On the loop."""
+        assert self._resume is not None
+        self._resume(self._rested)
+
+    def _rested(self) -> None:
+        try:
+            if self._sender.is_cancelled:
+                self._generator.close()
+            with precision(self._signature), calling(Caller(self._model.port, [self._request])) as caller:
+                self.go_on(alone=True)
+            caller.close()
+        except BaseException as error:  # also sys.exit() in a model
+            execution = Execution([self._request], time.monotonic_ns())
+            self._sender.fail(own_failure(self._model, error, execution))

@@ -1,0 +1,68 @@
+"""What a load brings: one model version as the loader hands it to the worker's loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shm.footprint import Footprint
+from workers.imports.model_imports import ModelImports
+from workers.models.instance import Instance
+from workers.models.jax_model import JaxModel
+from workers.models.made_inputs import MadeInputs
+from workers.models.sequence_declaration import SequencePlan
+from workers.models.stepped_model import SteppedModel
+from workers.requests.request import Request
+from workers.scheduling.dynamic_batcher import BatchRules
+from workers.scheduling.ensemble_graph import EnsembleGraph
+from workers.scheduling.queue import QueueRules
+from workers.tensors.signature import Signature
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """What the loader hands to the worker's loop."""
+
+    name: str
+    version: int
+    signature: Signature
+    metadata: bytes
+    config: bytes
+    #: As in ``shm.control_records.ModelState``.
+    repeatable: bool
+    sticky: bool
+    streams: bool
+    #: The jitted model, if it is one.
+    jitted: JaxModel | None
+    #: The threads that run it; none where the worker's loop does.
+    instances: tuple[Instance, ...]
+    queue_rules: QueueRules
+    batch_rules: BatchRules
+    #: Its code, to be forgotten when the version is gone.
+    imports: ModelImports
+    #: Whether it asks for the response cache, and whether it is told which outputs a client wants.
+    cached: bool = False
+    sees_outputs: bool = False
+    #: Answers leave in the order in which requests were taken.
+    ordered: bool = False
+    #: Threads that only hold the model, and whether nobody takes requests.
+    passive: tuple[Instance, ...] = ()
+    is_passive: bool = False
+    #: None: its model has no sequences.
+    sequences: SequencePlan | None = None
+    #: What it takes besides what clients send.
+    made_inputs: MadeInputs = field(default_factory=MadeInputs)
+    #: The model that is stepped, if it is one.
+    stepped: SteppedModel | None = None
+    #: Of an ensemble, which has nothing else to run, unless it is one program.
+    ensemble: EnsembleGraph | None = None
+    #: Whether that is to be one program; then ``jitted`` runs it.
+    fuses: bool = False
+    #: What it takes.
+    footprint: Footprint = field(default_factory=Footprint)
+
+    def join(self, request: Request) -> None:
+        """Gives a request what its model takes besides what clients send. Raises InvalidArgument: that cannot be made of it."""
+        if self.sequences is not None:
+            self.sequences.join(request)
+        if self.made_inputs:
+            self.made_inputs.join(request)

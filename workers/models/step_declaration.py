@@ -1,0 +1,149 @@
+"""What a stepped model declares in its model.py, and what ``create`` of such a model returns.
+
+slots = 64              requests that are stepped at a time; this makes it a stepped model
+max_steps = 1024        a request is over after so many
+inserts_per_step = 4    requests that may begin between two steps
+step_slots = (4, 64)    a step may be for so many of the first slots, if no others are taken; without it for all
+insert_rows = 8         insert takes so many requests in one call; without it one, and no axis for them
+gather = "concat"       clients that want no stream get all responses in one, joined along the first axis
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from config.model_config import ModelConfig
+from shm.errors import InvalidArgument, Unsupported
+from workers.models.created import check_arguments
+from workers.models.request_inputs import RequestInputs
+from workers.programs.lowering import is_numeric
+from workers.programs.step_program import StepFunctions
+from workers.scheduling.step_batcher import StepRules
+from workers.tensors.buckets import Buckets, check_sizes
+from workers.tensors.signature import Signature
+
+MAX_SLOTS = 4096
+_MAX_STEPS = 1 << 31
+_NAMES = ("max_steps", "inserts_per_step", "step_slots", "insert_rows", "gather")
+
+
+@dataclass(frozen=True, slots=True)
+class StepDeclaration:
+    """Of one model version."""
+
+    rules: StepRules
+    #: Ascending; the last one is all of them.
+    step_slots: tuple[int, ...]
+    #: As of ``StepPrograms``.
+    insert_rows: int
+    #: How several responses become one; "": they do not.
+    gather: str
+
+
+def declare_steps(message: ModelConfig, module: ModuleType) -> StepDeclaration | None:
+    """Reads it and completes the configuration; None: no stepped model. Raises InvalidArgument, Unsupported: what is wrong."""
+    what = f"model '{message.name}'"
+    if not hasattr(module, "slots"):
+        for name in _NAMES:
+            if hasattr(module, name):
+                raise InvalidArgument(f"{what}: {name} of model.py is for stepped models, which also say their slots")
+        return None
+    if getattr(module, "host", False):
+        raise Unsupported(f"{what}: slots are for functions that are compiled; a host model answers with a generator")
+    slots = _number(what, module, "slots", MAX_SLOTS)
+    max_steps = _number(what, module, "max_steps", _MAX_STEPS)
+    inserts = _number(what, module, "inserts_per_step", slots, min(4, slots))
+    rows = _number(what, module, "insert_rows", slots, 0)
+    some = check_sizes(f"{what}: step_slots of model.py", getattr(module, "step_slots", (slots,)), slots)
+    gather = getattr(module, "gather", "")
+    if gather not in ("", "concat"):
+        raise InvalidArgument(f"{what}: gather of model.py is {gather!r}, 'concat' is all there is")
+    message.model_transaction_policy.decoupled = True
+    return StepDeclaration(
+        StepRules(slots, max_steps, max(inserts, rows), max(1, rows)),
+        (*(size for size in some if size < slots), slots),
+        rows,
+        gather,
+    )
+
+
+def _number(what: str, module: ModuleType, name: str, most: int, default: int | None = None) -> int:
+    given = getattr(module, name, default)
+    if given is None:
+        raise InvalidArgument(f"{what}: {name} of model.py is missing, a stepped model needs it")
+    if type(given) is not int or not (1 <= given <= most or (given == default and not hasattr(module, name))):
+        raise InvalidArgument(f"{what}: {name} of model.py is {given!r}, a number between 1 and {most} is expected")
+    return given
+
+
+def check_stepped(message: ModelConfig, described: Signature) -> None:
+    """Raises InvalidArgument, Unsupported: what a stepped model cannot have, of its completed configuration."""
+    what = f"model '{message.name}'"
+    if message.max_batch_size:
+        raise InvalidArgument(
+            f"{what}: max_batch_size is {message.max_batch_size}; a stepped model has slots instead of a batch dimension"
+        )
+    if message.HasField("sequence_batching"):
+        raise InvalidArgument(f"{what}: a stepped model has no sequences: each of its requests has a slot of its own")
+    count = sum(max(1, group.count) for group in message.instance_group)
+    if count > 1 or any(group.rate_limiter.resources for group in message.instance_group):
+        raise Unsupported(f"{what}: a stepped model has one instance and needs no resources; it has more slots instead")
+    if not described.outputs:
+        raise InvalidArgument(f"{what}: a stepped model needs an output")
+    for kind, specs in (("input", described.inputs), ("output", described.outputs)):
+        for spec in specs.values():
+            if not is_numeric(spec):
+                raise Unsupported(f"{what}: {spec.datatype} of '{spec.name}' cannot be jitted")
+            if spec.optional:
+                raise InvalidArgument(
+                    f"{what}: {kind} '{spec.name}' is optional; a parameter with a default may be left out"
+                )
+    for spec in described.outputs.values():
+        if -1 in spec.dims or spec.reshaped:
+            raise InvalidArgument(
+                f"{what}: output '{spec.name}' has dims {list(spec.dims)}; a stepped model's are fixed and as it makes them"
+            )
+
+
+def check_buckets(buckets: Buckets) -> None:
+    """Raises InvalidArgument: an axis has no buckets, or the name of an input."""
+    what, axes = f"model '{buckets.signature.model}'", set(buckets.named)
+    for spec in buckets.signature.inputs.values():
+        for axis, dim in zip(spec.axes, spec.model_dims, strict=True):
+            if dim == -1 and axis not in axes:
+                named = f"axis '{axis}'" if axis else "an axis without a name"
+                raise InvalidArgument(
+                    f"{what}: input '{spec.name}' has {named} and no buckets for it; a stepped model is compiled in advance: "
+                    "buckets = {'" + (axis or "name") + "': (16, 64, 256)}"
+                )
+        if spec.name in axes:
+            raise InvalidArgument(f"{what}: '{spec.name}' names an input and an axis, whose size is told by that name")
+
+
+def created_steps(model: str, returned: object, asked: RequestInputs | None) -> tuple[StepFunctions, Any]:
+    """The functions and the parameters. Raises InvalidArgument: ``create`` returned something else.
+
+    ``asked``: what insert is told of requests, if anything; here it takes that among its inputs.
+    """
+    functions = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else None
+    if not isinstance(functions, tuple) or len(functions) != 3 or not all(map(callable, functions)):
+        raise InvalidArgument(
+            f"model '{model}': it declares slots, so create() must return ((init, insert, step), params): "
+            "three functions and their parameters"
+        )
+    made = StepFunctions(*functions)
+    told = ["request"] if asked is not None else []
+    check_arguments(model, "init", made.init, ["params", "slots"])
+    check_arguments(model, "insert", made.insert, ["params", "carry", "slot", "inputs", *told])
+    check_arguments(model, "step", made.step, ["params", "carry", "active"])
+    if asked is not None:
+        insert, part = made.insert, asked.parted
+
+        def telling(parameters: Any, carry: Any, slot: Any, inputs: dict[str, Any]) -> Any:
+            return insert(parameters, carry, slot, *part(inputs))
+
+        made = made._replace(insert=telling)
+    assert isinstance(returned, tuple)
+    return made, returned[1]

@@ -1,0 +1,80 @@
+"""Brings a stepped model into memory: the part of ``workers.models.loader`` that is its own.
+
+model.py ─▶ declared ─▶ checked ─▶ create ─▶ programs: traced, checked, compiled, run once
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import jax
+
+from config import model_config
+from config.model_config import ModelConfig
+from shm.control_records import Load
+from shm.errors import Unsupported
+from workers.devices.single_thread import SingleThreadDevice
+from workers.imports.model_code import python_source
+from workers.models.declaration import choose_buckets
+from workers.models.device_choice import device_count
+from workers.models.parameters import parted
+from workers.models.request_inputs import RequestInputs
+from workers.models.step_declaration import StepDeclaration, check_buckets, check_stepped, created_steps
+from workers.models.stepped_model import SteppedModel
+from workers.programs.executable_cache import ExecutableCache
+from workers.programs.load_progress import LoadProgress
+from workers.programs.precision import precision
+from workers.programs.step_executables import StepExecutables
+from workers.programs.step_program import Rows, StepFunctions, StepPrograms
+from workers.tensors.signature import Signature
+
+
+def load_stepped(
+    record: Load,
+    message: ModelConfig,
+    module: ModuleType,
+    described: Signature,
+    declared: StepDeclaration,
+    asked: RequestInputs | None,
+    progress: LoadProgress,
+    *,
+    device: jax.Device,
+    cache: ExecutableCache,
+    single_thread: SingleThreadDevice | None,
+    limit: int,
+) -> SteppedModel:
+    """
+    Args:
+      described: with what insert is told of requests among the inputs.
+      limit: bytes that the carry may have.
+    Raises: ServingError, or whatever the model raises.
+    """
+    check_stepped(message, described)
+    if device_count(message, module) > 1:
+        raise Unsupported(f"model '{message.name}': a stepped model runs on one device")
+    buckets = choose_buckets(message, module, described)
+    check_buckets(buckets)
+    folder, rules = Path(record.version_path), declared.rules
+    with precision(described):
+        returned = module.create(folder, model_config.to_dict(message), device)
+    functions, parameters = created_steps(message.name, returned, asked)
+    parts = [parted(function, parameters) for function in functions]
+    rows = Rows(described)
+    executables = StepExecutables(
+        described,
+        buckets,
+        StepPrograms(
+            StepFunctions(*(function for function, _ in parts)), described, rules.slots, rows, declared.insert_rows
+        ),
+        rules.slots,
+        declared.step_slots,
+        declared.insert_rows,
+        parts[0][1],
+        cache,
+        python_source(folder),
+        single_thread,
+    )
+    executables.check_size(limit)
+    executables.warm(progress)
+    return SteppedModel(record.version, described, buckets, executables, rows, declared, device.platform != "cpu")

@@ -1,0 +1,180 @@
+"""One version of a stepped model on its device: requests are inserted into slots, and all slots are stepped at once.
+
+    insert, step ─▶ given to the device, in order ─▶ Run ─▶ read: the rows of outputs, on the host
+
+The carry goes from one run to the next and is never read. Runs are read in the order in which they were given to the device, some
+time later. Belongs to the worker's loop.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from shm.arrays import Array
+from shm.errors import InvalidArgument, ServingError
+from workers.models.execution import describe_failure
+from workers.models.step_declaration import StepDeclaration
+from workers.models.warmup import Sample
+from workers.programs.carry import StateLost
+from workers.programs.gather_buffer import copy_into
+from workers.programs.precision import precision
+from workers.programs.step_executables import Call, StepExecutables
+from workers.programs.step_program import Rows
+from workers.requests.request import Request
+from workers.tensors.buckets import Buckets, Shapes
+from workers.tensors.request_shapes import RequestShapes
+from workers.tensors.signature import Signature
+
+
+class Run:
+    """An insertion or a step that was given to the device."""
+
+    __slots__ = ("_given", "_made")
+
+    def __init__(self, made: Any, given: object) -> None:
+        """``given``: what the device may still read."""
+        self._made = made
+        self._given = given
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``read`` would return at once."""
+        return bool(self._made.is_ready())
+
+    def read(self) -> Array:
+        """The rows, UINT8[rows, size]. Raises whatever became of the run."""
+        return np.asarray(self._made)
+
+
+class SteppedModel:
+    """``insert``, ``step`` and ``lost`` as the loop needs them."""
+
+    def __init__(
+        self,
+        version: int,
+        signature: Signature,
+        buckets: Buckets,
+        executables: StepExecutables,
+        rows: Rows,
+        declared: StepDeclaration,
+        remote: bool,
+    ) -> None:
+        """``remote``: the device has memory of its own."""
+        self._remote = remote
+        self.rules = declared.rules
+        self.gather = declared.gather
+        self._version = version
+        self._signature = signature
+        self._shapes = RequestShapes(signature, buckets)
+        self._largest = {axis: sizes[-1] for axis, sizes in buckets.axes.items()}
+        self._named = buckets.named
+        self.executables = executables
+        self._insert_rows = declared.insert_rows
+        self._slots = declared.rules.slots
+        self._sizes = declared.step_slots
+        self.rows = rows
+        #: None: the next insertion begins with a new one.
+        self._carry: Any = None
+        #: The size of a step and the slots that are masked, and what says so on the device. It is used again and again.
+        self._unmasked: tuple[int, frozenset[int], Any] | None = None
+        #: How often the carry was lost.
+        self.losses = 0
+
+    def key(self, arrays: Mapping[str, Array]) -> Shapes:
+        """What requests must have in common to be inserted by one call. Raises InvalidArgument: there is no program for it."""
+        key = self._shapes.key(arrays)
+        if key not in self.executables.inserts:
+            for axis, size in self._shapes.lengths(arrays).items():
+                if size > self._largest[axis]:
+                    raise InvalidArgument(
+                        f"model '{self._signature.model}': axis '{axis}' of the request has size {size}, "
+                        f"the largest of its buckets is {self._largest[axis]}"
+                    )
+            raise InvalidArgument(f"model '{self._signature.model}': no program takes inputs of {key}")
+        return key
+
+    # ---------------------------------------------------------------------------------------------------------- running
+
+    def insert(self, requests: Sequence[Request], slots: Sequence[int]) -> Run:
+        """Has requests of one key begin in these slots.
+
+        Raises: StateLost: it failed and the carry is gone.  Or whatever else fails, while all slots are as they were.
+        """
+        key = self._shapes.key(requests[0].arrays)
+        inputs, numbers = self.executables.zeros(key)
+        numbers.reshape(-1)[: len(slots)] = slots
+        for row, request in enumerate(requests):
+            arrays = request.arrays
+            # As it was checked when the request came: a client's memory may say something else by now, but no other shapes.
+            lengths = self._shapes.lengths(arrays) if self._named else {}
+            for name, target in inputs.items():
+                if name in lengths:
+                    target.reshape(-1)[row] = lengths[name]
+                else:
+                    copy_into(target[row] if self._insert_rows else target, arrays[name])
+        return self._run(self.executables.inserts[key], (inputs, numbers))
+
+    def step(self, last: int, masked: frozenset[int]) -> Run:
+        """Steps the slots up to that one, and maybe more, but not those that are masked. Raises as ``insert``."""
+        count = self._sizes[bisect.bisect_right(self._sizes, last)]
+        if self._unmasked is None or self._unmasked[:2] != (count, masked):
+            unmasked = np.ones(self._slots, np.bool_)
+            unmasked[list(masked)] = False
+            self._unmasked = count, masked, jax.device_put(unmasked[:count], self.executables.device)
+        return self._run(self.executables.steps[count], (self._unmasked[2],))
+
+    def _run(self, call: Call, given: tuple[Any, ...]) -> Run:
+        with precision(self._signature):
+            if self._carry is None:
+                self._carry = self.executables.init()
+            carry = self._carry
+            try:
+                made, self._carry = call(*given, carry)
+                if self._remote:
+                    # The rows are on their way to the host as soon as they are there.
+                    made.copy_to_host_async()
+            except BaseException as error:
+                # A buffer that was donated says that it is deleted. Where the device took none, all is as it was.
+                if any(leaf.is_deleted() for leaf in jax.tree.leaves(carry)):
+                    raise self.lost() from error
+                raise
+        return Run(made, given)
+
+    def warm(self, samples: Sequence[Sample]) -> None:
+        """Runs each sample of ``model_warmup`` as a request that has a slot to itself and one step; for the loader's thread.
+
+        Raises: InvalidArgument: one failed, or no program takes it.
+        """
+        name = self._signature.model
+        for sample in samples:
+            for _ in range(sample.count):
+                request = sample.request(name)
+                try:
+                    self.key(request.arrays)
+                    self.insert([request], [0]).read()
+                    self.step(0, frozenset()).read()
+                except ServingError as error:
+                    raise sample.failed(error.message) from None
+                except BaseException as error:  # also sys.exit() in a callback of the model
+                    raise sample.failed(self.describe(error.__cause__ or error)) from error
+                finally:
+                    # Nobody's state: the first request begins with a new one.
+                    self._carry = None
+
+    def lost(self) -> StateLost:
+        """To be raised from what became of a run: the carry went with it."""
+        self._carry = None
+        self.losses += 1
+        return StateLost()
+
+    def describe(self, error: BaseException) -> str:
+        """The sentence for a client when the model failed: no path, no traceback."""
+        return describe_failure(self._signature.model, self._version, error)
+
+    def __repr__(self) -> str:
+        return f"<SteppedModel {self._signature.model!r} of {self._slots} slots>"

@@ -1,0 +1,95 @@
+/* Requests of sequences: Python's planner says which of them run now, once for a run, and answers those whose run failed.
+ *
+ *     [(correlation id, START, END), ...] ─▶ batch->seat (workers/dispatch/sequence_runs.py) ─▶ how many run now, from the first one on
+ *                                            ╰─▶ gathered, run, answered ─▶ self->left, when the answers have left
+ *     it failed: [(lane, request id, arrived), ...], error ─▶ batch->fail
+ *
+ * Nothing of them is ever run a second time: what was seated is either answered here or by ``fail``.
+ */
+
+#ifndef TENSORD_SEQUENCES_H
+#define TENSORD_SEQUENCES_H
+
+#include "_arrivals.h"
+
+static PyObject *correlation_id(reader_t reader) {
+    const unsigned char *text;
+    uint64_t number;
+    if (read_sequence_id(&reader, &text, &number)) {
+        PyErr_SetString(PyExc_ValueError, "the record has changed");
+        return NULL;
+    }
+    return text == NULL ? PyLong_FromUnsignedLongLong(number)
+                        : PyUnicode_DecodeUTF8((const char *)text, (Py_ssize_t)number, NULL);
+}
+
+static PyObject *asked(const request_t *requests, int count) {
+    PyObject *found = PyList_New(count);
+    for (int n = 0; found != NULL && n < count; n++) {
+        PyObject *one = Py_BuildValue("(NOO)", correlation_id(requests[n].sequence), requests[n].start ? Py_True : Py_False,
+                                      requests[n].end ? Py_True : Py_False);
+        if (one == NULL || PyList_SetItem(found, n, one))
+            Py_CLEAR(found);
+    }
+    return found;
+}
+
+/* How many of these requests run now, the first ones. 0: they are Python's affair.  -1: an error of the process. */
+static int seat(const request_t *requests, int count) {
+    const batch_t *batch = requests->plan->batch;
+    PyObject *list = asked(requests, count);
+    PyObject *given = list == NULL ? NULL : PyObject_CallFunctionObjArgs(batch->seat, list, NULL);
+    long seated = given == NULL ? 0 : PyLong_AsLong(given);
+    Py_XDECREF(given);
+    Py_XDECREF(list);
+    if (PyErr_Occurred()) {
+        if (!PyErr_ExceptionMatches(PyExc_Exception))
+            return -1;
+        PyErr_Clear();
+        return 0;
+    }
+    return seated < 0 || seated > count ? 0 : (int)seated;
+}
+
+static PyObject *described(const request_t *requests, int count) {
+    PyObject *found = PyList_New(count);
+    for (int n = 0; found != NULL && n < count; n++) {
+        PyObject *one = Py_BuildValue("(iKK)", requests[n].lane->fd, requests[n].id, requests[n].arrived_ns);
+        if (one == NULL || PyList_SetItem(found, n, one))
+            Py_CLEAR(found);
+    }
+    return found;
+}
+
+/* The run of what was seated went wrong, or cannot be answered. 0: it is answered.  -1: an error of the process. */
+static int fail(fast_path_t *self, const request_t *requests, int count) {
+    PyObject *type, *error, *trace;
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception))
+        return -1;
+    PyErr_Fetch(&type, &error, &trace);
+    PyErr_NormalizeException(&type, &error, &trace);
+    PyObject *list = described(requests, count);
+    PyObject *done =
+        list == NULL ? NULL : PyObject_CallFunctionObjArgs(requests->plan->batch->fail, list, error == NULL ? Py_None : error, NULL);
+    Py_XDECREF(list);
+    Py_XDECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(trace);
+    if (done == NULL)
+        return -1;
+    Py_DECREF(done);
+    for (int n = 0; n < count; n++)
+        requests[n].plan->failed = 1;
+    self->leave = 1;
+    return 0;
+}
+
+/* The answers of sequences have left. */
+static int tell_left(fast_path_t *self) {
+    self->sequenced = 0;
+    PyObject *told = PyObject_CallNoArgs(self->left);
+    Py_XDECREF(told);
+    return told == NULL ? -1 : 0;
+}
+
+#endif

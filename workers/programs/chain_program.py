@@ -1,0 +1,127 @@
+"""Programs of several models that run one after the other over one batch, as if they were one.
+
+    requests ─▶ gathered once ─▶ program ─▶ program ─▶ program ─▶ cut once       what lies between is XLA's, whole batches of it
+
+Rows of the bucket that no request fills are zeros for the first program, and what that made of them for the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from shm.arena import ALIGNMENT
+from shm.arrays import Array, address_of
+from workers.programs.executable import Executable
+from workers.programs.gather_buffer import GatherBuffer
+from workers.requests.request import Request
+from workers.tensors.batch_outputs import OutputLayout
+from workers.tensors.signature import Signature
+
+#: What takes longer is worth more than what a chain spares: others shall have their turn between the programs, and join them.
+_LONG_NS = 50_000_000
+#: One run may have met a busy machine, or be the first: a chain takes as long as the quickest of so many.
+_RUNS = 8
+
+
+class Link(NamedTuple):
+    """One of the programs."""
+
+    executable: Executable
+    #: Input of the model, tensor of the chain, and whether that was made on another device.
+    inputs: tuple[tuple[str, str, bool], ...]
+    #: Output of the model, tensor of the chain.
+    outputs: tuple[tuple[str, str], ...]
+
+
+class ChainProgram:
+    """Of one chain and one bucket; belongs to the worker's loop. It can be run wherever an ``Executable`` is gathered and run."""
+
+    #: Rows that no request fills are zero.
+    clears = True
+    memory_needed = None
+
+    def __init__(
+        self, signature: Signature, links: Sequence[Link], outputs: Sequence[str], rows: int, wide: bool
+    ) -> None:
+        """
+        Args:
+          signature: of the chain as a model.
+          outputs: those of its tensors that are wanted.
+          wide: whether any of the programs speaks of 64-bit elements.
+        """
+        self.rows = rows
+        self._outputs = tuple(outputs)
+        self._links: list[tuple[Callable[..., dict[str, Any]], Any, Any]] = [
+            (link.executable.call, link.inputs, link.outputs) for link in links
+        ]
+        taken = {tensor for link in links for _, tensor, _ in link.inputs}
+        self._buffers = {
+            spec.name: GatherBuffer(spec.name, rows, spec.model_dims, spec.dtype, signature.batches)
+            for spec in signature.inputs.values()
+            if spec.name in taken
+        }
+        self._gathered: dict[str, Any] = {name: buffer.array for name, buffer in self._buffers.items()}
+        self._wide = wide
+        #: How its outputs lie, once it has run.
+        self.layout: OutputLayout | None = None
+        #: How long each program was called for so far.
+        self.call_ns = [0] * len(links)
+        self._runs = 0
+        self._quickest_ns = _LONG_NS
+
+    @property
+    def long(self) -> bool:
+        """Whether a run takes so long that the programs should rather be run one at a time."""
+        return self._runs >= _RUNS and self._quickest_ns >= _LONG_NS
+
+    @property
+    def memory(self) -> list[tuple[str, int, int]]:
+        """Where each input of the first row is gathered: name, address, and how far behind it the next row is."""
+        return [
+            (name, address_of(buffer.array), buffer.array.nbytes // self.rows) for name, buffer in self._buffers.items()
+        ]
+
+    def gather(self, requests: Sequence[Request]) -> tuple[dict[str, Any], int]:
+        """The arguments for a batch, and how many bytes were copied for them."""
+        arguments, copied = dict(self._gathered), 0
+        alone = len(requests) == 1 and requests[0].rows == self.rows and not requests[0].small
+        for name, buffer in self._buffers.items():
+            array: Any = requests[0].arrays[name] if alone else None
+            # What is not in memory yet is fetched by gathering it.
+            if isinstance(array, np.ndarray) and not address_of(array) % ALIGNMENT:
+                arguments[name] = array
+            else:
+                copied += buffer.fill(requests)
+        return arguments, copied
+
+    def run(self) -> list[Array]:
+        """Computes what was gathered into ``memory``; returns the outputs, readable, when nobody reads it any more."""
+        return self.compute(self._gathered)
+
+    def compute(self, arguments: Mapping[str, Any]) -> list[Array]:
+        """The outputs, readable. Raises whatever a program raises."""
+        tensors = dict(arguments)
+        with jax.enable_x64(True) if self._wide else contextlib.nullcontext():
+            first = began = time.monotonic_ns()
+            for number, (call, inputs, outputs) in enumerate(self._links):
+                made = call(
+                    {name: np.asarray(tensors[tensor]) if moved else tensors[tensor] for name, tensor, moved in inputs}
+                )
+                for name, tensor in outputs:
+                    tensors[tensor] = made[name]
+                ended = time.monotonic_ns()
+                self.call_ns[number] += ended - began
+                began = ended
+            found = [np.asarray(tensors[name]) for name in self._outputs]
+        self._runs += 1
+        self._quickest_ns = min(self._quickest_ns, time.monotonic_ns() - first)
+        return found
+
+    def __repr__(self) -> str:
+        return f"<ChainProgram of {len(self._links)} programs, {self.rows} rows>"

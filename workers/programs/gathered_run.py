@@ -1,0 +1,45 @@
+"""A run of a program with state over requests that lie in its memory already, with arguments that are made once.
+
+For ``workers.dispatch.sequence_runs``, which runs one batch after the other and reads what each has made before the next begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shm.arrays import Array
+from workers.programs.carry import Carry
+from workers.programs.executable import Executable
+from workers.programs.gather_buffer import aligned
+from workers.programs.state_program import rows_argument
+from workers.tensors.signature import Signature
+
+
+class GatheredRun:
+    """Of one program and one carry; belongs to their thread."""
+
+    def __init__(self, executable: Executable, carry: Carry, signature: Signature) -> None:
+        self._executable = executable
+        self._carry = carry
+        self._nobody = rows_argument(signature, executable.rows, ())
+        self._rows = aligned(self._nobody.shape, self._nobody.dtype)
+        self._rows[...] = self._nobody
+        #: How many of its rows belong to somebody.
+        self._used = 0
+
+    def __call__(self, slots: Sequence[int], starts: Sequence[bool]) -> list[Array]:
+        """The outputs, readable. Raises as ``Carry.run``; StateLost also where they cannot be read."""
+        rows, used = self._rows, len(slots)
+        rows[0, :used] = slots
+        rows[1, :used] = starts
+        if used < self._used:
+            rows[:, used : self._used] = self._nobody[:, used : self._used]
+        self._used = used
+        made = self._carry.run_rows(self._executable.call, self._executable.arguments(), rows)
+        try:
+            return self._executable.read(made)
+        except BaseException as error:
+            raise self._carry.failed() from error
+
+    def __repr__(self) -> str:
+        return f"<GatheredRun {self._executable.wanted}>"

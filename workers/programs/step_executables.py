@@ -1,0 +1,183 @@
+"""The compiled programs of one version of a stepped model: made before it is ready, from the cache or by compiling.
+
+    init      one
+    insert    one for each combination of buckets
+    step      one for each number of slots that a step may be for; all programs are where the largest of these belongs
+
+A stepped model has no shapes but those of its buckets: nothing is compiled for a request.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from shm.arrays import Array
+from shm.errors import InvalidArgument
+from workers.devices.single_thread import SingleThreadDevice
+from workers.programs.executable_cache import ExecutableCache
+from workers.programs.load_progress import LoadProgress
+from workers.programs.placement import CompiledProgram, Placement
+from workers.programs.precision import precision
+from workers.programs.small_programs import SmallPrograms
+from workers.programs.step_program import INSERT_CARRY, STEP_CARRY, StepPrograms
+from workers.tensors.buckets import Buckets, Shapes
+from workers.tensors.signature import Signature
+
+#: A program with its parameters.
+Call = Callable[..., Any]
+
+
+class _Wanted(NamedTuple):
+    """One of the programs."""
+
+    name: str
+    #: Of a step: those that it is for.
+    slots: int = 0
+    #: Of an insertion: those of one request's inputs.
+    shapes: Shapes = ()
+
+    def __str__(self) -> str:
+        if self.name == "insert":
+            return f"insert of {', '.join(str(list(shape or ())) for shape in self.shapes)}"
+        return f"step of {self.slots} slots" if self.slots else self.name
+
+
+class StepExecutables:
+    """Of one model version; ``warm`` makes them."""
+
+    def __init__(
+        self,
+        signature: Signature,
+        buckets: Buckets,
+        programs: StepPrograms,
+        slots: int,
+        step_slots: tuple[int, ...],
+        insert_rows: int,
+        parameters: Any,
+        cache: ExecutableCache,
+        source: bytes,
+        single_thread: SingleThreadDevice | None = None,
+    ) -> None:
+        """``step_slots``: ascending, the last one is ``slots``. ``insert_rows``: as of ``StepPrograms``."""
+        self._step_slots = step_slots
+        self._signature = signature
+        self._slots = slots
+        self._insert_rows = insert_rows
+        self._cache = cache
+        self._source = source
+        self._shapes = [shapes for _, shapes in buckets.planned()]
+        self._axes = buckets.named
+        self._init = jax.jit(programs.init)
+        self._insert = jax.jit(programs.insert, donate_argnums=INSERT_CARRY)
+        self._step = jax.jit(programs.step, donate_argnums=STEP_CARRY)
+        with precision(signature):
+            self._place = Placement(jax.device_put(parameters))
+        self._small = None if single_thread is None else SmallPrograms(signature, single_thread, self._place.parameters)
+        #: Of (): the carry.
+        self.init: Call
+        #: Of (inputs, slots, carry), by the shapes of one request's inputs: rows and carry.
+        self.inserts: dict[Shapes, Call] = {}
+        #: Of (unmasked, carry), by the number of slots: rows and carry.
+        self.steps: dict[int, Call] = {}
+
+    @property
+    def device(self) -> jax.Device | None:
+        """Where they run; None: JAX's usual one."""
+        return self._place.device
+
+    def check_size(self, limit: int) -> None:
+        """Traces ``init``. Raises InvalidArgument: the carry would take more bytes than ``limit``; or what is wrong with it."""
+        with precision(self._signature):
+            made = jax.eval_shape(self._init, self._place.parameter_specs)
+        byte_size = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(made))
+        if byte_size > limit:
+            raise InvalidArgument(
+                f"model '{self._signature.model}': the carry of {self._slots} slots has {byte_size} bytes, "
+                f"executables.max_state_byte_size allows {limit}"
+            )
+
+    def warm(self, progress: LoadProgress) -> None:
+        """Makes all of them and runs each once. Raises Internal: a function returns something else than is declared."""
+        step = self._lower(_Wanted("step", self._slots), self._place)
+        if self._small is not None and self._small.suits(step) and (placement := self._small.open()) is not None:
+            try:
+                step = self._lower(_Wanted("step", self._slots), placement)
+            except Exception as error:
+                self._small.give_up(error)
+            else:
+                self._place = placement
+        wanted = [_Wanted("init"), *(_Wanted("step", count) for count in reversed(self._step_slots))]
+        wanted += [_Wanted("insert", shapes=shapes) for shapes in self._shapes]
+        known = {wanted[1]: step}
+        for what in (wanted[0], wanted[-len(self._shapes)]):
+            known[what] = self._lower(what, self._place)
+        # One of each is part of every key: they change with anything that the functions close over or call.
+        text = [lowered.as_text() for lowered in known.values()]
+        progress.parameters(self._place.parameters)
+        for what in progress.through(wanted):
+            key = self._cache.key((self._source, *text, repr(self._signature), repr(what), repr(self._place.device)))
+            compiled = found = self._cache.load(key, self._place)
+            if compiled is None:
+                lowered = known.get(what) or self._lower(what, self._place)
+                compiled = self._cache.compile(functools.partial(self._compile, lowered))
+                compiled = self._cache.store(key, compiled)
+            progress.made(what, compiled, found is None)
+            self._adopt(what, functools.partial(compiled.call, self._place.parameters))
+        self._run_once()
+
+    def _compile(self, lowered: jax.stages.Lowered) -> CompiledProgram:
+        with precision(self._signature):
+            return CompiledProgram(self._place.compile(lowered), self._place)
+
+    def _adopt(self, what: _Wanted, call: Call) -> None:
+        if what.name == "init":
+            self.init = call
+        elif what.name == "step":
+            self.steps[what.slots] = call
+        else:
+            self.inserts[what.shapes] = call
+
+    def _lower(self, what: _Wanted, place: Placement) -> jax.stages.Lowered:
+        """Raises whatever tracing raises."""
+
+        def spec(array: Any) -> jax.ShapeDtypeStruct:
+            return place.spec(array.shape, array.dtype)
+
+        with precision(self._signature):
+            parameters = place.parameter_specs
+            if what.name == "init":
+                return self._init.lower(parameters)
+            carry = jax.tree.map(spec, jax.eval_shape(self._init, parameters))
+            if what.name == "step":
+                return self._step.lower(parameters, spec(np.ones(what.slots, np.bool_)), carry)
+            inputs, slots = self.zeros(what.shapes)
+            return self._insert.lower(parameters, jax.tree.map(spec, inputs), spec(slots), carry)
+
+    def zeros(self, shapes: Shapes) -> tuple[dict[str, Array], Array]:
+        """Inputs of that shape for ``insert``, with the sizes of their named axes, and slots: outside of all that there are."""
+        lead = (self._insert_rows,) if self._insert_rows else ()
+        arrays: dict[str, Array] = {}
+        for spec, shape in zip(self._signature.inputs.values(), shapes, strict=True):
+            if shape is not None:
+                arrays[spec.name] = np.zeros((*lead, *shape), spec.dtype)
+        arrays |= {name: np.zeros(lead, np.int32) for name in self._axes}
+        return arrays, np.full(lead, self._slots, np.int32)
+
+    def _run_once(self) -> None:
+        """A model that cannot run at all is found out before it serves, and no request pays for what a first run costs."""
+        with precision(self._signature):
+            carry = self.init()
+            for shapes, insert in self.inserts.items():
+                _, carry = insert(*self.zeros(shapes), carry)
+            for count, step in self.steps.items():
+                _, carry = step(np.ones(count, np.bool_), carry)
+            jax.block_until_ready(carry)
+
+    def __repr__(self) -> str:
+        return f"<StepExecutables of {self._signature.model!r}: {len(self.inserts)} inserts>"

@@ -1,0 +1,208 @@
+"""The programs of a stepped model: the author's three functions, with what the worker keeps and asks besides.
+
+    init     (parameters)                         ->        carry     one row for each slot in every array of it
+    insert   (parameters, inputs, slots, carry)   -> rows,  carry     requests begin: each in its slot
+    step     (parameters, unmasked, carry)        -> rows,  carry     all of them go on, or those in the first slots
+    carry    (the author's, live)                 live: a request is in the slot and has not finished
+    rows     UINT8[n, size]                       the outputs of each row side by side, then ``EMITS`` and ``FINISHED``
+
+The carry is donated, so it stays in the same memory. That a request has finished is known on the device at once, and so the step
+that is on its way already leaves its slot alone. A step costs one transfer to the host, whatever the model's outputs are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shm.arrays import Array, datatype_of
+from shm.errors import Internal
+from workers.scheduling.step_batcher import EMITS, FINISHED
+from workers.tensors.signature import Signature, TensorSpec
+
+#: Which argument of the programs that take the carry it is.
+INSERT_CARRY, STEP_CARRY = 3, 2
+
+
+class StepFunctions(NamedTuple):
+    """What ``create`` of a stepped model returns beside its parameters."""
+
+    init: Callable[..., Any]
+    insert: Callable[..., Any]
+    step: Callable[..., Any]
+
+
+class _Part(NamedTuple):
+    """Where an output is in a row."""
+
+    spec: TensorSpec
+    start: int
+    stop: int
+
+
+class Rows:
+    """How the outputs of a row lie side by side."""
+
+    def __init__(self, signature: Signature) -> None:
+        self._parts: list[_Part] = []
+        at = 0
+        for spec in signature.outputs.values():
+            start, at = at, at + spec.dtype.itemsize * math.prod(spec.model_dims)
+            self._parts.append(_Part(spec, start, at))
+        #: Name, datatype and shape of each, and the bytes that are its.
+        self.described = tuple([(part.spec.name, part.spec.datatype, part.spec.dims) for part in self._parts])
+        self.slices = [slice(part.start, part.stop) for part in self._parts]
+        #: Where it says what there is of it; the last byte.
+        self.says = at
+        self.byte_size = at + 1
+
+    def pack(self, outputs: dict[str, Any], emits: Any, finished: Any) -> Any:
+        """To be traced: arrays with a first axis for the rows, as UINT8[rows, size]."""
+        says = (emits * jnp.uint8(EMITS) | finished * jnp.uint8(FINISHED)).astype(jnp.uint8)
+        return jnp.concatenate([*(_bytes(outputs[part.spec.name]) for part in self._parts), says[:, None]], axis=1)
+
+    def cut(self, row: Array) -> dict[str, Array]:
+        """The outputs of one row, in the client's shapes; views of it."""
+        return {spec.name: row[start:stop].view(spec.dtype).reshape(spec.dims) for spec, start, stop in self._parts}
+
+
+def _bytes(array: Any) -> Any:
+    if array.dtype == jnp.bool_:
+        array = array.astype(jnp.uint8)
+    return jax.lax.bitcast_convert_type(array, jnp.uint8).reshape(array.shape[0], -1)
+
+
+class StepPrograms:
+    """The functions to be compiled, and what is wrong with them. Everything raised names the model."""
+
+    def __init__(
+        self, functions: StepFunctions, signature: Signature, slots: int, rows: Rows, insert_rows: int
+    ) -> None:
+        """``insert_rows``: 0: the author's ``insert`` takes one request, without an axis for it."""
+        self._functions = functions
+        self._signature = signature
+        self._slots = slots
+        self._rows = rows
+        self._insert_rows = insert_rows
+
+    def init(self, parameters: Any) -> Any:
+        """Raises Internal: an array has no row for each slot."""
+        own = self._functions.init(parameters, self._slots)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(own):
+            shape = jnp.shape(leaf)
+            if not shape or shape[0] != self._slots:
+                raise Internal(
+                    f"model '{self._signature.model}': init made {_named(path)} as {_kind(leaf)}, its first dimension must be "
+                    f"the {self._slots} slots"
+                )
+        return jax.tree.map(_plain, own), jnp.zeros(self._slots, jnp.bool_)
+
+    def insert(self, parameters: Any, inputs: dict[str, Any], slots: Any, carry: Any) -> Any:
+        """Raises Internal: it returned something else than is declared."""
+        own, live = carry
+        returned = self._functions.insert(parameters, own, slots, inputs)
+        if not isinstance(returned, tuple) or len(returned) not in (2, 4):
+            raise self._wrong("insert", returned, "(carry, outputs) or (carry, outputs, emit, finished) is")
+        kept, outputs = returned[:2]
+        lead = () if self._insert_rows == 0 else (self._insert_rows,)
+        emits, finished = returned[2:] if len(returned) == 4 else (jnp.full(lead, bool(outputs)), jnp.zeros(lead, bool))
+        self._check_carry("insert", own, kept)
+        if not outputs and len(returned) == 2:
+            outputs = {name: jnp.zeros((*lead, *spec.model_dims), spec.dtype) for name, spec in self._outputs}
+        outputs = self._checked("insert", outputs, lead)
+        emits, finished = (self._flags("insert", *each, lead) for each in (("emit", emits), ("finished", finished)))
+        live = live.at[slots].set(~finished, mode="drop")
+        if not lead:
+            outputs, emits, finished = jax.tree.map(lambda array: array[None], (outputs, emits, finished))
+        return self._rows.pack(outputs, emits, finished), (jax.tree.map(_plain, kept), live)
+
+    def step(self, parameters: Any, unmasked: Any, carry: Any) -> Any:
+        """Raises Internal: it returned something else than is declared."""
+        own, live = carry
+        count = unmasked.shape[0]
+        first = live[:count]
+        active = first & unmasked
+        returned = self._functions.step(parameters, own, active)
+        if not isinstance(returned, tuple) or len(returned) != 4:
+            raise self._wrong("step", returned, "(carry, outputs, emit, finished) is")
+        kept, outputs, emits, finished = returned
+        self._check_carry("step", own, kept)
+        lead = (count,)
+        outputs = self._checked("step", outputs, lead)
+        emits, finished = (
+            self._flags("step", *each, lead) & active for each in (("emit", emits), ("finished", finished))
+        )
+        return self._rows.pack(outputs, emits, finished), (
+            jax.tree.map(_plain, kept),
+            live.at[:count].set(first & ~finished),
+        )
+
+    @property
+    def _outputs(self) -> list[tuple[str, TensorSpec]]:
+        return list(self._signature.outputs.items())
+
+    def _wrong(self, which: str, returned: object, expected: str) -> Internal:
+        what = f"{len(returned)} things" if isinstance(returned, tuple) else type(returned).__name__
+        return Internal(f"model '{self._signature.model}': {which} returned {what}, {expected} expected")
+
+    def _check_carry(self, which: str, given: Any, made: Any) -> None:
+        """Raises Internal: it is not like the one that was given."""
+        what = f"model '{self._signature.model}': {which} returned"
+        before, after = jax.tree_util.tree_leaves_with_path(given), jax.tree_util.tree_leaves_with_path(made)
+        structures: list[Any] = [jax.tree.structure(given), jax.tree.structure(made)]
+        if structures[0] != structures[1]:
+            named, known = {_named(path) for path, _ in after}, {_named(path) for path, _ in before}
+            lost, new = sorted(known - named), sorted(named - known)
+            found = f" without {lost[0]}" if lost else f" with {new[0]}" if new else ""
+            raise Internal(f"{what} a carry of another structure than init made{found}")
+        for (path, old), (_, new_leaf) in zip(before, after, strict=True):
+            if _kind(old) != _kind(new_leaf):
+                raise Internal(f"{what} {_named(path)} as {_kind(new_leaf)}, init made it as {_kind(old)}")
+
+    def _checked(self, which: str, outputs: Any, lead: tuple[int, ...]) -> dict[str, Any]:
+        """The declared outputs. Raises Internal: they are others."""
+        what = f"model '{self._signature.model}': {which} returned"
+        if not isinstance(outputs, dict):
+            raise Internal(f"{what} {type(outputs).__name__} as its outputs, a dict of arrays is expected")
+        if unknown := sorted(outputs.keys() - self._signature.outputs.keys(), key=str):
+            raise Internal(f"{what} output {unknown[0]!r}, which is not declared")
+        made: dict[str, Any] = {}
+        for name, spec in self._outputs:
+            if name not in outputs:
+                raise Internal(f"{what} no output '{name}', which is declared")
+            array = made[name] = jnp.asarray(outputs[name])
+            if array.shape != (*lead, *spec.model_dims) or array.dtype != spec.dtype:
+                raise Internal(
+                    f"{what} output '{name}' as {_kind(array)}, {spec.datatype}{[*lead, *spec.model_dims]} is expected"
+                )
+        return made
+
+    def _flags(self, which: str, name: str, flags: Any, lead: tuple[int, ...]) -> Any:
+        """Raises Internal: they are no truth values of those rows."""
+        array = jnp.asarray(flags)
+        if array.shape != lead or array.dtype != jnp.bool_:
+            raise Internal(
+                f"model '{self._signature.model}': {which} returned '{name}' as {_kind(array)}, BOOL{list(lead)} is expected"
+            )
+        return array
+
+
+def _plain(leaf: Any) -> Any:
+    """The array, of a type that says nothing of where it came from."""
+    array = jnp.asarray(leaf)
+    return jax.lax.convert_element_type(array, array.dtype) if isinstance(array.dtype, np.dtype) else array
+
+
+def _kind(leaf: Any) -> str:
+    array = jnp.asarray(leaf)
+    named = datatype_of(array.dtype) if isinstance(array.dtype, np.dtype) else None
+    return f"{named or array.dtype}{list(array.shape)}"
+
+
+def _named(path: Any) -> str:
+    return f"carry{jax.tree_util.keystr(path)}"

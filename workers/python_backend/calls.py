@@ -1,0 +1,116 @@
+"""Requests of models to other models, and what comes back: part of ``triton_python_backend_utils`` (see ``interface``).
+
+Source: triton-inference-server/python_backend, src/pb_response_iterator.cc and src/request_executor.cc.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from shm.errors import Cancelled, NotFound, ServingError, Unavailable
+from shm.messages import Submit
+from workers.calls.call import Call
+from workers.calls.caller import caller
+from workers.python_backend.errors import TritonError, TritonModelException
+from workers.python_backend.response import InferenceResponse
+from workers.python_backend.tensors import Tensor
+from workers.requests.result import Response, Result
+
+_Answer = tuple[Result | None, bool]
+
+
+def call_of(
+    submit: Submit, inputs: Sequence[Tensor], outputs: tuple[str, ...], decoupled: bool
+) -> Call | InferenceResponse:
+    """The call, not begun; or what is wrong with its inputs. Raises TritonModelException: no model may be called from here."""
+    found = caller()
+    if found is None or not found.may_call or found.port.desk is None:
+        raise TritonModelException("BLS is only supported during the 'execute' function.")
+    arrays = {tensor.name(): tensor.for_call() for tensor in inputs}
+    if len(arrays) < len(inputs):
+        names = [tensor.name() for tensor in inputs]
+        twice = next(name for name in names if names.count(name) > 1)
+        message = f"Model {submit.model} - Error when running inference: input '{twice}' already exists in request"
+        return InferenceResponse(error=TritonError(message))
+    hint = (
+        f"Model {submit.model} is using the decoupled. The current BLS request call doesn't support models using the decoupled "
+        "transaction policy. Please use 'decoupled=True' argument to the 'exec' or 'async_exec' calls for decoupled models.'"
+    )
+    return Call(found, submit, arrays, outputs, decoupled, hint)
+
+
+def response_of(result: Result | None) -> InferenceResponse:
+    """What a model gets. None: it is empty."""
+    if isinstance(result, ServingError):
+        return InferenceResponse(error=TritonError(result.message, result.code))
+    tensors = [Tensor.shared(name, np.asarray(array)) for name, array in (result or {}).items()]
+    return InferenceResponse(tensors, parameters=result.parameters if isinstance(result, Response) else None)
+
+
+def answer_of(call: Call, first: _Answer) -> InferenceResponse | ResponseIterator:
+    """What ``exec`` returns when the first response is there."""
+    if call.refused and isinstance(first[0], ServingError):
+        return one_response(_refusal(call, first[0]), call.streams)
+    return ResponseIterator(call, first) if call.streams else response_of(first[0])
+
+
+def _refusal(call: Call, error: ServingError) -> InferenceResponse:
+    """In Triton's words: why it could not be made."""
+    why = "Failed for execute the inference request. " if isinstance(error, NotFound) else ""
+    code = error.code if isinstance(error, Cancelled | Unavailable) else TritonError.INTERNAL
+    message = f"Model {call.submit.model} - Error when running inference: {why}{error.message}"
+    return InferenceResponse(error=TritonError(message, code))
+
+
+def one_response(response: InferenceResponse, decoupled: bool) -> InferenceResponse | ResponseIterator:
+    """What ``exec`` returns where nothing was called."""
+    return ResponseIterator(None, (None, True), response) if decoupled else response
+
+
+async def first_answer(call: Call, first: asyncio.Task[_Answer]) -> InferenceResponse | ResponseIterator:
+    return answer_of(call, await first)
+
+
+class ResponseIterator:
+    """The responses of one call. Gone through, they can be gone through again: what came is kept."""
+
+    def __init__(self, call: Call | None, first: _Answer, response: InferenceResponse | None = None) -> None:
+        """``call``: that brings further ones, unless the first is the last."""
+        self._call = None if first[1] else call
+        self._kept = [response or response_of(first[0])]
+        self._at = 0
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> ResponseIterator:
+        if self._call is None and self._at >= len(self._kept):
+            self._at = 0
+        return self
+
+    def __next__(self) -> InferenceResponse:
+        with self._lock:
+            if self._at >= len(self._kept):
+                if self._call is None:
+                    raise StopIteration
+                result, final = self._call.next()
+                self._kept.append(response_of(result))
+                if final:
+                    self._call = None
+            self._at += 1
+            return self._kept[self._at - 1]
+
+    def cancel(self) -> None:
+        """The model that is called may stop; an error is the last response."""
+        call = self._call
+        if call is not None:
+            call.cancel()
+
+    def __del__(self) -> None:
+        # The model that is called goes on: nobody looks at what it answers.
+        with contextlib.suppress(AttributeError):
+            if self._call is not None:
+                self._call.abandon()

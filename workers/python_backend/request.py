@@ -1,0 +1,196 @@
+"""A request, as a model gets it and as it makes one: part of ``triton_python_backend_utils`` (see ``interface``).
+
+Source: triton-inference-server/python_backend, README "Business Logic Scripting" and src/infer_request.cc, whose words the errors
+are in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import json
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any
+
+from shm.errors import InvalidArgument
+from shm.messages import Submit
+from workers.calls.call import Call
+from workers.calls.inputs import check_sequence
+from workers.python_backend.calls import ResponseIterator, answer_of, call_of, first_answer, one_response
+from workers.python_backend.errors import TritonModelException
+from workers.python_backend.response import InferenceResponse, checked_parameters
+from workers.python_backend.response_sender import InferenceResponseSender, Outlet
+from workers.python_backend.tensors import Tensor
+
+TRITONSERVER_REQUEST_RELEASE_ALL = 1
+TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
+
+
+class MemoryType(enum.Enum):
+    """Kinds of memory."""
+
+    TRITONSERVER_MEMORY_GPU = enum.auto()
+    TRITONSERVER_MEMORY_CPU = enum.auto()
+
+
+TRITONSERVER_MEMORY_GPU = MemoryType.TRITONSERVER_MEMORY_GPU
+TRITONSERVER_MEMORY_CPU = MemoryType.TRITONSERVER_MEMORY_CPU
+
+
+class InferenceTrace:
+    """What requests to other models are given, so that their traces belong to it. Here they are not traced."""
+
+    def get_context(self) -> str | None:
+        """Of OpenTelemetry; there is none."""
+        return None
+
+
+class PreferredMemory:
+    """Where the outputs of a request to another model should lie. Accepted and without effect: they are numpy arrays."""
+
+    def __init__(self, preferred_memory_type: MemoryType, preferred_device_id: int = 0) -> None:
+        self.preferred_memory_type = preferred_memory_type
+        self.preferred_device_id = preferred_device_id
+
+
+class InferenceRequest:
+    """One request, as ``execute`` gets it, or as a model makes it for another one."""
+
+    def __init__(
+        self,
+        request_id: str = "",
+        correlation_id: int | str = 0,
+        inputs: Iterable[Tensor] = (),
+        requested_output_names: Iterable[str] = (),
+        model_name: str = "",
+        model_version: int = -1,
+        flags: int = 0,
+        timeout: int = 0,
+        preferred_memory: PreferredMemory | None = None,
+        trace: Any = None,
+        parameters: Mapping[str, Any] | str | None = None,
+        cancelled: Callable[[], bool] | None = None,
+        outlet: Callable[[], Outlet] | None = None,
+    ) -> None:
+        """Raises TritonModelException: something is not as a request to a model may be."""
+        self._request_id = request_id
+        self._correlation_id = correlation_id
+        self._inputs = list(inputs)
+        self._requested = sorted(set(requested_output_names))
+        self._model_name = model_name
+        self._model_version = model_version
+        self._flags = flags
+        self._timeout = timeout
+        self._parameters = parameters if isinstance(parameters, str) else json.dumps(checked_parameters(parameters))
+        if not isinstance(correlation_id, int | str):
+            raise TritonModelException("Correlation ID must be integer or string")
+        of = f"for request with id '{request_id}' and model name '{model_name}' should not be empty."
+        if None in self._inputs:
+            raise TritonModelException(f"Input tensor {of}")
+        if "" in self._requested:
+            raise TritonModelException(f"Requested output name {of}")
+        self._cancelled = cancelled
+        self._outlet = outlet
+        #: Made when it is asked for.
+        self.sender: InferenceResponseSender | None = None
+        #: What is to become of it after ``execute``: it is done, or goes round again.
+        self.release_flags = TRITONSERVER_REQUEST_RELEASE_ALL
+
+    def inputs(self) -> list[Tensor]:
+        return self._inputs
+
+    def request_id(self) -> str:
+        return self._request_id
+
+    def correlation_id(self) -> int | str:
+        return self._correlation_id
+
+    def requested_output_names(self) -> list[str]:
+        return self._requested
+
+    def model_name(self) -> str:
+        return self._model_name
+
+    def flags(self) -> int:
+        """Bit 0: the sequence starts; bit 1: it ends."""
+        return self._flags
+
+    def set_flags(self, flags: int) -> None:
+        self._flags = flags
+
+    def set_release_flags(self, flags: int) -> None:
+        """RESCHEDULE: the response is None, and the request is in a later batch again (iterative sequences)."""
+        self.release_flags = flags
+
+    def timeout(self) -> int:
+        """Microseconds the client is ready to wait in the queue; 0: not said."""
+        return self._timeout
+
+    def parameters(self) -> str:
+        """The custom parameters, as JSON text."""
+        return self._parameters
+
+    def is_cancelled(self) -> bool:
+        return self._cancelled is not None and self._cancelled()
+
+    def trace(self) -> InferenceTrace:
+        """To be given to requests that belong to this one."""
+        return InferenceTrace()
+
+    def get_response_sender(self) -> InferenceResponseSender:
+        """Answers it, with any number of responses if the model is decoupled; else with one. The same object each time."""
+        if self.sender is None:
+            if self._outlet is None:
+                raise TritonModelException("Only a request that execute() was given has a response sender.")
+            self.sender = InferenceResponseSender(self._outlet())
+        return self.sender
+
+    def exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:
+        """Has another model answer it, and waits: for the response, or ``decoupled`` for the first one, whatever it is.
+
+        Raises TritonModelException: no model may be called from here. All else that fails is an error of the response.
+        """
+        call = self._call(decoupled)
+        if isinstance(call, InferenceResponse):
+            return one_response(call, decoupled)
+        call.begin()
+        return answer_of(call, call.next())
+
+    def async_exec(self, decoupled: bool = False) -> Awaitable[InferenceResponse | ResponseIterator]:
+        """As ``exec``, begun at once and to be awaited. Raises as ``exec``; RuntimeError: no event loop runs here."""
+        loop = asyncio.get_running_loop()
+        call = self._call(decoupled)
+        if isinstance(call, InferenceResponse):
+            done: asyncio.Future[InferenceResponse | ResponseIterator] = loop.create_future()
+            done.set_result(one_response(call, decoupled))
+            return done
+        call.begin(by_coroutine=True)
+        return asyncio.ensure_future(first_answer(call, call.first()))
+
+    def _call(self, decoupled: bool) -> Call | InferenceResponse:
+        """The call, not begun; or why there is none."""
+        if not self._model_name:
+            raise TritonModelException("A request to a model needs its model_name.")
+        sequence = self._correlation_id
+        try:
+            check_sequence(sequence)
+        except InvalidArgument as error:
+            raise TritonModelException(error.message) from None
+        if self._timeout < 0:
+            raise TritonModelException(f"timeout is {self._timeout}, it cannot be negative")
+        submit = Submit(
+            0,
+            self._model_name,
+            max(0, self._model_version),
+            (),
+            (),
+            json.loads(self._parameters),
+            self._request_id,
+            timeout_us=self._timeout,
+            sequence_id=sequence,
+            sequence_start=bool(self._flags & TRITONSERVER_REQUEST_FLAG_SEQUENCE_START),
+            sequence_end=bool(self._flags & TRITONSERVER_REQUEST_FLAG_SEQUENCE_END),
+        )
+        return call_of(submit, self._inputs, tuple(self._requested), decoupled)

@@ -1,0 +1,88 @@
+"""How a model answers a request with any number of responses: part of ``triton_python_backend_utils`` (see ``interface``).
+
+Source: triton-inference-server/python_backend, README "Decoupled mode" and src/response_sender.cc, whose words the errors are in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Protocol
+
+from workers.python_backend.errors import TritonModelException
+from workers.python_backend.response import InferenceResponse
+
+TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+
+
+class Outlet(Protocol):
+    """Where responses go. A model that lets go of its sender lets go of this."""
+
+    #: Whether the model answers a request with any number of responses.
+    decoupled: bool
+
+    def send(self, response: InferenceResponse | None, final: bool) -> None:
+        """In order. Waits where the client has not taken what was sent."""
+
+    def is_cancelled(self) -> bool:
+        """Whether nobody waits for them any more."""
+
+    #: Its request goes round again, and has another one then.
+    rescheduled: bool
+
+    def give_up(self) -> None:
+        """Nothing more will be sent."""
+
+
+class InferenceResponseSender:
+    """Of one request; may be used from any thread, and after ``execute``."""
+
+    def __init__(self, outlet: Outlet) -> None:
+        self._outlet = outlet
+        self._lock = threading.Lock()
+        self._sent = 0
+        self._closed = False
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        """Raises TritonModelException: it is closed, or there is nothing to send."""
+        if flags not in (0, TRITONSERVER_RESPONSE_COMPLETE_FINAL):
+            raise TritonModelException("Unable to send response. Unsupported flag provided.")
+        if response is None:
+            if not flags:
+                raise TritonModelException(
+                    "Inference Response object must be provided when the response flags is set to zero."
+                )
+        elif not isinstance(response, InferenceResponse):
+            raise TypeError(f"send() takes an InferenceResponse, not {type(response).__name__}")
+        final = bool(flags)
+        with self._lock:
+            self._check(response, final)
+            self._sent += 1
+            self._closed = final
+            if response is not None or self._outlet.decoupled:
+                self._outlet.send(response, final)
+
+    def _check(self, response: InferenceResponse | None, final: bool) -> None:
+        if not self._outlet.decoupled:
+            if response is not None and self._sent:
+                raise TritonModelException(
+                    "Unable to send response. Non-decoupled model cannot send more than one response."
+                )
+            if response is None and final and not self._sent:
+                raise TritonModelException(
+                    "Unable to send response. Non-decoupled model cannot send complete final before sending a response."
+                )
+        if self._closed:
+            raise TritonModelException("Unable to send response. Response sender has been closed.")
+
+    def is_cancelled(self) -> bool:
+        return self._outlet.is_cancelled()
+
+    def reschedule(self) -> None:
+        """Its request goes round again: this one sends no more."""
+        self._outlet.rescheduled = self._closed = True
+
+    def __del__(self) -> None:
+        # A model that never says that it is done is done when it cannot say it any more.
+        with contextlib.suppress(AttributeError):
+            self._outlet.give_up()

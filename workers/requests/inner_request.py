@@ -1,0 +1,82 @@
+"""A request that was made inside the worker, by a step of an ensemble or by a model: in the queues it is one like any other.
+
+Its inputs are arrays, of this device or of the host, and not places; what becomes of it goes to a sink, and not to a lane.
+Nothing is copied for either: the arrays of one model's answer are the inputs of the next request.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Hashable, Mapping
+
+import numpy as np
+
+from shm.arrays import Array
+from shm.messages import RequestedOutput, Submit
+from workers.requests.request import Moments, Request, Sink, Version
+from workers.requests.result import Response, Result
+from workers.requests.submitter import Submitter
+from workers.tensors.strings import strings
+
+_ALL: Mapping[str, RequestedOutput] = {}
+
+
+class InnerRequest(Request):
+    """``request_id`` and ``submitter`` are of the client's request that it belongs to, which is blamed for what it does."""
+
+    __slots__ = ("_answered", "ahead", "origin", "sink")
+
+    def __init__(
+        self,
+        version: Version,
+        submitter: Submitter[Request],
+        submit: Submit,
+        key: Hashable,
+        rows: int,
+        arrays: dict[str, Array],
+        outputs: Collection[str],
+        now_ns: int,
+        sink: Sink,
+        origin: Request | None = None,
+    ) -> None:
+        """``outputs``: which of them are wanted; none: all."""
+        wanted = {name: RequestedOutput(name) for name in outputs} if outputs else _ALL
+        super().__init__(version, submitter, submit, key, rows, arrays, wanted, [], now_ns)
+        self.sink: Sink = sink
+        #: The request that it is made for, where there is one.
+        self.origin: Request | None = origin
+        self._answered = False
+        #: Of responses that were handed over and that its maker has not taken yet: what each counts.
+        self.ahead: deque[int] = deque()
+
+    @property
+    def is_open(self) -> bool:
+        return not self._answered
+
+    def __repr__(self) -> str:
+        return f"<InnerRequest of {self.request_id} for {self.submit.model!r}, {self.rows} rows>"
+
+
+def hand_over(request: Request, result: Result | None, moments: Moments | None = None, final: bool = True) -> None:
+    """Answers a request that has a sink. After the last answer nothing is handed over any more."""
+    assert isinstance(request, InnerRequest)
+    if request.is_open:
+        request._answered = final
+        request.sink(request, result, moments, final)
+
+
+def kept(result: dict[str, Array]) -> tuple[dict[str, Array], int]:
+    """A model's outputs as the inputs of others: nobody writes to them, and strings are bytes. Also, how many bytes were copied.
+
+    What XLA made is used where it is. What a model's own code made it may keep, and write to again.
+    """
+    copied = 0
+    own: dict[str, Array] = Response({}, result.parameters) if isinstance(result, Response) else {}
+    for name, array in result.items():
+        if isinstance(array, np.ndarray) and (array.flags.writeable or array.dtype.kind in "SUO"):
+            made = strings(array) if array.dtype.kind in "SUO" else np.array(array)
+            made.flags.writeable = False
+            copied += made.nbytes
+            array = made
+        own[name] = array
+    return own, copied

@@ -1,0 +1,247 @@
+"""Answers one request with any number of responses, in order, from any thread: whoever runs the model has it.
+
+    model's thread ── send, send, ..., send(final) ──▶ Responses (loop) ──▶ lane ──▶ front ──▶ client
+                   ◀── waits while its client has not taken ``max_ahead`` bytes of what was sent ──┘
+
+A request has exactly one final mark, whatever happens: the model's own; an error of the model; its sender given up without one.
+What is sent for a request that nobody waits for is dropped, and a model may ask (``is_cancelled``) and stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from shm.errors import Internal, ServingError, Unavailable
+from shm.messages import RequestedOutput
+from workers.requests.result import Result
+
+#: Where a thread must not wait, because it answers other requests as well: so many times ``max_ahead`` may be ahead.
+_UNWAITED = 16
+#: What a response counts besides its tensors until it is known what it comes to on the lane.
+_BYTE_SIZE = 256
+NOT_COMPLETED = "the model ended without completing its response"
+
+
+class SenderClosed(Exception):
+    """The final mark was sent already."""
+
+
+class Answered(Protocol):
+    """A request, as its sender sees it."""
+
+    #: Nobody waits for it any more.
+    cancelled: bool
+    outputs: Mapping[str, RequestedOutput]
+
+
+R = TypeVar("R", bound=Answered)
+
+
+class Taker(Protocol):
+    """Where responses go: ``workers.dispatch.responses`` takes them to the loop."""
+
+    max_ahead: int
+
+    def put(
+        self, sender: ResponseSender[Any], result: Result | None, final: bool, byte_size: int, wake: bool = True
+    ) -> None:
+        """From any thread; in order of one sender. ``wake``: not False where the loop is about to be woken anyway."""
+
+
+class Nobody:
+    """Takes the responses to a request that nobody sent. An error among them is raised where it is sent."""
+
+    max_ahead = 1
+
+    def put(
+        self, sender: ResponseSender[Any], result: Result | None, final: bool, byte_size: int, wake: bool = True
+    ) -> None:
+        sender.settle(byte_size)
+        if isinstance(result, ServingError):
+            raise result
+
+
+class ResponseSender(Generic[R]):
+    """One request's. ``send`` and what asks are for any thread; the rest is the loop's."""
+
+    __slots__ = (
+        *("_closed", "_lock", "_on_room", "_posted", "_settled", "_taker"),
+        *("began_ns", "count", "ended", "failed", "first_ns", "last_ns", "plain", "request", "returned", "single"),
+        "thread",
+    )
+
+    def __init__(self, request: R, taker: Taker, began_ns: int, single: bool = False) -> None:
+        """``single``: its model answers a request once, and that response is the last one, whatever is said."""
+        self.request = request
+        self.single = single
+        self._taker = taker
+        self._lock = threading.Lock()
+        self._closed = False
+        #: Bytes that were sent, and of them those that were taken or dropped. Each is written by one side.
+        self._posted = self._settled = 0
+        #: Who waits for room, if anybody: whoever takes it out of here, the thread or the loop, decides.
+        self._on_room: deque[Callable[[], None]] = deque()
+        #: The final mark is on its way to the client: nothing of it is looked at any more.
+        self.ended = False
+        #: The model's function has returned, and may have left others to answer.
+        self.returned = False
+        #: The thread with the event loop of the coroutine that answers, if one does.
+        self.thread = 0
+        #: Whether its outputs go into the record or the arena, and as they are.
+        self.plain = not any(wanted.region or wanted.classification for wanted in request.outputs.values())
+        #: Responses that were placed, and whether the first of them was an error.
+        self.count = 0
+        self.failed = False
+        #: When the request began to run, its first response came (0: none did), and the last one was placed.
+        self.began_ns = self.last_ns = began_ns
+        self.first_ns = 0
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return self.ended or self.request.cancelled
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the final mark was sent."""
+        return self._closed
+
+    @property
+    def is_full(self) -> bool:
+        """Whether its client has not taken what was sent, as much as may be: ``send`` would wait."""
+        return self._posted - self._settled >= self._taker.max_ahead and not self.is_cancelled
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether whoever sends waits for room, or rests."""
+        return bool(self._on_room)
+
+    def send(self, result: Result | None, final: bool = False, wait: bool | None = None) -> None:
+        """Sends a response, or with ``final`` and None only the mark that there is no further one.
+
+        Args:
+          result: outputs of the client's shapes, a dict that is the sender's from now on; or an error, which ends nothing.
+          wait: whether to wait for a client that is slow; None: unless this thread runs an event loop. Where nobody waits a
+            client that is far too slow costs its request an error.
+        Raises: SenderClosed: the final mark was sent before.
+        """
+        with self._lock:
+            if self._closed:
+                raise SenderClosed
+            size = 0
+            if result is not None:
+                size = _BYTE_SIZE
+                if not isinstance(result, ServingError):
+                    for name, array in result.items():
+                        size += array.nbytes
+                        if isinstance(array, np.ndarray) and (
+                            array.flags.writeable or isinstance(array.base, np.ndarray)
+                        ):
+                            # It is placed later, and its model may write to it again.
+                            result[name] = array.copy()
+                if self._posted - self._settled >= self._taker.max_ahead:
+                    late = self._wait(wait)
+                    if late is not None:
+                        result, final = late, True
+            self._closed = final or (self.single and result is not None)
+            self._posted += size
+            self._taker.put(self, result, self._closed, size)
+
+    def fail(self, error: ServingError) -> None:
+        """The request ends with an error, unless it has ended."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._taker.put(self, error, True, 0)
+
+    def finish(self, wake: bool) -> None:
+        """Sends the mark that there is no further one, unless it was sent. ``wake``: False where its model returns now."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._taker.put(self, None, True, 0, wake)
+
+    def give_up(self) -> None:
+        """Whoever could send has let go of it."""
+        if not self._closed:
+            self.fail(Internal(NOT_COMPLETED))
+
+    def _wait(self, wait: bool | None) -> Unavailable | None:
+        """Returns when there is room, or nobody is there. Not None: it may not wait, and too much is ahead."""
+        most = self._taker.max_ahead
+        if wait or (wait is None and asyncio._get_running_loop() is None):
+            while True:
+                room = threading.Event()
+                if not self.when_room(room.set):
+                    return None
+                room.wait()
+        ahead = self._posted - self._settled
+        if ahead < most * _UNWAITED or self.is_cancelled:
+            return None
+        return Unavailable(
+            f"the client has not taken {ahead} bytes of the responses to its request, at most {most * _UNWAITED} may wait for it"
+        )
+
+    def when_room(self, call: Callable[[], None]) -> bool:
+        """Calls, on the loop and once, when it is not full any more. False: it is not full."""
+        self._on_room.append(call)
+        if self.is_full:
+            return True
+        try:
+            self._on_room.pop()
+        except IndexError:  # the loop was faster, and has called
+            return True
+        return False
+
+    # ------------------------------------------------------------------------------------------------------------ the loop's
+
+    def ahead(self, byte_size: int) -> None:
+        """Notes what the loop itself has put on the lane."""
+        self._posted += byte_size
+
+    def posted(self, result: Result | None, final: bool) -> int:
+        """Notes a response that the loop itself makes, and that need not wait. Returns what it counts."""
+        size = 0 if result is None else _BYTE_SIZE
+        if result is not None and not isinstance(result, ServingError):
+            for array in result.values():
+                size += array.nbytes
+        self._closed |= final
+        self._posted += size
+        return size
+
+    def note(self, result: Result | None, now_ns: int, placed_ns: int) -> None:
+        """What came at ``now_ns`` was placed."""
+        if result is not None:
+            if not self.count:
+                self.first_ns, self.failed = now_ns, isinstance(result, ServingError)
+            self.count += 1
+        self.last_ns = placed_ns
+
+    def settle(self, byte_size: int) -> None:
+        """So much of what was sent was taken, or counts no more."""
+        self._settled += byte_size
+        if self._on_room and 2 * (self._posted - self._settled) <= self._taker.max_ahead:
+            self.wake()
+
+    def wake(self) -> None:
+        """There is room, or nobody waits for it any more: whoever waits shall look."""
+        try:
+            call = self._on_room.pop()
+        except IndexError:
+            return
+        call()
+
+    def end(self) -> None:
+        """Its final mark has left, or nobody is there to get it."""
+        self.ended = True
+        self.wake()
+
+    def __repr__(self) -> str:
+        ahead = self._posted - self._settled
+        return f"<ResponseSender of {self.request!r}: {self.count} sent, {ahead} bytes ahead{', closed' if self._closed else ''}>"

@@ -1,0 +1,110 @@
+"""The steps of an ensemble and what flows between them, as one load of it has them.
+
+    request ─▶ ensemble tensors ─▶ step: a request to another model ─▶ ensemble tensors ─▶ ... ─▶ answer
+
+A step that may answer more than once (``streams``) numbers its answers. What comes of them further on carries that number: such
+tensors have that step as their *origin*, the others have none and are the same for every number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+#: Sets of requested outputs that are remembered.
+_LIMIT = 64
+
+
+class Step(NamedTuple):
+    """One step."""
+
+    model: str
+    #: 0: the newest.
+    version: int
+    #: Input of the model -> ensemble tensor.
+    inputs: Mapping[str, str]
+    #: Output of the model -> ensemble tensor.
+    outputs: Mapping[str, str]
+    #: Whether a request to it may have any number of answers.
+    streams: bool = False
+
+
+class EnsembleGraph:
+    """Whoever made it has checked that every tensor is written, and once, and comes from one such step at most."""
+
+    def __init__(self, inputs: Collection[str], outputs: Collection[str], steps: Sequence[Step], most: int = 0) -> None:
+        """``most``: so many answers of one streaming step are worked on at a time; 0: any number."""
+        self.inputs = tuple(inputs)
+        self.steps = tuple(steps)
+        self.most = most
+        self.streams = any(step.streams for step in steps)
+        #: Ensemble tensor -> its origin; those without one are not in it.
+        self.origin: dict[str, int] = {}
+        for number in self.in_order():
+            step = steps[number]
+            found = number if step.streams else self.origin_of(number)
+            if found is not None:
+                self.origin.update(dict.fromkeys(step.outputs.values(), found))
+        #: What answers may hold, in the order in which it comes to be.
+        made = [tensor for number in self.in_order() for tensor in steps[number].outputs.values()]
+        self.outputs = tuple([tensor for tensor in (*inputs, *made) if tensor in outputs])
+        self._needed: dict[frozenset[str], NeededSteps] = {}
+
+    def origin_of(self, number: int) -> int | None:
+        """Of what a step takes."""
+        found = (self.origin[tensor] for tensor in self.steps[number].inputs.values() if tensor in self.origin)
+        return next(found, None)
+
+    def needed(self, outputs: Collection[str]) -> NeededSteps:
+        """What has to run for those outputs; for none: for all of them."""
+        wanted = frozenset(outputs or self.outputs)
+        found = self._needed.get(wanted)
+        if found is None:
+            if len(self._needed) >= _LIMIT:
+                self._needed.clear()
+            found = self._needed[wanted] = NeededSteps(self, wanted)
+        return found
+
+    def in_order(self) -> list[int]:
+        """The numbers of the steps, each after those whose outputs it takes."""
+        there, waiting, ordered = set(self.inputs), dict(enumerate(self.steps)), list[int]()
+        while ready := [number for number, step in waiting.items() if there.issuperset(step.inputs.values())]:
+            ordered += ready
+            for number in ready:
+                there.update(waiting.pop(number).outputs.values())
+        return ordered
+
+    def __repr__(self) -> str:
+        return f"<EnsembleGraph {' '.join(step.model for step in self.steps)}>"
+
+
+class NeededSteps:
+    """The part of an ensemble that certain outputs come from."""
+
+    def __init__(self, graph: EnsembleGraph, wanted: frozenset[str]) -> None:
+        written = {tensor: number for number, step in enumerate(graph.steps) for tensor in step.outputs.values()}
+        numbers: set[int] = set()
+        looked: set[str] = set()
+        to_look = list(wanted)
+        while to_look:
+            tensor = to_look.pop()
+            number = written.get(tensor)
+            if tensor in looked:
+                continue
+            looked.add(tensor)
+            if number is not None and number not in numbers:
+                numbers.add(number)
+                to_look += graph.steps[number].inputs.values()
+        self.numbers = tuple(sorted(numbers))
+        #: In the order in which they come to be.
+        self.outputs = tuple([name for name in graph.outputs if name in wanted])
+        #: Ensemble tensor -> the steps that take it.
+        self.takers: dict[str, list[int]] = {tensor: [] for tensor in looked}
+        for number in self.numbers:
+            for tensor in dict.fromkeys(graph.steps[number].inputs.values()):
+                self.takers[tensor].append(number)
+        #: How often each tensor is looked at, before it may be forgotten: by its takers, and by the answer.
+        self.uses = {tensor: len(takers) + (tensor in wanted) for tensor, takers in self.takers.items()}
+        #: Whether the answers for these outputs may be any number.
+        self.streams = any(graph.steps[number].streams for number in self.numbers)
+        self.origins = {number: graph.origin_of(number) for number in self.numbers}

@@ -1,0 +1,179 @@
+"""One request to an ensemble: which steps run next, what its answers are, and when it is over.
+
+    begun(tensors)                 ─┐
+    responded(start, tensors)       ├─▶ Start: a step may run;  Answer: to the client
+    ended(start)                   ─┘
+
+Pure: tensors are whatever the caller gives, and a tensor that is not there (an optional input that the client left out, an output
+that a member did not make) is not passed on. It holds a tensor no longer than somebody needs it. When nothing runs any more and
+nothing can start the run is over, well or not (``stuck``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Generic, NamedTuple, TypeVar
+
+from workers.scheduling.ensemble_graph import EnsembleGraph, NeededSteps
+
+T = TypeVar("T")
+
+
+class Start(NamedTuple, Generic[T]):
+    """A step may run."""
+
+    step: int
+    #: Which answer of its origin it is for.
+    iteration: int
+    #: Input of the model -> tensor.
+    inputs: dict[str, T]
+
+
+class Answer(NamedTuple, Generic[T]):
+    """The outputs that were asked for, of one iteration."""
+
+    outputs: dict[str, T]
+
+
+class EnsembleRun(Generic[T]):
+    """``running`` counts the steps that were started and have not ended."""
+
+    __slots__ = ("_answered", "_counts", "_graph", "_left", "_needed", "_open", "_values", "running")
+
+    def __init__(self, graph: EnsembleGraph, needed: NeededSteps) -> None:
+        self._graph = graph
+        self._needed = needed
+        #: (ensemble tensor, iteration) -> it; None: it is not there. Of tensors without an origin the iteration is 0.
+        self._values: dict[tuple[str, int], T | None] = {}
+        #: How often each will still be looked at.
+        self._left: dict[tuple[str, int], int] = {}
+        #: (origin, iteration) -> how many steps run for it.
+        self._open: dict[tuple[int, int], int] = {}
+        #: Streaming step -> its responses so far.
+        self._counts: dict[int, int] = {}
+        #: Iterations that were answered: all below this one.
+        self._answered = 0
+        self.running = 0
+
+    def begun(self, tensors: Mapping[str, T]) -> list[Start[T] | Answer[T]]:
+        """The client's inputs are there."""
+        self._keep({name: tensors.get(name) for name in self._graph.inputs}, 0)
+        out: list[Start[T] | Answer[T]] = [
+            start for number in self._needed.numbers if (start := self._start(number, 0)) is not None
+        ]
+        return out + self._answers()
+
+    def responded(self, start: Start[T], outputs: Mapping[str, T]) -> list[Start[T] | Answer[T]]:
+        """A step has answered, perhaps not for the last time."""
+        number, step = start.step, self._graph.steps[start.step]
+        iteration = start.iteration
+        if step.streams:
+            iteration = self._counts.get(number, 0)
+            self._counts[number] = iteration + 1
+        self._keep({tensor: outputs.get(name) for name, tensor in step.outputs.items()}, iteration)
+        # A tensor comes once, so what it was the last one for starts now, and never again.
+        ready = {
+            (taker, due): None
+            for tensor in step.outputs.values()
+            for taker in self._needed.takers.get(tensor, ())
+            for due in self._due(taker, tensor, iteration)
+        }
+        out: list[Start[T] | Answer[T]] = [at for each in ready if (at := self._start(*each)) is not None]
+        return out + self._answers()
+
+    def ended(self, start: Start[T]) -> None:
+        """A step has answered for the last time, or failed."""
+        self.running -= 1
+        key = (self._needed.origins[start.step], start.iteration)
+        if key[0] is not None:
+            self._open[key] -= 1  # type: ignore[index]
+            if not self._open[key]:  # type: ignore[index]
+                del self._open[key]  # type: ignore[arg-type]
+
+    def worked_on(self, step: int) -> int:
+        """How many answers of that step are being worked on."""
+        held = {at for tensor, at in self._values if self._graph.origin.get(tensor) == step}
+        return len(held | {at for origin, at in self._open if origin == step})
+
+    def full(self, step: int) -> bool:
+        """Whether no further answer of that step is to be taken now."""
+        return bool(self._graph.most) and self.worked_on(step) >= self._graph.most
+
+    @property
+    def stuck(self) -> bool:
+        """Of a run that is over: whether an answer is missing."""
+        if not any(map(self._dynamic, self._needed.outputs)):
+            return not self._answered
+        # Of an iteration that has begun everything is there, or was when it was answered.
+        return any(tensor in self._needed.outputs for tensor, _ in self._values if self._dynamic(tensor))
+
+    # -------------------------------------------------------------------------------------------------------- tensors
+
+    def _keep(self, tensors: Mapping[str, T | None], iteration: int) -> None:
+        for tensor, value in tensors.items():
+            uses = self._needed.uses.get(tensor)
+            if uses:
+                self._values[tensor, iteration] = value
+                self._left[tensor, iteration] = uses
+
+    def _look(self, tensor: str, iteration: int, again: bool) -> T | None:
+        """One of the uses of a tensor. ``again``: every iteration has such a use, so what has no origin stays."""
+        key = (tensor, iteration) if self._dynamic(tensor) else (tensor, 0)
+        value = self._values[key]
+        if self._dynamic(tensor) or not again:
+            self._left[key] -= 1
+            if not self._left[key]:
+                del self._values[key], self._left[key]
+        return value
+
+    def _dynamic(self, tensor: str) -> bool:
+        return tensor in self._graph.origin
+
+    def _there(self, tensor: str, iteration: int) -> bool:
+        return (tensor, iteration if self._dynamic(tensor) else 0) in self._values
+
+    # ---------------------------------------------------------------------------------------------------------- steps
+
+    def _due(self, number: int, tensor: str, iteration: int) -> list[int]:
+        """For which iterations a step may have become ready by that tensor."""
+        if self._needed.origins[number] is None:
+            return [0]
+        if self._dynamic(tensor):
+            return [iteration]
+        mine = {name for name in self._graph.steps[number].inputs.values() if self._dynamic(name)}
+        return sorted({at for name, at in self._values if name in mine})
+
+    def _start(self, number: int, iteration: int) -> Start[T] | None:
+        step = self._graph.steps[number]
+        if not all(self._there(tensor, iteration) for tensor in step.inputs.values()):
+            return None
+        self.running += 1
+        origin = self._needed.origins[number]
+        if origin is not None:
+            self._open[origin, iteration] = self._open.get((origin, iteration), 0) + 1
+        again = origin is not None
+        found = {tensor: self._look(tensor, iteration, again) for tensor in dict.fromkeys(step.inputs.values())}
+        inputs = {name: value for name, tensor in step.inputs.items() if (value := found[tensor]) is not None}
+        return Start(number, iteration, inputs)
+
+    def _answers(self) -> list[Start[T] | Answer[T]]:
+        """Those that are whole now, in the order of their iterations."""
+        out: list[Start[T] | Answer[T]] = []
+        dynamic = any(self._dynamic(name) for name in self._needed.outputs)
+        while (dynamic or not self._answered) and all(
+            self._there(name, self._answered) for name in self._needed.outputs
+        ):
+            found = {name: self._look(name, self._answered, dynamic) for name in self._needed.outputs}
+            out.append(Answer({name: value for name, value in found.items() if value is not None}))
+            self._answered += 1
+        return out
+
+    def check_invariants(self) -> None:
+        """For tests."""
+        assert self._values.keys() == self._left.keys()
+        assert all(left > 0 for left in self._left.values())
+        assert self.running >= sum(self._open.values())
+        assert all(count > 0 for count in self._open.values())
+
+    def __repr__(self) -> str:
+        return f"<EnsembleRun {self.running} running, {len(self._values)} tensors held>"

@@ -1,0 +1,59 @@
+"""Until when requests of sequences want to wait: for an answer at all, and in the backlog for a slot.
+
+Pure. A moment stays here until it is reached, or until there are many of requests that do not wait any more.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Generic
+
+from shm.errors import ServingError, Unavailable
+from workers.scheduling.sequence import S
+
+#: Every request of a sequence gets it that waited in the backlog as long as one of them wants to wait.
+TIMED_OUT = "timeout of the corresponding sequence has been expired"
+
+
+class Expiries(Generic[S]):
+    """One per table of sequences."""
+
+    def __init__(self) -> None:
+        #: (when, number, request): the first is the earliest.
+        self._moments: list[tuple[int, int, S]] = []
+        self._number = 0
+
+    def watch(self, request: S, waiting: int) -> None:
+        """Notes when nobody waits for it any more and, in the backlog, until when it wants to wait. ``waiting``: how many do."""
+        moments = [request.deadline_ns] if request.deadline_ns else []
+        if request.timeout_ns and request.live.slot is None:
+            moments.append(request.arrived_ns + request.timeout_ns)
+        for moment in moments:
+            self._number += 1
+            heapq.heappush(self._moments, (moment, self._number, request))
+        if len(self._moments) > 4 * waiting + 64:
+            self._moments = [entry for entry in self._moments if entry[2].line >= 0]
+            heapq.heapify(self._moments)
+
+    def next(self, now_ns: int) -> tuple[S, ServingError] | None:
+        """A request whose time is up, and what to answer; its sequence is to be cancelled. None: there is none, or no more."""
+        while self._moments and self._moments[0][0] <= now_ns:
+            _, _, request = heapq.heappop(self._moments)
+            if request.line < 0:
+                continue
+            if 0 < request.deadline_ns <= now_ns:
+                return request, Unavailable("Request timeout expired")
+            if request.live.slot is None:
+                return request, Unavailable(TIMED_OUT)
+        return None
+
+    @property
+    def earliest_ns(self) -> int | None:
+        """When ``next`` is worth a call; None: never. May be early."""
+        return self._moments[0][0] if self._moments else None
+
+    def __len__(self) -> int:
+        return len(self._moments)
+
+    def __repr__(self) -> str:
+        return f"<Expiries {len(self)} moments>"

@@ -1,0 +1,246 @@
+"""Ragged batching: inputs of different lengths share a batch, one behind the other, and the model is told where each begins.
+
+    input x       | request 0: its elements | request 1: ... | request 2 | zeros |      one dimension, its size a bucket
+    batch inputs  counts, ends, shapes or row numbers: made here of what lies there
+    output y      cut like x: each request gets as many elements, in the shape of its own x
+
+The elements of a row stand in its own order, and rows in theirs, so whoever knows the dims that do not vary can fold them again.
+Source: Triton's model_config.proto, BatchInput and BatchOutput.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+
+from config.model_config import ModelConfig, data_type_name, model_config_pb2
+from shm import datatypes
+from shm.arrays import DTYPES, Array
+from shm.errors import InvalidArgument
+from workers.tensors.signature import BatchInput, Signature, TensorSpec
+
+#: A kind of ours: for each element of the source (of its dims that vary), the row of the batch that it is of. What no request
+#: fills is of the row behind the last one.
+SEGMENT_IDS = "SEGMENT_IDS"
+_COUNT, _ENDS, _BOUNDS = (
+    "BATCH_ELEMENT_COUNT",
+    "BATCH_ACCUMULATED_ELEMENT_COUNT",
+    "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO",
+)
+#: The one kind whose shape depends on what is in the batch.
+MOST = "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE"
+_ITEM_SHAPE, _ITEM_SHAPE_FLATTEN = "BATCH_ITEM_SHAPE", "BATCH_ITEM_SHAPE_FLATTEN"
+
+
+class Laid(Protocol):
+    """One request of a batch."""
+
+    rows: int
+
+    @property
+    def arrays(self) -> Mapping[str, Array]:
+        """Its inputs."""
+
+
+def elements(request: Laid, name: str) -> int:
+    """How many elements a request has of an input; 0 of one that it leaves out."""
+    array = request.arrays.get(name)
+    return 0 if array is None else math.prod(array.shape)
+
+
+def unit(spec: TensorSpec) -> int:
+    """How many elements always stand together: the dims that do not vary."""
+    return math.prod(dim for dim in spec.model_dims if dim != -1)
+
+
+def flat(array: Array) -> Array:
+    """All of its elements, in one dimension."""
+    return array.reshape((math.prod(array.shape),))
+
+
+def whole_shape(spec: TensorSpec, source: TensorSpec, rows: int, units: int, most: int) -> tuple[int, ...]:
+    """The shape of an input that is of a whole batch.
+
+    Args:
+      source: the ragged input that it tells of, or itself.
+      rows, units: of the batch, as far as its program has room.  most: elements of its largest request, likewise.
+    """
+    if spec.of_batch is None:
+        return (units * unit(spec),)
+    rank = len(source.model_dims)
+    shapes = {
+        _BOUNDS: (rows + 1,),
+        MOST: (most,),
+        _ITEM_SHAPE: (rows, rank),
+        _ITEM_SHAPE_FLATTEN: (rows * rank,),
+        SEGMENT_IDS: (units,),
+    }
+    return shapes.get(spec.of_batch.kind, (rows,))
+
+
+def batch_input(
+    spec: TensorSpec, source: TensorSpec, shape: tuple[int, ...], rows: int, requests: Sequence[Laid]
+) -> Array:
+    """What an input tells of those requests. ``rows``: as many as the program has room for."""
+    assert spec.of_batch is not None
+    kind, name = spec.of_batch.kind, source.name
+    counts = [elements(request, name) for request in requests]
+    made = np.zeros(shape, spec.dtype)
+    match kind:
+        case "BATCH_ELEMENT_COUNT":
+            made[: len(counts)] = counts
+        case "BATCH_ACCUMULATED_ELEMENT_COUNT" | "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO":
+            first = kind == _BOUNDS
+            made[first : first + len(counts)] = np.cumsum(counts)
+            made[first + len(counts) :] = sum(counts)
+        case "BATCH_ITEM_SHAPE" | "BATCH_ITEM_SHAPE_FLATTEN":
+            items = [request.arrays[name].shape[1:] for request in requests for _ in range(request.rows)]
+            content: Array = np.array(items).reshape(-1)
+            made.reshape(-1)[: content.size] = content
+        case "SEGMENT_IDS":
+            each = [
+                count // unit(source) // request.rows
+                for request, count in zip(requests, counts, strict=True)
+                for _ in range(request.rows)
+            ]
+            made[:] = rows
+            made[: sum(each)] = np.repeat(np.arange(len(each)), each)
+    return made
+
+
+def cut(output: Array, source: TensorSpec, requests: Sequence[Laid]) -> list[Array]:
+    """Each request's part of an output that is cut like an input, in the shape in which its client sent that."""
+    content = np.asarray(output).reshape(-1)
+    parts: list[Array] = []
+    at = 0
+    for request in requests:
+        shape = request.arrays[source.name].shape
+        count = math.prod(shape)
+        parts.append(content[at : at + count].reshape(shape[:1] + source.to_client(shape[1:])))
+        at += count
+    return parts
+
+
+# ---------------------------------------------------------------------------------------------------------- declaration
+
+
+def declare_ragged(message: ModelConfig, module: ModuleType) -> dict[str, str]:
+    """Completes a configuration with what model.py declares. Returns what only model.py can: segment ids -> ragged input.
+
+    Raises: InvalidArgument: something of it is not of the form that is expected, or contradicts the configuration.
+    """
+    what, types = f"model '{message.name}'", model_config_pb2()
+    inputs = {tensor.name: tensor for tensor in message.input}
+    for name in _declared(what, module, "ragged", (list, tuple, set, frozenset)):
+        if name not in inputs:
+            raise InvalidArgument(f"{what}: ragged of model.py names {name!r}, which is no input")
+        inputs[name].allow_ragged_batch = True
+    known = {target: tensor for tensor in message.batch_input for target in tensor.target_name}
+    segments: dict[str, str] = {}
+    kinds = (*types.BatchInput.Kind.keys(), SEGMENT_IDS)
+    for name, given in _declared(what, module, "batch_inputs", Mapping).items():
+        match given:
+            case (str(kind), str(datatype), str(source)) if kind in kinds and datatype in ("INT32", "FP32"):
+                pass
+            case _:
+                raise InvalidArgument(
+                    f"{what}: batch input '{name}' is declared as {given!r}; expected a kind ({', '.join(kinds)}), "
+                    "INT32 or FP32, and the ragged input that it tells of"
+                )
+        if kind == SEGMENT_IDS:
+            if datatype != "INT32":
+                raise InvalidArgument(f"{what}: batch input '{name}': {SEGMENT_IDS} are INT32, {datatype} is declared")
+            segments[str(name)] = source
+            continue
+        made = types.BatchInput(
+            kind=kind, target_name=[name], data_type=datatypes.to_model_config(datatype), source_input=[source]
+        )
+        if name in known:
+            if (known[name].kind, known[name].data_type, *known[name].source_input) != (
+                made.kind,
+                made.data_type,
+                source,
+            ):
+                raise InvalidArgument(f"{what}: batch input '{name}' is another one in config.pbtxt than in model.py")
+        else:
+            message.batch_input.append(made)
+    cuts = {target: list(tensor.source_input) for tensor in message.batch_output for target in tensor.target_name}
+    for name, source in _declared(what, module, "batch_outputs", Mapping).items():
+        if cuts.setdefault(name, [source]) != [source]:
+            raise InvalidArgument(f"{what}: batch output '{name}' is another one in config.pbtxt than in model.py")
+        if all(name not in tensor.target_name for tensor in message.batch_output):
+            message.batch_output.add(target_name=[name], source_input=[source])
+    return segments
+
+
+def _declared(what: str, module: ModuleType, name: str, kind: Any) -> Any:
+    given: Any = getattr(module, name, {} if kind is Mapping else ())
+    if not isinstance(given, kind):
+        expected = "a dict" if kind is Mapping else "a tuple of names"
+        raise InvalidArgument(f"{what}: {name} of model.py is {given!r}, {expected} is expected")
+    return given
+
+
+def ragged_signature(described: Signature, message: ModelConfig, segments: Mapping[str, str]) -> Signature:
+    """With the inputs that are made of a batch, and the outputs that are cut like an input; of a checked configuration.
+
+    Raises: InvalidArgument: they are of inputs that are not ragged, or of axes that cannot be laid out so.
+    """
+    what, kinds = f"model '{described.model}'", model_config_pb2().BatchInput.Kind
+    made = [
+        (target, kinds.Name(field.kind), datatypes.from_model_config(data_type_name(field)), field.source_input[0])
+        for field in message.batch_input
+        for target in field.target_name
+    ]
+    made += [(target, SEGMENT_IDS, "INT32", source) for target, source in segments.items()]
+    specs: dict[str, TensorSpec] = {}
+    for name, kind, datatype, source in made:
+        if name in described.inputs or name in specs:
+            raise InvalidArgument(f"{what}: batch input '{name}' is an input as well, or another batch input")
+        _check_source(f"{what}: batch input '{name}'", described, source)
+        specs[name] = TensorSpec(
+            name, datatype, DTYPES[datatype], (-1,), (-1,), (None,), of_batch=BatchInput(kind, source)
+        )
+    outputs = dict(described.outputs)
+    for field in message.batch_output:
+        for name in field.target_name:
+            outputs[name] = _cut_like(what, described, outputs[name], field.source_input[0])
+    if not described.batches and any(tensor.allow_ragged_batch for tensor in message.input):
+        raise InvalidArgument(f"{what}: allow_ragged_batch needs a max_batch_size above 0")
+    dense = {axis for spec in described.inputs.values() if not spec.ragged for axis in spec.axes if axis is not None}
+    for spec in described.inputs.values():
+        for axis in spec.axes if spec.ragged else ():
+            if axis in dense:
+                raise InvalidArgument(
+                    f"{what}: axis '{axis}' of ragged input '{spec.name}' is of an input that is not ragged"
+                )
+    return replace(described, inputs={**described.inputs, **specs}, outputs=outputs)
+
+
+def _check_source(what: str, described: Signature, source: str) -> TensorSpec:
+    spec = described.inputs.get(source)
+    if spec is None or not spec.ragged:
+        raise InvalidArgument(f"{what} tells of '{source}', which is no input with allow_ragged_batch")
+    if spec.optional:
+        raise InvalidArgument(f"{what} tells of '{source}', which is optional: there may be nothing to tell")
+    return spec
+
+
+def _cut_like(what: str, described: Signature, output: TensorSpec, source: str) -> TensorSpec:
+    spec = _check_source(f"{what}: batch output '{output.name}'", described, source)
+    if output.reshaped:
+        raise InvalidArgument(
+            f"{what}: batch output '{output.name}' has the shape of '{source}', it cannot be reshaped"
+        )
+    fits = len(output.dims) == len(spec.dims) and all(a in (b, -1) for a, b in zip(output.dims, spec.dims, strict=True))
+    if not fits:
+        raise InvalidArgument(
+            f"{what}: batch output '{output.name}' has dims {list(output.dims)}, and is cut like '{source}', "
+            f"which has {list(spec.dims)}"
+        )
+    return replace(output, cut_like=source)

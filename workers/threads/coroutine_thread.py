@@ -1,0 +1,68 @@
+"""A thread with an event loop, for models whose functions are coroutines. It starts with the first one."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+
+class CoroutineThread:
+    """One per instance of a model; used from that instance's thread."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def thread(self) -> int:
+        """As ``threading.get_ident`` says within it; it starts, if it has not."""
+        self._begun()
+        assert self._thread is not None
+        return self._thread.ident or -1
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Its result. Raises what it raises."""
+        return self._start(coroutine).result()
+
+    def begin(self, coroutine: Coroutine[Any, Any, Any], ended: Callable[[BaseException | None], None]) -> None:
+        """Runs it beside others. ``ended`` is called in that thread, with what it raised."""
+
+        def done(future: concurrent.futures.Future[Any]) -> None:
+            ended(concurrent.futures.CancelledError() if future.cancelled() else future.exception())
+
+        self._start(coroutine).add_done_callback(done)
+
+    def close(self) -> None:
+        """Ends what still runs, and the thread."""
+        loop, self._loop = self._loop, None
+        if loop is not None and self._thread is not None:
+            loop.call_soon_threadsafe(loop.stop)
+            self._thread.join()
+
+    def _start(self, coroutine: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._begun())
+
+    def _begun(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._main, args=(self._loop,), name=self._name, daemon=True)
+            self._thread.start()
+        return self._loop
+
+    @staticmethod
+    def _main(loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        loop.run_forever()
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
+    def __repr__(self) -> str:
+        return f"<CoroutineThread {self._name}{'' if self._loop is None else ', running'}>"
