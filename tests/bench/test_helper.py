@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
 import socket
@@ -19,9 +18,11 @@ from tests.daemon_process import PATIENCE, ROOT, DaemonProcess, wait_until
 
 #: Serves HTTP's "ready" with a process of its own beside it, until it is told to end.
 _MEASUREMENT = """
-import subprocess, sys
+import signal, subprocess, sys
 from pathlib import Path
 from bench.server import serving
+# A run of tests in the background of a shell has SIGINT ignored, and passes that on.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 server = "import http.server as h, subprocess, sys;" \\
     "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(3600)']);" \\
     "H = type('H', (h.BaseHTTPRequestHandler,), {'do_GET': lambda self: self.send_response(200) or self.end_headers()});" \\
@@ -83,15 +84,8 @@ def test_a_measurement_that_is_told_to_end_takes_its_server_along(tmp_path: Path
     with socket.create_server(("127.0.0.1", 0)) as chosen:
         port = chosen.getsockname()[1]
     command = [sys.executable, "-c", _MEASUREMENT, str(port), str(tmp_path / "log")]
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        # A run of tests in the background of a shell has SIGINT ignored, and would pass that on.
-        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-    ) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         assert process.stdout is not None
         server = psutil.Process(int(process.stdout.readline()))
         family = [server, *server.children()]

@@ -250,11 +250,12 @@ def test_a_process_that_closes_nothing_ends_well(tmp_path: Path) -> None:
 def test_loading_again_and_again_leaves_no_threads(tmp_path: Path) -> None:
     scale_model(tmp_path)
     counts = []
-    for _ in range(3):
+    for _ in range(8):
         with testing.load(tmp_path / "scale") as model:
             model({"x": [[1.0] * 4]})
         counts.append((psutil.Process().num_threads(), psutil.Process().num_fds()))
-    assert counts[1] == counts[2]
+    # XLA may begin another thread of its own now and then; one for each load would be six.
+    assert all(last - settled < 6 for settled, last in zip(counts[1], counts[-1], strict=True)), counts
 
 
 @pytest.mark.parametrize("config", ["", 'parameters { key: "buckets.length" value { string_value: "auto" } }'])
