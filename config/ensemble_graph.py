@@ -39,7 +39,8 @@ def check(message: ModelConfig, find: Callable[[str, int], ModelConfig]) -> None
     steps = list(message.ensemble_scheduling.step)
     for step in steps:
         member = find(step.model_name, step.model_version)
-        if member.max_batch_size < message.max_batch_size:
+        # One that does not batch may be among those that do: it gets the whole tensors, where their shapes agree.
+        if 0 < member.max_batch_size < message.max_batch_size:
             raise InvalidArgument(
                 f"ensemble {name} allows maximum batch size {message.max_batch_size}, but it contains model {member.name} which "
                 f"only allows maximum batch size to be {member.max_batch_size}"

@@ -19,12 +19,14 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
 from config import ensemble_fusion, ensemble_graph, model_config
 from config.model_config import ModelConfig
 from config.options import Options
+from daemon.models import ensembles
 from daemon.models.repository import FoundModel
 from daemon.processes.child import child_environment, describe_exit
 from daemon.processes.devices import Device
@@ -73,18 +75,33 @@ def check(
         yield verdict
     waiting = {model.name: model for model in models if model.members}
     while waiting:
-        # Those whose members are all known; of a circle the first.
+        # Those whose members are all known.
         ready = [model for model in waiting.values() if not waiting.keys() & dict(model.members)]
-        for model in ready or [next(iter(waiting.values()))]:
+        if not ready:
+            # All of these are in a circle, or lead into one.
+            for model in waiting.values():
+                yield Verdict(model, model.problem or _circle(model.name, waiting))
+            return
+        for model in ready:
             del waiting[model.name]
-            yield tried.setdefault(model.name, _ensemble(model, tried, circular=not ready))
+            yield tried.setdefault(model.name, _ensemble(model, tried))
 
 
-def _ensemble(model: FoundModel, tried: Mapping[str, Verdict], circular: bool) -> Verdict:
+def _circle(name: str, waiting: Mapping[str, FoundModel]) -> str:
+    """The circle that one leads into, of ensembles that each wait for another one, as the daemon says it."""
+    way = [name]
+    while (member := next(each for each in dict(waiting[way[-1]].members) if each in waiting)) not in way:
+        way.append(member)
+    return f"circular dependency between ensembles: {member} -> ... -> {way[-1]} -> {member}"
+
+
+def _ensemble(model: FoundModel, tried: Mapping[str, Verdict]) -> Verdict:
     """As the daemon would say of it when its members are loaded."""
     reason, name = model.problem, model.name
     message = model_config.from_bytes(model.config)
-    missing = [member for member in dict(model.members) if member not in tried and not circular]
+    members = {
+        member: tried[member].model if member in tried else FoundModel(member, Path()) for member in dict(model.members)
+    }
 
     def find(member: str, number: int) -> ModelConfig:
         configs = tried[member].configs
@@ -100,12 +117,9 @@ def _ensemble(model: FoundModel, tried: Mapping[str, Verdict], circular: bool) -
             )
         return configs[number if number > 0 else max(configs)]
 
-    if not reason and circular:
-        reason = f"circular dependency between ensembles: {name} -> ... -> {name}"
-    elif not reason and missing:
-        reason = f"ensemble {name} contains models that are not available or ambiguous: {', '.join(missing)}"
     try:
         if not reason:
+            ensembles.check_found(name, members)
             ensemble_graph.check(message, find)
             message.model_transaction_policy.decoupled = ensemble_graph.decoupled(message, find)
             _check_programs(message, tried)

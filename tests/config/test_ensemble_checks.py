@@ -136,6 +136,12 @@ DECOUPLED = (step("x=x", "y=one", model="a"), step("x=x", "y=two", model="a"), s
         (config(*TWO), [member("a"), member("b")], ""),
         # A batch of one, or a dimension that varies.
         (config(*TWO), [member("a", batch=8), member("b")], ""),
+        # One that does not batch, with what a batch is for it.
+        (
+            config(*TWO, more=f"max_batch_size: 8 {IN} {OUT}"),
+            [member("a", batch=8), member("b", takes="x FP32 -1 4", gives="y FP32 -1 4")],
+            "",
+        ),
         (config(*TWO), [member("a", gives="y FP32 -1"), member("b")], ""),
         (
             config(*TWO),

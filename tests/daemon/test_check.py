@@ -309,6 +309,11 @@ def test_ensembles_beside_their_models(tmp_path: Path) -> None:
     ensemble(tmp_path, "other_type", ["x FP64 4"], outputs, [once], 8)
     ensemble(tmp_path, "broken", inputs, outputs, [("raises", {"x": "x"}, {"y": "y"})], 8)
     ensemble(tmp_path, "itself", inputs, outputs, [("itself", {"x": "x"}, {"y": "y"})], 8)
+    ensemble(tmp_path, "rang", inputs, outputs, [("ring", {"x": "x"}, {"y": "y"})], 8)
+    ensemble(tmp_path, "ring", inputs, outputs, [("rang", {"x": "x"}, {"y": "y"})], 8)
+    ensemble(tmp_path, "astray", inputs, outputs, [("ring", {"x": "x"}, {"y": "y"})], 8)
+    write_model(tmp_path, "wrong", "", "max_batch_size: -1")
+    ensemble(tmp_path, "unwell", inputs, outputs, [("wrong", {"x": "x"}, {"y": "y"})], 8)
     status, good, bad = tensord_check(f"--model-repository={tmp_path}", "--device=cpu")
     assert status == 1
     assert good == dict.fromkeys({"scale", "host", "good", "outer", "fused", "fused_outer"}, "version 1")
@@ -323,5 +328,11 @@ def test_ensembles_beside_their_models(tmp_path: Path) -> None:
         "unknown": "ensemble unknown contains models that are not available or ambiguous: nobody",
         "other_type": "in ensemble other_type, ensemble tensor x: inconsistent data type: TYPE_FP64 is inferred from model "
         "other_type while TYPE_FP32 is inferred from model scale",
-        "itself": "circular dependency between ensembles: itself -> ... -> itself",
+        "itself": "circular dependency between ensembles: itself -> ... -> itself -> itself",
+        "rang": "circular dependency between ensembles: rang -> ... -> ring -> rang",
+        "ring": "circular dependency between ensembles: ring -> ... -> rang -> ring",
+        "astray": "circular dependency between ensembles: ring -> ... -> rang -> ring",
+        "wrong": "model 'wrong': max_batch_size is -1, it must not be negative",
+        "unwell": "ensemble 'unwell' depends on 'wrong' which is not valid. Model 'wrong' failed with error: model 'wrong': "
+        "max_batch_size is -1, it must not be negative",
     }

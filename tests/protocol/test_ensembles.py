@@ -194,6 +194,12 @@ def models(repository: Path) -> Path:
     ensemble(repository, "gated", ["x FP32 -1 4"], ["y FP32 -1 4"], [first, second])
     first, second = ("scale", {"x": "x"}, {"y": "batched"}), ("unbatched", {"x": "batched"}, {"y": "y"})
     ensemble(repository, "shapes", ["x FP32 1 4"], ["y FP32 4"], [first, second])
+    write_model(repository, "whole", UNBATCHED.replace("FP32[4]", "FP32[n, 4]"))
+    second, third = ("whole", {"x": "batched"}, {"y": "whole"}), ("scale", {"x": "whole"}, {"y": "y"})
+    ensemble(repository, "mixed", ["x FP32 4"], ["y FP32 4"], [first, second, third], 8)
+    ensemble(
+        repository, "ends_alone", ["x FP32 4"], ["y FP32 4"], [first, ("unbatched", {"x": "batched"}, {"y": "y"})], 8
+    )
     write_model(repository, "meets", MEETS)
     first, second = ("scale", {"x": "x"}, {"y": "scaled"}), ("meets", {"x": "scaled"}, {"y": "y"})
     ensemble(repository, "met", ["x FP32 4"], ["y FP32 4"], [first, second], 8)
@@ -320,6 +326,21 @@ def test_a_step_that_fails_is_told_with_its_code(client: Any) -> None:
 def test_a_batch_of_one_goes_to_a_model_that_does_not_batch(client: Any) -> None:
     got = client.infer("shapes", [tensor(client, "x", rows())])
     np.testing.assert_array_equal(got.as_numpy("y"), (3 * rows() + 1.5)[0])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_batch_passes_through_a_model_that_does_not_batch(client: Any, count: int) -> None:
+    """As a whole, where that model's first dimension varies."""
+    got = client.infer("mixed", [tensor(client, "x", rows(count))])
+    np.testing.assert_array_equal(got.as_numpy("y"), 3 * (3 * rows(count) + 1.5) + 1)
+
+
+def test_an_ensemble_that_batches_answers_with_its_batch_dimension(client: Any) -> None:
+    """Where its last model takes one row, that row is a batch of one; more rows are that model's error."""
+    got = client.infer("ends_alone", [tensor(client, "x", rows())])
+    np.testing.assert_array_equal(got.as_numpy("y"), 3 * rows() + 1.5)
+    with pytest.raises(InferenceServerException, match=r"in ensemble 'ends_alone', .* Expected \[4\], got \[3,4\]"):
+        client.infer("ends_alone", [tensor(client, "x", rows(3))])
 
 
 def test_regions_on_both_ends(client: Any) -> None:

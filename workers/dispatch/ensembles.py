@@ -31,6 +31,7 @@ from workers.requests.response_sender import ResponseSender
 from workers.requests.result import Result
 from workers.scheduling.ensemble_graph import EnsembleGraph
 from workers.scheduling.ensemble_run import Answer, EnsembleRun, Start
+from workers.tensors.signature import TensorSpec
 
 _log = logging.getLogger(__name__)
 #: The place of the worker's loop on the status page.
@@ -186,10 +187,12 @@ class EnsembleRuns:
         for instruction in instructions:
             if isinstance(instruction, Start):
                 self._due.append((run, instruction))
-            elif run.sender is not None:
-                run.sender.send(instruction.outputs, wait=False)
+                continue
+            outputs = _fitted(instruction.outputs, run.version.signature.outputs, run.version.signature.batches)
+            if run.sender is not None:
+                run.sender.send(outputs, wait=False)
             else:
-                run.result = instruction.outputs
+                run.result = outputs
 
     def _work(self) -> None:
         if self._working:
@@ -230,11 +233,7 @@ class EnsembleRuns:
             own.sequence_end,
             0 if request.timeline is None else request.timeline.level,
         )
-        specs, batches = member.signature.inputs, member.signature.batches
-        arrays = {
-            name: fitting(array, specs[name].dims, batches) if name in specs else array
-            for name, array in start.inputs.items()
-        }
+        arrays = _fitted(start.inputs, member.signature.inputs, member.signature.batches)
 
         def responded(inner: Request, result: Result | None, moments: Moments | None, final: bool) -> None:
             assert isinstance(inner, InnerRequest)
@@ -361,3 +360,10 @@ class EnsembleRuns:
 
     def __repr__(self) -> str:
         return f"<EnsembleRuns {len(self._runs)} under way>"
+
+
+def _fitted(arrays: dict[str, Array], specs: dict[str, TensorSpec], batches: bool) -> dict[str, Array]:
+    """Tensors of an ensemble as somebody declares them who may batch or not."""
+    return {
+        name: fitting(array, specs[name].dims, batches) if name in specs else array for name, array in arrays.items()
+    }
