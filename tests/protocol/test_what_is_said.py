@@ -167,7 +167,10 @@ def test_parts_in_c_that_are_missing(start_daemon: Start, tmp_path: Path, broken
     with daemon:
         daemon.wait_ready()
         reason = "GLIBC_9.99 not found" if broken else "it was not built"
-        both = re.findall(r"supervisor\W+parts of tensord that are written in C are off: (.*)\n", daemon.log)
+        off = r"supervisor\W+parts of tensord that are written in C are off: (.*)\n"
+        # A front's line may come after it is ready.
+        wait_until(lambda: len(re.findall(off, daemon.log)) > 1, "both lines", daemon)
+        both = re.findall(off, daemon.log)
         (of_front,) = [each for each in both if "walk" in each]
         (said,) = [each for each in both if "walk" not in each]
         advice = (

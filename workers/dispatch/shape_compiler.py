@@ -121,10 +121,10 @@ class ShapeCompiler:
             placement = version.jitted.executables.placement(wish.shapes)
             self._thread.do(lambda: series.compile(wish, placement), functools.partial(self._adopt, version, series))
 
-    def _adopt(self, version: ModelVersion, series: Series, outcome: SeriesProgram | Exception) -> None:
+    def _adopt(self, version: ModelVersion, series: Series, outcome: SeriesProgram | Exception | None) -> None:
         if isinstance(outcome, Exception):
             # Its requests go on being run one by one; it is not wished for again.
             _log.error("compiling a series for model '%s' failed", version.name, exc_info=outcome)
-        else:
+        elif outcome is not None:
             series.add(outcome)
             self.adopted += 1

@@ -127,8 +127,8 @@ class Series:
             shape.add(made)
             shape.compiling, shape.missed = False, 0
 
-    def compile(self, wanted: SeriesWanted, placement: Placement) -> SeriesProgram:
-        """Makes a program; in any thread. Raises whatever tracing raises."""
+    def compile(self, wanted: SeriesWanted, placement: Placement) -> SeriesProgram | None:
+        """Makes a program; in any thread. None: the model has no series. Raises whatever tracing raises."""
         return compile_series(wanted, self._signature, self._apply, placement)
 
     def __repr__(self) -> str:
