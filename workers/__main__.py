@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import socket
+import sys
 
 import msgspec
 
@@ -35,6 +36,8 @@ def main() -> None:
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--device", type=DeviceName.parse, required=True)
     arguments = parser.parse_args()
+    # Models that look for arguments of their own find none.
+    sys.argv[1:] = []
     device_name: DeviceName = arguments.device
     device_name.prepare_environment()
     channel = Channel(socket.socket(fileno=arguments.control_fd), decoder(ToWorkerControl))

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import queue
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
+from PIL import Image
 from tritonclient.utils import InferenceServerException
 
 from tests.daemon_process import DaemonProcess
 from tests.protocol.calling_models import fields
-from tests.repositories import write_model
+from tests.repositories import ensemble, write_model
 from tests.scrapes import scrape
 
 #: add_sub, auto_complete and custom_metrics in one: the configuration is the model's, and its time is counted.
@@ -78,7 +81,7 @@ BLS = """
                 in_1 = pb_utils.get_input_tensor_by_name(request, "INPUT1")
                 model_name = pb_utils.get_input_tensor_by_name(request, "MODEL_NAME").as_numpy()[0]
                 asked = pb_utils.InferenceRequest(
-                    model_name=model_name.decode(), requested_output_names=["OUTPUT0", "OUTPUT1"], inputs=[in_0, in_1],
+                    model_name=model_name, requested_output_names=["OUTPUT0", "OUTPUT1"], inputs=[in_0, in_1],
                     trace=request.trace(),
                 )
                 response = asked.exec()
@@ -190,6 +193,127 @@ ASYNC_SUM = """
                         total += pb_utils.get_output_tensor_by_name(response, "OUT").as_numpy()
             return [pb_utils.InferenceResponse(output_tensors=[pb_utils.Tensor("SUM", total)])]
 """
+#: decoupled, repeat: out of a thread, each response after its delay; execute returns before.
+REPEAT = """
+    import threading
+    import time
+    import numpy
+    import triton_python_backend_utils as pb_utils
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            (request,) = requests
+            values, delays, wait = (
+                pb_utils.get_input_tensor_by_name(request, name).as_numpy() for name in ("IN", "DELAY", "WAIT")
+            )
+            threading.Thread(target=self.respond, args=(request.get_response_sender(), values, delays)).start()
+            time.sleep(wait[0] / 1000)
+
+        def respond(self, sender, values, delays):
+            for number, (value, delay) in enumerate(zip(values, delays)):
+                time.sleep(delay / 1000)
+                out = [
+                    pb_utils.Tensor("OUT", numpy.array([value], numpy.int32)),
+                    pb_utils.Tensor("IDX", numpy.array([number], numpy.uint32)),
+                ]
+                sender.send(pb_utils.InferenceResponse(output_tensors=out))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+#: rescheduling: the first round leaves a thread that answers, the second one does nothing but let go of a sender.
+RESCHEDULED = """
+    import threading
+    import numpy as np
+    import triton_python_backend_utils as pb_utils
+
+    class TritonPythonModel:
+        def initialize(self, args):
+            self.rounds = 0
+
+        def execute(self, requests):
+            for request in requests:
+                number = pb_utils.get_input_tensor_by_name(request, "IN").as_numpy()[0]
+                sender = request.get_response_sender()
+                self.rounds += 1
+                if self.rounds % 2:
+                    request.set_release_flags(pb_utils.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+                    self.sender, self.number = sender, number
+                else:
+                    # The second round is there: what answers is the first one's.
+                    threading.Timer(0.05, self.respond, (self.sender, self.number)).start()
+                    del self.sender
+
+        def respond(self, sender, number):
+            for left in range(number, -1, -1):
+                out = [pb_utils.Tensor("OUT", np.array([left], np.int32))]
+                sender.send(pb_utils.InferenceResponse(output_tensors=out))
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+#: bls_error_code: an error's code reaches whoever called, as a number that it is.
+FAILS = """
+    import triton_python_backend_utils as pb_utils
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            codes = {int(code): code for code in (
+                pb_utils.TritonError.UNKNOWN, pb_utils.TritonError.INTERNAL, pb_utils.TritonError.NOT_FOUND,
+                pb_utils.TritonError.INVALID_ARG, pb_utils.TritonError.UNAVAILABLE, pb_utils.TritonError.UNSUPPORTED,
+                pb_utils.TritonError.ALREADY_EXISTS, pb_utils.TritonError.CANCELLED,
+            )}
+            responses = []
+            for request in requests:
+                number = pb_utils.get_input_tensor_by_name(request, "ERROR_CODE").as_numpy()[0]
+                error = pb_utils.TritonError(f"Test error with code {number}", codes[number])
+                responses.append(pb_utils.InferenceResponse(error=error))
+            return responses
+"""
+RECEIVES = """
+    import numpy as np
+    import triton_python_backend_utils as pb_utils
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            responses = []
+            for request in requests:
+                number = pb_utils.get_input_tensor_by_name(request, "ERROR_CODE").as_numpy()
+                asked = pb_utils.InferenceRequest(
+                    model_name="fails", requested_output_names=["OUTPUT"], inputs=[pb_utils.Tensor("ERROR_CODE", number)]
+                )
+                error = asked.exec().error()
+                responses.append(pb_utils.InferenceResponse(output_tensors=[
+                    pb_utils.Tensor("RECEIVED_CODE", np.array([int(error.code())], np.int32)),
+                    pb_utils.Tensor("ERROR_MESSAGE", np.array([str(error.message())], object)),
+                ]))
+            return responses
+"""
+#: preprocessing: files of images into arrays, as the first step of an ensemble.
+PREPROCESS = """
+    import io
+    import numpy as np
+    import triton_python_backend_utils as pb_utils
+    from PIL import Image
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            responses = []
+            for request in requests:
+                files = pb_utils.get_input_tensor_by_name(request, "INPUT").as_numpy()
+                pixels = [self.pixels(content) for content in files.ravel()]
+                out = pb_utils.Tensor("OUTPUT", np.stack(pixels).astype(np.float32))
+                responses.append(pb_utils.InferenceResponse([out]))
+            return responses
+
+        def pixels(self, content):
+            image = Image.open(io.BytesIO(content)).convert("RGB").resize((8, 8))
+            return np.asarray(image, np.float32).transpose(2, 0, 1) / 255
+"""
+#: The second step: how much of each colour there is.
+COLOURS = """
+    inputs, outputs = {"input": "FP32[3, 8, 8]"}, {"output": "FP32[3]"}
+    max_batch_size = 8
+
+    def create(path, config, device):
+        return (lambda params, inputs: {"output": inputs["input"].mean((2, 3))}), {}
+"""
 #: jax: DLPack in and out of a compiled function.
 JAX = """
     import jax
@@ -211,6 +335,21 @@ JAX = """
 PAIRS = "INPUT0 FP32 4, INPUT1 FP32 4", "OUTPUT0 FP32 4, OUTPUT1 FP32 4"
 
 
+def write_image_ensemble(repository: Path) -> None:
+    """With the names that tritonclient's example for images expects."""
+    write_model(
+        repository, "preprocess", PREPROCESS, fields("INPUT STRING 1", "OUTPUT FP32 3 8 8", "max_batch_size: 8")
+    )
+    labels = 'output { name: "output" data_type: TYPE_FP32 dims: 3 label_filename: "labels.txt" }'
+    write_model(repository, "inception", COLOURS, labels)
+    (repository / "inception" / "labels.txt").write_text("red\ngreen\nblue\n")
+    steps = [
+        ("preprocess", {"INPUT": "INPUT"}, {"OUTPUT": "pixels"}),
+        ("inception", {"input": "pixels"}, {"output": "OUTPUT"}),
+    ]
+    ensemble(repository, "preprocess_inception_ensemble", ["INPUT STRING 1"], ["OUTPUT FP32 3"], steps, 8)
+
+
 @pytest.fixture(scope="module")
 def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     repository = tmp_path_factory.mktemp("repository")
@@ -226,6 +365,20 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     write_model(repository, "sum", SUM, fields("IN INT32 1", "SUM INT32 1"))
     write_model(repository, "sum_async", ASYNC_SUM, fields("IN INT32 1", "SUM INT32 1"))
     write_model(repository, "jax", JAX, fields(*PAIRS))
+    decoupled = "model_transaction_policy { decoupled: true }"
+    write_model(
+        repository,
+        "repeat",
+        REPEAT,
+        fields("IN INT32 -1, DELAY UINT32 -1, WAIT UINT32 1", "OUT INT32 1, IDX UINT32 1", decoupled),
+    )
+    rounds = decoupled + "sequence_batching { iterative_sequence: true }"
+    write_model(repository, "rescheduled", RESCHEDULED, fields("IN INT32 1", "OUT INT32 1", rounds))
+    write_model(repository, "fails", FAILS, fields("ERROR_CODE INT32 1", "OUTPUT STRING 1"))
+    write_model(
+        repository, "receives", RECEIVES, fields("ERROR_CODE INT32 1", "RECEIVED_CODE INT32 1, ERROR_MESSAGE STRING 1")
+    )
+    write_image_ensemble(repository)
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository]) as running:
         running.wait_ready()
         yield running
@@ -284,3 +437,50 @@ def test_a_decoupled_model_over_a_stream(daemon: DaemonProcess) -> None:
         client.async_stream_infer("square", [asked])
         client.stop_stream()
     assert [came.get() for _ in range(3)] == [3, 3, 3]
+
+
+def streamed(daemon: DaemonProcess, model: str, inputs: list[Any], count: int, output: str = "OUT") -> list[int]:
+    came: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    with grpcclient.InferenceServerClient(daemon.grpc_url) as client:
+        client.start_stream(lambda result, error: came.put(error or int(result.as_numpy(output)[0])))
+        client.async_stream_infer(model, inputs)
+        client.stop_stream()
+    return [came.get() for _ in range(count)]
+
+
+def asked(name: str, values: list[int], datatype: str = "INT32") -> grpcclient.InferInput:
+    made = grpcclient.InferInput(name, [len(values)], datatype)
+    made.set_data_from_numpy(np.array(values, np.int32 if datatype == "INT32" else np.uint32))
+    return made
+
+
+def test_responses_after_execute_has_returned(daemon: DaemonProcess) -> None:
+    inputs = [asked("IN", [4, 2, 0, 1]), asked("DELAY", [1, 2, 30, 4], "UINT32"), asked("WAIT", [5], "UINT32")]
+    assert streamed(daemon, "repeat", inputs, 4) == [4, 2, 0, 1]
+    assert streamed(daemon, "repeat", inputs, 4, "IDX") == [0, 1, 2, 3]
+
+
+def test_a_sender_of_an_earlier_round_goes_on(daemon: DaemonProcess) -> None:
+    assert streamed(daemon, "rescheduled", [asked("IN", [2])], 3) == [2, 1, 0]
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 3, 4, 5, 6, 7])
+def test_codes_of_errors_reach_the_caller(http: httpclient.InferenceServerClient, code: int) -> None:
+    answer = http.infer("receives", [given("ERROR_CODE", np.array([code], np.int32), "INT32")])
+    assert answer.as_numpy("RECEIVED_CODE").tolist() == [code]
+    assert answer.as_numpy("ERROR_MESSAGE").tolist() == [f"Test error with code {code}".encode()]
+
+
+@pytest.mark.parametrize("module", [httpclient, grpcclient])
+def test_classes_of_images_by_an_ensemble(daemon: DaemonProcess, module: Any) -> None:
+    files = []
+    for colour in ((10, 20, 200), (200, 100, 0)):
+        file = io.BytesIO()
+        Image.new("RGB", (20, 10), colour).save(file, "PNG")
+        files.append([file.getvalue()])
+    with module.InferenceServerClient(daemon.url if module is httpclient else daemon.grpc_url) as client:
+        asked = module.InferInput("INPUT", [2, 1], "BYTES")
+        asked.set_data_from_numpy(np.array(files, np.object_))
+        wanted = module.InferRequestedOutput("OUTPUT", class_count=2)
+        found = client.infer("preprocess_inception_ensemble", [asked], outputs=[wanted]).as_numpy("OUTPUT")
+    assert [[text.decode().split(":")[2] for text in row] for row in found] == [["blue", "green"], ["red", "green"]]

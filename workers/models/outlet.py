@@ -25,8 +25,7 @@ class PythonOutlet:
         self._request = request
         self._sender = sender
         self._answer = answer
-        #: The request goes round again, and has another outlet then.
-        self.rescheduled = False
+        sender.hold()
 
     def send(self, response: InferenceResponse | None, final: bool) -> None:
         """In order. Waits where the client has not taken what was sent."""
@@ -38,6 +37,5 @@ class PythonOutlet:
         return self._sender.is_cancelled
 
     def give_up(self) -> None:
-        """Nothing more will be sent."""
-        if not self.rescheduled:
-            self._sender.give_up()
+        """Nothing more will be sent by this one."""
+        self._sender.let_go()

@@ -129,7 +129,7 @@ class PythonModel:
             if responses is not None:
                 reason = f"Python model '{self._instance}' is using the decoupled mode and the execute function must return None."
                 raise Internal(f"Failed to process the request(s) for model '{self._instance}', message: {reason}")
-            execution.finish([self._sent(request) for request in asked])
+            execution.finish([self._sent(*each) for each in zip(requests, asked, strict=True)])
             return
         if responses is None and any(request.sender is not None for request in asked):
             responses = [None] * len(given)
@@ -180,14 +180,17 @@ class PythonModel:
             outlet=lambda: PythonOutlet(request, execution.sender(request), self._decoupled, self._answer),
         )
 
-    def _sent(self, asked: interface.InferenceRequest) -> Result | None:
+    def _sent(self, request: Request, asked: interface.InferenceRequest) -> Result | None:
         """What becomes of a request that is answered by its sender alone. None: it goes round again."""
-        if asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE:
-            if asked.sender is not None:
-                asked.sender.reschedule()
+        again = bool(asked.release_flags & interface.TRITONSERVER_REQUEST_RELEASE_RESCHEDULE)
+        held = asked.sender is not None
+        if self._sequences is not None and request.version is not None:
+            sender = request.version.senders.get(request)
+            # Whoever has a sender goes on answering, that of an earlier round as well.
+            held = held if sender is None else sender.released(again)
+        if again:
             return self._rescheduled(None)
-        # Whoever has the sender goes on answering.
-        return Internal(NOT_COMPLETED) if asked.sender is None else STREAMED
+        return STREAMED if held else Internal(NOT_COMPLETED)
 
     def _ended(
         self,
@@ -282,5 +285,5 @@ class PythonModel:
 
 def _client_error(error: Any) -> ServingError:
     if isinstance(error, interface.TritonError):
-        return from_code(error.code(), str(error.message()))
+        return from_code(error.code().serving_code, str(error.message()))
     return Internal(str(error))

@@ -16,7 +16,7 @@ from shm.errors import Cancelled, NotFound, ServingError, Unavailable
 from shm.messages import Submit
 from workers.calls.call import Call
 from workers.calls.caller import caller
-from workers.python_backend.errors import TritonError, TritonModelException
+from workers.python_backend.errors import ErrorCode, TritonError, TritonModelException
 from workers.python_backend.response import InferenceResponse
 from workers.python_backend.tensors import Tensor
 from workers.requests.result import Response, Result
@@ -47,7 +47,7 @@ def call_of(
 def response_of(result: Result | None) -> InferenceResponse:
     """What a model gets. None: it is empty."""
     if isinstance(result, ServingError):
-        return InferenceResponse(error=TritonError(result.message, result.code))
+        return InferenceResponse(error=TritonError(result.message, ErrorCode.of(result.code)))
     tensors = [Tensor.shared(name, np.asarray(array)) for name, array in (result or {}).items()]
     return InferenceResponse(tensors, parameters=result.parameters if isinstance(result, Response) else None)
 
@@ -62,7 +62,7 @@ def answer_of(call: Call, first: _Answer) -> InferenceResponse | ResponseIterato
 def _refusal(call: Call, error: ServingError) -> InferenceResponse:
     """In Triton's words: why it could not be made."""
     why = "Failed for execute the inference request. " if isinstance(error, NotFound) else ""
-    code = error.code if isinstance(error, Cancelled | Unavailable) else TritonError.INTERNAL
+    code = ErrorCode.of(error.code) if isinstance(error, Cancelled | Unavailable) else ErrorCode.INTERNAL
     message = f"Model {call.submit.model} - Error when running inference: {why}{error.message}"
     return InferenceResponse(error=TritonError(message, code))
 

@@ -2,31 +2,62 @@
 
 from __future__ import annotations
 
+import enum
+
 
 class TritonModelException(Exception):
     """What a model may raise to fail a whole batch."""
 
 
+class ErrorCode(enum.Enum):
+    """Codes of errors, with Triton's names and numbers."""
+
+    UNKNOWN = 0
+    INTERNAL = 1
+    NOT_FOUND = 2
+    INVALID_ARG = 3
+    UNAVAILABLE = 4
+    UNSUPPORTED = 5
+    ALREADY_EXISTS = 6
+    CANCELLED = 7
+
+    def __int__(self) -> int:
+        return self.value
+
+    __index__ = __int__
+
+    @classmethod
+    def of(cls, code: str) -> ErrorCode:
+        """From the code of a ``shm.errors.ServingError``."""
+        return cls.INVALID_ARG if code == "INVALID_ARGUMENT" else cls[code]
+
+    @property
+    def serving_code(self) -> str:
+        """The code of a ``shm.errors.ServingError``."""
+        return "INVALID_ARGUMENT" if self is ErrorCode.INVALID_ARG else self.name
+
+
 class TritonError:
     """An error of one response, with one of Triton's codes."""
 
-    UNKNOWN = "UNKNOWN"
-    INTERNAL = "INTERNAL"
-    NOT_FOUND = "NOT_FOUND"
-    INVALID_ARG = "INVALID_ARGUMENT"
-    UNAVAILABLE = "UNAVAILABLE"
-    UNSUPPORTED = "UNSUPPORTED"
-    ALREADY_EXISTS = "ALREADY_EXISTS"
-    CANCELLED = "CANCELLED"
+    UNKNOWN = ErrorCode.UNKNOWN
+    INTERNAL = ErrorCode.INTERNAL
+    NOT_FOUND = ErrorCode.NOT_FOUND
+    INVALID_ARG = ErrorCode.INVALID_ARG
+    UNAVAILABLE = ErrorCode.UNAVAILABLE
+    UNSUPPORTED = ErrorCode.UNSUPPORTED
+    ALREADY_EXISTS = ErrorCode.ALREADY_EXISTS
+    CANCELLED = ErrorCode.CANCELLED
 
-    def __init__(self, message: str = "", code: str = INTERNAL) -> None:
+    def __init__(self, message: str = "", code: ErrorCode = ErrorCode.INTERNAL) -> None:
+        """Raises ValueError: no such code."""
         self._message = message
-        self._code = code
+        self._code = ErrorCode(code)
 
     def message(self) -> str:
         return self._message
 
-    def code(self) -> str:
+    def code(self) -> ErrorCode:
         return self._code
 
     def __str__(self) -> str:

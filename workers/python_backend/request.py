@@ -182,15 +182,20 @@ class InferenceRequest:
             raise TritonModelException(f"timeout is {self._timeout}, it cannot be negative")
         submit = Submit(
             0,
-            self._model_name,
+            _text(self._model_name),
             max(0, self._model_version),
             (),
             (),
             json.loads(self._parameters),
-            self._request_id,
+            _text(self._request_id),
             timeout_us=self._timeout,
             sequence_id=sequence,
             sequence_start=bool(self._flags & TRITONSERVER_REQUEST_FLAG_SEQUENCE_START),
             sequence_end=bool(self._flags & TRITONSERVER_REQUEST_FLAG_SEQUENCE_END),
         )
-        return call_of(submit, self._inputs, tuple(self._requested), decoupled)
+        return call_of(submit, self._inputs, tuple(map(_text, self._requested)), decoupled)
+
+
+def _text(given: str | bytes) -> str:
+    """Elements of BYTES tensors are bytes, and models give them on as names."""
+    return given.decode() if isinstance(given, bytes) else given

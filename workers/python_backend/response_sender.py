@@ -27,11 +27,8 @@ class Outlet(Protocol):
     def is_cancelled(self) -> bool:
         """Whether nobody waits for them any more."""
 
-    #: Its request goes round again, and has another one then.
-    rescheduled: bool
-
     def give_up(self) -> None:
-        """Nothing more will be sent."""
+        """Nothing more will be sent by this one."""
 
 
 class InferenceResponseSender:
@@ -77,10 +74,6 @@ class InferenceResponseSender:
 
     def is_cancelled(self) -> bool:
         return self._outlet.is_cancelled()
-
-    def reschedule(self) -> None:
-        """Its request goes round again: this one sends no more."""
-        self._outlet.rescheduled = self._closed = True
 
     def __del__(self) -> None:
         # A model that never says that it is done is done when it cannot say it any more.

@@ -71,7 +71,7 @@ class ResponseSender(Generic[R]):
     """One request's. ``send`` and what asks are for any thread; the rest is the loop's."""
 
     __slots__ = (
-        *("_closed", "_lock", "_on_room", "_posted", "_settled", "_taker"),
+        *("_again", "_closed", "_holders", "_lock", "_on_room", "_posted", "_settled", "_taker"),
         *("began_ns", "count", "ended", "failed", "first_ns", "last_ns", "plain", "request", "returned", "single"),
         "thread",
     )
@@ -83,6 +83,10 @@ class ResponseSender(Generic[R]):
         self._taker = taker
         self._lock = threading.Lock()
         self._closed = False
+        #: How many have it to answer the request: one for each round of the model that asked for it.
+        self._holders = 0
+        #: The request goes round again.
+        self._again = False
         #: Bytes that were sent, and of them those that were taken or dropped. Each is written by one side.
         self._posted = self._settled = 0
         #: Who waits for room, if anybody: whoever takes it out of here, the thread or the loop, decides.
@@ -167,10 +171,24 @@ class ResponseSender(Generic[R]):
                 self._closed = True
                 self._taker.put(self, None, True, 0, wake)
 
-    def give_up(self) -> None:
-        """Whoever could send has let go of it."""
-        if not self._closed:
+    def hold(self) -> None:
+        """Somebody has it who may answer the request, until ``let_go``."""
+        with self._lock:
+            self._holders += 1
+
+    def let_go(self) -> None:
+        """Who has it will not send any more. When nobody can the request ends, unless it goes round again."""
+        with self._lock:
+            self._holders -= 1
+            given_up = not (self._holders or self._again or self._closed)
+        if given_up:
             self.fail(Internal(NOT_COMPLETED))
+
+    def released(self, again: bool) -> bool:
+        """Its model has returned; ``again``: the request goes round once more. Returns whether anybody may answer it now."""
+        with self._lock:
+            self._again = again
+            return self._holders > 0
 
     def _wait(self, wait: bool | None) -> Unavailable | None:
         """Returns when there is room, or nobody is there. Not None: it may not wait, and too much is ahead."""

@@ -37,7 +37,7 @@ def test_request_and_response() -> None:
     assert pb_utils.get_output_tensor_by_name(good, "x") is x
     bad = pb_utils.InferenceResponse(error=pb_utils.TritonError("no", pb_utils.TritonError.NOT_FOUND))
     assert bad.has_error()
-    assert (bad.error().message(), bad.error().code()) == ("no", "NOT_FOUND")
+    assert (bad.error().message(), bad.error().code()) == ("no", pb_utils.TritonError.NOT_FOUND)
 
 
 def test_it_is_one_module_for_models() -> None:

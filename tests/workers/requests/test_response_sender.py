@@ -58,16 +58,34 @@ def test_exactly_one_final_mark(sender: ResponseSender[Any], taker: Taker) -> No
         with pytest.raises(SenderClosed):
             call()
     sender.fail(Internal("late"))
-    sender.give_up()
+    sender.hold()
+    sender.let_go()
     sender.finish(wake=True)
     assert [final for _, final in taker.sent] == [False, True]
 
 
 def test_one_that_is_given_up_says_so(sender: ResponseSender[Any], taker: Taker) -> None:
-    sender.give_up()
+    for _ in range(2):
+        sender.hold()
+    sender.let_go()
+    assert not taker.sent, "another one may still answer"
+    sender.let_go()
     ((error, final),) = taker.sent
     assert isinstance(error, ServingError)
     assert (error.message, final) == (NOT_COMPLETED, True)
+
+
+def test_one_of_a_request_that_goes_round_again_is_given_up_by_its_last_round(
+    sender: ResponseSender[Any], taker: Taker
+) -> None:
+    sender.hold()
+    assert sender.released(again=True)
+    sender.let_go()
+    assert not taker.sent
+    assert not sender.released(again=False), "whoever runs the last round has to answer"
+    sender.hold()
+    sender.let_go()
+    assert [final for _, final in taker.sent] == [True]
 
 
 def test_a_single_one_is_closed_by_its_response(taker: Taker) -> None:
