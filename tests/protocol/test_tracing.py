@@ -34,6 +34,30 @@ STAMPS = [
     "HTTP_SEND_END",
 ]
 GRPC_STAMPS = [name.replace("HTTP_RECV", "GRPC_WAITREAD").replace("HTTP_SEND", "GRPC_SEND") for name in STAMPS]
+#: Asks the ensemble as part of its request, and a model as part of none.
+CALLER = """
+    import triton_python_backend_utils as pb
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            answers = []
+            for request in requests:
+                x, trace = pb.get_input_tensor_by_name(request, "x"), request.trace()
+                asked = pb.InferenceRequest(model_name="twice", inputs=[x], requested_output_names=["y"], trace=trace)
+                apart = pb.InferenceRequest(model_name="scale", inputs=[x], requested_output_names=["y"])
+                apart.exec()
+                answers.append(pb.InferenceResponse(asked.exec().output_tensors()))
+            return answers
+"""
+HOST_CALLER = """
+    from tensord import models
+
+    inputs, outputs, host = {"x": "FP32[4]"}, {"y": "FP32[4]"}, True
+    max_batch_size = 8
+
+    def create(path, config, device):
+        return (lambda params, inputs: models.call("scale", inputs)), None
+"""
 OFF = {"trace_level": ["OFF"], "trace_rate": None, "trace_count": None, "log_frequency": None}
 
 
@@ -46,6 +70,16 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
     told = ["x FP32 4"], ["y FP32 4"]
     repositories.ensemble(folder / "models", "twice", *told, [once, again], 8)
     repositories.ensemble(folder / "models", "outer", *told, [("twice", {"x": "x"}, {"y": "middle"}), again], 8)
+    repositories.write_model(
+        folder / "models",
+        "caller",
+        CALLER,
+        """
+            backend: "python" max_batch_size: 8
+            input { name: "x" data_type: TYPE_FP32 dims: 4 } output { name: "y" data_type: TYPE_FP32 dims: 4 }
+        """,
+    )
+    repositories.write_model(folder / "models", "host_caller", HOST_CALLER)
     with DaemonProcess(folder, [folder / "models"], {"trace": {"file": str(folder / "trace.json")}}) as daemon:
         daemon.wait_ready()
         yield daemon
@@ -111,6 +145,36 @@ def test_steps_of_an_ensemble_are_children_of_its_trace(
         "1.0,2.0,3.0,0.5",
         "4.0,7.0,10.0,2.5",
     }
+
+
+@pytest.mark.parametrize(
+    ("model", "family"),
+    [
+        ("caller", {"caller": ["twice"], "twice": ["scale", "scale"], "scale": []}),
+        ("host_caller", {"host_caller": ["scale"], "scale": []}),
+    ],
+)
+def test_calls_of_a_model_are_children_of_its_trace(
+    daemon: DaemonProcess, client: triton.InferenceServerClient, model: str, family: dict[str, list[str]]
+) -> None:
+    path = daemon.folder / "trace.json"
+    before = written(path).keys()
+    client.update_trace_settings(settings={"trace_level": ["TIMESTAMPS"], "trace_rate": "1", "trace_count": "1"})
+    ask(client, model, request_id="mine")
+    wait_until(lambda: written(path).keys() - before, "the trace")
+    found = {number: entries for number, entries in written(path).items() if number not in before}
+    heads = {number: entries[0] for number, entries in found.items()}
+    (top,) = [number for number, head in heads.items() if "parent_id" not in head]
+    assert heads[top]["model_name"] == model
+    for number, head in heads.items():
+        children = [one["model_name"] for one in heads.values() if one.get("parent_id") == number]
+        assert children == family[head["model_name"]]
+    assert all(head["request_id"] == "mine" for head in heads.values())
+    whole = [entry["timestamps"][0]["ns"] for entry in found[top][1:]]
+    for number in heads.keys() - {top}:
+        stamps = [entry["timestamps"][0] for entry in found[number][1:]]
+        assert [stamp["name"] for stamp in stamps] == [name for name in STAMPS if not name.startswith("HTTP")]
+        assert all(whole[0] <= stamp["ns"] <= whole[-1] for stamp in stamps)
 
 
 def test_timestamps_and_tensors_of_a_request(daemon: DaemonProcess, client: triton.InferenceServerClient) -> None:

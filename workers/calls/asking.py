@@ -98,7 +98,9 @@ def _call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str], own: Ow
     )
     arrays = {name: _array(model, name, value) for name, value in inputs.items()}
     hint = f"model '{model}' answers with any number of responses: tensord.models.stream() gives them one by one"
-    return Call(found, submit, arrays, tuple(outputs), streams, hint)
+    # One is enough to tell of a call that is made for a whole batch.
+    traced = next((request.timeline for request in found.requests if request.timeline is not None), None)
+    return Call(found, submit, arrays, tuple(outputs), streams, hint, traced)
 
 
 def _array(model: str, name: str, value: Any) -> Array:

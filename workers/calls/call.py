@@ -18,6 +18,7 @@ from shm.arrays import Array
 from shm.messages import Submit
 from workers.calls.caller import Caller
 from workers.requests.result import Result
+from workers.requests.timeline import RequestTimeline
 
 
 class Call:
@@ -42,6 +43,7 @@ class Call:
         "requests",
         "streams",
         "submit",
+        "timeline",
     )
 
     def __init__(
@@ -52,6 +54,7 @@ class Call:
         outputs: tuple[str, ...] = (),
         streams: bool = False,
         hint: str = "",
+        timeline: RequestTimeline | None = None,
     ) -> None:
         """
         Args:
@@ -60,6 +63,7 @@ class Call:
           outputs: which are wanted; none: all.
           streams: whether any number of responses will be taken.
           hint: what to say where that should be, and is not.
+          timeline: of the traced request that it is told with, if any.
         """
         assert caller.port.desk is not None
         self._desk = caller.port.desk
@@ -71,6 +75,7 @@ class Call:
         self.outputs = outputs
         self.streams = streams
         self.hint = hint
+        self.timeline = timeline
         #: It was answered without being made: its error says why it could not be.
         self.refused = False
         #: The thread that waited for it last; 0: a coroutine did.

@@ -183,10 +183,11 @@ class Calls:
             strikes=max((each.submit.strikes for each in requests), default=0),
             deadline_ns=max(deadlines) if deadlines and all(deadlines) else 0,
             received_ns=now_ns,
+            trace=0 if call.timeline is None else call.timeline.level,
         )
 
-        def responded(_: Request, result: Result | None, moments: Moments | None, final: bool) -> None:
-            self._responded(call, result, final)
+        def responded(inner: Request, result: Result | None, moments: Moments | None, final: bool) -> None:
+            self._responded(call, inner, result, final)
 
         submitter = self._nobody if origin is None else origin.submitter
         outputs = () if set(call.outputs) == version.signature.outputs.keys() else call.outputs
@@ -197,7 +198,7 @@ class Calls:
             )
         return inner
 
-    def _responded(self, call: Call, result: Result | None, final: bool) -> None:
+    def _responded(self, call: Call, request: Request, result: Result | None, final: bool) -> None:
         if call not in self._open:
             return
         self._circles.changed = True
@@ -205,6 +206,8 @@ class Calls:
             chosen = {name: array for name, array in result.items() if name in call.outputs}
             result = Response(chosen, result.parameters) if isinstance(result, Response) else chosen
         if final:
+            if call.timeline is not None and request.timeline is not None:
+                call.timeline.add(request.version.name, request.version.version, request.timeline)
             self._close(call)
         call.answered(result, final)
         if call.abandoned:

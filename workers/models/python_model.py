@@ -178,6 +178,7 @@ class PythonModel:
             parameters=json.dumps(submit.parameters),
             cancelled=lambda: request.cancelled,
             outlet=lambda: PythonOutlet(request, execution.sender(request), self._decoupled, self._answer),
+            timeline=request.timeline,
         )
 
     def _sent(self, request: Request, asked: interface.InferenceRequest) -> Result | None:

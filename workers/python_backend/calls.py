@@ -20,12 +20,17 @@ from workers.python_backend.errors import ErrorCode, TritonError, TritonModelExc
 from workers.python_backend.response import InferenceResponse
 from workers.python_backend.tensors import Tensor
 from workers.requests.result import Response, Result
+from workers.requests.timeline import RequestTimeline
 
 _Answer = tuple[Result | None, bool]
 
 
 def call_of(
-    submit: Submit, inputs: Sequence[Tensor], outputs: tuple[str, ...], decoupled: bool
+    submit: Submit,
+    inputs: Sequence[Tensor],
+    outputs: tuple[str, ...],
+    decoupled: bool,
+    timeline: RequestTimeline | None,
 ) -> Call | InferenceResponse:
     """The call, not begun; or what is wrong with its inputs. Raises TritonModelException: no model may be called from here."""
     found = caller()
@@ -41,7 +46,7 @@ def call_of(
         f"Model {submit.model} is using the decoupled. The current BLS request call doesn't support models using the decoupled "
         "transaction policy. Please use 'decoupled=True' argument to the 'exec' or 'async_exec' calls for decoupled models.'"
     )
-    return Call(found, submit, arrays, outputs, decoupled, hint)
+    return Call(found, submit, arrays, outputs, decoupled, hint, timeline)
 
 
 def response_of(result: Result | None) -> InferenceResponse:

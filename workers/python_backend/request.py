@@ -21,6 +21,7 @@ from workers.python_backend.errors import TritonModelException
 from workers.python_backend.response import InferenceResponse, checked_parameters
 from workers.python_backend.response_sender import InferenceResponseSender, Outlet
 from workers.python_backend.tensors import Tensor
+from workers.requests.timeline import RequestTimeline
 
 TRITONSERVER_REQUEST_RELEASE_ALL = 1
 TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2
@@ -40,7 +41,11 @@ TRITONSERVER_MEMORY_CPU = MemoryType.TRITONSERVER_MEMORY_CPU
 
 
 class InferenceTrace:
-    """What requests to other models are given, so that their traces belong to it. Here they are not traced."""
+    """What requests to other models are given, so that they are traced with it."""
+
+    def __init__(self, timeline: RequestTimeline | None = None) -> None:
+        """``timeline``: of a request that is traced."""
+        self.timeline = timeline
 
     def get_context(self) -> str | None:
         """Of OpenTelemetry; there is none."""
@@ -69,12 +74,15 @@ class InferenceRequest:
         flags: int = 0,
         timeout: int = 0,
         preferred_memory: PreferredMemory | None = None,
-        trace: Any = None,
+        trace: InferenceTrace | None = None,
         parameters: Mapping[str, Any] | str | None = None,
         cancelled: Callable[[], bool] | None = None,
         outlet: Callable[[], Outlet] | None = None,
+        timeline: RequestTimeline | None = None,
     ) -> None:
-        """Raises TritonModelException: something is not as a request to a model may be."""
+        """``trace``: of the request that it is made for. ``timeline``: its own, where ``execute`` gets it and it is traced.
+
+        Raises TritonModelException: something is not as a request to a model may be."""
         self._request_id = request_id
         self._correlation_id = correlation_id
         self._inputs = list(inputs)
@@ -93,6 +101,8 @@ class InferenceRequest:
             raise TritonModelException(f"Requested output name {of}")
         self._cancelled = cancelled
         self._outlet = outlet
+        self._trace = trace
+        self._timeline = timeline
         #: Made when it is asked for.
         self.sender: InferenceResponseSender | None = None
         #: What is to become of it after ``execute``: it is done, or goes round again.
@@ -137,7 +147,7 @@ class InferenceRequest:
 
     def trace(self) -> InferenceTrace:
         """To be given to requests that belong to this one."""
-        return InferenceTrace()
+        return self._trace or InferenceTrace(self._timeline)
 
     def get_response_sender(self) -> InferenceResponseSender:
         """Answers it, with any number of responses if the model is decoupled; else with one. The same object each time."""
@@ -193,7 +203,9 @@ class InferenceRequest:
             sequence_start=bool(self._flags & TRITONSERVER_REQUEST_FLAG_SEQUENCE_START),
             sequence_end=bool(self._flags & TRITONSERVER_REQUEST_FLAG_SEQUENCE_END),
         )
-        return call_of(submit, self._inputs, tuple(map(_text, self._requested)), decoupled)
+        outputs = tuple(map(_text, self._requested))
+        timeline = self._trace.timeline if isinstance(self._trace, InferenceTrace) else None
+        return call_of(submit, self._inputs, outputs, decoupled, timeline)
 
 
 def _text(given: str | bytes) -> str:
