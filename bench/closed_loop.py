@@ -12,7 +12,7 @@ import selectors
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,7 +74,12 @@ class Row:
             raise AssertionError(f"{self.name}: wrong answer: {bytes(answer[:300])!r}")
 
 
-def infer_request(model: str, tensors: list[tuple[str, np.ndarray]], output: str) -> bytes:
+def infer_request(
+    model: str,
+    tensors: list[tuple[str, np.ndarray]],
+    output: str,
+    parameters: Mapping[str, int | bool] | None = None,
+) -> bytes:
     """A whole HTTP request with binary tensors, asking for one binary output."""
     head = json.dumps(
         {
@@ -88,6 +93,7 @@ def infer_request(model: str, tensors: list[tuple[str, np.ndarray]], output: str
                 for name, values in tensors
             ],
             "outputs": [{"name": output, "parameters": {"binary_data": True}}],
+            **({"parameters": parameters} if parameters else {}),
         }
     ).encode()
     body = head + b"".join(values.tobytes() for _, values in tensors)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import struct
 import time
+from collections.abc import Mapping
 
 import hpack
 import numpy as np
@@ -49,7 +50,12 @@ def rows() -> list[Row]:
     return binary_rows("grpc", infer_request, GrpcConnection, (1,))
 
 
-def infer_request(model: str, tensors: list[tuple[str, np.ndarray]], output: str) -> bytes:
+def infer_request(
+    model: str,
+    tensors: list[tuple[str, np.ndarray]],
+    output: str,
+    parameters: Mapping[str, int | bool] | None = None,
+) -> bytes:
     """The two frames of a unary ModelInfer on stream 0, asking for one output."""
     request = service_pb2.ModelInferRequest(
         model_name=model,
@@ -59,6 +65,10 @@ def infer_request(model: str, tensors: list[tuple[str, np.ndarray]], output: str
         ],
         outputs=[service_pb2.ModelInferRequest.InferRequestedOutputTensor(name=output)],
         raw_input_contents=[values.tobytes() for _, values in tensors],
+        parameters={
+            name: service_pb2.InferParameter(**{"bool_param" if isinstance(value, bool) else "int64_param": value})
+            for name, value in (parameters or {}).items()
+        },
     ).SerializeToString()
     return call(request)
 
