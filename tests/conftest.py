@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from daemon.grpc.server import GrpcFront
 from shm.extensions import STALE, missing
-from tests import run_folder
+from tests import on_stub, run_folder
 from tests.cuda_owner import CudaOwner
 from tests.cuda_stub.library import CudaStub
 from tests.daemon_process import DaemonProcess, nothing_left_behind
@@ -33,7 +33,12 @@ _run_folder_gone = run_folder.make()
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    on_stub.add_option(parser)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    on_stub.configure(config)
     # Without bytecode each of hundreds of processes compiles what it imports, and each of pytest's rewrites all tests.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
@@ -47,6 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start daemons take longest: first, so that no process still works on one of them when the others have ended."""
     long = {item.path for item in items if isinstance(item, pytest.Function) and _starts_daemons(item)}
     items.sort(key=lambda item: item.path not in long)
+    on_stub.skip(items)
 
 
 def _starts_daemons(item: pytest.Function) -> bool:

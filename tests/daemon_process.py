@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from tests import prepared, run_folder
+from tests import on_stub, prepared, run_folder
 
 ROOT = Path(__file__).parent.parent
 #: Generous: these machines are shared, and no test decides by time.
@@ -44,7 +44,6 @@ class DaemonProcess:
         self.folder = folder
         #: Flags after --config.
         self.arguments = arguments
-        self.environment = environment or {}
         self.config = folder / "tensord.toml"
         sections: dict[str, dict[str, Any]] = {
             "repository": {"paths": [str(path) for path in repositories]},
@@ -66,6 +65,7 @@ class DaemonProcess:
         }
         for section, values in (options or {}).items():
             sections.setdefault(section, {}).update(values)
+        self.environment = on_stub.move(folder, sections["workers"], environment or {})
         self.write_config(sections)
         self.sections = sections
         self._log: list[str] = []

@@ -4,20 +4,28 @@
  *
  *     <pid>-<id>   | control page: owner, byte size, device, freed | contents, a multiple of 2 MiB |
  *     host-<pid>   | what a process has page-locked, and what it copied from and to such memory, and from and to other memory |
+ *                  | at 64: how often it called each function |
  *
  * Devices have numbers from 0 and UUIDs: GPU-00000000-0000-0000-0000-00000000000N is device N. Of the real thing it keeps: one
  * primary context a device, which a thread must make current; handles that cannot be opened by the process that made them; counted
- * openings; streams that run beside their caller, in order; events between streams; errors that stay ("sticky") once the device
- * has failed; host memory that is registered only where the process may write to it, and never as read-only, as many drivers have
- * it. What it is stricter about: a copy that is not waited for has not happened ($CUDA_STUB_DELAY_US makes that visible); memory
- * freed by its owner cannot be copied any more; memory that is unmapped before it is unregistered is counted ("violations"); and
- * with $CUDA_STUB_HIDDEN device pointers cannot be touched by host code at all. README.md says what it cannot show.
+ * openings; small allocations that begin within a block of 2 MiB; streams that run beside their caller, in order; events between
+ * streams; errors that stay ("sticky") in a context once the device has failed, and devices that stay broken; host memory that is
+ * registered only where the process may write to it, and as read-only where the device says so; copies that begin in registered
+ * memory and end outside of it are refused. What it is stricter about: a copy that is not waited for has not happened
+ * ($CUDA_STUB_DELAY_US makes that visible); memory that is unmapped before it is unregistered is counted ("violations"); and with
+ * $CUDA_STUB_HIDDEN device pointers cannot be touched by host code at all. README.md says what it cannot show.
  *
  *     $CUDA_STUB_DIR       must be set, or there is no device
  *     $CUDA_STUB_DEVICES   how many devices (1); $CUDA_VISIBLE_DEVICES picks among them, by index or by the beginning of a UUID
  *     $CUDA_STUB_VERSION   what cuDriverGetVersion says (12080)
  *     $CUDA_STUB_UNIFIED   host memory passes for a device's as well: XLA:CPU plays XLA on a GPU
- *     $CUDA_STUB_DIR/fail  "<function> <error code> <calls to let pass>": the next call after those fails, once, in any process
+ *     $CUDA_STUB_DELAY_US  how long each queued copy takes (0)
+ *     $CUDA_STUB_READ_ONLY host memory that is only read can be registered as such, and the device's attribute says so
+ *     $CUDA_STUB_LOCKABLE  how many bytes the system lets a process register (all)
+ *     $CUDA_STUB_FREED     what a copy of memory finds that its owner has freed: "refused" (when it is asked for), "fault" (when its
+ *                          turn comes, and the context is lost), "there" (the former bytes)
+ *     $CUDA_STUB_DIR/gone  the number of a device that has fallen off the bus: every context on it fails, and it is not seen any more
+ *     $CUDA_STUB_DIR/fail  "<function> <error code> <calls to let pass> <1: of GPU workers only>": the next call after those fails, once
  *     $CUDA_STUB_DIR/hold  "<function>": the next call of it, in any process, makes "held" of this file and waits until that is gone
  */
 
@@ -43,9 +51,9 @@
 enum {
     SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101,
     INVALID_CONTEXT = 201, ALREADY_MAPPED = 208, NOT_FOUND = 500, NOT_READY = 600,
-    HOST_ALREADY_REGISTERED = 712, HOST_NOT_REGISTERED = 713, NOT_SUPPORTED = 801, UNKNOWN = 999,
+    ILLEGAL_ADDRESS = 700, HOST_ALREADY_REGISTERED = 712, HOST_NOT_REGISTERED = 713, NOT_SUPPORTED = 801, UNKNOWN = 999,
 };
-enum { REGISTER_READ_ONLY = 8 };
+enum { REGISTER_PORTABLE = 1, REGISTER_DEVICE_MAP = 2, REGISTER_READ_ONLY = 8 };
 
 typedef int CUresult;
 typedef uint64_t CUdeviceptr;
@@ -55,10 +63,16 @@ typedef struct { char bytes[16]; } CUuuid;
 typedef struct { char magic[8]; int32_t owner; uint32_t id; } handle_t;
 typedef struct { uint64_t byte_size; int32_t device, freed; } control_t;
 
-typedef struct { uint64_t locked, registered, locked_copied, other_copied, violations, queued, waited; } host_t;
+typedef struct { char name[40]; uint64_t count; } calls_t;
+enum { MAX_CALLS = 80 };
+typedef struct {
+    uint64_t locked, registered, locked_copied, other_copied, violations, queued, waited, unused;
+    calls_t calls[MAX_CALLS];
+} host_t;
+_Static_assert(sizeof(host_t) <= PAGE, "one page a process");
 
 typedef struct allocation {
-    char *base;
+    char *base, *block; /* its first byte, and of the file's mapping */
     uint64_t byte_size, mapped;
     control_t *control;
     int fd, imported, openings, device;
@@ -80,14 +94,24 @@ typedef struct task {
     struct task *next;
 } task_t;
 
+typedef struct context {
+    int device, retained;
+    CUresult lost; /* the error that stays */
+} context_t;
+
 typedef struct stream {
     pthread_t thread;
+    context_t *context;
     task_t *first, *last;
     int busy, closing;
 } stream_t;
 
-typedef struct context { int device, retained; } context_t;
-typedef struct pinned { char *start; size_t byte_size; struct pinned *next; } pinned_t;
+typedef struct pinned {
+    char *start;
+    size_t byte_size;
+    context_t *only; /* who knows it; NULL: all */
+    struct pinned *next;
+} pinned_t;
 
 /* One lock for everything: nothing here has to be fast. */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -95,8 +119,9 @@ static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static allocation_t *allocations;
 static pinned_t *pinned;
 static context_t contexts[MAX_DEVICES];
-static int visible[MAX_DEVICES], visible_count, initialized, hidden, unified, delay_us;
-static CUresult lost; /* the sticky error of this process */
+static int visible[MAX_DEVICES], visible_count, initialized, hidden, unified, delay_us, read_only;
+static enum { REFUSED, FAULT, THERE } freed;
+static uint64_t lockable = UINT64_MAX;
 static uint32_t next_id;
 static char folder[512];
 static host_t nowhere, *host = &nowhere;
@@ -105,7 +130,43 @@ static __thread context_t *current;
 /* ---------------------------------------------------------------------------------------------------- errors */
 
 static int is_sticky(CUresult code) {
-    return code == 214 || code == 220 || code == 702 || code == 710 || (code >= 714 && code <= 719) || code == 700;
+    return code == 214 || code == 220 || code == 702 || code == 710 || (code >= 714 && code <= 719) || code == ILLEGAL_ADDRESS;
+}
+
+/* The device that has fallen off the bus; -1: none has. */
+static int gone(void) {
+    char path[600];
+    int device = -1;
+    snprintf(path, sizeof path, "%s/gone", folder);
+    FILE *file = fopen(path, "r");
+    if (file) {
+        if (fscanf(file, "%d", &device) != 1)
+            device = -1;
+        fclose(file);
+    }
+    return device;
+}
+
+/* The error that stays in the calling thread's context. */
+static CUresult lost(void) {
+    if (current && !current->lost && gone() == current->device)
+        current->lost = UNKNOWN;
+    return current ? current->lost : SUCCESS;
+}
+
+static void count(const char *function) {
+    static pthread_mutex_t counting = PTHREAD_MUTEX_INITIALIZER;
+    pthread_mutex_lock(&counting);
+    for (int i = 0; i < MAX_CALLS; i++) {
+        calls_t *calls = &host->calls[i];
+        if (!calls->name[0])
+            snprintf(calls->name, sizeof calls->name, "%s", function);
+        if (!strcmp(calls->name, function)) {
+            calls->count++;
+            break;
+        }
+    }
+    pthread_mutex_unlock(&counting);
 }
 
 /* Waits where somebody holds this function up: for two minutes at most, so that a test that never lets go fails. */
@@ -128,35 +189,37 @@ static CUresult hold(const char *function) {
     return UNKNOWN;
 }
 
-/* What every call begins with: the error an operator of this stub asked for, or the one that stays. */
+/* What every call begins with: the error an operator of this stub asked for. */
 static CUresult enter(const char *function) {
+    count(function);
     if (folder[0]) {
         CUresult waited = hold(function);
         if (waited)
             return waited;
         char path[600], name[128];
-        int code = 0, skip = 0;
+        int code = 0, skip = 0, of_workers = 0;
         snprintf(path, sizeof path, "%s/fail", folder);
         FILE *file = fopen(path, "r+");
         if (file) {
-            int read = fscanf(file, "%127s %d %d", name, &code, &skip);
-            if (read >= 2 && !strcmp(name, function)) {
-                if (read == 3 && skip > 0) {
+            int read = fscanf(file, "%127s %d %d %d", name, &code, &skip, &of_workers);
+            if (read == 4 && !strcmp(name, function) && (getenv("CUDA_STUB_UNIFIED") || !of_workers)) {
+                if (skip > 0) {
                     rewind(file);
                     if (ftruncate(fileno(file), 0) == 0)
-                        fprintf(file, "%s %d %d", name, code, skip - 1);
+                        fprintf(file, "%s %d %d %d", name, code, skip - 1, of_workers);
                 } else {
                     unlink(path);
                     fclose(file);
-                    if (is_sticky(code))
-                        lost = code;
+                    for (int i = 0; i < visible_count && is_sticky(code); i++)
+                        if (!current || current == &contexts[i])
+                            contexts[i].lost = code;
                     return code;
                 }
             }
             fclose(file);
         }
     }
-    return lost;
+    return SUCCESS;
 }
 
 #define ENTER                                                                                                          \
@@ -172,6 +235,8 @@ static CUresult enter(const char *function) {
         ENTER;                                                                                                         \
         if (!current)                                                                                                  \
             return INVALID_CONTEXT;                                                                                    \
+        if (lost())                                                                                                    \
+            return current->lost;                                                                                      \
     } while (0)
 
 API CUresult cuGetErrorName(CUresult code, const char **text) {
@@ -180,7 +245,7 @@ API CUresult cuGetErrorName(CUresult code, const char **text) {
     case INVALID_VALUE: *text = "CUDA_ERROR_INVALID_VALUE"; break;
     case INVALID_CONTEXT: *text = "CUDA_ERROR_INVALID_CONTEXT"; break;
     case NO_DEVICE: *text = "CUDA_ERROR_NO_DEVICE"; break;
-    case 700: *text = "CUDA_ERROR_ILLEGAL_ADDRESS"; break;
+    case ILLEGAL_ADDRESS: *text = "CUDA_ERROR_ILLEGAL_ADDRESS"; break;
     default: snprintf(buffer, sizeof buffer, "CUDA_ERROR_%d", code); *text = buffer;
     }
     return SUCCESS;
@@ -188,6 +253,9 @@ API CUresult cuGetErrorName(CUresult code, const char **text) {
 API CUresult cuGetErrorString(CUresult code, const char **text) { return cuGetErrorName(code, text); }
 
 /* --------------------------------------------------------------------------------------- devices and contexts */
+
+/* Where a visible device is. */
+#define BUS(device) (0x18 + visible[device])
 
 static void name_device(int device, char *text, size_t size) {
     snprintf(text, size, "GPU-00000000-0000-0000-0000-%012x", (unsigned)device);
@@ -239,6 +307,7 @@ API CUresult cuInit(unsigned flags) {
     if (entered)
         return entered;
     const char *devices = getenv("CUDA_STUB_DEVICES"), *pause = getenv("CUDA_STUB_DELAY_US");
+    const char *limit = getenv("CUDA_STUB_LOCKABLE"), *found = getenv("CUDA_STUB_FREED");
     if (initialized)
         return SUCCESS;
     if (!directory)
@@ -249,15 +318,20 @@ API CUresult cuInit(unsigned flags) {
         const char *names = getenv("CUDA_VISIBLE_DEVICES");
         hidden = getenv("CUDA_STUB_HIDDEN") != NULL;
         unified = getenv("CUDA_STUB_UNIFIED") != NULL;
+        read_only = getenv("CUDA_STUB_READ_ONLY") != NULL;
         delay_us = pause ? atoi(pause) : 0;
+        lockable = limit ? strtoull(limit, NULL, 10) : UINT64_MAX;
+        freed = !found || !strcmp(found, "refused") ? REFUSED : !strcmp(found, "fault") ? FAULT : THERE;
+        int missing = gone();
         if (!names) {
-            for (; visible_count < count && visible_count < MAX_DEVICES; visible_count++)
-                visible[visible_count] = visible_count;
+            for (int device = 0; device < count && visible_count < MAX_DEVICES; device++)
+                if (device != missing)
+                    visible[visible_count++] = device;
         } else {
             while (*names && visible_count < MAX_DEVICES) {
                 size_t length = strcspn(names, ",");
                 int device = device_named(names, length, count);
-                if (device < 0)
+                if (device < 0 || device == missing)
                     break; /* as the driver does: what follows an unknown name is not visible */
                 visible[visible_count++] = device;
                 names += length + (names[length] == ',');
@@ -296,15 +370,30 @@ API CUresult cuDeviceGetUuid_v2(CUuuid *uuid, int device) {
     return SUCCESS;
 }
 API CUresult cuDeviceGetUuid(CUuuid *uuid, int device) { return cuDeviceGetUuid_v2(uuid, device); }
-API CUresult cuDeviceTotalMem_v2(size_t *size, int device) { (void)device; *size = 1ull << 34; return SUCCESS; }
+API CUresult cuDeviceTotalMem_v2(size_t *size, int device) { ENTER; (void)device; *size = 1ull << 34; return SUCCESS; }
 API CUresult cuDeviceGetAttribute(int *value, int attribute, int device) {
     ENTER;
-    (void)device;
+    if (device < 0 || device >= visible_count)
+        return INVALID_DEVICE;
     switch (attribute) {
-    case 75: *value = 9; break;  /* compute capability, major */
-    case 41: *value = 1; break;  /* unified addressing */
-    default: *value = 0;         /* among them 113: read-only host memory can be registered */
+    case 16: *value = 132; break;              /* multiprocessors */
+    case 33: *value = BUS(device); break;      /* PCI bus */
+    case 40: *value = 3; break;                /* copy engines */
+    case 41: *value = 1; break;                /* unified addressing */
+    case 75: *value = 9; break;                /* compute capability, major */
+    case 91: *value = 1; break;                /* registered memory has one address */
+    case 99: *value = 1; break;                /* host memory can be registered */
+    case 113: *value = read_only; break;       /* ... that is only read */
+    case 115: *value = 1; break;               /* memory pools */
+    default: *value = 0;
     }
+    return SUCCESS;
+}
+API CUresult cuDeviceGetPCIBusId(char *text, int size, int device) {
+    ENTER;
+    if (device < 0 || device >= visible_count)
+        return INVALID_DEVICE;
+    snprintf(text, (size_t)size, "0000:%02X:00.0", BUS(device));
     return SUCCESS;
 }
 API CUresult cuDevicePrimaryCtxRetain(void **context, int device) {
@@ -341,13 +430,18 @@ static allocation_t *find(CUdeviceptr pointer) {
     return NULL;
 }
 
+/* Where in its first block an allocation begins: small ones share blocks with others, so not at the block's beginning. */
+static uint64_t start_of(uint32_t id, uint64_t byte_size) {
+    return byte_size < GRANULE / 2 ? 512ull * (1 + id % 16) : 0;
+}
+
 static CUresult map(int32_t owner, uint32_t id, uint64_t byte_size, int device, int create, allocation_t **made) {
     char path[600];
     snprintf(path, sizeof path, "%s/%d-%u", folder, owner, id);
     int fd = open(path, (create ? O_CREAT | O_EXCL : 0) | O_RDWR | O_CLOEXEC, 0600);
     if (fd < 0)
         return create ? OUT_OF_MEMORY : INVALID_VALUE;
-    uint64_t mapped = (byte_size + GRANULE - 1) / GRANULE * GRANULE;
+    uint64_t at = start_of(id, byte_size), mapped = (at + byte_size + GRANULE - 1) / GRANULE * GRANULE;
     if (create && ftruncate(fd, PAGE + mapped)) {
         close(fd);
         unlink(path);
@@ -366,19 +460,20 @@ static CUresult map(int32_t owner, uint32_t id, uint64_t byte_size, int device, 
         return INVALID_VALUE;
     } else {
         byte_size = control->byte_size;
-        mapped = (byte_size + GRANULE - 1) / GRANULE * GRANULE;
+        at = start_of(id, byte_size);
+        mapped = (at + byte_size + GRANULE - 1) / GRANULE * GRANULE;
     }
     char *room = mmap(NULL, mapped + GRANULE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    char *base = (char *)(((uintptr_t)room + GRANULE - 1) / GRANULE * GRANULE);
-    munmap(room, (size_t)(base - room));
-    munmap(base + mapped, (size_t)(room + GRANULE - base));
-    if (mmap(base, mapped, hidden ? PROT_NONE : PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, PAGE) == MAP_FAILED) {
+    char *block = (char *)(((uintptr_t)room + GRANULE - 1) / GRANULE * GRANULE);
+    munmap(room, (size_t)(block - room));
+    munmap(block + mapped, (size_t)(room + GRANULE - block));
+    if (mmap(block, mapped, hidden ? PROT_NONE : PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, PAGE) == MAP_FAILED) {
         munmap(control, PAGE);
         close(fd);
         return OUT_OF_MEMORY;
     }
     allocation_t *a = calloc(1, sizeof *a);
-    *a = (allocation_t){base, byte_size, mapped, control, fd, !create, 1, device, owner, id, allocations};
+    *a = (allocation_t){block + at, block, byte_size, mapped, control, fd, !create, 1, device, owner, id, allocations};
     allocations = a;
     *made = a;
     return SUCCESS;
@@ -396,7 +491,7 @@ static void drop(allocation_t *a) {
         snprintf(path, sizeof path, "%s/%d-%u", folder, a->owner, a->id);
         unlink(path);
     }
-    munmap(a->base, a->mapped);
+    munmap(a->block, a->mapped);
     munmap(a->control, PAGE);
     close(a->fd);
     free(a);
@@ -469,10 +564,13 @@ API CUresult cuPointerGetAttribute(void *value, int attribute, CUdeviceptr point
 
 /* ------------------------------------------------------------------------------------------------------- copies */
 
+/* Whether its owner has freed it, or is gone. */
+static int is_freed(allocation_t *a) {
+    return a->control->freed || (a->imported && kill(a->owner, 0) && errno == ESRCH);
+}
+
 static int usable(allocation_t *a, CUdeviceptr pointer, uint64_t count) {
-    if (pointer + count > (CUdeviceptr)a->base + a->byte_size || a->control->freed)
-        return 0;
-    return !a->imported || kill(a->owner, 0) == 0 || errno != ESRCH;
+    return pointer + count <= (CUdeviceptr)a->base + a->byte_size && !(freed == REFUSED && is_freed(a));
 }
 
 static CUresult check(CUdeviceptr to, CUdeviceptr from, uint64_t count) {
@@ -492,7 +590,7 @@ static CUresult device_side(CUdeviceptr pointer, uint64_t count) {
 }
 
 static int move(allocation_t *a, CUdeviceptr device, char *host, uint64_t count, int to_device) {
-    off_t at = (off_t)(PAGE + device - (CUdeviceptr)a->base);
+    off_t at = (off_t)(PAGE + device - (CUdeviceptr)a->block);
     while (count) {
         ssize_t moved = to_device ? pwrite(a->fd, host, count, at) : pread(a->fd, host, count, at);
         if (moved <= 0)
@@ -503,10 +601,12 @@ static int move(allocation_t *a, CUdeviceptr device, char *host, uint64_t count,
 }
 
 /* Call with the lock held, so that nothing is freed under a copy. */
-static void copy(CUdeviceptr to, CUdeviceptr from, uint64_t count) {
+static void copy(context_t *context, CUdeviceptr to, CUdeviceptr from, uint64_t count) {
     allocation_t *target = find(to), *source = find(from);
     int good = 1;
-    if (target && source) {
+    if (freed == FAULT && ((target && is_freed(target)) || (source && is_freed(source)))) {
+        good = 0;
+    } else if (target && source) {
         char *between = malloc(count);
         good = move(source, from, between, count, 0) && move(target, to, between, count, 1);
         free(between);
@@ -518,17 +618,17 @@ static void copy(CUdeviceptr to, CUdeviceptr from, uint64_t count) {
         memcpy((void *)to, (void *)from, count);
     }
     if (!good)
-        lost = 700;
+        context->lost = ILLEGAL_ADDRESS;
 }
 
 static CUresult copy_now(CUdeviceptr to, CUdeviceptr from, uint64_t count) {
     CUresult result = check(to, from, count);
     if (!result) {
         pthread_mutex_lock(&lock);
-        copy(to, from, count);
+        copy(current, to, from, count);
         pthread_mutex_unlock(&lock);
     }
-    return result;
+    return result ? result : current->lost;
 }
 
 /* ------------------------------------------------------------------------------------------- streams and events */
@@ -555,14 +655,18 @@ static void *run(void *argument) {
             usleep((useconds_t)delay_us);
             pthread_mutex_lock(&lock);
         }
-        if (task->kind == COPY) {
-            copy(task->to, task->from, task->count);
+        if (stream->context->lost) {
+            /* nothing happens any more, and whoever waits is told */
+            if (task->kind == RECORD)
+                task->event->reached = task->ticket;
+        } else if (task->kind == COPY) {
+            copy(stream->context, task->to, task->from, task->count);
         } else if (task->kind == FILL) {
             allocation_t *target = find(task->to);
             char *filling = malloc(task->count);
             memset(filling, task->value, task->count);
             if (!target || !move(target, task->to, filling, task->count, 1))
-                lost = 700;
+                stream->context->lost = ILLEGAL_ADDRESS;
             free(filling);
         } else if (task->kind == RECORD && task->event->reached < task->ticket) {
             task->event->reached = task->ticket;
@@ -596,6 +700,7 @@ API CUresult cuStreamCreate(stream_t **stream, unsigned flags) {
     ENTER_CONTEXT;
     (void)flags;
     *stream = calloc(1, sizeof **stream);
+    (*stream)->context = current;
     if (pthread_create(&(*stream)->thread, NULL, run, *stream)) {
         free(*stream);
         return OUT_OF_MEMORY;
@@ -605,6 +710,8 @@ API CUresult cuStreamCreate(stream_t **stream, unsigned flags) {
 API CUresult cuStreamCreateWithPriority(stream_t **stream, unsigned flags, int priority) { (void)priority; return cuStreamCreate(stream, flags); }
 API CUresult cuStreamDestroy_v2(stream_t *stream) {
     ENTER;
+    if (stream->context->lost)
+        return stream->context->lost;
     pthread_mutex_lock(&lock);
     stream->closing = 1;
     pthread_cond_broadcast(&changed);
@@ -620,13 +727,13 @@ API CUresult cuStreamSynchronize(stream_t *stream) {
     while (stream && (stream->first || stream->busy))
         pthread_cond_wait(&changed, &lock);
     pthread_mutex_unlock(&lock);
-    return lost;
+    return lost();
 }
 API CUresult cuStreamQuery(stream_t *stream) {
     ENTER_CONTEXT;
     return stream && (stream->first || stream->busy) ? NOT_READY : SUCCESS;
 }
-API CUresult cuCtxSynchronize(void) { ENTER_CONTEXT; return lost; }
+API CUresult cuCtxSynchronize(void) { ENTER_CONTEXT; return SUCCESS; }
 API CUresult cuEventCreate(event_t **event, unsigned flags) { ENTER_CONTEXT; (void)flags; *event = calloc(1, sizeof **event); return SUCCESS; }
 API CUresult cuEventDestroy_v2(event_t *event) { ENTER; free(event); return SUCCESS; }
 API CUresult cuEventRecord(event_t *event, stream_t *stream) {
@@ -649,13 +756,28 @@ API CUresult cuEventSynchronize(event_t *event) {
     while (event->reached < event->recorded)
         pthread_cond_wait(&changed, &lock);
     pthread_mutex_unlock(&lock);
-    return lost;
+    return lost();
 }
 API CUresult cuEventQuery(event_t *event) { ENTER_CONTEXT; return event->reached < event->recorded ? NOT_READY : SUCCESS; }
+
+/* Whether this context knows the host memory as page-locked; -1: it begins in such memory and ends elsewhere, or the reverse. */
+static int is_locked(CUdeviceptr address, uint64_t count) {
+    int found = 0;
+    pthread_mutex_lock(&lock);
+    for (pinned_t *p = pinned; p && !found; p = p->next) {
+        CUdeviceptr start = (CUdeviceptr)p->start, end = start + p->byte_size;
+        if ((!p->only || p->only == current) && address < end && address + count > start)
+            found = address >= start && address + count <= end ? 1 : -1;
+    }
+    pthread_mutex_unlock(&lock);
+    return found;
+}
 
 static CUresult copy_later(CUdeviceptr to, CUdeviceptr from, uint64_t count, stream_t *stream) {
     if (!stream || !count)
         return count ? copy_now(to, from, count) : SUCCESS;
+    if (is_locked(to, count) < 0 || is_locked(from, count) < 0)
+        return INVALID_VALUE;
     CUresult result = check(to, from, count);
     return result ? result : put(stream, (task_t){.kind = COPY, .to = to, .from = from, .count = count});
 }
@@ -664,14 +786,9 @@ static CUresult copy_later(CUdeviceptr to, CUdeviceptr from, uint64_t count, str
 static CUresult note_host(CUresult result, CUdeviceptr address, uint64_t count) {
     if (result)
         return result;
+    int locked = is_locked(address, count);
     pthread_mutex_lock(&lock);
-    pinned_t *p = pinned;
-    while (p && !(address >= (CUdeviceptr)p->start && address + count <= (CUdeviceptr)p->start + p->byte_size))
-        p = p->next;
-    if (p)
-        host->locked_copied += count;
-    else
-        host->other_copied += count;
+    *(locked ? &host->locked_copied : &host->other_copied) += count;
     pthread_mutex_unlock(&lock);
     return SUCCESS;
 }
@@ -692,7 +809,7 @@ API CUresult cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t n, stream_t
 API CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t n, stream_t *s) { ENTER_CONTEXT; return device_side(to, n) || device_side(from, n) ? INVALID_VALUE : copy_later(to, from, n, s); }
 API CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t n, stream_t *s) {
     ENTER_CONTEXT;
-    CUresult result = check(to, to, n);
+    CUresult result = !s ? INVALID_VALUE : check(to, to, n);
     return result || !n ? result : put(s, (task_t){.kind = FILL, .to = to, .count = n, .value = value});
 }
 
@@ -767,18 +884,22 @@ API CUresult cuMemHostRegister_v2(void *start, size_t byte_size, unsigned flags)
     ENTER_CONTEXT;
     if (mapped_before && !is_mapped(start, byte_size, 0))
         host->violations++; /* unmapped while it was being registered */
-    if (flags & REGISTER_READ_ONLY)
+    if (flags & ~(unsigned)(REGISTER_PORTABLE | REGISTER_DEVICE_MAP | REGISTER_READ_ONLY))
+        return INVALID_VALUE;
+    if (flags & REGISTER_READ_ONLY && !read_only)
         return NOT_SUPPORTED;
-    if (!start || !byte_size || !is_mapped(start, byte_size, 1))
+    if (!start || !byte_size || !is_mapped(start, byte_size, !(flags & REGISTER_READ_ONLY)))
         return INVALID_VALUE;
     CUresult result = SUCCESS;
     pthread_mutex_lock(&lock);
     for (pinned_t *p = pinned; p; p = p->next)
         if ((char *)start < p->start + p->byte_size && p->start < (char *)start + byte_size)
             result = HOST_ALREADY_REGISTERED;
+    if (!result && byte_size > lockable - host->locked)
+        result = OUT_OF_MEMORY;
     if (!result) {
         pinned_t *p = malloc(sizeof *p);
-        *p = (pinned_t){start, byte_size, pinned};
+        *p = (pinned_t){start, byte_size, flags & REGISTER_PORTABLE ? NULL : current, pinned};
         pinned = p;
         host->locked += byte_size;
         host->registered++;

@@ -8,13 +8,17 @@ import os
 import shutil
 import struct
 import subprocess
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 from tests.run_folder import only_one
+
+#: Functions that driver.c has room for.
+_CALLS = 80
 
 
 class HostMemory(NamedTuple):
@@ -59,25 +63,48 @@ def _library() -> Path:
 class CudaStub:
     """A host with stub devices. Processes started with ``environment`` share their memory through ``folder``."""
 
-    def __init__(self, folder: Path, devices: int = 1, delay_us: int = 0) -> None:
-        """``delay_us``: how long every queued copy takes. Device memory is out of reach for host code."""
+    def __init__(
+        self,
+        folder: Path,
+        devices: int = 1,
+        delay_us: int = 0,
+        freed: str = "refused",
+        read_only: bool = False,
+        lockable: int | None = None,
+    ) -> None:
+        """
+        Args:
+          delay_us: how long every queued copy takes. Device memory is out of reach for host code.
+          freed: what a copy finds where the owner has freed its memory: "refused", "fault", "there" (driver.c).
+          read_only: whether host memory that is only read can be page-locked.
+          lockable: how many bytes the system lets each process page-lock; None: all.
+        """
         self.library, self.folder = _library(), folder / "devices"
         self.folder.mkdir()
-        #: On the path of a process, JAX finds its plugin there.
-        self.plugins = self.library.parent / "plugins"
         self.environment = {
             "LD_LIBRARY_PATH": str(self.library.parent),
             "CUDA_STUB_DIR": str(self.folder),
             "CUDA_STUB_DEVICES": str(devices),
             "CUDA_STUB_DELAY_US": str(delay_us),
+            "CUDA_STUB_FREED": freed,
             "CUDA_STUB_HIDDEN": "1",
         }
+        if read_only:
+            self.environment["CUDA_STUB_READ_ONLY"] = "1"
+        if lockable is not None:
+            self.environment["CUDA_STUB_LOCKABLE"] = str(lockable)
 
     @property
     def gpu_environment(self) -> dict[str, str]:
         """For a process that computes on the stub's devices: XLA:CPU plays XLA on a GPU, so it has to reach their memory."""
-        visible = {key: value for key, value in self.environment.items() if key != "CUDA_STUB_HIDDEN"}
-        path = [str(self.plugins), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return self.on_gpu(self.environment)
+
+    @staticmethod
+    def on_gpu(environment: Mapping[str, str]) -> dict[str, str]:
+        """``gpu_environment`` of the stub whose ``environment`` it is."""
+        visible = {key: value for key, value in environment.items() if key != "CUDA_STUB_HIDDEN"}
+        plugins = Path(environment["LD_LIBRARY_PATH"]) / "plugins"
+        path = [str(plugins), *filter(None, [os.environ.get("PYTHONPATH")])]
         return visible | {"CUDA_STUB_UNIFIED": "1", "PYTHONPATH": os.pathsep.join(path)}
 
     def load(self) -> None:
@@ -94,10 +121,10 @@ class CudaStub:
             (code,) = driver.cuInit(0)
             assert code == driver.CUresult.CUDA_SUCCESS
 
-    def fail(self, function: str, code: int, after: int = 0) -> None:
-        """The next call of ``function``, in whatever process, fails with ``code``, after so many that pass."""
+    def fail(self, function: str, code: int, after: int = 0, of_workers: bool = False) -> None:
+        """The next call of ``function`` in whatever process, or GPU worker, fails with ``code``, after so many that pass."""
         written = self.folder / "fail.new"
-        written.write_text(f"{function} {code} {after}")
+        written.write_text(f"{function} {code} {after} {of_workers:d}")
         written.rename(self.folder / "fail")
 
     def meets(self, device: int, kind: int, number: int = 0) -> None:
@@ -107,8 +134,14 @@ class CudaStub:
         written.rename(self.folder / "nvml-event")
 
     def lose(self, device: int) -> None:
-        """It has fallen off the bus, for whoever watches the devices."""
-        (self.folder / "nvml-gone").write_text(str(device))
+        """It has fallen off the bus: for whoever watches the devices, for who uses it and for who starts afterwards."""
+        written = self.folder / "gone.new"
+        written.write_text(str(device))
+        written.rename(self.folder / "gone")
+
+    def find(self) -> None:
+        """What has fallen off the bus is there again, for who starts afterwards."""
+        (self.folder / "gone").unlink()
 
     @property
     def failed(self) -> bool:
@@ -150,6 +183,13 @@ class CudaStub:
         """What a process that uses the driver does with host memory."""
         with (self.folder / f"host-{pid}").open("rb") as file:
             return HostMemory(*struct.unpack("<7Q", file.read(56)))
+
+    def calls(self, pid: int) -> Counter[str]:
+        """How often a process that uses the driver called each of its functions since the device was opened."""
+        with (self.folder / f"host-{pid}").open("rb") as file:
+            file.seek(64)
+            rows = struct.iter_unpack("<40sQ", file.read(_CALLS * 48))
+        return Counter({name.rstrip(b"\0").decode(): count for name, count in rows if name[0]})
 
     @property
     def allocations(self) -> int:

@@ -1,7 +1,7 @@
 /* A stand-in for the driver's management library: the stub's devices, of which each says something else.
  *
  * $CUDA_STUB_DIR/nvml-event  "<device> <type> <data>": met once, by whoever waits for events first
- * $CUDA_STUB_DIR/nvml-gone   the device with that number has fallen off the bus
+ * $CUDA_STUB_DIR/gone        the device with that number has fallen off the bus
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -26,7 +26,7 @@ static FILE *open_file(const char *name) {
     return fopen(path, "r");
 }
 static int is_gone(int number) {
-    FILE *file = open_file("nvml-gone");
+    FILE *file = open_file("gone");
     int gone = -1;
     if (file) {
         if (fscanf(file, "%d", &gone) != 1)

@@ -23,7 +23,7 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
 @pytest.fixture
 def plugin(stub: CudaStub, monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX's plugin is installed."""
-    monkeypatch.syspath_prepend(stub.plugins)
+    monkeypatch.syspath_prepend(stub.library.parent / "plugins")
 
 
 def host(tmp_path: Path, gpus: int) -> Path:

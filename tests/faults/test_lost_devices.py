@@ -1,0 +1,163 @@
+"""GPUs that fail, at whatever call of the driver, on a host without one: driver and JAX's plugin are the tests' stand-ins."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.http as httpclient
+from tritonclient.utils import InferenceServerException
+
+from tests import repositories
+from tests.cuda_owner import CudaOwner
+from tests.cuda_stub.library import CudaStub
+from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
+from tests.on_stub import GPU_WORKERS
+from tests.protocol.test_system_regions import in_region, out_region
+
+LARGE = 200_000
+#: Errors after which a context is of no use, in turn: an illegal address, memory that cannot be corrected, a failed launch.
+STICKY = (700, 214, 719)
+#: What a worker calls where nothing can be lost yet, or where nothing of the device is reached.
+_NO_CONTEXT = {
+    "cuCtxGetCurrent", "cuCtxGetDevice", "cuDeviceGet", "cuDeviceGetCount", "cuDeviceGetUuid_v2", "cuDriverGetVersion", "cuInit",
+    "cuCtxGetFlags", "cuDeviceGetAttribute", "cuDeviceGetPCIBusId",
+}  # fmt: skip
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> CudaStub:
+    folder = tmp_path / "cuda"
+    folder.mkdir()
+    return CudaStub(folder, devices=2, delay_us=500)
+
+
+@pytest.fixture
+def daemon(stub: CudaStub, tmp_path: Path) -> Iterator[DaemonProcess]:
+    repository = tmp_path / "repository"
+    repositories.scale_model(repository)
+    repositories.echo_models(repository, ["FP32"])
+    environment = stub.gpu_environment | {"CUDA_VISIBLE_DEVICES": "0"}
+    folder = tmp_path / "daemon"
+    folder.mkdir()
+    with DaemonProcess(folder, [repository], {"workers": GPU_WORKERS}, environment=environment) as running:
+        running.wait_ready()
+        yield running
+
+
+@contextlib.contextmanager
+def asking(daemon: DaemonProcess) -> Iterator[httpclient.InferenceServerClient]:
+    with httpclient.InferenceServerClient(daemon.url, network_timeout=PATIENCE, connection_timeout=PATIENCE) as client:
+        yield client
+
+
+def small(client: Any, number: int) -> None:
+    """One row of three small numbers each way, in a bucket that has room for more."""
+    values = np.full((3, 4), number, np.float32)
+    given = httpclient.InferInput("x", [3, 4], "FP32")
+    given.set_data_from_numpy(values)
+    assert np.array_equal(client.infer("scale", [given]).as_numpy("y"), 3 * values + 1)
+
+
+def large(client: Any, number: int) -> None:
+    values = np.full(LARGE, number, np.float32)
+    given = httpclient.InferInput("x", [LARGE], "FP32")
+    given.set_data_from_numpy(values)
+    assert np.array_equal(client.infer("echo_fp32", [given]).as_numpy("y"), values)
+
+
+def in_regions(client: Any, owner: CudaOwner, name: str, number: int) -> None:
+    """An input that has to be copied on the device, and an output that is left there."""
+    values = np.full((1, 4), number, np.float32)
+    handle = owner.create(name, 4096)
+
+    def registered() -> bool:
+        try:
+            client.register_cuda_shared_memory(name, handle, 0, 4096)
+        except InferenceServerException as error:
+            if not error.message().endswith("no worker of GPU 0 is running"):
+                raise
+            return False
+        return True
+
+    wait_until(registered, "a worker to register it on")
+    owner.put(name, np.zeros(16, np.uint8), values)
+    client.infer("scale", [in_region("x", "FP32", (1, 4), name, 16, 16)], outputs=[out_region("y", name, 16, 512)])
+    assert np.array_equal(owner.get(name, np.float32, (1, 4), 512), 3 * values + 1)
+    client.unregister_cuda_shared_memory(name)
+
+
+def test_at_each_call_of_the_driver(daemon: DaemonProcess, stub: CudaStub) -> None:
+    """
+    1. Three clients ask without pause, each in its way: small bodies, large ones, memory on the GPU.
+    2. The device is lost at a call of the driver; and so on, for each function that the worker has ever called.
+    Result: each loss costs each client at most one request, which is told so; the worker is replaced, and all answers are right.
+    """
+    failed: list[tuple[str, str]] = []
+    asked = [0, 0, 0]
+    ends, at = threading.Event(), [""]
+
+    def client(who: int) -> None:
+        with asking(daemon) as client, CudaOwner(os.environ | stub.environment) as owner:
+            while not ends.is_set():
+                asked[who] += 1
+                name = f"g{who}-{asked[who]}"
+                try:
+                    if who == 2:
+                        in_regions(client, owner, name, asked[who])
+                    else:
+                        (small, large)[who](client, asked[who])
+                except InferenceServerException as error:
+                    failed.append((at[0], f"{error.status()} {error.message()}"))
+                    with contextlib.suppress(InferenceServerException):
+                        client.unregister_cuda_shared_memory(name)
+
+    def rounds(or_ends: bool = False) -> None:
+        """Until each client has been answered, or a device is lost."""
+        seen = list(asked)
+
+        def done() -> bool:
+            return all(now > 1 + before for now, before in zip(asked, seen, strict=True)) or (or_ends and stub.failed)
+
+        wait_until(done, "answers", daemon)
+
+    with ThreadPoolExecutor(3) as pool:
+        clients = [pool.submit(client, who) for who in range(3)]
+        try:
+            rounds()
+            (worker,) = daemon.workers
+            tried: set[str] = set()
+            while left := sorted(set(stub.calls(worker.pid)) - _NO_CONTEXT - tried):
+                at[0] = left[0]
+                tried.add(at[0])
+                stub.fail(at[0], STICKY[len(tried) % 3], of_workers=True)
+                rounds(or_ends=True)
+                if not stub.failed:
+                    # Only at a worker's beginning.
+                    worker.kill()
+                wait_until(lambda: stub.failed, f"{at[0]} to fail", daemon)
+                wait_until(lambda gone=worker.pid: gone not in [one.pid for one in daemon.workers], "its end", daemon)
+                rounds()
+                (worker,) = daemon.workers
+            rounds()
+        finally:
+            ends.set()
+        for one in clients:
+            one.result()
+    assert {"cuMemcpyHtoDAsync_v2", "cuStreamSynchronize", "cuIpcOpenMemHandle_v2", "cuMemHostRegister_v2"} <= tried
+    for function in tried:
+        told = [text for where, text in failed if where == function]
+        assert len(told) <= 3, told
+        for text in told:
+            assert re.match(r"503 the GPU failed \(CUDA_ERROR_\w+\); its worker is being restarted", text), (
+                function,
+                text,
+            )

@@ -1,0 +1,62 @@
+"""Daemons of the tests on GPU workers, though the host has no GPU: ``pytest --on-stub``, or ``GPU_WORKERS`` for one daemon.
+
+The driver and JAX's plugin are the tests' stand-ins (``tests/cuda_stub``). Each queued copy takes a while, so that what is not
+waited for has not happened yet. A test for which the worker has to be a CPU's says so: ``@pytest.mark.cpu_workers(reason)``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cuda_stub.library import CudaStub
+
+#: What ``workers`` of a daemon's options have then. XLA:CPU plays XLA on a GPU, where small programs have no client of their own.
+GPU_WORKERS = {"device": "cuda", "single_thread_flops": 0}
+_VARIABLE = "PYTEST_TENSORD_ON_STUB"
+_DEVICES = 8
+#: Of each queued copy, in microseconds.
+_DELAY = 300
+
+
+def add_option(parser: pytest.Parser) -> None:
+    parser.addoption("--on-stub", action="store_true", help="daemons have GPU workers, on the stand-in for the driver")
+
+
+def configure(config: pytest.Config) -> None:
+    """For this process and those that it starts."""
+    if config.getoption("--on-stub"):
+        os.environ[_VARIABLE] = "1"
+        config.add_cleanup(lambda: os.environ.pop(_VARIABLE, None))
+
+
+def skip(items: list[pytest.Item]) -> None:
+    """What is about CPU workers, where daemons have none."""
+    if _VARIABLE in os.environ:
+        for item in items:
+            for mark in item.iter_markers("cpu_workers"):
+                item.add_marker(pytest.mark.skip(reason=f"about CPU workers: {mark.args[0]}"))
+
+
+def move(folder: Path, workers: dict[str, Any], environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which a daemon with CPU workers, whose options change accordingly, has GPU workers.
+
+    Args:
+      folder: is the daemon's.
+      environment: what the daemon was to have besides this process's. Devices of a stub that it names already stay the same.
+    """
+    if "CUDA_STUB_UNIFIED" in environment or _VARIABLE not in os.environ or workers.get("device") == "auto":
+        return dict(environment)
+    if "CUDA_STUB_DIR" in environment:
+        given = CudaStub.on_gpu(environment)
+    else:
+        made = folder / "gpus"
+        made.mkdir()
+        given = CudaStub(made, _DEVICES, _DELAY).gpu_environment
+    count = workers.get("cpu", 1) * workers.get("devices_per_worker", 1)
+    workers |= GPU_WORKERS
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))} | given
