@@ -136,7 +136,7 @@ class Context:
             self._own = threading.local()
             self._streams: weakref.WeakSet[_Stream] = weakref.WeakSet()
             self.enter()
-            self._stream()
+            self.stream()
         except CudaError as error:
             raise NoCuda(f"GPU {ordinal} cannot be used ({error.name})") from error
         except DeviceLost as error:
@@ -157,8 +157,8 @@ class Context:
         """Makes it the calling thread's context, which every call below needs."""
         self.call(self._driver.cuCtxSetCurrent, self._handle)
 
-    def _stream(self) -> int:
-        """The calling thread's."""
+    def stream(self) -> int:
+        """The calling thread's, as DLPack names it. Raises CudaError, DeviceLost."""
         found: _Stream | None = getattr(self._own, "stream", None)
         if found is None:
             found = self._own.stream = _Stream(self)
@@ -169,23 +169,23 @@ class Context:
 
     def to_device(self, pointer: int, address: int, byte_size: int) -> None:
         """Queues a copy from host memory, which must stay as it is until ``synchronize``."""
-        self.call(self._lasting.host_to_device, pointer, address, byte_size, self._stream())
+        self.call(self._lasting.host_to_device, pointer, address, byte_size, self.stream())
 
     def to_host(self, address: int, pointer: int, byte_size: int) -> None:
         """Queues a copy into host memory."""
-        self.call(self._lasting.device_to_host, address, pointer, byte_size, self._stream())
+        self.call(self._lasting.device_to_host, address, pointer, byte_size, self.stream())
 
     def within_device(self, to: int, pointer: int, byte_size: int) -> None:
         """Queues a copy from device memory to device memory."""
-        self.call(self._lasting.within_device, to, pointer, byte_size, self._stream())
+        self.call(self._lasting.within_device, to, pointer, byte_size, self.stream())
 
     def clear(self, pointer: int, byte_size: int) -> None:
         """Queues writing zeros to device memory."""
-        self.call(self._lasting.clear, pointer, 0, byte_size, self._stream())
+        self.call(self._lasting.clear, pointer, 0, byte_size, self.stream())
 
     def synchronize(self) -> None:
         """Returns when everything that this thread queued has happened. Raises what failed of it."""
-        self.call(self._lasting.synchronize_stream, self._stream())
+        self.call(self._lasting.synchronize_stream, self.stream())
 
     def check(self) -> None:
         """Raises DeviceLost: the device failed, be it under somebody else's work."""

@@ -33,7 +33,6 @@ from shm.sequence_page import SequencePage
 from shm.status_page import DESKS, Outputs, StatusPage, WorkerState
 from workers.control import Control
 from workers.daemon_operations import DaemonOperations
-from workers.devices import dlpack
 from workers.devices.device import DeviceName
 from workers.devices.device_cuda import CudaDevice
 from workers.devices.pinned_memory import PinnedMemory
@@ -97,7 +96,7 @@ class Worker:
                 # JAX found it nevertheless: XLA then copies what goes in and out.
                 _log.warning("neither CUDA regions nor page-locked memory: %s", error)
             else:
-                self._cuda = CudaDevice(context, dlpack.device_of(device))
+                self._cuda = CudaDevice(context, device)
                 locking = WorkThread("page-locking", self._inbox)
                 self._pinned = PinnedMemory(context, options.workers.pinned_byte_size, locking)
         in_place = device_name.platform == "cpu" and options.executables.place_outputs and output_memory.attach()

@@ -103,7 +103,7 @@ typedef struct stream {
     pthread_t thread;
     context_t *context;
     task_t *first, *last;
-    int busy, closing;
+    int busy, closing, of_xla;
 } stream_t;
 
 typedef struct pinned {
@@ -682,7 +682,7 @@ static void *run(void *argument) {
 static CUresult put(stream_t *stream, task_t task) {
     task_t *made = malloc(sizeof *made);
     *made = task;
-    if (task.kind == COPY || task.kind == FILL)
+    if ((task.kind == COPY || task.kind == FILL) && !stream->of_xla)
         __atomic_fetch_add(&host->queued, 1, __ATOMIC_RELAXED);
     made->next = NULL;
     pthread_mutex_lock(&lock);
@@ -698,9 +698,9 @@ static CUresult put(stream_t *stream, task_t task) {
 
 API CUresult cuStreamCreate(stream_t **stream, unsigned flags) {
     ENTER_CONTEXT;
-    (void)flags;
     *stream = calloc(1, sizeof **stream);
     (*stream)->context = current;
+    (*stream)->of_xla = !flags; /* the plugin's: what it copies is nothing that a worker has asked for */
     if (pthread_create(&(*stream)->thread, NULL, run, *stream)) {
         free(*stream);
         return OUT_OF_MEMORY;

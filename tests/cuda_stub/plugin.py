@@ -2,6 +2,9 @@
 
 Copied to a folder ``jax_plugins``, where JAX finds it as it finds the real one. Both back ends are one client, so that the
 stand-in's device memory is known to either.
+
+XLA for the CPU has finished when a call returns. With ``$CUDA_STUB_DELAY_US`` what a program made is taken away again, and
+brought back by a stream of the stand-in's: who looks at it without waiting finds other bytes.
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ import ctypes
 import functools
 import os
 from typing import Any
+
+_TAKEN_AWAY = 0xA5
 
 
 def initialize() -> None:
@@ -31,5 +36,93 @@ def initialize() -> None:
             raise RuntimeError("no visible GPU devices")
         return cpu()
 
+    if int(os.environ.get("CUDA_STUB_DELAY_US", "0")):
+        run_behind()
     register_backend_factory("cpu", cpu, priority=0, fail_quietly=False)
     register_backend_factory("cuda", cuda, priority=500)
+
+
+class XlaStream:
+    """Results that come later, in their order."""
+
+    def __init__(self) -> None:
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        context = ctypes.c_void_p()
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+        self._context, self._stream, self._event = context, ctypes.c_void_p(), ctypes.c_void_p()
+        self._enter()
+        self._call("cuStreamCreate", ctypes.byref(self._stream), 0)
+        self._call("cuEventCreate", ctypes.byref(self._event), 0)
+        #: Address -> the array that is still to come, and its bytes.
+        self._coming: dict[int, tuple[Any, Any]] = {}
+
+    def delay(self, array: Any) -> None:
+        """Takes its bytes away until the stream comes to it."""
+        size, address = array.nbytes, array.unsafe_buffer_pointer()
+        if size:
+            content = ctypes.create_string_buffer(ctypes.string_at(address, size), size)
+            self._coming[address] = array, content
+            ctypes.memset(address, _TAKEN_AWAY, size)
+            self._enter()
+            pointers = [ctypes.c_uint64(one) for one in (address, ctypes.addressof(content))]
+            self._call("cuMemcpyAsync", *pointers, ctypes.c_size_t(size), self._stream)
+            self._call("cuEventRecord", self._event, self._stream)
+
+    def follow(self, stream: int) -> None:
+        """That stream waits for all of them."""
+        self._enter()
+        self._call("cuStreamWaitEvent", ctypes.c_void_p(stream), self._event, 0)
+
+    def settle(self, arrays: Any) -> None:
+        """Returns when these have come."""
+        coming = [array for array in arrays if id(array) in {id(one) for one, _ in list(self._coming.values())}]
+        if coming:
+            known = list(self._coming)
+            self._enter()
+            self._call("cuEventSynchronize", self._event)
+            for address in known:
+                self._coming.pop(address, None)
+
+    def _enter(self) -> None:
+        self._call("cuCtxSetCurrent", self._context)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        # A device that has failed is for the worker to find out.
+        getattr(self._driver, name)(*arguments)
+
+
+def run_behind() -> None:
+    """What programs make comes later from now on. JAX waits where it would on a GPU."""
+    import jax
+    from jax._src.array import ArrayImpl
+    from jaxlib import _jax
+
+    opened = functools.cache(XlaStream)
+    called, valued = jax.stages.Compiled.__call__, ArrayImpl._value.fget
+    waited, exported = jax.block_until_ready, _jax.buffer_to_dlpack_managed_tensor
+
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        stream = opened()
+        stream.settle(jax.tree.leaves((arguments, named)))
+        made = called(self, *arguments, **named)
+        for leaf in jax.tree.leaves(made):
+            stream.delay(leaf)
+        return made
+
+    def wait(tree: Any) -> Any:
+        opened().settle(jax.tree.leaves(tree))
+        return waited(tree)
+
+    def value(self: Any) -> Any:
+        opened().settle([self])
+        return valued(self)
+
+    def export(array: Any, stream: int | None = None) -> Any:
+        if stream is not None:
+            opened().follow(stream)
+        return exported(array, stream=None)
+
+    jax.stages.Compiled.__call__ = call
+    jax.block_until_ready = wait
+    ArrayImpl._value = property(value)
+    _jax.buffer_to_dlpack_managed_tensor = export

@@ -202,31 +202,52 @@ def test_large_bodies_are_transfers_once_the_arenas_are_page_locked(
     assert after.violations == 0
 
 
+THREE = """
+    inputs = {"x": "FP32[4]"}
+    outputs = {"y": "FP32[4]", "up": "BOOL[4]", "sum": "FP64[1]"}
+    max_batch_size = 8
+
+    def create(path, config, device):
+        def apply(params, inputs):
+            x = inputs["x"]
+            return {"y": 3 * x + 1, "up": x > 0, "sum": x.astype("float64").sum(axis=1, keepdims=True)}
+        return apply, None
+"""
+
+
 @pytest.mark.parametrize("library", [httpclient, grpcclient], ids=["http", "grpc"])
-def test_a_small_request_crosses_the_bus_once_each_way(stub: CudaStub, serve: Serve, library: Any) -> None:
-    """Of however many clients: a batch is one transfer in, one out for its only output, and a wait for each."""
+def test_small_requests_cross_the_bus_once_each_way(
+    stub: CudaStub, serve: Serve, repository: Path, library: Any
+) -> None:
+    """Of however many clients, and with however many outputs: a batch is a transfer in, one out, and a wait for each."""
+    repositories.write_model(repository, "three", THREE)
     daemon = serve()
     (pid,) = [worker.pid for worker in daemon.workers]
     url = daemon.url if library is httpclient else daemon.grpc_url
 
-    def ask(who: int, count: int) -> None:
+    def ask(model: str, who: int, count: int) -> None:
         with library.InferenceServerClient(url) as client:
             for number in range(count):
-                values = np.full((1, 4), 100 * who + number, np.float32)
+                values = np.full((1, 4), 100 * who + number - 50, np.float32)
                 given = library.InferInput("x", [1, 4], "FP32")
                 given.set_data_from_numpy(values)
-                assert np.array_equal(client.infer("scale", [given]).as_numpy("y"), 3 * values + 1)
+                answer = client.infer(model, [given])
+                assert np.array_equal(answer.as_numpy("y"), 3 * values + 1)
+                if model == "three":
+                    assert np.array_equal(answer.as_numpy("up"), values > 0)
+                    assert answer.as_numpy("sum").tolist() == [[values.sum()]]
 
-    ask(0, 5)
-    before = stub.host(pid)
-    ask(1, 20)
-    alone = stub.host(pid)
-    assert (alone.queued - before.queued, alone.waited - before.waited) == (40, 40)
-    assert alone.other_copied == before.other_copied
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda who: ask(who, 20), range(2, 6)))
-    together = stub.host(pid)
-    assert together.queued - alone.queued == together.waited - alone.waited <= 160
+    for model in ("scale", "three"):
+        ask(model, 0, 5)
+        before = stub.host(pid)
+        ask(model, 1, 20)
+        alone = stub.host(pid)
+        assert (alone.queued - before.queued, alone.waited - before.waited) == (40, 40)
+        assert alone.other_copied == before.other_copied
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(ask, 4 * [model], range(2, 6), 4 * [20]))
+        together = stub.host(pid)
+        assert together.queued - alone.queued == together.waited - alone.waited <= 160
 
 
 def ask(daemon: DaemonProcess, model: str, values: list[float]) -> tuple[int, dict[str, Any]]:

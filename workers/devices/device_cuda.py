@@ -7,8 +7,8 @@
 
 The staging buffer is our own, one for all models, and belongs to the thread that runs them: a batch is computed before the next
 one is gathered. Whoever runs programs in another thread (the loader with a version's samples) has a ``CudaDevice`` of its own.
-XLA waits for nothing of ours, because copies into the buffer have happened before it is called, and outputs are ready before they
-are looked at.
+XLA waits for nothing of ours, because copies into the buffer have happened before it is called. What copies outputs to the host
+waits for XLA on the device (``stream_order.py``), and is waited for; outputs that stay are ready before they are looked at.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from workers.devices import dlpack
 from workers.devices.cuda_tensor import CudaTensor
 from workers.devices.device_array import DeviceArray
 from workers.devices.host_staging import TOGETHER, HostStaging
+from workers.devices.stream_order import StreamOrder
 
 #: What XLA's own buffers have; arguments that have less are refused or copied, so we do it.
 ALIGNMENT = 256
@@ -52,10 +53,13 @@ def prepare_environment(options: Workers) -> None:
 class CudaDevice:
     """The GPU as one thread uses it, which runs one program after the other."""
 
-    def __init__(self, context: Context, dlpack_device: tuple[int, int]) -> None:
-        """``dlpack_device``: what XLA calls it, (DLDeviceType, number)."""
+    def __init__(self, context: Context, device: jax.Device) -> None:
+        """``device``: the same one, as XLA has it. Raises DeviceLost."""
         self.context = context
-        self._dlpack_device = dlpack_device
+        self._device = device
+        #: What XLA calls it: DLDeviceType and number.
+        self._dlpack_device = dlpack.device_of(device)
+        self._order = StreamOrder(context)
         self._staging = 0
         self._staging_byte_size = 0
         self._host: HostStaging | None = None
@@ -64,7 +68,7 @@ class CudaDevice:
 
     def beside(self) -> CudaDevice:
         """The same GPU for another thread: nothing that either gathers is seen by the other."""
-        return CudaDevice(self.context, self._dlpack_device)
+        return CudaDevice(self.context, self._device)
 
     # ------------------------------------------------------------------------------------------------------- inputs
 
@@ -231,27 +235,25 @@ class CudaDevice:
             return kept.copy()
         return kept
 
-    def take(self, made: Sequence[jax.Array]) -> list[Array] | None:
+    def take(self, made: Sequence[jax.Array]) -> list[bytes] | None:
         """Small outputs in host memory: however many, they are waited for once. None: they are too large for that.
 
-        They must be ready. Raises DeviceLost.
+        They need not be ready. Raises DeviceLost, or what the run raised.
         """
         ends = list(itertools.accumulate([-(-array.nbytes // _LINE) * _LINE for array in made]))
         if ends and ends[-1] > TOGETHER:
             return None
-        host, starts = self.host, [0, *ends]
+        host, starts, kept = self.host, [0, *ends], []
         self.context.enter()
         try:
             for at, array in zip(starts, made, strict=False):
                 if array.nbytes:
+                    kept.append(self._order.follow(array))
                     self.context.to_host(host.address + at, array.unsafe_buffer_pointer(), array.nbytes)
         finally:
             self.context.synchronize()
-        content = host.content[: starts[-1]].copy()
-        return [
-            content[at : at + array.nbytes].view(np.dtype(array.dtype)).reshape(array.shape)
-            for at, array in zip(starts, made, strict=False)
-        ]
+        content = host.content.data
+        return [bytes(content[at : at + array.nbytes]) for at, array in zip(starts, made, strict=False)]
 
     def close(self) -> None:
         """Gives the buffers back, when no batch uses them. Idempotent."""

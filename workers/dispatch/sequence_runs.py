@@ -21,7 +21,7 @@ from workers.models.model_version import ModelVersion
 from workers.models.sequence_register import SequenceRegister
 from workers.models.statistics import Failure
 from workers.programs.carry import StateLost
-from workers.programs.executable import Executable
+from workers.programs.executable import Content, Executable
 from workers.requests.request import Request
 from workers.requests.submitter import Submitter
 from workers.scheduling.sequence import Asked, LiveSequence, state_lost
@@ -68,12 +68,12 @@ class SequenceRuns:
             return 0
         return len(self._seated)
 
-    def program(self, executable: Executable) -> Callable[[], list[Array]]:
+    def program(self, executable: Executable) -> Callable[[], list[Content]]:
         """What runs those that are seated, once their inputs are gathered into the memory of that program."""
         step = self._model.gathered_run(executable)
         columns = {name: array.reshape(executable.rows, -1) for name, array in executable.gathered.items()}
 
-        def run() -> list[Array]:
+        def run() -> list[Content]:
             seated = self._seated
             for row, told in enumerate(self._told[: len(seated)]):
                 for name, control in told.items():

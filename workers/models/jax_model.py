@@ -13,13 +13,12 @@ import numpy as np
 from shm.arrays import Array
 from shm.cuda_regions import CudaRegion
 from shm.errors import Unsupported
-from workers.devices.device_array import DeviceArray
 from workers.models.execution import Execution, describe_failure
 from workers.models.free_state import FreeState
 from workers.models.statistics import Turns
 from workers.native import output_memory
 from workers.programs.carry import Carry
-from workers.programs.executable import Executable, Wanted
+from workers.programs.executable import Content, Executable, Wanted
 from workers.programs.executables import Executables
 from workers.programs.gathered_run import GatheredRun
 from workers.programs.lowering import is_numeric
@@ -27,11 +26,14 @@ from workers.programs.series import MOST, Series
 from workers.programs.series_program import SeriesProgram
 from workers.requests.request import Request
 from workers.requests.result import Result
-from workers.tensors.batch_outputs import BatchOutputs, layout_of, uncut
+from workers.tensors.batch_outputs import BatchOutputs, uncut
 from workers.tensors.buckets import Buckets, Shapes, sliced
 from workers.tensors.ragged import cut
 from workers.tensors.request_shapes import RequestShapes
 from workers.tensors.signature import Signature
+
+#: By name, and what they lie in where they were fetched from a GPU together.
+_Outputs = tuple[dict[str, Array], list[bytes] | None]
 
 
 class JaxModel:
@@ -128,7 +130,7 @@ class JaxModel:
         """Another number when ``programs`` are others, because they have become slower, or faster."""
         return 0 if self.series is None else self.series.pace(key)
 
-    def gathered_run(self, executable: Executable) -> Callable[[Sequence[int], Sequence[bool]], list[Array]]:
+    def gathered_run(self, executable: Executable) -> Callable[[Sequence[int], Sequence[bool]], list[Content]]:
         """What runs requests of sequences that are gathered into the memory of that program.
 
         It takes the slots of the first rows, and whether each starts. Raises as ``execute``.
@@ -195,15 +197,15 @@ class JaxModel:
         if carry is None:
             made = executable.compute(arguments, {} if places is None else places.addresses)
             # All of them are waited for: only then has the program read its last input.
-            outputs = self._outputs(executable, made, requests)
+            outputs, contents = self._outputs(executable, made, requests)
         else:
-            outputs = self._step(carry, executable, arguments, requests)
+            outputs, contents = self._step(carry, executable, arguments, requests)
         if places is not None:
             places.written = executable.written(outputs, places.addresses)
         execution.computed_ns = time.monotonic_ns()
         rows = executable.wanted.rows
         execution.computed(
-            self._uncut(executable, outputs) if self._plain and places is None and _leave(requests) else None,
+            self._uncut(executable, outputs, contents) if self._plain and places is None and _leave(requests) else None,
             lambda: self._split(requests, rows, outputs),
         )
         if self._pads or len(requests) > 1 or requests[0].rows != rows:
@@ -242,30 +244,31 @@ class JaxModel:
 
     def _step(
         self, carry: Carry, executable: Executable, arguments: dict[str, Any], requests: Sequence[Request]
-    ) -> dict[str, Array]:
+    ) -> _Outputs:
         made = carry.run(executable.call, arguments, executable.wanted.rows, requests)
         try:
             return self._outputs(executable, made, requests)
         except BaseException as error:
             raise carry.failed() from error
 
-    def _outputs(self, executable: Executable, made: dict[str, Any], requests: Sequence[Request]) -> dict[str, Array]:
+    def _outputs(self, executable: Executable, made: dict[str, Any], requests: Sequence[Request]) -> _Outputs:
         device = executable.device
         if device is None:
-            return {name: np.asarray(made[name]) for name in self._signature.outputs}
+            return {name: np.asarray(made[name]) for name in self._signature.outputs}, None
+        contents = None if any(_stays(request) for request in requests) else executable.fetch(device, made)
+        if contents is not None:
+            return executable.arrays_in(contents, made), contents
         outputs = jax.block_until_ready([made[name] for name in self._signature.outputs])
-        taken = None if any(_stays(request) for request in requests) else device.take(outputs)
         # Not arrays of the host yet: where they go decides which way they leave the device.
-        kept = cast(list[Array], [device.keep(output) for output in outputs]) if taken is None else taken
-        return dict(zip(self._signature.outputs, kept, strict=True))
+        kept = cast(list[Array], [device.keep(output) for output in outputs])
+        return dict(zip(self._signature.outputs, kept, strict=True)), None
 
-    def _uncut(self, executable: Executable, outputs: dict[str, Array]) -> BatchOutputs | None:
-        arrays = list(outputs.values())
-        if isinstance(arrays[0], DeviceArray):
-            return None
-        if executable.layout is None:
-            executable.layout = layout_of(self._signature, outputs, self._signature.batches)
-        return uncut(executable.layout, arrays)
+    def _uncut(
+        self, executable: Executable, outputs: dict[str, Array], contents: list[bytes] | None
+    ) -> BatchOutputs | None:
+        if contents is not None:
+            return BatchOutputs(executable.layout_of(outputs), contents)
+        return None if executable.device is not None else uncut(executable.layout_of(outputs), [*outputs.values()])
 
     def _execute_series(self, execution: Execution, program: SeriesProgram) -> None:
         execution.copied_byte_size = program.gather(execution.requests)

@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from shm.arrays import Array
@@ -8,7 +8,7 @@ MAX_TENSORS: int
 MAX_ROWS: int
 
 #: What runs it, its rows, whether those that nobody fills become zero, and of each argument the address and the step of a row.
-Program = tuple[Callable[[], list[Array]], int, bool, tuple[tuple[int, int], ...]]
+Program = tuple[Callable[[], Sequence[Array | bytes]], int, bool, tuple[tuple[int, int], ...]]
 #: Correlation id, START and END of each request.
 Asked = list[tuple[int | str, bool, bool]]
 #: Lane, id and moment of arrival of each request.

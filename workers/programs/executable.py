@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from shm.arena import ALIGNMENT
@@ -21,16 +20,20 @@ from workers.native import output_memory
 from workers.native.output_memory import OutputMemory
 from workers.programs.device_inputs import DeviceInputs
 from workers.programs.gather_buffer import GatherBuffer, RaggedBuffer
+from workers.programs.packed_outputs import PACKED, starts
 from workers.programs.placement import CompiledProgram, Placement
 from workers.programs.plain_program import is_plain
 from workers.programs.precision import precision
 from workers.programs.run_errors import memory_needed
 from workers.regions.region_tensor import LateTensor
 from workers.requests.request import Request
-from workers.tensors.batch_outputs import OutputLayout
+from workers.tensors.batch_outputs import OutputLayout, layout_of
 from workers.tensors.buckets import Shapes
 from workers.tensors.ragged import batch_input, flat
 from workers.tensors.signature import Signature, TensorSpec
+
+#: Outputs, one or several, in memory of the host.
+Content = Array | bytes
 
 
 class Wanted(NamedTuple):
@@ -50,10 +53,13 @@ class Executable:
     __slots__ = (
         "__weakref__",
         "_batches",
+        "_begins",
         "_buffers",
+        "_fetched",
         "_gathered",
         "_inputs",
         "_laid",
+        "_layout",
         "_plain",
         "_program",
         "_signature",
@@ -61,7 +67,6 @@ class Executable:
         "call",
         "device",
         "elements",
-        "layout",
         "memory_of_outputs",
         "wanted",
     )
@@ -84,8 +89,10 @@ class Executable:
         self._batches = signature.batches
         #: Requests of several lengths are laid one behind the other.
         self._laid = signature.ragged
-        #: How its outputs lie, once it has run.
-        self.layout: OutputLayout | None = None
+        self._layout: OutputLayout | None = None
+        #: Of outputs that were fetched: which content, where it begins there, dtype and shape; and where in the one content.
+        self._fetched: list[tuple[str, int, int, np.dtype[Any], tuple[int, ...]]] | None = None
+        self._begins: dict[str, int] | None = None
         #: How they are allocated, once it has run where that can be learned.
         self.memory_of_outputs: OutputMemory | None = None
         self._plain: bool | None = None
@@ -155,20 +162,47 @@ class Executable:
         with precision(self._signature):
             return self._inputs.send()
 
-    def run(self) -> list[Array]:
-        """Computes what was gathered into ``memory``; returns the outputs, readable, when nobody reads it any more."""
+    def run(self) -> list[Content]:
+        """Computes what was gathered into ``memory``; returns the contents of its layout when nobody reads it any more."""
         arguments = self._gathered if self._inputs is None else self.arguments()
         with precision(self._signature):
             made = self.call(arguments)
         return self.read(made)
 
-    def read(self, made: Mapping[str, Any]) -> list[Array]:
-        """The outputs in host memory, when they are there and nobody reads the inputs any more. Raises what the run raised."""
-        if self.device is not None:
-            found = self.device.take(jax.block_until_ready([made[name] for name in self._signature.outputs]))
-            if found is not None:
-                return found
+    def read(self, made: Mapping[str, Any]) -> list[Content]:
+        """The contents of its layout when nobody reads the inputs any more. Raises what the run raised."""
+        if self.device is not None and (found := self.fetch(self.device, made)) is not None:
+            return [*found]
         return [np.asarray(made[name]) for name in self._signature.outputs]
+
+    def fetch(self, device: CudaDevice, made: Mapping[str, Any]) -> list[bytes] | None:
+        """The contents of its layout out of the device; all outputs in one, where the program has packed them.
+
+        None: they are too large to be brought together. Raises as ``read``.
+        """
+        packed = made.get(PACKED)
+        return device.take([made[name] for name in self._signature.outputs] if packed is None else [packed])
+
+    def arrays_in(self, contents: Sequence[bytes], made: Mapping[str, Any]) -> dict[str, Array]:
+        """The outputs in what ``fetch`` gave; ``made``: what that was given."""
+        if self._fetched is None:
+            arrays = {name: made[name] for name in self._signature.outputs}
+            self._begins = starts(arrays) if PACKED in made else None
+            begins = self._begins or dict.fromkeys(arrays, 0)
+            self._fetched = [
+                (name, 0 if self._begins else number, begins[name], np.dtype(array.dtype), array.shape)
+                for number, (name, array) in enumerate(arrays.items())
+            ]
+        return {
+            name: np.frombuffer(contents[number], dtype, math.prod(shape), start).reshape(shape)
+            for name, number, start, dtype, shape in self._fetched
+        }
+
+    def layout_of(self, outputs: Mapping[str, Array]) -> OutputLayout:
+        """How the rows of its outputs lie in their contents, the same in every run."""
+        if self._layout is None:
+            self._layout = layout_of(self._signature, outputs, self._batches, self._begins)
+        return self._layout
 
     def compute(self, arguments: dict[str, Any], addresses: Mapping[str, int]) -> dict[str, Any]:
         """Runs the program; ``addresses``: memory for outputs, which may come to lie there."""

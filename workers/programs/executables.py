@@ -73,7 +73,7 @@ class Executables:
         self.source = source
         self._max_unexpected = max_unexpected
         self.apply = apply
-        self._lowering = Lowering(signature, apply)
+        self._lowering = Lowering(signature, apply, device is not None)
         if several is None:
             fresh = sum(leaf.nbytes for leaf in jax.tree.leaves(parameters) if not isinstance(leaf, jax.Array))
             device_memory.check(signature.model, "its parameters need", fresh, jax.local_devices()[:1])

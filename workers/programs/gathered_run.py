@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shm.arrays import Array
 from workers.programs.carry import Carry
-from workers.programs.executable import Executable
+from workers.programs.executable import Content, Executable
 from workers.programs.gather_buffer import aligned
 from workers.programs.state_program import rows_argument
 from workers.tensors.signature import Signature
@@ -27,8 +26,8 @@ class GatheredRun:
         #: How many of its rows belong to somebody.
         self._used = 0
 
-    def __call__(self, slots: Sequence[int], starts: Sequence[bool]) -> list[Array]:
-        """The outputs, readable. Raises as ``Carry.run``; StateLost also where they cannot be read."""
+    def __call__(self, slots: Sequence[int], starts: Sequence[bool]) -> list[Content]:
+        """As ``Executable.run``. Raises as ``Carry.run``; StateLost also where they cannot be read."""
         rows, used = self._rows, len(slots)
         rows[0, :used] = slots
         rows[1, :used] = starts

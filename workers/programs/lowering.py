@@ -2,6 +2,8 @@
 
 program    (parameters, inputs)                  -> outputs
            (parameters, inputs, rows, carry)     -> outputs, carry        with state: ``state_program.py``
+
+On a GPU small outputs are there once more, packed: ``packed_outputs.py``.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import numpy as np
 
 from shm.arrays import DTYPES, datatype_of
 from shm.errors import Internal
+from workers.programs.packed_outputs import packing
 from workers.programs.placement import Placement
 from workers.programs.precision import precision
 from workers.programs.state_program import CARRY, carry_specs, rows_argument, stepping
@@ -25,13 +28,15 @@ from workers.tensors.signature import Signature, TensorSpec
 class Lowering:
     """Of one model version. Used in any thread."""
 
-    def __init__(self, signature: Signature, apply: Callable[..., Any]) -> None:
+    def __init__(self, signature: Signature, apply: Callable[..., Any], pack: bool = False) -> None:
+        """``pack``: whether small outputs are to leave its device together (``packed_outputs.py``)."""
         self._signature = signature
         if signature.states:
-            # Donated after the parameters, which are the first argument.
-            self._jitted = jax.jit(stepping(apply, signature), donate_argnums=1 + CARRY)
-        else:
-            self._jitted = jax.jit(apply)
+            apply = stepping(apply, signature)
+        if pack:
+            apply = packing(apply, signature)
+        # The carry is donated; it comes after the parameters, which are the first argument.
+        self._jitted = jax.jit(apply, donate_argnums=1 + CARRY if signature.states else ())
 
     def lower(self, rows: int, shapes: Shapes, placement: Placement) -> jax.stages.Lowered:
         """The program for those shapes, to be compiled for that place. Raises whatever tracing raises."""

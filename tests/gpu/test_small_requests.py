@@ -1,0 +1,61 @@
+"""Small requests on hardware: what leaves the device together is what was computed, and when. Not run yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+
+from tests import repositories
+from tests.daemon_process import DaemonProcess
+from tests.protocol.test_gpu_workers import THREE
+
+#: Takes XLA a while, so that a copy that does not wait for it is early.
+_SLOW = """
+    import jax
+    import jax.numpy as jnp
+
+    inputs = {"x": "FP32[4]"}
+    outputs = {"y": "FP32[4]", "z": "FP32[4]"}
+    max_batch_size = 8
+
+    def create(path, config, device):
+        def apply(params, inputs):
+            x = inputs["x"]
+            large = jnp.full((2048, 2048), 1 / 2048, jnp.bfloat16)
+            ones = jax.lax.fori_loop(0, 50, lambda _, ones: ones @ large, jnp.ones((2048, 2048), jnp.bfloat16))
+            return {"y": x + ones[0, 0], "z": x - ones[0, 0]}
+        return apply, None
+"""
+
+
+@pytest.fixture(scope="module")
+def small_daemon(gpu_repository: Path, start_gpu_daemon: Callable[..., DaemonProcess]) -> DaemonProcess:
+    repositories.write_model(gpu_repository, "three", THREE)
+    repositories.write_model(gpu_repository, "slow", _SLOW)
+    return start_gpu_daemon()
+
+
+@pytest.mark.parametrize("model", ["three", "slow"])
+def test_each_gets_its_own_rows(small_daemon: DaemonProcess, model: str) -> None:
+    def ask(who: int) -> None:
+        with grpcclient.InferenceServerClient(small_daemon.grpc_url) as client:
+            for number in range(50):
+                values = np.full((1, 4), 100 * who + number - 50, np.float32)
+                given = grpcclient.InferInput("x", [1, 4], "FP32")
+                given.set_data_from_numpy(values)
+                answer = client.infer(model, [given])
+                if model == "three":
+                    assert np.array_equal(answer.as_numpy("y"), 3 * values + 1)
+                    assert np.array_equal(answer.as_numpy("up"), values > 0)
+                    assert answer.as_numpy("sum").tolist() == [[values.sum()]]
+                else:
+                    assert np.array_equal(answer.as_numpy("y"), values + 1)
+                    assert np.array_equal(answer.as_numpy("z"), values - 1)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask, range(8)))
