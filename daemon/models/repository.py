@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import os
 import re
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,8 @@ _MAX_CODE_BYTE_SIZE = 16 << 20
 _MAX_NAMED = 5
 #: Why a name is not served that two repositories have: Triton's words.
 DUPLICATE = "model appears in two or more repositories"
+#: Up to Python 3.11 the depth of a syntax tree is counted for all threads together, so that two at a time may both fail.
+_parsing = threading.Lock()
 _NONE_CHOSEN = "no version is available under its version policy"
 
 
@@ -233,7 +236,9 @@ def _guess_backend(path: Path, message: ModelConfig, version: int) -> str:
             f"it names no backend, and version {version} has no {file} to tell it from, nor a program"
         )
     try:
-        names = set(_defined(ast.parse(text)))
+        with _parsing:
+            tree = ast.parse(text)
+        names = set(_defined(tree))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         raise InvalidArgument(f"{file} of version {version} is not valid Python{line}") from None

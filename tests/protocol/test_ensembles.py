@@ -79,6 +79,40 @@ JUDGE_CONFIG = """
     input [ { name: "x" data_type: TYPE_FP32 dims: [ 4 ] }, { name: "hint" data_type: TYPE_FP32 dims: [ 4 ] optional: true } ]
     output [ { name: "y" data_type: TYPE_FP32 dims: [ 4 ] }, { name: "said" data_type: TYPE_STRING dims: [ 1 ] } ]
 """
+#: Says of which sequence its answer is, as the request told it.
+TAGGER = """
+    import json
+    import triton_python_backend_utils as pb_utils
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            answers = []
+            for request in requests:
+                x = pb_utils.get_input_tensor_by_name(request, "x").as_numpy()
+                said = json.loads(json.loads(request.parameters()).get("tag", "{}"))
+                answers.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", x)], parameters=said))
+            return answers
+"""
+TAGGER_CONFIG = """
+    backend: "python"
+    max_batch_size: 8
+    input { name: "x" data_type: TYPE_FP32 dims: 4 }
+    output { name: "y" data_type: TYPE_FP32 dims: 4 }
+"""
+#: Sums up what came of a sequence.
+SUMS = """
+    import numpy as np
+
+    inputs, outputs = {"x": "FP32[4]"}, {"y": "FP32[4]"}
+    max_batch_size = 8
+    state = {"sum": "FP32[4]"}
+
+    def create(path, config, device):
+        def apply(params, inputs, state):
+            total = state["sum"] + inputs["x"]
+            return {"y": total}, {"sum": total}
+        return apply, {}
+"""
 #: Holds its requests until it may go on.
 GATE = """
     import pathlib, time
@@ -205,6 +239,13 @@ def models(repository: Path) -> Path:
     ensemble(repository, "met", ["x FP32 4"], ["y FP32 4"], [first, second], 8)
     write_model(repository, "narrow", MEETS.replace("max_batch_size = 8", ""), NARROW)
     ensemble(repository, "narrowed", ["x FP32 4"], ["y FP32 4"], [("narrow", {"x": "x"}, {"y": "y"})], 1)
+    write_model(repository, "tagger", TAGGER, TAGGER_CONFIG)
+    tagged = ("tagger", {"x": "x"}, {"y": "tagged"})
+    judged = [("judge", {"x": of}, {"y": f"y_{of}", "said": f"said_{of}"}) for of in ("x", "tagged", "y_tagged")]
+    said = [f"said_{of} STRING 1" for of in ("x", "tagged", "y_tagged")]
+    ensemble(repository, "retold", ["x FP32 4"], [*said, "y_x FP32 4", "y_y_tagged FP32 4"], [tagged, *judged], 8)
+    write_model(repository, "sums", SUMS, "sequence_batching { max_sequence_idle_microseconds: 600000000 }")
+    ensemble(repository, "tagged_sums", ["x FP32 4"], ["y FP32 4"], [tagged, ("sums", {"x": "tagged"}, {"y": "y"})], 1)
     write_model(repository, "counts", COUNTS)
     write_model(repository, "tens", TENS)
     counted, made = ("counts", {"n": "n"}, {"i": "i"}), ("tens", {"x": "n", "k": "n"}, {"y": "k"})
@@ -477,6 +518,53 @@ def test_cancelled_between_steps(
     assert "CANCELLED" in str(answers[0]) or "cancelled" in str(answers[0])
     wait_until(lambda: stats(http, "gated")["inference_stats"]["fail"]["count"] == 1, "the request to end", daemon)
     assert stats(http, "scale")["inference_stats"]["success"]["count"] == before
+
+
+def test_a_model_says_of_which_sequence_later_steps_are(client: Any) -> None:
+    """1. The client is of sequence 5. 2. A model says "other", START. 3. Steps behind it are of that one, others are not."""
+    tag = json.dumps({"sequence_id": "other", "sequence_start": True})
+    got = client.infer(
+        "retold", [tensor(client, "x", rows())], sequence_id=5, sequence_end=True, parameters={"tag": tag}
+    )
+    said = [json.loads(got.as_numpy(f"said_{of}").item()) for of in ("x", "tagged", "y_tagged")]
+    assert [(one["sequence"], one["flags"]) for one in said] == [(5, 2), ("other", 1), ("other", 1)]
+    # What it does not say of the flags is not set, and the sequence stays.
+    got = client.infer(
+        "retold",
+        [tensor(client, "x", rows())],
+        sequence_id=5,
+        sequence_end=True,
+        parameters={"tag": '{"sequence_start": true}'},
+    )
+    said = [json.loads(got.as_numpy(f"said_{of}").item()) for of in ("x", "tagged", "y_tagged")]
+    assert [(one["sequence"], one["flags"]) for one in said] == [(5, 2), (5, 1), (5, 1)]
+
+
+def test_sequences_that_a_model_names(http: httpclient.InferenceServerClient) -> None:
+    sums = {7: 0.0, 8: 0.0}
+    for number in range(6):
+        who = 7 + number % 2
+        tag = {"sequence_id": who, "sequence_start": number < 2, "sequence_end": number > 3}
+        got = http.infer("tagged_sums", [tensor(http, "x", rows())], parameters={"tag": json.dumps(tag)})
+        sums[who] += 1
+        np.testing.assert_array_equal(got.as_numpy("y"), sums[who] * rows())
+
+
+@pytest.mark.parametrize(
+    ("tag", "why"),
+    [
+        (
+            {"sequence_id": True},
+            "expected parameter 'sequence_id' to be TRITONSERVER_PARAMETER_INT or TRITONSERVER_PARAMETER_STRING",
+        ),
+        ({"sequence_end": 1}, "expect parameter 'sequence_end' to be TRITONSERVER_PARAMETER_BOOL"),
+        ({"sequence_id": -1}, "correlation ID -1 is no unsigned number of 64 bits"),
+    ],
+)
+def test_a_sequence_that_is_none(http: httpclient.InferenceServerClient, tag: dict[str, Any], why: str) -> None:
+    with pytest.raises(InferenceServerException) as caught:
+        http.infer("retold", [tensor(http, "x", rows())], parameters={"tag": json.dumps(tag)})
+    assert (caught.value.status(), caught.value.message()) == ("400", f"in ensemble 'retold', {why}")
 
 
 def events(daemon: DaemonProcess, model: str, n: int) -> list[Any]:

@@ -16,6 +16,7 @@ from shm.arrays import Array
 from shm.errors import Cancelled, Internal, InvalidArgument, ServingError, from_code
 from shm.messages import Submit
 from shm.status_page import StatusPage
+from workers.dispatch.answer_controls import controls_said
 from workers.dispatch.inner_arrival import fitting, validate_inner
 from workers.dispatch.outbox import Outbox
 from workers.dispatch.responses import Responses
@@ -28,7 +29,7 @@ from workers.programs.chain_program import ChainProgram
 from workers.requests.inner_request import InnerRequest
 from workers.requests.request import Moments, Request, controls_of
 from workers.requests.response_sender import ResponseSender
-from workers.requests.result import Result
+from workers.requests.result import Response, Result
 from workers.scheduling.ensemble_graph import EnsembleGraph
 from workers.scheduling.ensemble_run import Answer, EnsembleRun, Start
 from workers.tensors.signature import TensorSpec
@@ -215,6 +216,9 @@ class EnsembleRuns:
     def _start(self, run: _Run, start: Start[Array]) -> None:
         request, member = run.request, run.members[start.step]
         step, own, now_ns = run.graph.steps[start.step], request.own, self._clock()
+        controls = start.controls or controls_of(own)
+        if start.controls is not None and member.sequences is not None:
+            member = self._models.home(member, controls.correlation_id, controls.start)
         submit = Submit(
             request.request_id,
             member.name,
@@ -228,9 +232,7 @@ class EnsembleRuns:
             now_ns,
             request.priority,
             own.timeout_us,
-            own.sequence_id,
-            own.sequence_start,
-            own.sequence_end,
+            *controls,
             0 if request.timeline is None else request.timeline.level,
         )
         arrays = _fitted(start.inputs, member.signature.inputs, member.signature.batches)
@@ -297,8 +299,15 @@ class EnsembleRuns:
     def _go_on_with(self, run: _Run, start: Start[Array], result: Result) -> None:
         if isinstance(result, ServingError):
             self._fail(run, result)
-        else:
-            self._go_on(run, run.run.responded(start, result))
+            return
+        controls = None
+        if isinstance(result, Response):
+            try:
+                controls = controls_said(result.parameters, start.controls or controls_of(run.request.own))
+            except InvalidArgument as error:
+                self._fail(run, error)
+                return
+        self._go_on(run, run.run.responded(start, result, controls))
 
     def _must_wait(self, run: _Run) -> bool:
         """Whether its client does not take answers now; it goes on when that does."""

@@ -7,14 +7,18 @@
 Pure: tensors are whatever the caller gives, and a tensor that is not there (an optional input that the client left out, an output
 that a member did not make) is not passed on. It holds a tensor no longer than somebody needs it. When nothing runs any more and
 nothing can start the run is over, well or not (``stuck``).
+
+Steps are of the sequence that the client's request is of, until a model says of its answer that it is of another one
+(``controls``): that holds for the steps that take something of it, and for those that take something of these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
 from workers.scheduling.ensemble_graph import EnsembleGraph, NeededSteps
+from workers.scheduling.sequence import Controls
 
 T = TypeVar("T")
 
@@ -27,6 +31,8 @@ class Start(NamedTuple, Generic[T]):
     iteration: int
     #: Input of the model -> tensor.
     inputs: dict[str, T]
+    #: What its request says of its sequence; None: what the client's says.
+    controls: Controls | None = None
 
 
 class Answer(NamedTuple, Generic[T]):
@@ -38,7 +44,7 @@ class Answer(NamedTuple, Generic[T]):
 class EnsembleRun(Generic[T]):
     """``running`` counts the steps that were started and have not ended."""
 
-    __slots__ = ("_answered", "_counts", "_graph", "_left", "_needed", "_open", "_values", "running")
+    __slots__ = ("_answered", "_controls", "_counts", "_graph", "_left", "_needed", "_open", "_values", "running")
 
     def __init__(self, graph: EnsembleGraph, needed: NeededSteps) -> None:
         self._graph = graph
@@ -47,6 +53,8 @@ class EnsembleRun(Generic[T]):
         self._values: dict[tuple[str, int], T | None] = {}
         #: How often each will still be looked at.
         self._left: dict[tuple[str, int], int] = {}
+        #: Of those that are of another sequence than the client's request.
+        self._controls: dict[tuple[str, int], Controls] = {}
         #: (origin, iteration) -> how many steps run for it.
         self._open: dict[tuple[int, int], int] = {}
         #: Streaming step -> its responses so far.
@@ -63,14 +71,17 @@ class EnsembleRun(Generic[T]):
         ]
         return out + self._answers()
 
-    def responded(self, start: Start[T], outputs: Mapping[str, T]) -> list[Start[T] | Answer[T]]:
-        """A step has answered, perhaps not for the last time."""
+    def responded(
+        self, start: Start[T], outputs: Mapping[str, T], controls: Controls | None = None
+    ) -> list[Start[T] | Answer[T]]:
+        """A step has answered, perhaps not for the last time. ``controls``: what its model says of the sequence."""
         number, step = start.step, self._graph.steps[start.step]
         iteration = start.iteration
         if step.streams:
             iteration = self._counts.get(number, 0)
             self._counts[number] = iteration + 1
-        self._keep({tensor: outputs.get(name) for name, tensor in step.outputs.items()}, iteration)
+        controls = controls or start.controls
+        self._keep({tensor: outputs.get(name) for name, tensor in step.outputs.items()}, iteration, controls)
         # A tensor comes once, so what it was the last one for starts now, and never again.
         ready = {
             (taker, due): None
@@ -109,12 +120,14 @@ class EnsembleRun(Generic[T]):
 
     # -------------------------------------------------------------------------------------------------------- tensors
 
-    def _keep(self, tensors: Mapping[str, T | None], iteration: int) -> None:
+    def _keep(self, tensors: Mapping[str, T | None], iteration: int, controls: Controls | None = None) -> None:
         for tensor, value in tensors.items():
             uses = self._needed.uses.get(tensor)
             if uses:
                 self._values[tensor, iteration] = value
                 self._left[tensor, iteration] = uses
+                if controls is not None:
+                    self._controls[tensor, iteration] = controls
 
     def _look(self, tensor: str, iteration: int, again: bool) -> T | None:
         """One of the uses of a tensor. ``again``: every iteration has such a use, so what has no origin stays."""
@@ -124,6 +137,7 @@ class EnsembleRun(Generic[T]):
             self._left[key] -= 1
             if not self._left[key]:
                 del self._values[key], self._left[key]
+                self._controls.pop(key, None)
         return value
 
     def _dynamic(self, tensor: str) -> bool:
@@ -152,9 +166,15 @@ class EnsembleRun(Generic[T]):
         if origin is not None:
             self._open[origin, iteration] = self._open.get((origin, iteration), 0) + 1
         again = origin is not None
+        controls = self._controls_of(step.inputs.values(), iteration) if self._controls else None
         found = {tensor: self._look(tensor, iteration, again) for tensor in dict.fromkeys(step.inputs.values())}
         inputs = {name: value for name, tensor in step.inputs.items() if (value := found[tensor]) is not None}
-        return Start(number, iteration, inputs)
+        return Start(number, iteration, inputs, controls)
+
+    def _controls_of(self, tensors: Collection[str], iteration: int) -> Controls | None:
+        """Those of the first of them that has some."""
+        keys = ((tensor, iteration if self._dynamic(tensor) else 0) for tensor in tensors)
+        return next((self._controls[key] for key in keys if key in self._controls), None)
 
     def _answers(self) -> list[Start[T] | Answer[T]]:
         """Those that are whole now, in the order of their iterations."""
@@ -170,7 +190,7 @@ class EnsembleRun(Generic[T]):
 
     def check_invariants(self) -> None:
         """For tests."""
-        assert self._values.keys() == self._left.keys()
+        assert self._values.keys() == self._left.keys() >= self._controls.keys()
         assert all(left > 0 for left in self._left.values())
         assert self.running >= sum(self._open.values())
         assert all(count > 0 for count in self._open.values())

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from workers.scheduling.ensemble_graph import EnsembleGraph, Step
 from workers.scheduling.ensemble_run import Answer, EnsembleRun, Start
+from workers.scheduling.sequence import Controls
 
 
 def step(takes: str, gives: str, streams: bool = False) -> Step:
@@ -62,6 +63,37 @@ def test_a_tensor_that_is_not_there_is_not_passed_on() -> None:
     (only,) = run(graph).begun({"a": "A"})
     assert isinstance(only, Start)
     assert only.inputs == {"a": "A"}
+
+
+def test_what_an_answer_says_of_its_sequence_holds_for_all_that_comes_of_it() -> None:
+    graph = EnsembleGraph(
+        ["a"], ["d", "e", "f"], [step("a", "b", True), step("a", "c"), step("b c", "d"), step("d", "e"), step("c", "f")]
+    )
+    going = run(graph)
+    first, second = going.begun({"a": "A"})
+    assert isinstance(first, Start)
+    assert isinstance(second, Start)
+    assert first.controls is second.controls is None
+    (plain,) = going.responded(second, {"c": "C"})
+    assert isinstance(plain, Start)
+    assert plain.controls is None, "of the client's sequence"
+    going.responded(plain, {"f": "F"})
+    for number in range(2):
+        said = Controls(number + 7, True, False)
+        (third,) = going.responded(first, {"b": f"B{number}"}, said)
+        assert isinstance(third, Start)
+        assert third.controls == said
+        (fourth,) = going.responded(third, {"d": "D"})
+        assert isinstance(fourth, Start)
+        assert fourth.controls == said, "its model has said nothing else"
+        going.check_invariants()
+        assert answers(going.responded(fourth, {"e": "E"})) == [{"d": "D", "e": "E", "f": "F"}]
+        for each in (third, fourth):
+            going.ended(each)
+    for each in (first, second, plain):
+        going.ended(each)
+    assert going._controls == {}
+    assert not going.stuck
 
 
 def test_an_input_that_is_an_output() -> None:

@@ -1,0 +1,39 @@
+"""Of which sequence the steps of an ensemble are that come after a model: its answer may say so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shm.errors import InvalidArgument
+from shm.messages import Parameter
+from workers.calls.inputs import check_sequence
+from workers.scheduling.sequence import Controls
+
+#: Parameters of an answer that say it.
+_NAMES = {"sequence_id", "sequence_start", "sequence_end"}
+
+
+def controls_said(parameters: Mapping[str, Parameter], controls: Controls) -> Controls | None:
+    """What a model's answer says of the sequence of later steps; None: nothing. What it leaves out of the flags is not set.
+
+    Args:
+      controls: of its own request.
+    Raises: InvalidArgument: one of them is of another type, in Triton's words.
+    Source: triton-inference-server/core, src/ensemble_scheduler/ensemble_scheduler.cc, ConsumeResponse.
+    """
+    if not _NAMES & parameters.keys():
+        return None
+    start, end = (_flag(name, parameters.get(name, False)) for name in ("sequence_start", "sequence_end"))
+    named = parameters.get("sequence_id", controls.correlation_id)
+    if isinstance(named, bool) or not isinstance(named, int | str):
+        raise InvalidArgument(
+            "expected parameter 'sequence_id' to be TRITONSERVER_PARAMETER_INT or TRITONSERVER_PARAMETER_STRING"
+        )
+    check_sequence(named)
+    return Controls(named, start, end)
+
+
+def _flag(name: str, given: Parameter) -> bool:
+    if isinstance(given, bool):
+        return given
+    raise InvalidArgument(f"expect parameter '{name}' to be TRITONSERVER_PARAMETER_BOOL")
