@@ -29,9 +29,9 @@ __all__ = [
 
 def export(
     folder: str | Path,
-    function: Callable[..., Mapping[str, Any]],
+    function: Callable[..., Any],
     parameters: Any,
-    inputs: Mapping[str, str],
+    inputs: Any,
     max_batch_size: int = 0,
     buckets: Mapping[str, Sequence[int]] | None = None,
     platforms: Sequence[str] | None = None,
@@ -40,10 +40,11 @@ def export(
 
     Args:
       folder: of the model; its name is the model's. Version 1 is written, which must not be there.
-      function: ``function(parameters, inputs)`` returns a dict of named arrays. With ``max_batch_size`` above 0 all of them have
-        the batch as first dimension.
+      function: ``function(parameters, inputs)`` returns a dict of named arrays, or a tree of them. With ``max_batch_size`` above
+        0 all of them have the batch as first dimension.
       parameters: a pytree. Its arrays are written beside the program; everything else in it becomes part of that.
-      inputs: name -> datatype and dims without the batch, such as ``{"x": "FP32[4]", "ids": "INT64[sequence]"}``.
+      inputs: name -> datatype and dims without the batch, such as ``{"x": "FP32[4]", "ids": "INT64[sequence]"}``; or a tree of
+        those, as the function takes it: an array is named by the keys on the way to it, joined by dots.
       buckets: named axis -> sizes that are compiled when the model is loaded; requests are padded to them with zeros.
       platforms: what it may run on, such as ``("cpu", "cuda")``. None: the one that runs this.
 

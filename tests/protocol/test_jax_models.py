@@ -7,6 +7,7 @@ import json
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,40 @@ NETWORK = """
             return {"y": jax.vmap(network)(inputs["x"])}
 
         return apply, network
+"""
+#: Trees of inputs and outputs: a dataclass, tuples and dicts.
+TREES = """
+    import dataclasses
+    from typing import Any
+    import jax
+    import jax.numpy as jnp
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Text:
+        ids: Any
+        mask: Any
+
+    inputs = {"text": Text("INT32[length]", "INT32[length]"), "pair": ("FP32[2]", ["FP32[1]"])}
+    outputs = {"scores": {"all": "FP32[2]", "text": "INT32[1]"}, "rest": ("FP32[1]",)}
+    max_batch_size = 4
+    buckets = {"length": (4,)}
+
+    def create(path, config, device):
+        def apply(params, inputs):
+            text, (a, (b,)) = inputs["text"], inputs["pair"]
+            found = jnp.sum(text.ids * text.mask, axis=1, keepdims=True)
+            return {"scores": {"all": a * params["k"][0], "text": found}, "rest": (b,)}
+        return apply, {"k": [jnp.float32(3)]}
+"""
+#: The same for a host model; and what one array is called.
+SUM = """
+    host = True
+    inputs = ("FP32[2]", "FP32[2]")
+    outputs = "FP32[2]"
+
+    def create(path, config, device):
+        return (lambda params, inputs: inputs[0] + inputs[1]), None
 """
 EXPORTED = """
     import jax.export
@@ -104,6 +139,42 @@ def test_a_network_with_functions_and_flags_among_its_leaves(daemon: DaemonProce
     asked = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}
     status, answer = daemon.infer("network", [asked])
     assert (status, answer["outputs"][0]["data"]) == (200, [6.0, 0.0] if inference else [12.0, 0.0])
+
+
+def tensor(name: str, datatype: str, data: list[list[float]] | list[float]) -> dict[str, object]:
+    return {"name": name, "datatype": datatype, "shape": np.shape(data), "data": data}
+
+
+def test_trees_of_inputs_and_outputs(daemon: DaemonProcess) -> None:
+    """Clients name an array by the keys on the way to it."""
+    assert load(daemon, "trees", TREES) == (200, "")
+    asked = [tensor("text.ids", "INT32", [[1, 2, 3]]), tensor("text.mask", "INT32", [[1, 0, 1]])]
+    asked += [tensor("pair.0", "FP32", [[1, 2]]), tensor("pair.1.0", "FP32", [[7]])]
+    status, answer = daemon.infer("trees", asked)
+    found = {output["name"]: output["data"] for output in answer["outputs"]}
+    assert (status, found) == (200, {"scores.all": [3.0, 6.0], "scores.text": [4], "rest.0": [7.0]})
+    assert load(daemon, "sum", SUM) == (200, "")
+    status, answer = daemon.infer("sum", [tensor(f"input_{n}", "FP32", [n, 2]) for n in (0, 1)])
+    assert (status, answer["outputs"][0]) == (200, tensor("output_0", "FP32", [1.0, 4.0]) | {"shape": [2]})
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (
+            "slots = 4\n" + dedent(SUM).replace("host = True", ""),
+            "inputs and outputs of a stepped model are dicts of names",
+        ),
+        (
+            dedent(SUM).replace("inputs[0] + inputs[1])", "(yield inputs[0]))"),
+            "whose inputs and outputs are dicts of names",
+        ),
+        (TREES.replace("class Text", "class Text_").replace("@jax", "#").replace("Text(", "Text_("), "is no pytree"),
+    ],
+)
+def test_trees_that_are_refused(daemon: DaemonProcess, source: str, words: str) -> None:
+    status, error = load(daemon, "refused", source)
+    assert (status, words in error) == (400, True), error
 
 
 def test_an_exported_program(daemon: DaemonProcess) -> None:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 from shm.errors import InvalidArgument
 from workers.models.request_inputs import RequestInputs
-from workers.tensors.signature import StateSpec
+from workers.tensors.signature import Signature
+from workers.tensors.tensor_trees import is_tree, taking_trees
 
 
 def created(
-    model: str, returned: object, states: Sequence[StateSpec], asked: RequestInputs | None
+    module: ModuleType, described: Signature, returned: object, asked: RequestInputs | None
 ) -> tuple[Callable[..., Any], Any, object]:
-    """Function, parameters and beginning; None where that is not given. Raises InvalidArgument: it is something else.
+    """Function, parameters and beginning; None where that is not given.
 
-    ``asked``: what the function is told of requests, if anything; here it takes that among its inputs.
+    Args:
+      module: model.py; where it declares trees, the function takes and gives dicts of named arrays here.
+      asked: what the function is told of requests, if anything; here it takes that among its inputs.
+    Raises: InvalidArgument: it is something else.
     """
+    model, states = described.model, described.states
     if not isinstance(returned, tuple) or not 2 <= len(returned) <= 3 or not callable(returned[0]):
         raise InvalidArgument(f"model '{model}': create() must return a function and its parameters")
     if len(returned) == 3 and not states:
@@ -33,6 +39,20 @@ def created(
     names += ["state"] if states else []
     names += ["request"] if asked is not None else []
     check_arguments(model, "the function", apply, names)
+    if is_tree(module):
+        if is_generator(returned):
+            raise InvalidArgument(
+                f"model '{model}': create() returned a generator function, whose inputs and outputs are dicts of names to arrays"
+            )
+        added = described.inputs.keys() - (asked.specs if asked is not None else {})
+        apply = taking_trees(
+            f"model '{model}'",
+            apply,
+            getattr(module, "inputs", {}),
+            getattr(module, "outputs", None),
+            added,
+            bool(states),
+        )
     return apply if asked is None else asked.telling(apply), parameters, first[0] if first else None
 
 

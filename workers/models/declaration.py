@@ -16,6 +16,7 @@ from workers.scheduling.dynamic_batcher import BatchRules
 from workers.scheduling.queue import QueuePolicy, QueueRules
 from workers.tensors.buckets import MAX_EXECUTABLES, Buckets, check_sizes, powers_of_two
 from workers.tensors.signature import Declared, Signature, TensorSpec, declare, parse_declaration
+from workers.tensors.tensor_trees import declarations
 
 _MAX_LABEL_BYTE_SIZE = 16 << 20
 
@@ -24,12 +25,10 @@ def declare_tensors(message: ModelConfig, module: ModuleType) -> dict[str, tuple
     """Takes over what model.py declares where the configuration is silent; returns the names of axes."""
     tensors: dict[str, dict[str, Declared]] = {}
     for kind in ("inputs", "outputs"):
-        declared = getattr(module, kind, {})
-        if not isinstance(declared, Mapping):
-            raise InvalidArgument(f"model '{message.name}': {kind} of model.py must be a dict of names to declarations")
+        what = f"model '{message.name}'"
         tensors[kind] = {
-            str(name): parse_declaration(f"model '{message.name}': {kind[:-1]} '{name}'", text)
-            for name, text in declared.items()
+            name: parse_declaration(f"{what}: {kind[:-1]} '{name}'", text)
+            for name, text in declarations(what, getattr(module, kind, {}), kind[:-1]).items()
         }
     declare(message, tensors["inputs"], tensors["outputs"], getattr(module, "source", "model.py"))
     if not message.output:
@@ -125,7 +124,8 @@ def _check_axes(message: ModelConfig, module: ModuleType, buckets: Mapping[str, 
 
     A declared axis counts also where the configuration gives it one size.
     """
-    declared = [parse_declaration(name, text) for name, text in getattr(module, "inputs", {}).items()]
+    texts = declarations(f"model '{message.name}'", getattr(module, "inputs", {}), "input")
+    declared = [parse_declaration(name, text) for name, text in texts.items()]
     named = {axis for tensor in declared for axis in tensor.axes if axis is not None}
     unknown = sorted(buckets.keys() - named)
     if unknown:

@@ -59,7 +59,7 @@ def export_version(load: Load, device: jax.Device, folder: Path, platforms: str)
         described = signature(message, axes, {})
         with precision(described):
             returned = module.create(folders[0], model_config.to_dict(message), device)
-        apply, parameters, _ = created(load.name, returned, (), None)
+        apply, parameters, _ = created(module, described, returned, None)
         inputs = {spec.name: Declared(spec.datatype, spec.model_dims, spec.axes) for spec in described.inputs.values()}
         message.name = folder.name
         # What is written is version 1, and has no such file.

@@ -26,6 +26,7 @@ from shm.arrays import DTYPES, datatype_of
 from shm.errors import InvalidArgument
 from workers.tensors.buckets import powers_of_two
 from workers.tensors.signature import WIDE, Declared, parse_declaration
+from workers.tensors.tensor_trees import declarations, taking_trees
 
 _BATCH = "batch"
 _PARAMETERS = "params.safetensors"
@@ -33,9 +34,9 @@ _PARAMETERS = "params.safetensors"
 
 def export_model(
     folder: str | Path,
-    function: Callable[..., Mapping[str, Any]],
+    function: Callable[..., Any],
     parameters: Any,
-    inputs: Mapping[str, str],
+    inputs: Any,
     max_batch_size: int = 0,
     buckets: Mapping[str, Sequence[int]] | None = None,
     platforms: Sequence[str] | None = None,
@@ -46,8 +47,11 @@ def export_model(
     message.max_batch_size = max_batch_size
     for axis, sizes in (buckets or {}).items():
         message.parameters[f"buckets.{axis}"].string_value = ",".join(map(str, sizes))
-    declared = {name: parse_declaration(f"input '{name}'", text) for name, text in inputs.items()}
-    return write(folder, message, function, parameters, declared, platforms)
+    what = f"model '{folder.name}'"
+    declared = {
+        name: parse_declaration(f"input '{name}'", text) for name, text in declarations(what, inputs, "input").items()
+    }
+    return write(folder, message, taking_trees(what, function, inputs, None), parameters, declared, platforms)
 
 
 def write(

@@ -311,7 +311,7 @@ class Loader:
             check_state_size(buckets.signature, count, self._max_state_byte_size)
         with precision(described):
             returned = module.create(Path(record.version_path), model_config.to_dict(message), given)
-        apply, parameters, first = created(message.name, returned, described.states, made_inputs.asked)
+        apply, parameters, first = created(module, described, returned, made_inputs.asked)
         if is_generator(returned):
             declare_streams(message)
             streaming = GeneratorModel(record.version, described, apply, parameters, port)

@@ -1,13 +1,12 @@
 """One file with a program: what jax.export wrote, or a module of StableHLO, as a function of named arrays.
 
-Names come from the pytree of its arguments and results: the keys on the way to an array, joined by dots. A number in that place
-is written ``input_0`` or ``output_0`` where it is all there is; the only positional argument's own number is left out.
+Names come from the pytree of its arguments and results (``workers.tensors.tensor_trees``). The only positional argument's own
+number is left out.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from jax.interpreters.mlir import make_ir_context
 from config.artifact_files import EXPORTED
 from shm.arrays import DTYPES, datatype_of
 from shm.errors import InvalidArgument
+from workers.tensors.tensor_trees import name_of
 
 _MAX_BYTE_SIZE = 2 << 30
 _MAX_SAID = 300
@@ -175,9 +175,7 @@ class ProgramFile:
 def _leaves(tree: Any, avals: Sequence[Any], kind: str) -> tuple[Leaf, ...]:
     found = []
     for (keys, _), aval in zip(jax.tree_util.tree_leaves_with_path(tree), avals, strict=True):
-        name = jax.tree_util.keystr(keys, simple=True, separator=".")
-        name = f"{kind}_{name or 0}" if re.fullmatch(r"\d*", name) else name
-        found.append(Leaf(name, aval.dtype, tuple(map(_dim, aval.shape))))
+        found.append(Leaf(name_of(keys, kind), aval.dtype, tuple(map(_dim, aval.shape))))
     return tuple(found)
 
 

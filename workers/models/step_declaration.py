@@ -23,6 +23,7 @@ from workers.programs.step_program import StepFunctions
 from workers.scheduling.step_batcher import StepRules
 from workers.tensors.buckets import Buckets, check_sizes
 from workers.tensors.signature import Signature
+from workers.tensors.tensor_trees import is_tree
 
 MAX_SLOTS = 4096
 _MAX_STEPS = 1 << 31
@@ -52,6 +53,8 @@ def declare_steps(message: ModelConfig, module: ModuleType) -> StepDeclaration |
         return None
     if getattr(module, "host", False):
         raise Unsupported(f"{what}: slots are for functions that are compiled; a host model answers with a generator")
+    if is_tree(module):
+        raise InvalidArgument(f"{what}: inputs and outputs of a stepped model are dicts of names to declarations")
     slots = _number(what, module, "slots", MAX_SLOTS)
     max_steps = _number(what, module, "max_steps", _MAX_STEPS)
     inserts = _number(what, module, "inserts_per_step", slots, min(4, slots))

@@ -55,6 +55,23 @@ def test_a_function(tmp_path: Path) -> None:
         np.testing.assert_allclose(made["mean"], expected["mean"], rtol=1e-6)
 
 
+def test_a_function_of_trees(tmp_path: Path) -> None:
+    """Names are those that it has when it is served from a model.py."""
+    tree = {"pair": ("FP32[2]", {"b": "FP32[1]"})}
+
+    def apply(params: Any, inputs: Any) -> Any:
+        a, rest = inputs["pair"]
+        return [a * params, {"b": rest["b"]}]
+
+    folder = tensord.models.export(tmp_path / "m", apply, np.float32(3), tree, 4)
+    module, message = read(folder)
+    assert sorted(module.inputs) == ["pair.0", "pair.1.b"]
+    assert sorted(tensor.name for tensor in message.output) == ["1.b", "output_0"]
+    served, params = module.create(folder / "1", {}, jax.devices()[0])
+    made = served(params, {"pair.0": np.ones((2, 2), np.float32), "pair.1.b": np.ones((2, 1), np.float32)})
+    np.testing.assert_array_equal(made["output_0"], np.full((2, 2), 3, np.float32))
+
+
 def test_a_wide_one_without_parameters_and_without_a_batch(tmp_path: Path) -> None:
     folder = tensord.models.export(
         tmp_path / "m", lambda _, inputs: {"y": inputs["x"] + 1}, None, {"x": "INT64[-1, 2]"}

@@ -1,0 +1,116 @@
+"""Inputs and outputs of a model as pytrees: a name for each array, and the tree again from arrays by name.
+
+    {"image": a, "text": {"ids": b, "mask": c}}    image, text.ids, text.mask
+    (a, (b, c))                                    input_0, 1.0, 1.1
+
+Names are the keys on the way to an array, joined by dots; a number that is all there is becomes ``input_0`` or ``output_0``.
+Programs of ``jax.export`` are read by the same rule. A dict of names to arrays is the ordinary case, and costs nothing here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
+from typing import Any
+
+import jax
+
+from shm.errors import Internal, InvalidArgument
+
+
+def name_of(keys: Any, kind: str) -> str:
+    """The name of an array at the end of those keys. ``kind``: "input" or "output"."""
+    name = jax.tree_util.keystr(keys, simple=True, separator=".")
+    return f"{kind}_{name or 0}" if re.fullmatch(r"\d*", name) else name
+
+
+def declarations(what: str, declared: object, kind: str) -> dict[str, object]:
+    """Name -> what is declared of it, in order. ``what``: whose they are. Raises InvalidArgument: two have one name."""
+    if _is_flat(declared):
+        assert isinstance(declared, Mapping)
+        return {str(name): text for name, text in declared.items()}
+    return dict(zip(*_leaves(what, declared, kind)[:2], strict=True))
+
+
+def is_tree(module: ModuleType) -> bool:
+    """Whether model.py declares anything but dicts of names to declarations."""
+    return not all(_is_flat(getattr(module, kind, {})) for kind in ("inputs", "outputs"))
+
+
+def taking_trees(
+    what: str,
+    apply: Callable[..., Any],
+    inputs: object,
+    outputs: object,
+    added: Iterable[str] = (),
+    stateful: bool = False,
+) -> Callable[..., Any]:
+    """A function of trees as one that takes and gives dicts of named arrays.
+
+    Args:
+      what: whose it is, for errors.
+      inputs: as they are declared; ``outputs`` as well, None: they are not, and what is returned says it.
+      added: names of what the worker puts among the inputs; further keys of the dict that they are.
+      stateful: it returns outputs and state; state is left as it is.
+    Raises: InvalidArgument: the inputs have no place for what is added.
+    """
+    flat = _is_flat(inputs)
+    names, _, structure = ([], [], None) if flat else _leaves(what, inputs, "input")
+    others = [] if flat else sorted(set(added).difference(names))
+    if others and not isinstance(inputs, dict):
+        raise InvalidArgument(
+            f"{what}: inputs are declared as a {type(inputs).__name__}, which has no place for '{others[0]}', which the "
+            "server adds; a dict has"
+        )
+    named_outputs = outputs is None or not _is_flat(outputs)
+
+    @functools.wraps(apply)
+    def of_names(parameters: Any, given: dict[str, Any], *more: Any) -> Any:
+        if not flat:
+            tree = jax.tree.unflatten(structure, [given.get(name) for name in names])
+            given = {**tree, **{name: given[name] for name in others if name in given}} if others else tree
+        made = apply(parameters, given, *more)
+        if not named_outputs:
+            return made
+        if stateful:
+            # What is no pair is refused where state is taken.
+            return (_named(what, made[0]), *made[1:]) if isinstance(made, tuple) and made else made
+        return _named(what, made)
+
+    return of_names
+
+
+def _is_flat(declared: object) -> bool:
+    return isinstance(declared, Mapping) and jax.tree_util.all_leaves(declared.values(), is_leaf=_is_none)
+
+
+def _is_none(leaf: object) -> bool:
+    """JAX takes None for a tree without leaves; here it is a mistake that is to be told."""
+    return leaf is None
+
+
+def _leaves(what: str, declared: object, kind: str) -> tuple[list[str], list[object], Any]:
+    """Names, declarations and the structure."""
+    found, structure = jax.tree_util.tree_flatten_with_path(declared, is_leaf=_is_none)
+    names = [name_of(keys, kind) for keys, _ in found]
+    for name, (_, leaf) in zip(names, found, strict=True):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            raise InvalidArgument(
+                f"{what}: {kind} '{name}' is declared as a {type(leaf).__name__}, which is no pytree: "
+                "jax.tree_util.register_dataclass makes it one"
+            )
+    if twice := next((name for number, name in enumerate(names) if name in names[:number]), ""):
+        raise InvalidArgument(f"{what}: two {kind}s are called '{twice}'")
+    return names, [leaf for _, leaf in found], structure
+
+
+def _named(what: str, made: object) -> dict[str, Any]:
+    """Raises Internal: two outputs have one name."""
+    found = jax.tree_util.tree_leaves_with_path(made)
+    arrays = {name_of(keys, "output"): array for keys, array in found}
+    if len(arrays) < len(found):
+        raise Internal(f"{what}: two of its outputs have one name")
+    return arrays
