@@ -66,7 +66,7 @@ typedef struct { uint64_t byte_size; int32_t device, freed; } control_t;
 typedef struct { char name[40]; uint64_t count; } calls_t;
 enum { MAX_CALLS = 80 };
 typedef struct {
-    uint64_t locked, registered, locked_copied, other_copied, violations, queued, waited, unused;
+    uint64_t locked, registered, locked_copied, other_copied, violations, queued, waited, at_once;
     calls_t calls[MAX_CALLS];
 } host_t;
 _Static_assert(sizeof(host_t) <= PAGE, "one page a process");
@@ -651,9 +651,13 @@ static void *run(void *argument) {
         stream->first = task->next;
         stream->busy = 1;
         if (delay_us && (task->kind == COPY || task->kind == FILL)) {
+            static uint64_t copying;
+            if (!stream->of_xla && ++copying > host->at_once)
+                host->at_once = copying;
             pthread_mutex_unlock(&lock);
             usleep((useconds_t)delay_us);
             pthread_mutex_lock(&lock);
+            copying -= !stream->of_xla;
         }
         if (stream->context->lost) {
             /* nothing happens any more, and whoever waits is told */

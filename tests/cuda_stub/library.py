@@ -36,6 +36,8 @@ class HostMemory(NamedTuple):
     #: Copies and fills that were queued, and how often a stream was waited for.
     queued: int
     waited: int
+    #: The most copies that were under way together, where they take time.
+    at_once: int
 
 
 def _library() -> Path:
@@ -182,7 +184,7 @@ class CudaStub:
     def host(self, pid: int) -> HostMemory:
         """What a process that uses the driver does with host memory."""
         with (self.folder / f"host-{pid}").open("rb") as file:
-            return HostMemory(*struct.unpack("<7Q", file.read(56)))
+            return HostMemory(*struct.unpack("<8Q", file.read(64)))
 
     def calls(self, pid: int) -> Counter[str]:
         """How often a process that uses the driver called each of its functions since the device was opened."""

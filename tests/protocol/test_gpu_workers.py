@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
+import tritonclient.utils.shared_memory as shm
 from tritonclient.utils import InferenceServerException
 
 from tests import repositories
 from tests.cuda_owner import CudaOwner
 from tests.cuda_stub.library import CudaStub
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
-from tests.protocol.test_system_regions import in_region, out_region
+from tests.protocol.test_system_regions import ClientRegion, in_region, out_region
 from tests.scrapes import scrape
 
 
@@ -248,6 +249,56 @@ def test_small_requests_cross_the_bus_once_each_way(
             list(threads.map(ask, 4 * [model], range(2, 6), 4 * [20]))
         together = stub.host(pid)
         assert together.queued - alone.queued == together.waited - alone.waited <= 160
+
+
+_LARGE = """
+    inputs = {"x": "FP32[n]"}
+    outputs = {"y": "FP32[n]", "sum": "FP32[1]"}
+
+    def create(path, config, device):
+        return (lambda params, inputs: {"y": 2 * inputs["x"], "sum": inputs["x"][:1]}), None
+"""
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_instances_are_slots_of_a_pipeline(
+    stub: CudaStub, serve: Serve, repository: Path, tmp_path: Path, count: int
+) -> None:
+    """Of several clients with large tensors: with one instance a copy comes after the other, with several they overlap."""
+    repositories.write_model(repository, "large", _LARGE, f"instance_group {{ count: {count} }}")
+    daemon = serve(environment={"CUDA_STUB_DELAY_US": "20000"})
+    (pid,) = [worker.pid for worker in daemon.workers]
+    size = 1 << 20
+
+    def ask(who: int) -> None:
+        with httpclient.InferenceServerClient(daemon.url, network_timeout=PATIENCE) as client:
+            region = ClientRegion(client, 8 * size)
+            try:
+                for number in range(4):
+                    values = np.full(size // 4, 10 * who + number, np.float32)
+                    body = httpclient.InferInput("x", [values.size], "FP32")
+                    body.set_data_from_numpy(values)
+                    shm.set_shared_memory_region(region.handle, [values])
+                    given = in_region("x", "FP32", values.shape, region.name, size, 0)
+                    wanted = [out_region("y", region.name, size, 2 * size), httpclient.InferRequestedOutput("sum")]
+                    answer = client.infer("large", [body])
+                    assert np.array_equal(answer.as_numpy("y"), 2 * values)
+                    assert answer.as_numpy("sum").tolist() == values[:1].tolist()
+                    answer = client.infer("large", [given], outputs=wanted)
+                    made = shm.get_contents_as_numpy(region.handle, np.float32, values.shape, 2 * size)
+                    assert np.array_equal(made, 2 * values)
+                    assert answer.as_numpy("sum").tolist() == values[:1].tolist()
+            finally:
+                region.close()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ask, range(4)))
+    found = stub.host(pid)
+    assert (found.at_once > 1) == (count > 1)
+    # One in, two out, and a wait for either way.
+    assert found.queued == 3 * 4 * 8
+    assert found.waited == 2 * 4 * 8
+    assert found.violations == 0
 
 
 def ask(daemon: DaemonProcess, model: str, values: list[float]) -> tuple[int, dict[str, Any]]:

@@ -17,15 +17,15 @@ import contextlib
 import itertools
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 import jax
 import numpy as np
 
 from config.options import Workers
-from shm.arrays import Array
-from shm.cuda_regions import Context, CudaError
+from shm.arrays import Array, address_of
+from shm.cuda_regions import Context, CudaError, CudaRegion
 from workers.devices import dlpack
 from workers.devices.cuda_tensor import CudaTensor
 from workers.devices.device_array import DeviceArray
@@ -229,11 +229,14 @@ class CudaDevice:
 
     def keep(self, made: jax.Array) -> DeviceArray:
         """An output where it is. It must be ready: nothing of ours waits for XLA's streams."""
-        kept = DeviceArray(self.context, made, made.unsafe_buffer_pointer(), np.dtype(made.dtype), made.shape)
+        kept = self._seen(made)
         if self._staging <= kept.pointer < self._staging + self._staging_byte_size:
             # An input handed through: the next batch will write over it.
             return kept.copy()
         return kept
+
+    def _seen(self, made: jax.Array) -> DeviceArray:
+        return DeviceArray(self.context, made, made.unsafe_buffer_pointer(), np.dtype(made.dtype), made.shape)
 
     def take(self, made: Sequence[jax.Array]) -> list[bytes] | None:
         """Small outputs in host memory: however many, they are waited for once. None: they are too large for that.
@@ -254,6 +257,38 @@ class CudaDevice:
             self.context.synchronize()
         content = host.content.data
         return [bytes(content[at : at + array.nbytes]) for at, array in zip(starts, made, strict=False)]
+
+    def deliver(
+        self, made: Mapping[str, jax.Array], places: Mapping[str, memoryview | tuple[CudaRegion, int]]
+    ) -> dict[str, DeviceArray | Array]:
+        """Outputs brought to their places, in host memory or a region on the device: all of it is waited for once.
+
+        They need not be ready. What has no place is in host memory of its own if that is little, and else stays.
+
+        Returns: all of them; one that was brought to its place is still on the device as well.
+        Raises: InvalidArgument: a region cannot be written any more.  DeviceLost, or what the run raised.
+        """
+        left = [(name, array) for name, array in made.items() if name not in places and array.nbytes]
+        little = sum([array.nbytes for _, array in left]) <= TOGETHER
+        found: dict[str, DeviceArray | Array] = {name: self._seen(made[name]) for name in places}
+        kept: list[Any] = []
+        self.context.enter()
+        try:
+            for name, array in made.items():
+                kept.append(self._order.follow(array))
+                pointer, place = array.unsafe_buffer_pointer(), places.get(name)
+                if isinstance(place, tuple):
+                    region, offset = place
+                    region.copy(offset, pointer, array.nbytes)
+                elif place is not None:
+                    self.context.to_host(address_of(place), pointer, array.nbytes)
+                elif little:
+                    host = found[name] = np.empty(array.shape, array.dtype)
+                    if host.nbytes:
+                        self.context.to_host(address_of(host), pointer, host.nbytes)
+        finally:
+            self.context.synchronize()
+        return {name: found[name] if name in found else self.keep(array) for name, array in made.items()}
 
     def close(self) -> None:
         """Gives the buffers back, when no batch uses them. Idempotent."""

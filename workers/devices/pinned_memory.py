@@ -101,6 +101,8 @@ class PinnedMemory:
 
     def _unlock(self, memory: _Memory) -> None:
         if memory.locked:
+            # An instance's thread may be copying for a front that is gone: its memory stays mapped, and now locked, as long.
+            self._context.check()
             self._context.unpin(memory.address)
 
     # --------------------------------------------------------------------------------------------------- on the loop

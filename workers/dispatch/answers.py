@@ -1,6 +1,6 @@
 """From a result to a Completion: every output is put where its client wants it, and only then it is announced.
 
-    places found (workers/requests/places.py) ─▶ written, unless the program has done so itself ─▶ announced
+    places found (workers/requests/places.py) ─▶ written, unless the program or the GPU has done so itself ─▶ announced
 
 This is the one copy on the way out (docs/data-plane.md). It also parts the answer from whatever memory the model returned. Copies
 into a GPU's memory are waited for.
@@ -91,11 +91,13 @@ def _put(request: Request, chosen: dict[str, tuple[str, tuple[int, ...], Content
                 request.copied_byte_size += size
             if name in places.in_regions:
                 place, region = places.in_regions[name]
-                if isinstance(region, CudaRegion):
+                if written:
+                    pass  # by its program, or by the GPU
+                elif isinstance(region, CudaRegion):
                     queued.write(region, place.offset, content)
                 elif isinstance(region, SnapshotRegion):
                     _write_snapshot(region, place.offset, content)
-                elif size and not written:
+                elif size:
                     _write(region.view(place.offset, size), content)
             elif (place := places.in_arena(name)) is not None:
                 memory = None if written else places.memory(name)

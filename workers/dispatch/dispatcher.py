@@ -89,7 +89,9 @@ class Dispatcher:
         self._compiler = ShapeCompiler(
             compiler, page, self._outbox, options.executables.max_unexpected_shapes, clock, check, self._restore
         )
-        self._instances = InstanceTurns(self.limiter, self._compiler, self._responses, self._take, self._finish)
+        self._instances = InstanceTurns(
+            self.limiter, self._compiler, self._responses, self._outbox.prepare, self._take, self._finish
+        )
         self.jitted = JittedTurns(
             self._outbox, self._compiler, self.ensembles, page, clock, check, self._take, self._finish
         )

@@ -6,7 +6,7 @@ planner ─▶ instance free, resources there ─▶ its thread runs the batch �
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from workers.dispatch.responses import Responses
 from workers.dispatch.shape_compiler import ShapeCompiler
@@ -26,17 +26,20 @@ class InstanceTurns:
         limiter: RateLimiter,
         compiler: ShapeCompiler,
         responses: Responses,
+        prepare: Callable[[Execution, Mapping[str, int]], None],
         take: Callable[[ModelVersion, int, int], list[Request]],
         finish: Callable[[ModelVersion, Execution], None],
     ) -> None:
         """
         Args:
+          prepare: finds places for outputs of those sizes before the run.
           take: the next batch of a version for the instance of that number.
           finish: answers what has run.
         """
         self._limiter = limiter
         self._compiler = compiler
         self._responses = responses
+        self._prepare = prepare
         self._take = take
         self._finish = finish
 
@@ -73,6 +76,16 @@ class InstanceTurns:
         version.executing += 1
         execution = instance.running = Execution(batch, now_ns, executable)
         execution.responder = self._responses
+        if (
+            executable is not None
+            and executable.device is not None
+            and version.cache is None
+            and version.jitted is not None
+        ):
+            # What leaves a GPU does so in that thread, too: the loop would wait for it.
+            sizes = version.jitted.sizes(executable, batch)
+            if sizes is not None:
+                self._prepare(execution, sizes)
         if version.loaded.streams:
             execution.by_senders = True
             self._responses.open(batch, now_ns)

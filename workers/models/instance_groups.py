@@ -74,10 +74,10 @@ class InstanceGroups:
         return any(planned.needs for planned in self.instances)
 
     def take_turns(self, model: str) -> None:
-        """A GPU has one stream for them, several devices one program. Raises Unsupported: they would have to wait for more."""
+        """Several devices have one program. Raises Unsupported: they would have to wait for more."""
         if self.limited:
             raise Unsupported(
-                f"model '{model}': a JAX model on a GPU or several devices cannot wait for resources of the rate limiter"
+                f"model '{model}': a JAX model on several devices cannot wait for resources of the rate limiter"
             )
         _log.info("model '%s': its %d instances take turns", model, self.active)
 

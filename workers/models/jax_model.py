@@ -13,6 +13,7 @@ import numpy as np
 from shm.arrays import Array
 from shm.cuda_regions import CudaRegion
 from shm.errors import Unsupported
+from workers.devices.device_cuda import CudaDevice
 from workers.models.execution import Execution, describe_failure
 from workers.models.free_state import FreeState
 from workers.models.statistics import Turns
@@ -24,9 +25,10 @@ from workers.programs.gathered_run import GatheredRun
 from workers.programs.lowering import is_numeric
 from workers.programs.series import MOST, Series
 from workers.programs.series_program import SeriesProgram
+from workers.requests.places import Places
 from workers.requests.request import Request
 from workers.requests.result import Result
-from workers.tensors.batch_outputs import BatchOutputs, uncut
+from workers.tensors.batch_outputs import LIMIT, BatchOutputs, uncut
 from workers.tensors.buckets import Buckets, Shapes, sliced
 from workers.tensors.ragged import cut
 from workers.tensors.request_shapes import RequestShapes
@@ -147,8 +149,18 @@ class JaxModel:
         return self.executables.planned(Wanted(self._buckets.rows(rows), shapes))
 
     def sizes(self, executable: Executable | SeriesProgram, requests: Sequence[Request]) -> Mapping[str, int] | None:
-        """Output -> bytes, if they are large, known, and as the program makes them what a lone request is answered with."""
-        if not isinstance(executable, Executable) or executable.memory_of_outputs is None or self._carry is not None:
+        """Output -> bytes, if they are large, known, and as the program makes them what a lone request is answered with.
+
+        On a GPU also if they are small and wanted there.
+        """
+        if not isinstance(executable, Executable) or self._carry is not None:
+            return None
+        if executable.device is not None:
+            if not self._plain or not self._whole(requests, executable.wanted.rows):
+                return None
+            sizes = executable.output_sizes
+            return sizes if sum(sizes.values()) > LIMIT or _stays(requests[0]) else None
+        if executable.memory_of_outputs is None:
             return None
         sizes = executable.memory_of_outputs.sizes
         alone = self._processor and self._whole(requests, executable.wanted.rows)
@@ -197,10 +209,13 @@ class JaxModel:
         if carry is None:
             made = executable.compute(arguments, {} if places is None else places.addresses)
             # All of them are waited for: only then has the program read its last input.
-            outputs, contents = self._outputs(executable, made, requests)
+            if places is not None and executable.device is not None:
+                outputs, contents = self._delivered(executable.device, made, requests[0], places), None
+            else:
+                outputs, contents = self._outputs(executable, made, requests)
         else:
             outputs, contents = self._step(carry, executable, arguments, requests)
-        if places is not None:
+        if places is not None and executable.device is None:
             places.written = executable.written(outputs, places.addresses)
         execution.computed_ns = time.monotonic_ns()
         rows = executable.wanted.rows
@@ -262,6 +277,16 @@ class JaxModel:
         # Not arrays of the host yet: where they go decides which way they leave the device.
         kept = cast(list[Array], [device.keep(output) for output in outputs])
         return dict(zip(self._signature.outputs, kept, strict=True)), None
+
+    def _delivered(
+        self, device: CudaDevice, made: dict[str, Any], request: Request, places: Places
+    ) -> dict[str, Array]:
+        """The outputs of a lone request, brought to their places by the GPU."""
+        reached = places.reached()
+        outputs = device.deliver({name: made[name] for name in self._signature.outputs}, reached)
+        places.written = reached.keys()
+        request.copied_byte_size += sum([places.sizes[name] for name in reached])
+        return cast(dict[str, Array], outputs)
 
     def _uncut(
         self, executable: Executable, outputs: dict[str, Array], contents: list[bytes] | None

@@ -1,13 +1,19 @@
 """A jitted model in a thread that is not the worker's loop: the model's programs with memory of that thread's to gather in.
 
 XLA runs programs without holding Python back, so the instances of a model run side by side. Code and parameters are shared, the
-state of sequences is not: each sequence belongs to one instance.
+state of sequences is not: each sequence belongs to one instance. On a GPU each instance copies on a stream of its own, so that
+inputs of one travel while another's batch is computed and the outputs of a third leave:
+
+    instance 0    | in | run | out |     | in | run | out |
+    instance 1         | in |     run | out |     | in | ...
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 
+from shm.cuda_regions import CudaError, DeviceLost
 from workers.devices.device_cuda import CudaDevice
 from workers.models.execution import Execution
 from workers.models.jax_model import JaxModel
@@ -43,4 +49,8 @@ class JittedInstance:
         return self._model.describe(error)
 
     def close(self) -> None:
-        """Nothing to finish."""
+        """Gives its memory to gather in back."""
+        self._twins.clear()
+        if self._device is not None:
+            with contextlib.suppress(CudaError, DeviceLost):  # it goes with the process
+                self._device.close()

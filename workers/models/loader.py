@@ -298,9 +298,6 @@ class Loader:
         groups = self._groups(message)
         # What waits for resources has a thread of its own, also where there is only one of it.
         threads = groups.active > 1 or groups.limited
-        if threads and not host and self._cuda is not None:
-            groups.take_turns(message.name)
-            threads = False
         given, spread = given_devices(message, module, self._devices, self._gpu, bool(described.states))
         if spread is not None and threads and not host:
             groups.take_turns(message.name)
@@ -350,7 +347,12 @@ class Loader:
         finally:
             if self._own_cuda is not None:
                 self._own_cuda.close()
-        return jitted, self._start(message, lambda _: JittedInstance(jitted), prepared) if threads else ()
+        if not threads:
+            return jitted, ()
+        cuda = self._cuda
+        return jitted, self._start(
+            message, lambda _: JittedInstance(jitted, None if cuda is None else cuda.beside()), prepared
+        )
 
     def _python_instances(
         self,

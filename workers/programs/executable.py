@@ -183,6 +183,13 @@ class Executable:
         packed = made.get(PACKED)
         return device.take([made[name] for name in self._signature.outputs] if packed is None else [packed])
 
+    @property
+    def output_sizes(self) -> dict[str, int]:
+        """Bytes of each output, as compiled."""
+        info: Any = self._program.call.out_info
+        made = info[0] if self._signature.states else info
+        return {name: math.prod(made[name].shape) * made[name].dtype.itemsize for name in self._signature.outputs}
+
     def arrays_in(self, contents: Sequence[bytes], made: Mapping[str, Any]) -> dict[str, Array]:
         """The outputs in what ``fetch`` gave; ``made``: what that was given."""
         if self._fetched is None:

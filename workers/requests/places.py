@@ -106,6 +106,22 @@ class Places:
         place, region = self.in_regions.get(name, (None, None))
         return region.view(place.offset, size) if place is not None and type(region) is Region else None
 
+    def reached(self) -> dict[str, memoryview | tuple[CudaRegion, int]]:
+        """Outputs that a GPU can bring to their places by itself, from wherever it has them: memory, or region and offset.
+
+        Raises: as ``memory``.
+        """
+        found: dict[str, memoryview | tuple[CudaRegion, int]] = {}
+        for name, size in self.sizes.items():
+            place, region = self.in_regions.get(name, (None, None))
+            if not size:
+                continue
+            if place is not None and isinstance(region, CudaRegion):
+                found[name] = region, place.offset
+            elif (memory := self.memory(name)) is not None:
+                found[name] = memory
+        return found
+
     def offer(self, request: Request, program: Program) -> None:
         """Finds which outputs the program may write to their places by itself: large and aligned ones.
 

@@ -1,0 +1,159 @@
+"""What a batch costs a GPU worker in calls of the driver, counted by the tests' stand-in for it: copies, and how often it waits.
+
+How long each of them takes is for hardware; how many there are is decided here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.http as httpclient
+
+from tests import repositories
+from tests.cuda_owner import CudaOwner
+from tests.cuda_stub.library import CudaStub
+from tests.daemon_process import PATIENCE, DaemonProcess
+from tests.protocol.test_system_regions import ClientRegion, in_region, out_region
+
+MIB = 1 << 20
+COUNT = 20
+#: What gives the device work, or waits for it; which context is a thread's is said besides, without a word to the device.
+IN, OUT, WITHIN, CLEAR, WAIT = (
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyDtoDAsync_v2",
+    "cuMemsetD8Async",
+    "cuStreamSynchronize",
+)
+
+_MODEL = """
+    inputs = {"x": "FP32[SIZE]"}
+    outputs = {"y": "FP32[SIZE]", "up": "BOOL[SIZE]"}
+    max_batch_size = 32
+
+    def create(path, config, device):
+        return (lambda params, inputs: {"y": 2 * inputs["x"], "up": inputs["x"] > 0}), None
+"""
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
+    return CudaStub(tmp_path_factory.mktemp("cuda"))
+
+
+@pytest.fixture(scope="module")
+def daemon(leaves_nothing: None, stub: CudaStub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    repository = tmp_path_factory.mktemp("repository")
+    repositories.write_model(repository, "twice", _MODEL.replace("SIZE", "n"))
+    batched = "dynamic_batching { max_queue_delay_microseconds: 20000 }"
+    repositories.write_model(repository, "batched", _MODEL.replace("SIZE", "4"), batched)
+    folder, options = tmp_path_factory.mktemp("daemon"), {"workers": {"device": "cuda", "single_thread_flops": 0}}
+    environment = stub.gpu_environment | {"CUDA_VISIBLE_DEVICES": "0"}
+    with DaemonProcess(folder, [repository], options, environment=environment) as running:
+        running.wait_ready()
+        yield running
+
+
+@pytest.fixture
+def client(daemon: DaemonProcess) -> Iterator[httpclient.InferenceServerClient]:
+    with httpclient.InferenceServerClient(daemon.url, network_timeout=PATIENCE) as client:
+        yield client
+
+
+def body(values: np.ndarray) -> Any:
+    given = httpclient.InferInput("x", list(values.shape), "FP32")
+    given.set_data_from_numpy(values)
+    return given
+
+
+class Calls:
+    """Of the daemon's worker, since the last look."""
+
+    def __init__(self, stub: CudaStub, daemon: DaemonProcess) -> None:
+        (worker,) = daemon.workers
+        self._look: Callable[[], Counter[str]] = lambda: stub.calls(worker.pid)
+        self._seen = self._look()
+
+    def made(self) -> dict[str, int]:
+        before, self._seen = self._seen, self._look()
+        since = self._seen - before
+        return {name: since[name] for name in (IN, OUT, WITHIN, CLEAR, WAIT) if since[name]}
+
+
+def executions(client: httpclient.InferenceServerClient, model: str) -> tuple[int, int]:
+    """How often it ran, and how many bytes of tensors were copied."""
+    (found,) = client.get_inference_statistics(model)["model_stats"]
+    return int(found["execution_count"]), int(found["copied_byte_size"])
+
+
+@pytest.mark.parametrize("together", [1, 32])
+def test_small_requests(stub: CudaStub, daemon: DaemonProcess, client: Any, together: int) -> None:
+    """A batch is four calls, whatever its size and however many outputs it has."""
+
+    def ask(own: httpclient.InferenceServerClient, number: int) -> None:
+        values = np.full((1, 4), number - 1, np.float32)
+        answer = own.infer("batched", [body(values)])
+        assert np.array_equal(answer.as_numpy("y"), 2 * values)
+        assert np.array_equal(answer.as_numpy("up"), values > 0)
+
+    def several(who: int) -> None:
+        with httpclient.InferenceServerClient(daemon.url, network_timeout=PATIENCE) as own:
+            for number in range(64 // together):
+                ask(own, who + number)
+
+    with ThreadPoolExecutor(together) as pool:
+        list(pool.map(several, range(together)))
+        calls, (ran, _) = Calls(stub, daemon), executions(client, "batched")
+        list(pool.map(several, range(together)))
+    batches = executions(client, "batched")[0] - ran
+    assert calls.made() == {IN: batches, OUT: batches, WAIT: 2 * batches}
+    assert batches == 64 if together == 1 else batches < 64
+
+
+def test_large_tensors_in_a_system_region(stub: CudaStub, daemon: DaemonProcess, client: Any) -> None:
+    """A transfer for each tensor, and a wait each way."""
+    region = ClientRegion(client, 4 * MIB)
+    try:
+        given = in_region("x", "FP32", (1, MIB // 4), region.name, MIB, 0)
+        wanted = [
+            out_region("y", region.name, MIB, MIB),
+            out_region("up", region.name, MIB // 4, 2 * MIB),
+        ]
+        client.infer("twice", [given], outputs=wanted)
+        calls = Calls(stub, daemon)
+        for _ in range(COUNT):
+            client.infer("twice", [given], outputs=wanted)
+        assert calls.made() == {IN: COUNT, OUT: 2 * COUNT, WAIT: 2 * COUNT}
+    finally:
+        region.close()
+
+
+@pytest.mark.parametrize("size", [1 << 10, MIB])
+@pytest.mark.parametrize("offset", [0, 16])
+def test_tensors_on_the_device(stub: CudaStub, daemon: DaemonProcess, client: Any, size: int, offset: int) -> None:
+    """An aligned input is used where it lies; each output is one copy within the device, and all of it is counted."""
+    environment = os.environ | stub.environment | {"CUDA_VISIBLE_DEVICES": "0"}
+    with CudaOwner(environment) as owner:
+        client.register_cuda_shared_memory("g", owner.create("g", 4 * MIB), 0, 4 * MIB)
+        try:
+            values = np.arange(size // 4, dtype=np.float32) - 1
+            owner.put("g", np.zeros(offset, np.uint8), values)
+            given = in_region("x", "FP32", (1, size // 4), "g", size, offset)
+            wanted = [out_region("y", "g", size, 2 * MIB), out_region("up", "g", size // 4, 3 * MIB)]
+            client.infer("twice", [given], outputs=wanted)
+            calls, (_, copied) = Calls(stub, daemon), executions(client, "twice")
+            for _ in range(COUNT):
+                client.infer("twice", [given], outputs=wanted)
+            staged = 1 if offset else 0
+            assert calls.made() == {WITHIN: (2 + staged) * COUNT, WAIT: (1 + staged) * COUNT}
+            assert executions(client, "twice")[1] - copied == COUNT * (size + size // 4 + staged * size)
+            assert np.array_equal(owner.get("g", np.float32, values.shape, 2 * MIB), 2 * values)
+            assert np.array_equal(owner.get("g", np.bool_, values.shape, 3 * MIB), values > 0)
+        finally:
+            client.unregister_cuda_shared_memory("g")
