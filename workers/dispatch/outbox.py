@@ -149,7 +149,7 @@ class Outbox:
             given = self._hand_over(request, result, execution.moments)
         else:
             given = self.answer(request, result, now_ns, execution.places)
-        return _reason(given, result) if isinstance(given, ServingError) else None
+        return _reason(request, given, result) if isinstance(given, ServingError) else None
 
     @staticmethod
     def _hand_over(request: Request, result: Result, moments: Moments | None) -> Result:
@@ -362,10 +362,11 @@ def _answer_formed(submitter: Submitter[Request], form: KnownForm, completion: C
     submitter.unflushed = True
 
 
-def _reason(error: ServingError, result: Result) -> Failure:
-    if error is result:
+def _reason(request: Request, error: ServingError, result: Result) -> Failure:
+    # Whatever a model makes of it that nobody waits for it any more.
+    if error is result and not request.cancelled:
         return Failure.BACKEND
-    return Failure.CANCELED if isinstance(error, Cancelled) else Failure.OTHER
+    return Failure.CANCELED if request.cancelled or isinstance(error, Cancelled) else Failure.OTHER
 
 
 def _describe_full(submitter: Submitter[Request], byte_size: int) -> str:

@@ -1,0 +1,211 @@
+"""HTTP clients that go away before their answer: what runs for them is told, whatever it is, and nothing further begins."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
+from tests.protocol.calling_models import fields
+from tests.repositories import ensemble, write_model
+from tests.scrapes import scrape
+
+#: Goes on until it is told that nobody waits, or may end: files beside the one that the request names say how it went.
+WATCH = """
+    import pathlib
+    import time
+    import numpy as np
+    import triton_python_backend_utils as pb
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            return [self.watch(request) for request in requests]
+
+        def watch(self, request):
+            told = pb.get_input_tensor_by_name(request, "path")
+            path = pathlib.Path(told.as_numpy().ravel()[0].decode())
+            path.with_suffix(".began").touch()
+            while not path.exists():
+                if request.is_cancelled():
+                    path.with_suffix(".cancelled").touch()
+                    break
+                time.sleep(0.005)
+            return pb.InferenceResponse([pb.Tensor("done", told.as_numpy())])
+"""
+STREAM = """
+    import pathlib
+    import time
+    import triton_python_backend_utils as pb
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            for request in requests:
+                sender, told = request.get_response_sender(), pb.get_input_tensor_by_name(request, "path")
+                path = pathlib.Path(told.as_numpy().ravel()[0].decode())
+                path.with_suffix(".began").touch()
+                while not sender.is_cancelled():
+                    sender.send(pb.InferenceResponse([pb.Tensor("done", told.as_numpy())]))
+                    time.sleep(0.005)
+                path.with_suffix(".cancelled").touch()
+                sender.send(flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+CALLER = """
+    import triton_python_backend_utils as pb
+
+    class TritonPythonModel:
+        def execute(self, requests):
+            answers = []
+            for request in requests:
+                asked = pb.InferenceRequest(model_name="watch", inputs=request.inputs(), requested_output_names=["done"])
+                answers.append(pb.InferenceResponse(asked.exec().output_tensors()))
+            return answers
+"""
+HOST_CALLER = """
+    from tensord import models
+
+    inputs, outputs, host = {"path": "BYTES[1]"}, {"done": "BYTES[1]"}, True
+
+    def create(path, config, device):
+        return (lambda params, inputs: models.call("watch", inputs)), None
+"""
+#: What is behind it in an ensemble.
+ECHO = """
+    inputs, outputs, host = {"path": "BYTES[1]"}, {"done": "BYTES[1]"}, True
+
+    def create(path, config, device):
+        return (lambda params, inputs: {"done": inputs["path"]}), None
+"""
+#: Each kind of request, and the model that works on it.
+KINDS = [
+    ("watch", "infer", "watch"),
+    ("watch", "generate", "watch"),
+    ("chain", "infer", "watch"),
+    ("caller", "infer", "watch"),
+    ("host_caller", "infer", "watch"),
+    ("calling_chain", "infer", "watch"),
+    ("stream", "generate_stream", "stream"),
+    ("stream_chain", "generate_stream", "stream"),
+]
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("repository")
+    declared = fields("path STRING 1", "done STRING 1")
+    write_model(folder, "watch", WATCH, declared)
+    write_model(folder, "stream", STREAM, declared + "model_transaction_policy { decoupled: true }")
+    write_model(folder, "caller", CALLER, declared)
+    write_model(folder, "host_caller", HOST_CALLER)
+    write_model(folder, "echo", ECHO)
+    for name, first in (("chain", "watch"), ("calling_chain", "caller"), ("stream_chain", "stream")):
+        steps = [(first, {"path": "path"}, {"done": "middle"}), ("echo", {"path": "middle"}, {"done": "done"})]
+        ensemble(folder, name, ["path STRING 1"], ["done STRING 1"], steps)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def daemon(leaves_nothing: None, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository]) as running:
+        running.wait_ready()
+        yield running
+
+
+@contextmanager
+def asked(daemon: DaemonProcess, model: str, how: str, path: Path) -> Iterator[socket.socket]:
+    """A connection whose request has begun to run."""
+    given: dict[str, Any] = {"path": str(path)}
+    if how == "infer":
+        given = {"inputs": [{"name": "path", "shape": [1], "datatype": "BYTES", "data": [str(path)]}]}
+    body = json.dumps(given).encode()
+    host, _, port = daemon.url.partition(":")
+    with socket.create_connection((host, int(port)), PATIENCE) as connection:
+        head = f"POST /v2/models/{model}/{how} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        wait_until(path.with_suffix(".began").exists, "the request to run", daemon)
+        yield connection
+
+
+def failures(daemon: DaemonProcess, model: str) -> float:
+    return scrape(daemon.metrics_url).model("nv_inference_request_failure", model, reason="CANCELED")
+
+
+@pytest.mark.parametrize(
+    ("model", "how", "works", "ends"),
+    [
+        *[(*kind, "closes") for kind in KINDS],
+        *[(*kind, "resets") for kind in KINDS[4:7:2]],
+        *[(*kind, "shuts") for kind in KINDS[5::2]],
+    ],
+)
+def test_what_runs_for_a_client_that_has_gone_is_told(
+    daemon: DaemonProcess, tmp_path: Path, model: str, how: str, works: str, ends: str
+) -> None:
+    before, echoed = failures(daemon, model), counted(daemon, "echo")
+    path = tmp_path / "go"
+    with asked(daemon, model, how, path) as connection:
+        if ends == "resets":
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if ends == "shuts":
+            connection.shutdown(socket.SHUT_WR)
+        else:
+            connection.close()
+        wait_until(path.with_suffix(".cancelled").exists, f"{works} to be told", daemon)
+        wait_until(lambda: failures(daemon, model) == before + 1, "its request to be counted", daemon)
+    if how == "infer":
+        assert counted(daemon, "echo") == echoed, "no further step begins"
+
+
+def counted(daemon: DaemonProcess, model: str) -> float:
+    return scrape(daemon.metrics_url).model("nv_inference_request_success", model)
+
+
+def test_what_waits_for_a_client_that_has_gone_never_begins(daemon: DaemonProcess, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    before = failures(daemon, "watch")
+    with asked(daemon, "watch", "infer", first) as connection:
+        host, _, port = daemon.url.partition(":")
+        with socket.create_connection((host, int(port)), PATIENCE) as waiting:
+            body = json.dumps({"path": str(second)}).encode()
+            waiting.sendall(
+                b"POST /v2/models/watch/generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s"
+                % (len(body), body)
+            )
+            wait_until(
+                lambda: scrape(daemon.metrics_url).model("nv_inference_pending_request_count", "watch") == 1,
+                "it to wait",
+                daemon,
+            )
+        wait_until(lambda: failures(daemon, "watch") == before + 1, "it to be taken back", daemon)
+        first.touch()
+        assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+    assert not second.with_suffix(".began").exists()
+
+
+def test_half_closed_clients_get_their_answers_where_the_operator_says_so(
+    start_daemon: Any, repository: Path, tmp_path: Path
+) -> None:
+    daemon = start_daemon(repository, http={"answer_half_closed": True})
+    daemon.wait_ready()
+    for model, how, _ in KINDS[:6]:
+        path = tmp_path / f"{model}-{how}"
+        with asked(daemon, model, how, path) as connection:
+            connection.shutdown(socket.SHUT_WR)
+            assert daemon.get("/v2/health/ready")[0] == 200
+            path.touch()
+            answer = b"".join(iter(lambda: connection.recv(4096), b""))
+        assert answer.startswith(b"HTTP/1.1 200"), answer
+        assert str(path).encode() in answer
+        assert not path.with_suffix(".cancelled").exists()
+    # A reset is no half: nobody is there.
+    path = tmp_path / "reset"
+    with asked(daemon, "caller", "infer", path) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+        wait_until(path.with_suffix(".cancelled").exists, "the model to be told", daemon)
