@@ -66,6 +66,8 @@ class DaemonProcess:
         for section, values in (options or {}).items():
             sections.setdefault(section, {}).update(values)
         self.environment = on_stub.move(folder, sections["workers"], environment or {})
+        #: Of its workers' devices, "cuda" with --on-stub.
+        self.platform: str = sections["workers"]["device"]
         self.write_config(sections)
         self.sections = sections
         self._log: list[str] = []

@@ -51,12 +51,11 @@ def move(folder: Path, workers: dict[str, Any], environment: Mapping[str, str]) 
     """
     if "CUDA_STUB_UNIFIED" in environment or _VARIABLE not in os.environ or workers.get("device") == "auto":
         return dict(environment)
-    if "CUDA_STUB_DIR" in environment:
-        given = CudaStub.on_gpu(environment)
-    else:
+    given = dict(environment)
+    if "CUDA_STUB_DIR" not in environment:
         made = folder / "gpus"
         made.mkdir()
-        given = CudaStub(made, _DEVICES, _DELAY).gpu_environment
+        given |= CudaStub(made, _DEVICES, _DELAY).environment
     count = workers.get("cpu", 1) * workers.get("devices_per_worker", 1)
     workers |= GPU_WORKERS
-    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))} | given
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))} | CudaStub.on_gpu(given)

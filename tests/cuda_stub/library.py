@@ -106,7 +106,7 @@ class CudaStub:
         """``gpu_environment`` of the stub whose ``environment`` it is."""
         visible = {key: value for key, value in environment.items() if key != "CUDA_STUB_HIDDEN"}
         plugins = Path(environment["LD_LIBRARY_PATH"]) / "plugins"
-        path = [str(plugins), *filter(None, [os.environ.get("PYTHONPATH")])]
+        path = [str(plugins), *filter(None, [environment.get("PYTHONPATH", os.environ.get("PYTHONPATH"))])]
         return visible | {"CUDA_STUB_UNIFIED": "1", "PYTHONPATH": os.pathsep.join(path)}
 
     def load(self) -> None:

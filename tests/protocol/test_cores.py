@@ -8,8 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from config.core_list import describe
 from tests.daemon_process import ROOT, DaemonProcess, tensorctl_status, wait_until
+
+pytestmark = pytest.mark.cpu_workers("their cores")
 
 
 def test_workers_run_on_their_cores_and_tensorctl_says_so(tmp_path: Path) -> None:

@@ -165,6 +165,7 @@ def test_figures_are_those_of_the_statistics(daemon: DaemonProcess, client: Any)
     assert samples.of("tensord_front_up", "front") == {"http-0": 1, "http-1": 1, "grpc-0": 1, "grpc-1": 1}
 
 
+@pytest.mark.cpu_workers("what has to be copied for them")
 def test_bytes_copied_for_a_request(daemon: DaemonProcess, client: Any) -> None:
     """As docs/data-plane.md says: a body and a guarded region are used in place, a snapshot is copied; so are small outputs."""
     size = 4 * LENGTH

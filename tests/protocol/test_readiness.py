@@ -46,7 +46,7 @@ def test_one_count_everywhere(start_daemon: Start, tmp_path: Path) -> None:
     daemon = start_daemon(models, others, supervisor={"control_socket": str(control)})
     daemon.wait_log(r"ready: 1 models")
     sentence = "4 of 5 models are not served: broken, empty, twice, unreadable"
-    assert f"not ready: 1 models (scale 1) on cpu:0; {sentence}" in daemon.log
+    assert f"not ready: 1 models (scale 1) on {daemon.platform}:0; {sentence}" in daemon.log
     status, body = daemon.get("/v2/health/ready")
     assert (status, json.loads(body)) == (400, {"ready": False, "error": sentence})
     assert not grpc_ready(daemon)
@@ -83,7 +83,7 @@ def test_one_count_everywhere(start_daemon: Start, tmp_path: Path) -> None:
     told = tensorctl_status(control)
     assert (told["ready"], told["not_served"]) == (True, [])
     assert scrape(daemon.metrics_url).of("tensord_model_served", "model") == {"scale": 1}
-    daemon.wait_log(r"\] ready: 1 models \(scale 1\) on cpu:0\n")
+    daemon.wait_log(rf"\] ready: 1 models \(scale 1\) on {daemon.platform}:0\n")
 
 
 def test_a_bad_new_version_takes_no_host_out(start_daemon: Start, tmp_path: Path) -> None:
@@ -139,7 +139,9 @@ def test_workers_killed_from_outside_while_they_load(start_daemon: Start, tmp_pa
     daemon.wait_log(
         r"model 'hungry' version 1 is given up for now: 2 worker processes died while loading it, .* by SIGKILL"
     )
-    daemon.wait_log(r"\] not ready: 1 models \(scale 1\) on cpu:0; 1 of 2 models are not served: hungry\n")
+    daemon.wait_log(
+        rf"\] not ready: 1 models \(scale 1\) on {daemon.platform}:0; 1 of 2 models are not served: hungry\n"
+    )
     (hungry,) = [entry for entry in index(daemon) if entry["name"] == "hungry"]
     assert hungry["state"] == "UNAVAILABLE"
     assert "the last one was killed by SIGKILL; it is tried again in " in hungry["reason"]

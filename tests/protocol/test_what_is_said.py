@@ -48,7 +48,7 @@ def test_how_far_a_load_is(start_daemon: Start, tmp_path: Path) -> None:
     state = "compiling slow 2/4, 0 from the cache"
     wait_until(lambda: tensorctl_status(control)["workers"][0]["state"].startswith(state), "the state", daemon)
     wait_until(lambda: f"slow ({state})" in daemon.get("/v2/health/ready")[1].decode(), "the readiness", daemon)
-    at = {"worker": "worker-0", "device": "cpu:0", "model": "slow", "version": "1"}
+    at = {"worker": "worker-0", "device": f"{daemon.platform}:0", "model": "slow", "version": "1"}
     assert [
         scrape(daemon.metrics_url).value("tensord_worker_load_programs", **at, state=of) for of in ("made", "all")
     ] == [
@@ -101,7 +101,8 @@ def test_who_killed_the_worker(start_daemon: Start, tmp_path: Path) -> None:
     daemon.wait_ready()
     status, answer = daemon.infer("crashes", [{"name": "x", "datatype": "FP32", "shape": [1], "data": [1]}])
     assert (status, "worker processes died while they executed it" in answer["error"]) == (500, True)
-    daemon.wait_log(r"http-0\W+the worker on cpu:0 is gone with 1 requests; it was executing 1 of model 'crashes'", 2)
+    gone = rf"http-0\W+the worker on {daemon.platform}:0 is gone with 1 requests; it was executing 1 of model 'crashes'"
+    daemon.wait_log(gone, 2)
     daemon.wait_log(r"worker-0 \(process \d+\) died: Fatal Python error: Segmentation fault", 2)
     daemon.wait_log(
         r"worker-0 \(process \d+\) died:   File \".*/crashes/1/model.py\", line \d+ in the_guilty_function", 2
