@@ -27,18 +27,12 @@ def initialize() -> None:
     hardware_utils.has_visible_nvidia_gpu = lambda: True
     # Results are waited for by the thread that asks, as the stand-in has no stream of XLA's.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    driver, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0)
-    if driver.cuInit(0) == 0:
-        driver.cuDeviceGetCount(ctypes.byref(count))
-    # As many as the process sees.
-    if count.value > 1:
-        jax.config.update("jax_num_cpu_devices", count.value)
     cpu = functools.cache(xla_bridge.make_cpu_client)
 
     def cuda() -> Any:
         if os.environ.get("CUDA_STUB_PLUGIN") == "broken":
             raise RuntimeError("the plugin needs CUDA 13 or later, the driver has 12.8")
-        if not count.value:
+        if ctypes.CDLL("libcuda.so.1").cuInit(0):
             raise RuntimeError("no visible GPU devices")
         return cpu()
 

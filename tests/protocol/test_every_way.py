@@ -1,6 +1,7 @@
 """One table of tensors, sent every way there is: the answers are the same to the bit, whatever carried them.
 
-CUDA regions lie on the tests' stand-in for the driver; the daemon's worker is a CPU worker, which copies them through the host.
+CUDA regions lie on the tests' stand-in for the driver, where copies take their time. A CPU worker copies them through the host, a
+GPU worker uses them where they lie.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tests import repositories
 from tests.cuda_owner import CudaOwner
 from tests.cuda_stub.library import CudaStub
 from tests.daemon_process import PATIENCE, DaemonProcess
+from tests.on_stub import GPU_WORKERS
 from tests.protocol.tensors import JSON_DATATYPES, TENSORS, Array, same
 
 _FIELDS = {"BOOL": "bool", "INT64": "int64", "UINT64": "uint64", "FP32": "fp32", "FP64": "fp64", "BYTES": "bytes"}
@@ -32,10 +34,20 @@ _FIELDS |= dict.fromkeys(("INT8", "INT16", "INT32"), "int") | dict.fromkeys(("UI
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, stub: CudaStub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def stub(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
+    return CudaStub(tmp_path_factory.mktemp("cuda"), delay_us=500)
+
+
+@pytest.fixture(scope="module", params=["cpu", "cuda"])
+def daemon(
+    request: pytest.FixtureRequest, leaves_nothing: None, stub: CudaStub, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DaemonProcess]:
     repository = tmp_path_factory.mktemp("repository")
     repositories.echo_models(repository)
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], environment=stub.environment) as running:
+    options, environment = (
+        ({"workers": GPU_WORKERS}, stub.gpu_environment) if request.param == "cuda" else ({}, stub.environment)
+    )
+    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options, environment=environment) as running:
         running.wait_ready()
         yield running
 

@@ -12,6 +12,8 @@ import pytest
 from tests.daemon_process import PATIENCE, DaemonProcess, tensorctl_status
 from tests.repositories import ensemble, write_model
 
+pytestmark = pytest.mark.cpu_workers("a process has one device where JAX's plugin is a stand-in")
+
 #: Sums of whole numbers are the same in any order.
 WEIGHTS = """
 import jax, jax.numpy as jnp, numpy as np
