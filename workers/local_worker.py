@@ -29,17 +29,14 @@ from shm.cuda_regions import Driver
 from shm.errors import Internal, ServingError, Unavailable
 from shm.lane import WorkerLane
 from shm.messages import Submit
-from shm.sequence_page import SequencePage
-from shm.status_page import DESKS, StatusPage
-from workers.dispatch.dispatcher import Dispatcher
+from shm.status_page import DESKS
 from workers.dispatch.inner_arrival import validate_inner
+from workers.engine import Engine
 from workers.imports import import_system
 from workers.models.ensemble_members import joined
 from workers.models.loaded_model import LoadedModel
 from workers.models.loader import Loader
-from workers.models.model_table import ModelTable
 from workers.models.model_version import ModelVersion
-from workers.models.sequence_register import SequenceRegister
 from workers.programs.executable_cache import ExecutableCache, cache_directory
 from workers.programs.load_progress import LoadProgress
 from workers.regions.region_policy import RegionPolicy
@@ -49,7 +46,6 @@ from workers.requests.request import Moments, Request, controls_of
 from workers.requests.result import Result
 from workers.requests.submitter import Submitter
 from workers.threads.inbox import Inbox
-from workers.threads.work_thread import WorkThread
 
 _log = logging.getLogger(__name__)
 _TURN_NS = 1_000_000_000
@@ -104,31 +100,17 @@ class LocalWorker:
     def __init__(self, options: Options, device: jax.Device) -> None:
         import_system.prepare()
         self._inbox = Inbox()
-        self._page = StatusPage.create()
-        self._sequences = SequenceRegister(
-            SequencePage.create(options.requests.max_sequences), options.requests.max_sequences
-        )
-        self._models = ModelTable()
         self._driver = Driver()
         self._regions = RegionTable(RegionPolicy(options.regions), self._driver, None, None)
-        self._compiler = WorkThread("compiler", self._inbox)
         gpu = None if device.platform == "cpu" else 0
-        self._dispatcher = Dispatcher(
-            options,
-            self._models,
-            self._regions,
-            self._page,
-            self._compiler,
-            time.monotonic_ns,
-            gpu=gpu,
-            post=self._inbox.post,
-        )
+        engine = self._engine = Engine(options, self._inbox, self._regions, gpu)
+        self._sequences, self._models, self._dispatcher = engine.sequences, engine.models, engine.dispatcher
         self.took, self.withdraw = self._dispatcher.took, self._dispatcher.withdraw
         # What JAX's own cache answers cannot be stored a second time, and whether that is on is its process's to say.
         theirs_is_on = jax.config.values["jax_compilation_cache_dir"]
         kept = None if theirs_is_on else cache_directory(options.executables.cache_directory)
         self._loader = Loader.configured(
-            options, gpu, device, self._inbox, self._page, cache=ExecutableCache(kept), desk=self._dispatcher.calls
+            options, gpu, device, self._inbox, engine.page, cache=ExecutableCache(kept), desk=self._dispatcher.calls
         )
         self._ours, theirs = pair()
         arenas = options.arenas
@@ -167,10 +149,7 @@ class LocalWorker:
         for instance in (*loaded.instances, *loaded.passive):
             # None is of use where nobody looks for who killed this process.
             instance.desk = DESKS
-        version = ModelVersion(loaded, self._sequences)
-        self._dispatcher.limiter.add(loaded.instances)
-        version.when_closed(lambda: self._dispatcher.limiter.remove(loaded.instances))
-        return version
+        return self._engine.adopt(loaded)
 
     def call(self, function: Callable[[], T]) -> T:
         """What it returns on the loop. Raises what it raises there."""
@@ -263,14 +242,13 @@ class LocalWorker:
         self._inbox.drain()
         for answers in self._asked:
             answers.fail(Unavailable("the model was closed"))
-        self._compiler.finish()
+        self._engine.compiler.finish()
         self._regions.close()
         self._driver.close()
         self._submitter.lane.close()
         self._ours.close()
         self._inbox.close()
-        self._page.close()
-        self._sequences.page.close()
+        self._engine.close()
 
     def __repr__(self) -> str:
         return f"<LocalWorker {self._models!r}{', closed' if self._closing else ''}>"

@@ -29,23 +29,21 @@ from shm.errors import InvalidArgument
 from shm.extensions import missing
 from shm.lane import RequestRecord, WorkerLane
 from shm.messages import Cancel, RequestForm, Taken
-from shm.sequence_page import SequencePage
-from shm.status_page import DESKS, Outputs, StatusPage, WorkerState
+from shm.status_page import DESKS, Outputs, WorkerState
 from workers.control import Control
 from workers.daemon_operations import DaemonOperations
 from workers.devices.device import DeviceName
 from workers.devices.device_cuda import CudaDevice
 from workers.devices.pinned_memory import PinnedMemory
 from workers.dispatch import fast_path
-from workers.dispatch.dispatcher import FIRST_INSTANCE_DESK, Dispatcher
+from workers.dispatch.dispatcher import FIRST_INSTANCE_DESK
 from workers.dispatch.fast_path import FastPath
 from workers.dispatch.jitted_turns import LOOP_DESK
 from workers.dispatch.poller import Datagram, Poller
+from workers.engine import Engine
 from workers.models.loaded_model import LoadedModel
 from workers.models.loader import Loader
-from workers.models.model_table import ModelTable
 from workers.models.model_version import ModelVersion
-from workers.models.sequence_register import SequenceRegister
 from workers.native import extensions, output_memory
 from workers.programs.run_errors import works
 from workers.regions.region_policy import RegionPolicy
@@ -80,11 +78,7 @@ class Worker:
         self._turn_ns = turn_ns
         self._channel = channel
         self._options = options
-        self._page = StatusPage.create()
-        most = options.requests.max_sequences
-        self._sequences = SequenceRegister(SequencePage.create(most), most)
         self._inbox = Inbox()
-        self._models = ModelTable()
         self._driver = Driver()
         self._cuda: CudaDevice | None = None
         self._pinned: PinnedMemory | None = None
@@ -99,21 +93,13 @@ class Worker:
                 self._cuda = CudaDevice(context, device)
                 locking = WorkThread("page-locking", self._inbox)
                 self._pinned = PinnedMemory(context, options.workers.pinned_byte_size, locking)
+        self._regions = RegionTable(RegionPolicy(options.regions), self._driver, device_name.gpu, self._pinned)
+        check = works if self._cuda is None else self._cuda.check
+        engine = self._engine = Engine(options, self._inbox, self._regions, device_name.gpu, check)
+        self._page, self._sequences, self._models = engine.page, engine.sequences, engine.models
+        self._dispatcher = engine.dispatcher
         in_place = device_name.platform == "cpu" and options.executables.place_outputs and output_memory.attach()
         self._page.outputs = Outputs.IN_PLACE if in_place else Outputs.COPIED
-        self._regions = RegionTable(RegionPolicy(options.regions), self._driver, device_name.gpu, self._pinned)
-        self._compiler = WorkThread("compiler", self._inbox)
-        self._dispatcher = Dispatcher(
-            options,
-            self._models,
-            self._regions,
-            self._page,
-            self._compiler,
-            time.monotonic_ns,
-            works if self._cuda is None else self._cuda.check,
-            device_name.gpu,
-            self._inbox.post,
-        )
         loader = Loader.configured(
             options, device_name.gpu, device, self._inbox, self._page, self._cuda, desk=self._dispatcher.calls
         )
@@ -339,15 +325,13 @@ class Worker:
         """Gives each instance a desk on the status page for as long as it lives."""
         for instance in loaded.instances:
             instance.desk = self._free_desks.pop() if self._free_desks else DESKS
-        version = ModelVersion(loaded, self._sequences)
+        version = self._engine.adopt(loaded)
         if loaded.cached and self._cache.max_byte_size:
             version.use(self._cache)
         elif loaded.cached:
             _log.warning(
                 "model '%s' asks for the response cache, and there is none: response_cache.byte_size is 0", loaded.name
             )
-        self._dispatcher.limiter.add(loaded.instances)
-        version.when_closed(lambda: self._dispatcher.limiter.remove(loaded.instances))
         version.when_closed(
             lambda: self._free_desks.extend(instance.desk for instance in loaded.instances if instance.desk < DESKS)
         )
@@ -383,6 +367,5 @@ class Worker:
         self._driver.close()
         self._epoll.close()
         self._inbox.close()
-        self._page.close()
-        self._sequences.page.close()
+        self._engine.close()
         self._channel.close()

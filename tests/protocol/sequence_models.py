@@ -125,6 +125,35 @@ TENSORS = """
 MINUTE = 60_000_000
 
 
+def checked_sums(dim: str, first: str) -> str:
+    """A JAX model that keeps sums on the device, element by element. A negative x fails where the device has the state already.
+
+    ``dim``: of x, y and the sum.  ``first``: Python, where sequences begin.
+    """
+    return f"""
+    import jax
+    import numpy as np
+
+    inputs = {{"x": "FP32[{dim}]"}}
+    outputs = {{"y": "FP32[{dim}]"}}
+    max_batch_size = 8
+    state = {{"sum": "FP32[{dim}]"}}
+
+    def check(x):
+        if (np.asarray(x) < 0).any():
+            raise ValueError("negative")
+        return x
+
+    def create(path, config, device):
+        def apply(params, inputs, state):
+            x = jax.pure_callback(check, jax.ShapeDtypeStruct(inputs["x"].shape, inputs["x"].dtype), inputs["x"])
+            total = state["sum"] + x
+            return {{"y": total}}, {{"sum": total}}
+
+        return apply, None, {{"sum": {first}}}
+    """
+
+
 def corrid(datatype: str) -> str:
     """A control that tells the correlation id."""
     return f'control_input {{ name: "CORRID" control {{ kind: CONTROL_SEQUENCE_CORRID data_type: TYPE_{datatype} }} }}'

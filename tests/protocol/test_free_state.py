@@ -14,33 +14,13 @@ import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
 from tests.daemon_process import DaemonProcess
+from tests.protocol.sequence_models import checked_sums
 from tests.repositories import write_model
 
 LIMIT = 1 << 20
 SEQUENCES = "sequence_batching { max_sequence_idle_microseconds: 600000000 oldest { max_candidate_sequences: 128 } }"
-#: The sum of a sequence so far, element by element: it has the size of its first request. A negative x fails.
-SIZED = """
-    import jax
-    import numpy as np
-
-    inputs = {"x": "FP32[n]"}
-    outputs = {"y": "FP32[n]"}
-    max_batch_size = 8
-    state = {"sum": "FP32[n]"}
-
-    def check(x):
-        if (np.asarray(x) < 0).any():
-            raise ValueError("negative")
-        return x
-
-    def create(path, config, device):
-        def apply(params, inputs, state):
-            x = jax.pure_callback(check, jax.ShapeDtypeStruct(inputs["x"].shape, inputs["x"].dtype), inputs["x"])
-            total = state["sum"] + x
-            return {"y": total}, {"sum": total}
-
-        return apply, None, {"sum": 10}
-"""
+#: It has the size of its first request.
+SIZED = checked_sums("n", "10")
 #: All that came so far, behind what config.pbtxt says; clients may ask for it.
 GROWS = """
     import jax.numpy as jnp

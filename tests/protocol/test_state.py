@@ -16,33 +16,11 @@ import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
 from tests.daemon_process import ROOT, DaemonProcess
+from tests.protocol.sequence_models import checked_sums
 from tests.repositories import write_model
 from tests.scrapes import scrape
 
 SEQUENCES = "sequence_batching { max_sequence_idle_microseconds: 60000000 oldest { max_candidate_sequences: 128 } }"
-#: y: the sum of a sequence so far. A negative x fails where the device has the state already.
-SUMS = """
-    import jax
-    import numpy as np
-
-    inputs = {"x": "FP32[1]"}
-    outputs = {"y": "FP32[1]"}
-    max_batch_size = 8
-    state = {"sum": "FP32[1]"}
-
-    def check(x):
-        if (np.asarray(x) < 0).any():
-            raise ValueError("negative")
-        return x
-
-    def create(path, config, device):
-        def apply(params, inputs, state):
-            x = jax.pure_callback(check, jax.ShapeDtypeStruct(inputs["x"].shape, inputs["x"].dtype), inputs["x"])
-            total = state["sum"] + x
-            return {"y": total}, {"sum": total}
-
-        return apply, None, {"sum": np.array([10], np.float32)}
-"""
 #: State by Triton's names: what goes in, what comes out, where it begins; and the controls as inputs.
 TRITON = """
     import jax.numpy as jnp
@@ -150,7 +128,7 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
     repository = tmp_path_factory.mktemp("repository")
-    write_model(repository, "sums", SUMS, SEQUENCES)
+    write_model(repository, "sums", checked_sums("1", "np.array([10], np.float32)"), SEQUENCES)
     write_model(repository, "triton", TRITON, TRITON_CONFIG)
     begin(repository / "triton", np.array([5, 7], np.int32).tobytes())
     for name, (source, config, _) in REFUSED.items():

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import Generic
 
-from shm.errors import Cancelled, ServingError, Unavailable
+from shm.errors import ServingError
+from workers.scheduling.planner import QueuePlanner
 from workers.scheduling.queue import RequestQueue, W
 
 
@@ -38,13 +38,12 @@ class BatchRules:
     joins: bool = True
 
 
-class DynamicBatcher(Generic[W]):
+class DynamicBatcher(QueuePlanner[W]):
     """One per model version, over its queue."""
 
     def __init__(self, rules: BatchRules, queue: RequestQueue[W]) -> None:
+        super().__init__(queue)
         self._rules = rules
-        self._queue = queue
-        self.arrived = queue.push
         self._preferred = frozenset(rules.preferred)
         #: Whether a request may wait for others to join it, although nothing runs.
         self.delays = rules.joins and rules.delay_ns > 0
@@ -56,23 +55,6 @@ class DynamicBatcher(Generic[W]):
         if self.delays:
             queue.changed = self._changed
 
-    def __len__(self) -> int:
-        """Requests that wait."""
-        return len(self._queue)
-
-    def cancelled(self, request: W) -> list[tuple[W, ServingError]]:
-        """Nobody waits for it any more. Returns its answer, if it will not run."""
-        return [(request, Cancelled("the request was cancelled"))] if self._queue.remove(request) else []
-
-    def tick(self, now_ns: int) -> list[tuple[W, ServingError]]:
-        """Time has passed. Returns the answers of those that waited too long."""
-        return [(request, Unavailable("Request timeout expired")) for request in self._queue.expire(now_ns)]
-
-    @property
-    def next_tick_ns(self) -> int:
-        """When ``tick`` is worth a call; 0: never. May be early."""
-        return self._queue.next_expiry_ns
-
     @property
     def lives(self) -> bool:
         """While nothing waits there is nothing to ask it."""
@@ -83,11 +65,6 @@ class DynamicBatcher(Generic[W]):
 
     def dropped(self, request: W, now_ns: int) -> list[tuple[W, ServingError]]:
         """What was taken will never run: that concerns no other."""
-        return []
-
-    def restore(self, requests: list[W], now_ns: int) -> list[tuple[W, ServingError]]:
-        """What was taken could not run, and waits again."""
-        self._queue.restore(requests)
         return []
 
     def stop(self) -> None:

@@ -1,4 +1,5 @@
-"""What decides for one model version which requests run, when, and together: ``DynamicBatcher`` or ``SequenceBatcher``.
+"""What decides for one model version which requests run, when, and together: a ``DynamicBatcher``, ``SequenceBatcher``, or
+``StepBatcher``.
 
     arrived ─▶ waits ─▶ take ─▶ runs ─▶ done
                  │        ├──▶ restore: it could not run, and waits again
@@ -11,10 +12,10 @@ A request that is lost may take others along, so whatever loses one returns the 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-from shm.errors import ServingError
-from workers.scheduling.queue import Waiting
+from shm.errors import Cancelled, ServingError, Unavailable
+from workers.scheduling.queue import RequestQueue, W, Waiting
 
 P = TypeVar("P", bound=Waiting)
 
@@ -69,6 +70,36 @@ class Planner(Protocol[P]):
 
     def stop(self) -> None:
         """The worker is to stop: what may be refused for that is refused."""
+
+
+class QueuePlanner(Generic[W]):
+    """What a planner is to the requests that wait in its queue, whatever it does with those that it takes out."""
+
+    def __init__(self, queue: RequestQueue[W]) -> None:
+        self._queue = queue
+        self.arrived = queue.push
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return len(self._queue)
+
+    def cancelled(self, request: W) -> list[tuple[W, ServingError]]:
+        """Nobody waits for it any more. Returns its answer, if it waited."""
+        return [(request, Cancelled("the request was cancelled"))] if self._queue.remove(request) else []
+
+    def tick(self, now_ns: int) -> list[tuple[W, ServingError]]:
+        """Time has passed. Returns the answers of those that waited too long."""
+        return [(request, Unavailable("Request timeout expired")) for request in self._queue.expire(now_ns)]
+
+    @property
+    def next_tick_ns(self) -> int:
+        """When ``tick`` is worth a call; 0: never. May be early."""
+        return self._queue.next_expiry_ns
+
+    def restore(self, requests: list[W], now_ns: int) -> list[tuple[W, ServingError]]:
+        """What was taken could not run, and waits again."""
+        self._queue.restore(requests)
+        return []
 
 
 def earlier(a: int | None, b: int) -> int:

@@ -17,7 +17,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple
 
-from shm.errors import Cancelled, ServingError, Unavailable
+from shm.errors import ServingError
+from workers.scheduling.planner import QueuePlanner
 from workers.scheduling.queue import RequestQueue, W
 
 #: Steps on their way to the device, or on it.
@@ -78,13 +79,12 @@ class Answer(NamedTuple, Generic[W]):
     final: bool
 
 
-class StepBatcher(Generic[W]):
+class StepBatcher(QueuePlanner[W]):
     """One per version of a stepped model, over its queue."""
 
     def __init__(self, rules: StepRules, queue: RequestQueue[W]) -> None:
+        super().__init__(queue)
         self._rules = rules
-        self._queue = queue
-        self.arrived = queue.push
         self._seats: dict[W, Seat[W]] = {}
         #: By slot: who takes part in the next step.
         self._running: dict[int, Seat[W]] = {}
@@ -95,27 +95,14 @@ class StepBatcher(Generic[W]):
         self._room = rules.inserts_per_step
         self._on_their_way = 0
 
-    def __len__(self) -> int:
-        """Requests that wait."""
-        return len(self._queue)
-
     # ---------------------------------------------------------------------------------------------------------- waiting
 
     def cancelled(self, request: W) -> list[tuple[W, ServingError]]:
         """Nobody waits for it any more. Returns its answer, if it waited; one that has a slot leaves it."""
-        if self._queue.remove(request):
-            return [(request, Cancelled("the request was cancelled"))]
-        self._leave(request)
-        return []
-
-    def tick(self, now_ns: int) -> list[tuple[W, ServingError]]:
-        """Time has passed. Returns the answers of those that waited too long."""
-        return [(request, Unavailable("Request timeout expired")) for request in self._queue.expire(now_ns)]
-
-    @property
-    def next_tick_ns(self) -> int:
-        """When ``tick`` is worth a call; 0: never. May be early."""
-        return self._queue.next_expiry_ns
+        refused = super().cancelled(request)
+        if not refused:
+            self._leave(request)
+        return refused
 
     @property
     def lives(self) -> bool:
@@ -153,8 +140,7 @@ class StepBatcher(Generic[W]):
     def restore(self, requests: list[W], now_ns: int) -> list[tuple[W, ServingError]]:
         """They could not be inserted, and wait again."""
         self.done(requests, now_ns)
-        self._queue.restore(requests)
-        return []
+        return super().restore(requests, now_ns)
 
     def limit(self, key: Hashable, rows: int) -> None:
         """Every key has one program: there is nothing to limit."""

@@ -1,0 +1,55 @@
+"""What a loop serves with, in a worker's process or in somebody else's: models, their sequences, and the dispatcher over them."""
+
+from __future__ import annotations
+
+import time
+
+from config.options import Options
+from shm.sequence_page import SequencePage
+from shm.status_page import StatusPage
+from workers.dispatch.dispatcher import Dispatcher
+from workers.models.loaded_model import LoadedModel
+from workers.models.model_table import ModelTable
+from workers.models.model_version import ModelVersion
+from workers.models.sequence_register import SequenceRegister
+from workers.programs.run_errors import CheckDevice, works
+from workers.regions.region_table import RegionTable
+from workers.threads.inbox import Inbox
+from workers.threads.work_thread import WorkThread
+
+
+class Engine:
+    """Made and used by the loop's thread, which asks its parts."""
+
+    def __init__(
+        self, options: Options, inbox: Inbox, regions: RegionTable, gpu: int | None, check: CheckDevice = works
+    ) -> None:
+        """
+        Args:
+          inbox: the loop's.
+          gpu: the device's number, None of the processor.
+          check: of the device.
+        """
+        most = options.requests.max_sequences
+        self.page = StatusPage.create()
+        self.sequences = SequenceRegister(SequencePage.create(most), most)
+        self.models = ModelTable()
+        self.compiler = WorkThread("compiler", inbox)
+        self.dispatcher = Dispatcher(
+            options, self.models, regions, self.page, self.compiler, time.monotonic_ns, check, gpu, inbox.post
+        )
+
+    def adopt(self, loaded: LoadedModel) -> ModelVersion:
+        """The version that requests are for from now on; its instances wait for resources while it lives."""
+        version = ModelVersion(loaded, self.sequences)
+        self.dispatcher.limiter.add(loaded.instances)
+        version.when_closed(lambda: self.dispatcher.limiter.remove(loaded.instances))
+        return version
+
+    def close(self) -> None:
+        """Lets go of both pages."""
+        self.page.close()
+        self.sequences.page.close()
+
+    def __repr__(self) -> str:
+        return f"<Engine {self.models!r}>"
