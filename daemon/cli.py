@@ -148,6 +148,9 @@ def check(
         versions = f"version {', '.join(map(str, verdict.model.chosen))}"
         # One line, whatever a model's exception says.
         click.echo(f"{verdict.model.name}: {' '.join((verdict.reason or versions).split())}", err=bool(verdict.reason))
+        if not verdict.reason and 0 < len(verdict.model.devices) < len(devices):
+            there = ", ".join(verdict.model.devices)
+            click.echo(f"    on {there} alone of {len(devices)} workers: models on others cannot call it")
         for sentence in verdict.model.without_effect:
             click.echo(f"    {sentence}", err=bool(verdict.reason))
         for number in verdict.model.chosen if report and not verdict.reason else ():

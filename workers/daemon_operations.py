@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import queue
+from collections.abc import Callable
 
 from shm.channel import Channel
 from shm.control_records import Call, Reply
@@ -32,8 +33,8 @@ class DaemonOperations:
         self._loader = loader
         self._inbox = inbox
         self._numbers = itertools.count(1)
-        #: Call id -> where its reply goes, and whether a load waits for it.
-        self._asked: dict[int, tuple[queue.SimpleQueue[Reply], bool]] = {}
+        #: Call id -> who takes its reply, and whether a load waits for it.
+        self._asked: dict[int, tuple[Callable[[Reply], None], bool]] = {}
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
         """Waits for the answer. Raises ServingError."""
@@ -41,31 +42,35 @@ class DaemonOperations:
         waits = port.loading and isinstance(operation, LoadModel)
         if isinstance(operation, LoadModel) and waits:
             operation = LoadModel(operation.name, operation.config, operation.files, within=port.name)
-        self._inbox.post(functools.partial(self._ask, operation, waits, answer))
+        self._inbox.post(functools.partial(self._ask, operation, waits, answer.put))
         reply = answer.get()
         if reply.code:
             raise from_code(reply.code, reply.message)
         return reply.result
 
+    def is_ready(self, name: str, version: int, answered: Callable[[bool], None]) -> None:
+        """Whether any worker serves that version, or any (0): says so later, on the loop."""
+        self._ask(ModelReady(name, version), False, lambda reply: answered(reply.result == b"true"))
+
     def _ask(
-        self, operation: LoadModel | UnloadModel | ModelReady, waits: bool, answer: queue.SimpleQueue[Reply]
+        self, operation: LoadModel | UnloadModel | ModelReady, waits: bool, answered: Callable[[Reply], None]
     ) -> None:
         if waits and self._loader.aside >= _MAX_WAITING:
             message = f"{self._loader.aside} loads wait for others, and no more may"
-            answer.put(Reply(0, Unavailable.code, message))
+            answered(Reply(0, Unavailable.code, message))
             return
         call_id = next(self._numbers)
-        self._asked[call_id] = answer, waits
+        self._asked[call_id] = answered, waits
         if waits:
             self._loader.step_aside()
         self._channel.put(Call(call_id, operation))
 
     def answered(self, reply: Reply) -> None:
         """The supervisor has answered."""
-        answer, waits = self._asked.pop(reply.call_id)
+        answered, waits = self._asked.pop(reply.call_id)
         if waits:
             self._loader.step_back()
-        answer.put(reply)
+        answered(reply)
 
     def __repr__(self) -> str:
         return f"<DaemonOperations {len(self._asked)} asked>"

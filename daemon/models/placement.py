@@ -4,8 +4,10 @@
     preserve_ordering                        one worker: between two nobody knows whose answer comes first
     max_queue_size                           one worker, where a share of each would be so small that it refuses too early
     resources of the rate limiter            one worker for all models that share some over the whole host
+    tensord_together (a parameter)           one worker for all models with the same value, so that they may call each other
 
-One worker is found by rendezvous of the model and the devices: the same one after every restart, another one for another model.
+One worker is found by rendezvous of the model, or of that value, and the devices: the same one after every restart, another one
+for another model.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from shm.errors import InvalidArgument
 
 #: A bound on a queue is shared out where each worker's share is at least that.
 _LEAST_SHARE = 4
+#: Models that name the same are on one worker.
+TOGETHER = "tensord_together"
 
 
 def place(message: ModelConfig, devices: Sequence[str], rate_limited: bool, each: int = 1) -> tuple[str, ...]:
@@ -26,12 +30,20 @@ def place(message: ModelConfig, devices: Sequence[str], rate_limited: bool, each
     Args:
       rate_limited: whether resources of the rate limiter are looked at.
       each: how many GPUs a worker has, of which its device is the first.
-    Raises: InvalidArgument: it names GPUs that are not there.
+    Raises: InvalidArgument: it names GPUs that are not there; or asks for one worker for two reasons, which are two workers.
     """
     chosen = _named(message, devices, each)
+    together = message.parameters[TOGETHER].string_value if TOGETHER in message.parameters else ""
     if len(chosen) > 1 and rate_limited and _shares_resources(message, on_gpus=chosen[0].startswith("cuda:")):
+        if together:
+            raise InvalidArgument(
+                f"model '{message.name}' is to be on the worker of '{together}' ({TOGETHER}) and on the one with the resources "
+                "that it shares with others (rate_limiter)"
+            )
         # Not by the model: all that share anything have to be where the one count of it is.
         return (rendezvous.choose("rate limiter", chosen),)
+    if len(chosen) > 1 and together:
+        return (rendezvous.choose(("together", together), chosen),)
     if len(chosen) > 1 and (is_ordered(message) or 0 < _least_bound(message) < _LEAST_SHARE * len(chosen)):
         return (rendezvous.choose(("model", message.name), chosen),)
     return chosen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -52,12 +53,16 @@ def test_check_of_a_good_and_a_bad_repository(tmp_path: Path) -> None:
     assert done.stdout == "good: version 2\nconfiguration: good; models: 1 good, 0 bad\n"
     write_model(tmp_path / "models", "bad", config="nonsense: 1")
     (tmp_path / "models" / "empty").mkdir()
-    done = tensord("check", str(file), "--model-control-mode=explicit", "--load-model=absent")
+    (tmp_path / "models" / "good" / "config.pbtxt").write_text("dynamic_batching { preserve_ordering: true }")
+    done = tensord(
+        "check", str(file), "--model-control-mode=explicit", "--load-model=absent", TENSORD_WORKERS_CPU="2"
+    )
     assert done.returncode == 1
     assert "bad: config.pbtxt of model 'bad': line 1, column 1" in done.stderr
     assert "empty: it has no version folder" in done.stderr
     assert "absent: it is to be loaded at start, but it is in no repository" in done.stderr
     assert "1 good, 3 bad" in done.stdout
+    assert re.search(r"\n    on cpu:\d alone of 2 workers: models on others cannot call it\n", done.stdout)
 
 
 @pytest.mark.parametrize("command", ["check", "serve"])

@@ -13,6 +13,7 @@ import pytest
 import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
+from shm import rendezvous
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
 from tests.protocol.calling_models import SCRIPT, SCRIPT_FIELDS, run
 from tests.repositories import ensemble, scale_model, write_model
@@ -80,6 +81,18 @@ def create(path, config, device):
     return (lambda params, inputs: {"y": inputs["x"] + 7}), None
 """
 
+#: Models that one worker has; of these, each another one.
+WORKERS = ("cpu:0", "cpu:1")
+HOME = rendezvous.choose(("model", "called"), WORKERS)
+CALLERS = [
+    next(
+        name
+        for name in (f"caller{number}" for number in range(100))
+        if (rendezvous.choose(("model", name), WORKERS) == HOME) is near
+    )
+    for near in (True, False)
+]
+
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -98,6 +111,14 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ensemble(folder, "ring", ["x FP32 4"], ["y FP32 1 4"], [("member", {"x": "x"}, {"y": "y"})])
     for name in ("metrics", "same"):
         write_model(folder, name, METRICS, METRICS_FIELDS)
+    together = 'parameters { key: "tensord_together" value { string_value: "router" } }'
+    for name, more in (
+        ("called", ""),
+        *((name, "") for name in CALLERS),
+        ("called_there", together),
+        ("caller_there", together),
+    ):
+        write_model(folder, name, SCRIPT, SCRIPT_FIELDS + "dynamic_batching { preserve_ordering: true }" + more)
     return folder
 
 
@@ -107,6 +128,31 @@ def daemon(leaves_nothing: None, repository: Path, tmp_path_factory: pytest.Temp
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
         running.wait_ready()
         yield running
+
+
+# ------------------------------------------------------------------------------------------------------- calling
+
+
+CALLED = """said = script("called", "said = 'here'")"""
+
+
+def test_a_model_that_another_worker_has_is_said_to_be_there(http: httpclient.InferenceServerClient) -> None:
+    near, far = CALLERS
+    for name in ("called", *CALLERS):
+        http.load_model(name)
+    assert run(http, near, CALLED) == "here"
+    assert run(http, far, CALLED) == (
+        "error Model called - Error when running inference: Failed for execute the inference request. Model 'called' is not "
+        f"ready. Other workers have it, and calls stay in the worker of their caller, '{far}'; models with the same parameter "
+        "tensord_together are on one worker."
+    )
+    assert run(http, far, CALLED.replace("called", "nowhere")).endswith("Model 'nowhere' is not ready.")
+
+
+def test_models_that_are_to_be_together_call_each_other(http: httpclient.InferenceServerClient) -> None:
+    for name in ("called_there", "caller_there"):
+        http.load_model(name)
+    assert run(http, "caller_there", CALLED.replace("called", "called_there")) == "here"
 
 
 # ------------------------------------------------------------------------------------------------------- loading

@@ -41,6 +41,9 @@ class Daemon(Protocol):
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
         """As ``workers.calls.desk.Desk``."""
 
+    def is_ready(self, name: str, version: int, answered: Callable[[bool], None]) -> None:
+        """Whether any worker serves that version, or any (0): says so later, on the loop."""
+
 
 class Calls:
     """One per worker. What ``Desk`` says is for any thread; the rest belongs to the loop."""
@@ -130,6 +133,10 @@ class Calls:
         call.began_ns = now_ns = self._clock()
         try:
             inner = self._made(call, now_ns)
+        except NotFound as error:
+            call.refused = True
+            self._not_here(call, error.with_traceback(None))
+            return
         except ServingError as error:
             call.refused = True
             call.answered(error.with_traceback(None), True)
@@ -150,6 +157,21 @@ class Calls:
             call.refused = True
             self._end(call, error.with_traceback(None))
         self._circles.changed = True
+
+    def _not_here(self, call: Call, error: NotFound) -> None:
+        """Answers a call of a model that this worker has not, when it is known whether others have it."""
+
+        def said(elsewhere: bool) -> None:
+            why = (
+                f" Other workers have it, and calls stay in the worker of their caller, '{call.caller.port.name}'; models with "
+                "the same parameter tensord_together are on one worker."
+            )
+            call.answered(NotFound(error.message + why) if elsewhere else error, True)
+
+        if self.daemon is None:
+            said(False)
+        else:
+            self.daemon.is_ready(call.submit.model, call.submit.version, said)
 
     def _made(self, call: Call, now_ns: int) -> InnerRequest:
         """Raises ServingError: what is wrong with it."""

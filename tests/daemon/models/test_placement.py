@@ -53,6 +53,29 @@ def test_promises_that_only_one_worker_can_keep(text: str) -> None:
         assert placed(text, tuple(each for each in CPUS if each != gone)) == (device,)
 
 
+def test_models_that_are_to_be_together_are() -> None:
+    named = "parameters {{ key: 'tensord_together' value {{ string_value: '{}' }} }}"
+    kinds = ["", "dynamic_batching { preserve_ordering: true }", "instance_group { count: 4 }"]
+    found = {placed(kind + named.format("router"), name=f"m{number}") for kind in kinds for number in range(10)}
+    assert len(found) == 1
+    assert len({placed(named.format(f"group {number}")) for number in range(100)}) == len(CPUS)
+    assert placed(named.format("router"), CPUS[:1]) == CPUS[:1]
+    groups = "instance_group { kind: KIND_GPU gpus: [ 1 ] }"
+    assert placed(groups + named.format("router"), GPUS) == ("cuda:1",)
+
+
+def test_two_reasons_for_one_worker_are_two_workers() -> None:
+    named = "parameters { key: 'tensord_together' value { string_value: 'router' } }"
+    limited = f"instance_group {{ kind: KIND_CPU {GLOBAL} }}" + named
+    with pytest.raises(InvalidArgument) as caught:
+        placed(limited)
+    assert caught.value.message == (
+        "model 'm' is to be on the worker of 'router' (tensord_together) and on the one with the resources that it shares with "
+        "others (rate_limiter)"
+    )
+    assert placed(limited, CPUS[:1]) == CPUS[:1]
+
+
 def test_models_that_share_resources_over_the_host_are_together() -> None:
     groups = [f"instance_group {{ kind: KIND_CPU {each} }}" for each in (LIMITED, GLOBAL)]
     found = {placed(group, name=f"m{number}") for group in groups for number in range(20)}
