@@ -2,39 +2,49 @@
 
     python -m bench.steps [--rounds 5] [--seconds 2] [--slots 64]     bench/models/writer with so many slots
 
-Both run in turn. The bare loop calls the model's jitted ``step`` for all slots and reads what it gives. Processor time is the
-worker's, or the loop's, for one step with all slots taken; it minds a busy machine less than the clock does. The first response
-of one that joins is told in steps of that moment, without its prefill, which is measured alone.
+Both run in turn. The bare loop calls the model's jitted ``step`` for all slots and reads what it gives. The served one has
+requests in all slots but one, which begin together; it is measured while they are stepped and none begins or ends. Processor time
+is the worker's, or the loop's; it minds a busy machine less than the clock does, which has the front and the client on the same
+cores. What a request that joins waits for its first response is told in steps of that round, without what it takes alone: its
+prefill, and the way to the worker and back.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import os
-import queue
+import random
 import re
 import runpy
 import shutil
 import statistics
 import sys
 import tempfile
-import threading
 import time
-import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-import grpc
 import jax
 import numpy as np
-from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from bench.server import ROOT, Usage, children, serving
+from bench.server import ROOT, children, serving
+from bench.token_stream import PROMPT, TokenStream
 
-HTTP, GRPC = "127.0.0.1:18100", "127.0.0.1:18101"
+HTTP, GRPC = "127.0.0.1:18100", ("127.0.0.1", 18101)
 WRITER = ROOT / "bench" / "models" / "writer"
-COUNT = 100
+#: Steps that are measured of a crowd, those before, while it gathers, and those after, before the first of it ends.
+MEASURED, BEFORE, AFTER = 96, 8, 14
+#: Requests that join a crowd, one after the other.
+JOINS = 8
+
+
+class Cost(NamedTuple):
+    """Microseconds of a step: by the clock, the processor's of who runs it, and the front's."""
+
+    clock_us: float
+    processor_us: float
+    front_us: float = 0.0
 
 
 class Bare:
@@ -57,63 +67,91 @@ class Bare:
             self._carry, outputs, emit, finished = self._step(self._parameters, self._carry, self._active)
             np.asarray(outputs["token"]), np.asarray(emit), np.asarray(finished)
 
-    def measure(self, seconds: float) -> tuple[float, float]:
-        """Microseconds of a step: by the clock, and of the processor."""
+    def measure(self, seconds: float) -> Cost:
+        """Of all slots."""
         steps, began, used = 0, time.perf_counter(), time.process_time()
         while (lasted := time.perf_counter() - began) < seconds:
             self.run(20)
             steps += 20
-        return lasted / steps * 1e6, (time.process_time() - used) / steps * 1e6
+        return Cost(lasted / steps * 1e6, (time.process_time() - used) / steps * 1e6)
 
 
 class Served:
-    """Requests on one stream, as many at a time as are wanted: whoever ends is asked again."""
+    """The daemon with the model, asked by a crowd and by one that joins it."""
 
-    def __init__(self) -> None:
-        self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        channel = grpc.insecure_channel(GRPC)
-        self._call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(iter(self._asked.get, None))
-        self.again = True
-        self.first: dict[str, float] = {}
-        threading.Thread(target=self._read, daemon=True).start()
+    def __init__(self, daemon: int, slots: int) -> None:
+        """``daemon``: its process id."""
+        found = {name: pid for pid, name in children(daemon).items()}
+        self._processes = found["workers"], found["daemon.grpc"]
+        self._crowd, self._size = TokenStream(GRPC), slots - 1
+        self._joining = TokenStream(GRPC)
 
-    def ask(self, name: str, count: int = COUNT) -> None:
-        """One more request."""
-        request = service_pb2.ModelInferRequest(model_name="writer", id=name)
-        for key, values in (("prompt", list(range(8))), ("count", [count])):
-            request.inputs.add(name=key, datatype="INT32", shape=[len(values)])
-            request.raw_input_contents.append(np.array(values, np.int32).tobytes())
-        request.parameters["triton_enable_empty_final_response"].bool_param = True
-        self._asked.put(request)
+    def measure(self, seconds: float) -> Cost:
+        """Of all slots but one."""
+        spent: list[Cost] = []
+        until = time.perf_counter() + seconds
+        while not spent or time.perf_counter() < until:
+            before = self._gather()
+            first, began = self._crowd.wait(before + BEFORE * self._size)
+            used = [processor_us(pid) for pid in self._processes]
+            last, ended = self._crowd.wait(before + (BEFORE + MEASURED) * self._size)
+            used = [processor_us(pid) - at_first for pid, at_first in zip(self._processes, used, strict=True)]
+            steps = (last - first) / self._size
+            # On a busy machine all of it may have come at once.
+            if steps > MEASURED / 2:
+                spent.append(Cost((ended - began) * 1e6 / steps, used[0] / steps, used[1] / steps))
+            self._scatter()
+        return Cost(*(statistics.median(each) for each in zip(*spent, strict=True)))
 
-    def _read(self) -> None:
-        try:
-            for answer in self._call:
-                inner = answer.infer_response
-                self.first.setdefault(inner.id, time.perf_counter())
-                if inner.parameters["triton_final_response"].bool_param and self.again and inner.id.isdigit():
-                    self.ask(inner.id)
-        except grpc.RpcError:
-            pass
+    def alone_us(self) -> float:
+        """Until the first response of a request to which nobody else is."""
+        return statistics.median(self._join() for _ in range(20))
 
-    def joins(self, name: str) -> float:
-        """Seconds until the first response of a request that joins now."""
-        began = time.perf_counter()
-        self.ask(name, 1)
-        while name not in self.first:
-            time.sleep(0)
-        return self.first[name] - began
+    def joining_us(self, step_us: float, seconds: float) -> list[float]:
+        """The same of requests that join the crowd, at any moment of a step."""
+        found: list[float] = []
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            before = self._gather()
+            self._crowd.wait(before + BEFORE * self._size)
+            for _ in range(JOINS):
+                time.sleep(random.random() * step_us / 1e6)
+                took_us = self._join()
+                if self._crowd.responses > before + (BEFORE + MEASURED) * self._size:
+                    break
+                found.append(took_us)
+            self._scatter()
+        return found
+
+    def _join(self) -> float:
+        before, began = self._joining.responses, time.perf_counter()
+        self._joining.ask(1)
+        _, ended = self._joining.wait(before + 1)
+        self._joining.wait(ended=self._joining.asked)
+        return (ended - began) * 1e6
+
+    def _gather(self) -> int:
+        """The crowd begins. Returns how many responses there were before."""
+        before = self._crowd.responses
+        self._crowd.ask(BEFORE + MEASURED + AFTER, self._size)
+        return before
+
+    def _scatter(self) -> None:
+        self._crowd.wait(ended=self._crowd.asked)
 
     def close(self) -> None:
-        """Nobody waits for what is under way."""
-        self.again = False
-        self._call.cancel()
+        """Ends both connections."""
+        self._crowd.close()
+        self._joining.close()
 
 
-def steps_so_far() -> int:
-    """Of the model, since it was loaded."""
-    with urllib.request.urlopen(f"http://{HTTP}/v2/models/writer/stats", timeout=60) as answer:
-        return int(json.load(answer)["model_stats"][0]["execution_count"])
+def processor_us(pid: int) -> float:
+    """What all threads of a process have used of it."""
+    used = 0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            used += int((thread / "schedstat").read_text().split()[0])
+    return used / 1e3
 
 
 def main() -> int:
@@ -135,6 +173,7 @@ def write_model(repository: Path, slots: int) -> Path:
     file = folder / "1" / "model.py"
     text, found = re.subn(r"^slots = \d+$", f"slots = {slots}", file.read_text(), flags=re.MULTILINE)
     assert found == 1, file
+    assert f"LONGEST = 256, 128, 4, 2, {PROMPT + BEFORE + MEASURED + AFTER + 2}" in text
     text = re.sub(
         r"^step_slots = .*$", f"step_slots = {tuple(size for size in (1, 4, 16) if size < slots)}", text, flags=re.M
     )
@@ -145,43 +184,29 @@ def write_model(repository: Path, slots: int) -> Path:
 def measure(arguments: argparse.Namespace, repository: Path) -> int:
     """Both in turn."""
     bare = Bare(write_model(repository, arguments.slots))
-    tensord = [
-        sys.executable,
-        "-m",
-        "tensord",
-        "serve",
-        "--config",
-        "bench/serve.toml",
-        f"--model-repository={repository}",
-    ]
-    ratios: list[tuple[float, float, float]] = []
-    with serving(tensord, HTTP, arguments.log) as pid:
-        (worker,) = [child for child, name in children(pid).items() if name == "workers"]
-        for turn in range(arguments.rounds):
-            clock_us, processor_us = bare.measure(arguments.seconds)
-            alone = Served()
-            alone.joins("warm")
-            prefill_us = statistics.median(alone.joins(f"alone {i}") for i in range(20)) * 1e6
-            alone.close()
-            served = Served()
-            for slot in range(bare.slots - 1):
-                served.ask(str(slot))
-            time.sleep(0.3)
-            before, began, used = steps_so_far(), time.perf_counter(), Usage.of(worker)
-            time.sleep(arguments.seconds)
-            count, lasted = steps_so_far() - before, time.perf_counter() - began
-            spent = Usage.of(worker).since(used)
-            step_us, worker_us = lasted / count * 1e6, (spent.user_us + spent.kernel_us) / count
-            joined_us = statistics.median(served.joins(f"{turn} {i} joins") for i in range(20)) * 1e6
-            served.close()
-            ratios.append((step_us / clock_us, worker_us / processor_us, (joined_us - prefill_us) / step_us))
+    tensord = [sys.executable, "-m", "tensord", "serve", "--config", "bench/serve.toml"]
+    tensord.append(f"--model-repository={repository}")
+    ratios: list[tuple[float, float]] = []
+    waits: list[float] = []
+    with serving(tensord, HTTP, arguments.log) as pid, contextlib.closing(Served(pid, bare.slots)) as served:
+        for _ in range(arguments.rounds):
+            alone = bare.measure(arguments.seconds)
+            cost = served.measure(arguments.seconds)
+            prefill_us = served.alone_us()
+            joining = served.joining_us(cost.clock_us, arguments.seconds / 2)
+            ratios.append((cost.clock_us / alone.clock_us, cost.processor_us / alone.processor_us))
+            waits += [(took_us - prefill_us) / cost.clock_us for took_us in joining]
             print(
-                f"step: bare {clock_us:.0f} us, served {step_us:.0f} us; processor {processor_us:.0f} and {worker_us:.0f} us; "
-                f"first response alone {prefill_us:.0f} us, joining {bare.slots - 1} others {joined_us:.0f} us"
+                f"step: bare {alone.clock_us:.0f} us, served {cost.clock_us:.0f} us; processor {alone.processor_us:.0f} and "
+                f"{cost.processor_us:.0f} us, front {cost.front_us:.0f} us; first response alone {prefill_us:.0f} us, joining "
+                f"{bare.slots - 1} others {statistics.median(joining):.0f} us",
+                flush=True,
             )
-    step, processor, joins = (statistics.median(each) for each in zip(*ratios, strict=True))
+    step, processor = (statistics.median(each) for each in zip(*ratios, strict=True))
+    *_, ninth = statistics.quantiles(waits, n=10)
     print(
-        f"a step costs {step:.2f} x (processor {processor:.2f} x); who joins waits {joins:.2f} steps besides its prefill"
+        f"a step costs {step:.2f} x (processor {processor:.2f} x); who joins waits {statistics.median(waits):.2f} steps besides "
+        f"its prefill, one of ten more than {ninth:.2f}"
     )
     return 0
 
