@@ -109,6 +109,10 @@ class Channel:
         else:
             self._queue.append(encoded)
 
+    def put_encoded(self, records: list[bytes]) -> None:
+        """Queues small records that were encoded elsewhere."""
+        self._queue.extend(records)
+
     def _put_alone(self, encoded: bytes, fds: tuple[int, ...]) -> None:
         whole = _ONE + encoded
         if len(encoded) <= _ROOM:

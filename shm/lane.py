@@ -312,6 +312,11 @@ class WorkerLane:
         self._said.say(form)
         self._channel.put(self._announced(record.request_id, record.lease) or record)
 
+    def complete_rows(self, form: Form[Completion], records: list[bytes]) -> None:
+        """Queues answers of a form that are encoded (``FormCompletion``), with their outputs in the records."""
+        self._said.say(form)
+        self._channel.put_encoded(records)
+
     def _announced(self, request_id: int, lease: LeaseKey | None) -> Completion | None:
         """Announces the segment of a lease. Otherwise the lease is taken back; returns what the request is answered with."""
         if lease is None:

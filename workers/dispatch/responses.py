@@ -18,6 +18,7 @@ import numpy as np
 from config.options import Arenas
 from shm.arrays import Array, byte_content, datatype_of
 from shm.errors import Cancelled, Internal, ServingError, Unavailable
+from shm.forms import Form
 from shm.messages import Completion, FormCompletion, Inline, Tensor, response_byte_size
 from workers.dispatch.answers import complete, failure
 from workers.dispatch.outbox import Outbox
@@ -138,14 +139,7 @@ class Responses:
           described: name, datatype and shape of each output, and ``contents`` its bytes.
         """
         request = sender.request
-        if (
-            not sender.plain
-            or request.outputs
-            or request.timeline is not None
-            or request.sink is not None
-            or sender in self._kept
-            or sender.is_cancelled
-        ):
+        if not self.takes_small(sender):
             return False
         sender.ahead(self._queue(request, described, contents, final))
         request.version.statistics.responded(sender, _OUTPUTS, now_ns, now_ns)
@@ -153,6 +147,18 @@ class Responses:
         if final:
             self._end(sender, now_ns, Failure.BACKEND if sender.failed else None)
         return True
+
+    def takes_small(self, sender: ResponseSender[Request]) -> bool:
+        """Whether its next response, of all outputs with a few bytes each, may go into the record as it is."""
+        request = sender.request
+        return (
+            sender.plain
+            and not request.outputs
+            and request.timeline is None
+            and request.sink is None
+            and sender not in self._kept
+            and not sender.is_cancelled
+        )
 
     def taken(self, request: Request, byte_size: int) -> None:
         """Its client has taken so much."""
@@ -319,6 +325,17 @@ class Responses:
         contents: tuple[bytes, ...],
         final: bool,
     ) -> int:
+        submitter, form = request.submitter, Responses.form(request, described, final)
+        record = FormCompletion(request.request_id, form.number, contents)
+        submitter.lane.complete_formed(form, record)
+        submitter.unflushed = True
+        return response_byte_size(record)
+
+    @staticmethod
+    def form(
+        request: Request, described: tuple[tuple[str, str, tuple[int, ...]], ...], final: bool
+    ) -> Form[Completion]:
+        """That of small responses with such outputs to its submitter. ``described``: as of ``respond_small``."""
         submitter, version = request.submitter, request.version.version
         kind = version, final, described
         form = submitter.response_forms.get(kind)
@@ -328,10 +345,7 @@ class Responses:
             if len(submitter.response_forms) >= _MAX_KINDS:
                 submitter.response_forms.clear()
             form = submitter.response_forms[kind] = submitter.lane.answer_form(template)
-        record = FormCompletion(request.request_id, form.number, contents)
-        submitter.lane.complete_formed(form, record)
-        submitter.unflushed = True
-        return response_byte_size(record)
+        return form
 
     def _no_room(self, sender: ResponseSender[Request], byte_size: int) -> Unavailable:
         return self._outbox.no_room(sender.request, byte_size, self._clock())
@@ -339,6 +353,7 @@ class Responses:
     def _end_cancelled(self, sender: ResponseSender[Request]) -> None:
         """Nobody waits for what it sends."""
         request, error = sender.request, Cancelled("the request was cancelled")
+        sender.catch_up()
         if request.sink is None and not request.submitter.closed:
             request.submitter.answer(failure(request.request_id, error))
         self._end(sender, self._clock(), Failure.CANCELED)

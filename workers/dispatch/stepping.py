@@ -5,7 +5,8 @@
                step ────┘                        └─▶ slots that are free ─▶ the next requests
 
 ``dispatch`` gives the device all that may be on its way and returns at once; ``read`` waits for the oldest of it. Meanwhile the
-device has the next, and other models have their turn. Belongs to the worker's loop.
+device has the next, and other models have their turn. Between the two the loop takes what has come: who joins is inserted behind
+the step that is on its way, not behind one more. Belongs to the worker's loop.
 
 XLA runs small programs on a processor before it returns: what is done by then is answered before anything else is run.
 """
@@ -22,12 +23,14 @@ from shm.arrays import Array
 from shm.errors import Internal, ServingError
 from shm.status_page import StatusPage, WorkerState
 from workers.dispatch.responses import Responses
+from workers.dispatch.step_rows import MANY, StepRows
 from workers.models.execution import Execution, own_failure
 from workers.models.model_version import ModelVersion
 from workers.models.stepped_model import Run
 from workers.programs.carry import StateLost
 from workers.programs.run_errors import CheckDevice
 from workers.requests.request import Request
+from workers.requests.response_sender import ResponseSender
 from workers.scheduling.step_batcher import Answer, Step
 
 _log = logging.getLogger(__name__)
@@ -92,6 +95,7 @@ class Stepping:
         self._check = check
         #: A row goes into the record of a response.
         self._small = self._model.rows.byte_size <= responses.inline_byte_size
+        self._rows = StepRows(self._model.rules.slots, self._model.rows, responses, version.statistics)
         self._given: deque[_Given] = deque()
         #: When the last thing was read: the device has worked on the next one since.
         self._read_ns = 0
@@ -126,6 +130,8 @@ class Stepping:
             for request in requests:
                 # There is no function of the model that would have to see that nobody waits any more.
                 self._version.senders[request].returned = True
+                # Of who had the slot.
+                self._rows.leave(self._batcher.slot(request))
             self._insert(requests, now_ns)
 
     def _give(self, what: list[Request] | Step[Request], run: Run, now_ns: int) -> None:
@@ -164,18 +170,24 @@ class Stepping:
                 return
             now_ns = self._clock()
             says = rows[:, -1].tolist()
-            if isinstance(what, Step):
-                answers = self._batcher.stepped(what, says)
-                began_ns, self._read_ns = max(began_ns, self._read_ns), now_ns
-                self._version.statistics.stepped(len(what.seats), now_ns - began_ns)
-            else:
-                answers = self._batcher.inserted(what, says)
-            if not self._at_once:
-                # The device goes on while they are answered.
-                self.dispatch(now_ns)
-            self._answer(answers, rows, now_ns)
+            if not isinstance(what, Step):
+                self._answer(self._batcher.inserted(what, says), rows, now_ns)
+                continue
+            began_ns, self._read_ns = max(began_ns, self._read_ns), now_ns
+            self._version.statistics.stepped(len(what.seats), now_ns - began_ns)
+            many = self._small and len(what.seats) >= MANY
+            if not many:
+                self._rows.leave_all()
+            answers, going = self._batcher.stepped(what, says, self._rows.joined)
+            if going:
+                for sender in self._rows.send(going, rows, now_ns):
+                    self._pause_if_full(sender)
+            self._answer(answers, rows, now_ns, join=many)
 
-    def _answer(self, answers: list[Answer[Request]], rows: Array, now_ns: int) -> None:
+    def _answer(self, answers: list[Answer[Request]], rows: Array, now_ns: int, join: bool = False) -> None:
+        """One by one. ``join``: those that go on are answered with others from now on; a row is a slot then."""
+        if not answers:
+            return
         senders, layout = self._version.senders, self._model.rows
         # As bytes they are cut without an array for each.
         content = rows.tobytes() if self._small else b""
@@ -185,19 +197,23 @@ class Stepping:
                 # It has ended: what it was given last found no room for too long.
                 self._batcher.dropped(request, self._read_ns)
                 continue
+            sender.catch_up()
             start = row * layout.byte_size
             contents = tuple([content[start + part.start : start + part.stop] for part in layout.slices])
             if not (
                 emits and content and self._responses.respond_small(sender, layout.described, contents, final, now_ns)
             ):
                 self._responses.respond(sender, layout.cut(rows[row]) if emits else None, final)
-            if not final and sender.is_full:
-                self._pause(request)
+            if final:
+                continue
+            if join:
+                self._rows.join(row, sender)
+            self._pause_if_full(sender)
 
-    def _pause(self, request: Request) -> None:
-        """Its client is slow: it is not stepped until the client has taken some of what it has."""
-        sender = self._version.senders[request]
-        if sender.when_room(lambda: self._batcher.resume(request)):
+    def _pause_if_full(self, sender: ResponseSender[Request]) -> None:
+        """Where a client is slow its request is not stepped until the client has taken some of what it has."""
+        request = sender.request
+        if sender.is_full and sender.when_room(lambda: self._batcher.resume(request)):
             self._batcher.pause(request)
 
     def _lose(self, error: BaseException) -> None:
@@ -217,6 +233,7 @@ class Stepping:
         for request in requests:
             sender = self._version.senders.get(request)
             if sender is not None:
+                sender.catch_up()
                 self._responses.respond(sender, error, final=True)
 
     def __repr__(self) -> str:

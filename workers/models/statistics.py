@@ -15,12 +15,10 @@ from shm.errors import ServingError
 from shm.figures import FIRST_RESPONSE_MS, Counts
 from shm.refusals import Refusal
 from workers.models.execution import Execution
+from workers.models.response_statistics import Duration, ResponsesByNumber
 from workers.requests.request import Request
 from workers.requests.response_sender import ResponseSender
 from workers.requests.result import Result
-
-#: Responses of a request that are counted by their number.
-MAX_RESPONSES = 1024
 
 
 class Turns(NamedTuple):
@@ -61,20 +59,6 @@ class Failure(enum.Enum):
     OTHER = "OTHER"
 
 
-class Duration:
-    """How often and how long."""
-
-    __slots__ = ("count", "ns")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.ns = 0
-
-    def add(self, ns: int) -> None:
-        self.count += 1
-        self.ns += ns
-
-
 class BatchStatistics:
     """Executions of one batch size. Plain numbers, because they are counted with every batch."""
 
@@ -85,29 +69,6 @@ class BatchStatistics:
         self.input_ns = 0
         self.infer_ns = 0
         self.output_ns = 0
-
-
-class ResponseStatistics:
-    """Responses of one number in their request: 0 is the first of each."""
-
-    __slots__ = ("cancel", "compute_infer", "compute_output", "empty_response", "fail", "success")
-
-    def __init__(self) -> None:
-        #: From the response before it, or from when the request began to run.
-        self.compute_infer = Duration()
-        #: Putting it into place.
-        self.compute_output = Duration()
-        self.success = Duration()
-        self.fail = Duration()
-        #: It had no outputs, or was no response but the mark that none comes any more.
-        self.empty_response = Duration()
-        #: Its request was given up before it came.
-        self.cancel = Duration()
-
-    def to_dict(self) -> dict[str, dict[str, int]]:
-        """In the order of Triton's protocol."""
-        names = ("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel")
-        return {name: _duration(found.count, found.ns) for name in names if (found := getattr(self, name))}
 
 
 class ModelStatistics:
@@ -153,8 +114,7 @@ class ModelStatistics:
         #: Time to the first response, and how many came within each bound.
         self._first = Duration()
         self._first_within = [0] * len(FIRST_RESPONSE_MS)
-        #: By the number of a response in its request; of those beyond only the first so many.
-        self._responses: dict[int, ResponseStatistics] = {}
+        self.responses = ResponsesByNumber()
 
     def executed(self, execution: Execution, failed: Mapping[Request, Failure], now_ns: int) -> None:
         """Counts a batch whose answers are placed (or wait for room); ``failed`` are its requests that got an error, and why.
@@ -230,7 +190,7 @@ class ModelStatistics:
             self._first.add(first_ns)
             for number, bound in enumerate(FIRST_RESPONSE_MS):
                 self._first_within[number] += first_ns <= bound * 1_000_000
-        counted = self._response(sender.count)
+        counted = self.responses.of(sender.count)
         if counted is None:
             return
         waited_ns, output_ns = max(0, now_ns - sender.last_ns), placed_ns - now_ns
@@ -241,15 +201,10 @@ class ModelStatistics:
         counted.compute_output.add(output_ns)
         (counted.fail if isinstance(result, ServingError) else counted.success).add(waited_ns + output_ns)
 
-    def _response(self, number: int) -> ResponseStatistics | None:
-        if number >= MAX_RESPONSES:
-            return None
-        return self._responses.get(number) or self._responses.setdefault(number, ResponseStatistics())
-
     def streamed(self, sender: ResponseSender[Request], now_ns: int, failure: Failure | None) -> None:
         """Counts a request that was answered by its sender and is at its end. ``failure``: why it failed, if it did."""
         request = sender.request
-        if failure is Failure.CANCELED and (counted := self._response(sender.count)) is not None:
+        if failure is Failure.CANCELED and (counted := self.responses.of(sender.count)) is not None:
             counted.cancel.add(max(0, now_ns - sender.last_ns))
         if failure is not None:
             self.failed(now_ns - request.arrived_ns, failure)
@@ -365,7 +320,7 @@ class ModelStatistics:
                 "cache_hit": _duration(self.cache_hit.count, self.cache_hit.ns),
                 "cache_miss": _duration(self.cache_miss.count, self.cache_miss.ns),
             },
-            "response_stats": {str(number): counted.to_dict() for number, counted in sorted(self._responses.items())},
+            "response_stats": self.responses.to_dict(),
             "batch_stats": [
                 {
                     "batch_size": size,

@@ -72,7 +72,8 @@ class ResponseSender(Generic[R]):
 
     __slots__ = (
         *("_again", "_closed", "_holders", "_lock", "_on_room", "_posted", "_settled", "_taker"),
-        *("began_ns", "count", "ended", "failed", "first_ns", "last_ns", "plain", "request", "returned", "single"),
+        *("began_ns", "count", "counted", "ended", "failed", "first_ns", "last_ns"),
+        *("plain", "request", "returned", "single"),
         "thread",
     )
 
@@ -102,6 +103,8 @@ class ResponseSender(Generic[R]):
         #: Responses that were placed, and whether the first of them was an error.
         self.count = 0
         self.failed = False
+        #: Where responses leave without being noted here one by one: notes those that did.
+        self.counted: Callable[[], None] | None = None
         #: When the request began to run, its first response came (0: none did), and the last one was placed.
         self.began_ns = self.last_ns = began_ns
         self.first_ns = 0
@@ -223,6 +226,11 @@ class ResponseSender(Generic[R]):
         """Notes what the loop itself has put on the lane."""
         self._posted += byte_size
 
+    @property
+    def room(self) -> int:
+        """Bytes that may follow until it is full; 0 or less: it is."""
+        return self._taker.max_ahead - (self._posted - self._settled)
+
     def posted(self, result: Result | None, final: bool) -> int:
         """Notes a response that the loop itself makes, and that need not wait. Returns what it counts."""
         size = 0 if result is None else _BYTE_SIZE
@@ -240,6 +248,11 @@ class ResponseSender(Generic[R]):
                 self.first_ns, self.failed = now_ns, isinstance(result, ServingError)
             self.count += 1
         self.last_ns = placed_ns
+
+    def catch_up(self) -> None:
+        """Afterwards all responses that left are noted."""
+        if self.counted is not None:
+            self.counted()
 
     def settle(self, byte_size: int) -> None:
         """So much of what was sent was taken, or counts no more."""

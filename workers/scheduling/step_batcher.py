@@ -44,13 +44,15 @@ class StepRules:
 class Seat(Generic[W]):
     """One request's stay in a slot."""
 
-    __slots__ = ("number", "paused", "request", "steps")
+    __slots__ = ("left", "number", "paused", "request", "steps")
 
     def __init__(self, request: W, number: int) -> None:
         self.request = request
         self.number = number
         #: Those it takes part in, as far as they are on their way.
         self.steps = 0
+        #: It is over.
+        self.left = False
         #: It takes part in none for now.
         self.paused = False
 
@@ -170,6 +172,7 @@ class StepBatcher(QueuePlanner[W]):
         seat = self._seats.pop(request, None)
         if seat is None:
             return False
+        seat.left = True
         self._running.pop(seat.number, None)
         heapq.heappush(self._free, seat.number)
         if not known:
@@ -222,16 +225,27 @@ class StepBatcher(QueuePlanner[W]):
                 answers.append(self._answer(request, row, said))
         return answers
 
-    def stepped(self, step: Step[W], says: Sequence[int]) -> list[Answer[W]]:
-        """A step was read, in its turn. ``says``: of each slot, as above. Returns what the requests get."""
+    def stepped(
+        self, step: Step[W], says: Sequence[int], joined: Sequence[bool] = ()
+    ) -> tuple[list[Answer[W]], list[int]]:
+        """A step was read, in its turn. ``says``: of each slot, as above.
+
+        Returns: what the requests get; and slots of those among ``joined`` that get something and go on.
+        """
         self._on_their_way -= 1
         answers: list[Answer[W]] = []
+        going: list[int] = []
+        last, joined = step.last, joined or [False] * len(says)
         for seat in step.seats:
+            if seat.left:
+                continue
             number = seat.number
-            said = says[number] | (FINISHED if number in step.last else 0)
-            if said and self._seats.get(seat.request) is seat:
+            said = says[number] | FINISHED if number in last else says[number]
+            if said == EMITS and joined[number]:
+                going.append(number)
+            elif said:
                 answers.append(self._answer(seat.request, number, said))
-        return answers
+        return answers, going
 
     def _answer(self, request: W, row: int, said: int) -> Answer[W]:
         over = said & FINISHED > 0
@@ -253,7 +267,7 @@ class StepBatcher(QueuePlanner[W]):
         self._queue.check_invariants()
         numbers = [seat.number for seat in self._seats.values()]
         assert sorted(numbers + self._free) == list(range(self._rules.slots))
-        assert all(seat.request is request for request, seat in self._seats.items())
+        assert all(seat.request is request and not seat.left for request, seat in self._seats.items())
         assert all(self._seats[seat.request] is seat and not seat.paused for seat in self._running.values())
         assert all(seat.steps < self._rules.max_steps for seat in self._running.values())
         assert not self._masked & self._running.keys()

@@ -11,7 +11,7 @@ from collections import deque
 
 from shm.errors import Cancelled, Unavailable
 from workers.scheduling.queue import QueuePolicy, QueueRules, RequestQueue, Waiting
-from workers.scheduling.step_batcher import AHEAD, EMITS, FINISHED, Step, StepBatcher, StepRules
+from workers.scheduling.step_batcher import AHEAD, EMITS, FINISHED, Answer, Step, StepBatcher, StepRules
 
 
 class Counting(Waiting):
@@ -123,7 +123,14 @@ class Simulation:
             return
         run, made = self.runs.popleft()
         says = [said for said, _ in made]
-        answers = self.batcher.stepped(run, says) if isinstance(run, Step) else self.batcher.inserted(run, says)
+        if isinstance(run, Step):
+            joined = [self.chance.random() < 0.5 for _ in says]
+            answers, going = self.batcher.stepped(run, says, joined)
+            assert all(joined[slot] for slot in going)
+            seated = {seat.number: seat.request for seat in run.seats}
+            answers += [Answer(seated[slot], slot, True, False) for slot in going]
+        else:
+            answers = self.batcher.inserted(run, says)
         for request, row, emits, final in answers:
             assert not request.end
             if emits:

@@ -1,0 +1,25 @@
+"""Records encoded side by side are what the encoder makes of each."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shm.messages import FormCompletion, ToSubmitter
+from shm.record import decoder
+from workers.dispatch.answer_rows import AnswerRows
+
+
+@pytest.mark.parametrize("form", [0, 127, 128, 1023])
+@pytest.mark.parametrize("sizes", [(), (4,), (1, 0, 8), (300, 70_000)])
+def test_each_record_is_read_as_its_own(form: int, sizes: tuple[int, ...]) -> None:
+    ids = [1, 200, (1 << 32) + 5, (1 << 64) - 1]
+    rows = AnswerRows(form, sizes, 5)
+    for slot, request_id in enumerate(ids, 1):
+        rows.name(slot, request_id)
+    contents = np.random.default_rng(7).integers(0, 256, (3, sum(sizes)), np.uint8)
+    records = rows.records(np.array([4, 1, 2]), contents)
+    for row, record, request_id in zip(contents, records, (ids[3], ids[0], ids[1]), strict=True):
+        cut = np.split(row, np.cumsum(sizes)[:-1]) if sizes else []
+        expected = FormCompletion(request_id, form, tuple(part.tobytes() for part in cut))
+        assert decoder(ToSubmitter).decode(b"\x91" + record) == [expected]

@@ -1,0 +1,93 @@
+"""Responses of a model version, counted by their number in their request, as Triton's statistics tell them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from shm.arrays import Array
+
+#: Responses of a request that are counted by their number.
+MAX_RESPONSES = 1024
+
+
+class Duration:
+    """How often and how long."""
+
+    __slots__ = ("count", "ns")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.ns = 0
+
+    def add(self, ns: int) -> None:
+        self.count += 1
+        self.ns += ns
+
+    def to_dict(self) -> dict[str, int]:
+        """As Triton's protocol has it."""
+        return {"count": self.count, "ns": self.ns}
+
+
+class ResponseStatistics:
+    """Responses of one number in their request: 0 is the first of each."""
+
+    __slots__ = ("cancel", "compute_infer", "compute_output", "empty_response", "fail", "success")
+
+    def __init__(self) -> None:
+        #: From the response before it, or from when the request began to run.
+        self.compute_infer = Duration()
+        #: Putting it into place.
+        self.compute_output = Duration()
+        self.success = Duration()
+        self.fail = Duration()
+        #: It had no outputs, or was no response but the mark that none comes any more.
+        self.empty_response = Duration()
+        #: Its request was given up before it came.
+        self.cancel = Duration()
+
+    def to_dict(self) -> dict[str, dict[str, int]]:
+        """In the order of Triton's protocol."""
+        names = ("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel")
+        found: dict[str, Duration] = {name: getattr(self, name) for name in names}
+        return {name: duration.to_dict() for name, duration in found.items()}
+
+
+class ResponsesByNumber:
+    """Of a model version; of what is beyond ``MAX_RESPONSES`` nothing is counted."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, ResponseStatistics] = {}
+        #: Of those that were placed together: how many, and the ns since the one before each. The last is for all beyond.
+        self._counts = self._waited_ns = np.zeros(0, np.int64)
+
+    def of(self, number: int) -> ResponseStatistics | None:
+        """Where those of that number are counted; None: nowhere."""
+        if number >= MAX_RESPONSES:
+            return None
+        return self._found.get(number) or self._found.setdefault(number, ResponseStatistics())
+
+    def add(self, numbers: Array, waited_ns: Array) -> None:
+        """Counts good responses that were placed together, which took no time: INT64 arrays of one length."""
+        if not len(self._counts):
+            self._counts, self._waited_ns = np.zeros((2, MAX_RESPONSES + 1), np.int64)
+        numbers = np.minimum(numbers, MAX_RESPONSES)
+        np.add.at(self._counts, numbers, 1)
+        np.add.at(self._waited_ns, numbers, waited_ns)
+
+    def to_dict(self) -> dict[str, Any]:
+        """``response_stats``."""
+        for number in np.flatnonzero(self._counts[:MAX_RESPONSES]).tolist():
+            counted = self.of(number)
+            assert counted is not None
+            count, ns = int(self._counts[number]), int(self._waited_ns[number])
+            for duration in (counted.compute_infer, counted.success):
+                duration.count += count
+                duration.ns += ns
+            counted.compute_output.count += count
+        self._counts[:], self._waited_ns[:] = 0, 0
+        return {str(number): counted.to_dict() for number, counted in sorted(self._found.items())}
+
+    def __repr__(self) -> str:
+        return f"<ResponsesByNumber {len(self._found)} numbers>"
