@@ -11,7 +11,7 @@ from shm.errors import Cancelled, InvalidArgument, NotFound, ServingError, Unava
 from tensord.parameter_files import load
 
 if TYPE_CHECKING:
-    from workers.calls.asking import Own, Pending
+    from workers.calls.asking import Asked, Pending
 
 __all__ = [
     "Cancelled",
@@ -58,7 +58,7 @@ def export(
     return export_model(folder, function, parameters, inputs, max_batch_size, buckets, platforms)
 
 
-def call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Own]) -> dict[str, Array]:
+def call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]) -> dict[str, Array]:
     """Asks another model of the server, from within a host model or a generator, and waits for its outputs.
 
     Args:
@@ -74,7 +74,7 @@ def call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **o
     return begin(model, inputs, outputs, **own).result()
 
 
-def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Own]) -> Pending:
+def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]) -> Pending:
     """As ``call``, without waiting: ``result()`` does. Several that were begun share batches of the model they are for."""
     from workers.calls.asking import begin as begun
 
@@ -82,7 +82,7 @@ def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **
 
 
 def stream(
-    model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Own]
+    model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]
 ) -> Iterator[dict[str, Array]]:
     """As ``call``, of a model with any number of responses: one by one, as they come. Closed, it ends the call."""
     from workers.calls.asking import stream as streamed

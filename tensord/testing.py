@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import msgspec
 import numpy as np
@@ -28,6 +28,7 @@ from shm.messages import Parameter, Submit
 if TYPE_CHECKING:
     import jax
 
+    from workers.calls.asking import Own
     from workers.local_worker import Answers, LocalWorker
     from workers.models.model_version import ModelVersion
 
@@ -42,18 +43,6 @@ class Tensor:
     datatype: str
     #: As clients are told: with the batch dimension, -1 where the size varies.
     shape: tuple[int, ...]
-
-
-class Own(TypedDict, total=False):
-    """What a client may say of its request besides its tensors."""
-
-    parameters: Mapping[str, Parameter]
-    request_id: str
-    priority: int
-    timeout_us: int
-    sequence_id: int | str
-    sequence_start: bool
-    sequence_end: bool
 
 
 class Answer(dict[str, Array]):

@@ -54,9 +54,7 @@ def test_check_of_a_good_and_a_bad_repository(tmp_path: Path) -> None:
     write_model(tmp_path / "models", "bad", config="nonsense: 1")
     (tmp_path / "models" / "empty").mkdir()
     (tmp_path / "models" / "good" / "config.pbtxt").write_text("dynamic_batching { preserve_ordering: true }")
-    done = tensord(
-        "check", str(file), "--model-control-mode=explicit", "--load-model=absent", TENSORD_WORKERS_CPU="2"
-    )
+    done = tensord("check", str(file), "--model-control-mode=explicit", "--load-model=absent", TENSORD_WORKERS_CPU="2")
     assert done.returncode == 1
     assert "bad: config.pbtxt of model 'bad': line 1, column 1" in done.stderr
     assert "empty: it has no version folder" in done.stderr

@@ -19,8 +19,6 @@ from workers.requests.result import Result
 class Own(TypedDict, total=False):
     """What a request says besides its tensors."""
 
-    #: 0: the newest.
-    version: int
     parameters: Mapping[str, Parameter]
     request_id: str
     priority: int
@@ -28,6 +26,13 @@ class Own(TypedDict, total=False):
     sequence_id: int | str
     sequence_start: bool
     sequence_end: bool
+
+
+class Asked(Own, total=False):
+    """What a call says besides its tensors."""
+
+    #: 0: the newest.
+    version: int
 
 
 class Pending:
@@ -48,7 +53,7 @@ class Pending:
         self._call.cancel()
 
 
-def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Own]) -> Pending:
+def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]) -> Pending:
     """Raises InvalidArgument: an input is no array; or no model of a server runs this."""
     call = _call(model, inputs, outputs, own, streams=False)
     call.begin()
@@ -56,7 +61,7 @@ def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **
 
 
 def stream(
-    model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Own]
+    model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]
 ) -> Iterator[dict[str, Array]]:
     """The responses. Raises as ``begin``; ServingError, where one of them is an error: none comes after it."""
     call = _call(model, inputs, outputs, own, streams=True)
@@ -75,11 +80,11 @@ def _responses(call: Call) -> Iterator[dict[str, Array]]:
         call.cancel()
 
 
-def _call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str], own: Own, streams: bool) -> Call:
+def _call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str], own: Asked, streams: bool) -> Call:
     found = caller()
     if found is None or not found.may_call or found.port.desk is None:
         raise InvalidArgument(f"model '{model}' can be called only by a model, while it works on a request")
-    if unknown := own.keys() - Own.__annotations__.keys():
+    if unknown := own.keys() - Asked.__annotations__.keys():
         raise TypeError(f"a request to a model has no {', '.join(sorted(unknown))}")
     check_sequence(own.get("sequence_id", 0))
     submit = Submit(
