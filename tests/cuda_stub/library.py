@@ -167,6 +167,10 @@ class CudaStub:
         """Whether a call waits."""
         return (self.folder / "held").exists()
 
+    def go_on(self) -> None:
+        """The call that waits does so no longer."""
+        (self.folder / "held").unlink()
+
     @staticmethod
     def uuid(device: int) -> str:
         """As ``CUDA_VISIBLE_DEVICES`` takes it."""

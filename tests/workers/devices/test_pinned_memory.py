@@ -119,9 +119,10 @@ def test_nobody_waits_and_nothing_goes_before_its_time(cuda_stub: CudaStub, loop
         arena.close()
         assert cuda_stub.held
         assert (maps(), pinned.byte_size) == (mapped, 0)
-    with cuda_stub.hold("cuMemHostUnregister"):
-        until(lambda: cuda_stub.held)
-        assert maps() == mapped
+        with cuda_stub.hold("cuMemHostUnregister"):
+            cuda_stub.go_on()
+            until(lambda: cuda_stub.held)
+            assert maps() == mapped
     loop.settle()
     del arena
     assert maps() == mapped - 1
