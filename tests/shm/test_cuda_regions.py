@@ -177,7 +177,7 @@ def test_threads_do_not_wait_for_each_other(cuda_stub: CudaStub, context: Contex
 
     def wait() -> None:
         context.enter()
-        handles.append(context._stream())
+        handles.append(context.stream())
         context.synchronize()
 
     other = threading.Thread(target=wait)
@@ -190,7 +190,7 @@ def test_threads_do_not_wait_for_each_other(cuda_stub: CudaStub, context: Contex
         assert got.tolist() == source.tolist()
         assert cuda_stub.held
     other.join()
-    assert handles != [context._stream()]
+    assert handles != [context.stream()]
     # The other's stream went with its thread.
     assert len(context._streams) == 1
     context.free(pointer)
