@@ -48,6 +48,7 @@ INSIDE = {
     "daemon": ("control", "tracing", "models", "processes", "regions", "operator", "metrics"),
     "workers.scheduling": (),
     "workers.threads": (),
+    "workers.compiling": (),
     "workers.native": (),
     "workers.tensors": (),
     "workers.devices": ("threads",),
@@ -56,7 +57,7 @@ INSIDE = {
     "workers.calls": ("tensors", "requests"),
     "workers.python_backend": ("requests", "calls"),
     "workers.imports": ("calls", "python_backend"),
-    "workers.programs": ("scheduling", "native", "tensors", "devices", "regions", "requests"),
+    "workers.programs": ("scheduling", "compiling", "native", "tensors", "devices", "regions", "requests"),
     "workers.models": (
         *("scheduling", "threads", "native", "tensors", "devices", "requests", "calls", "python_backend", "imports"),
         "programs",

@@ -45,6 +45,7 @@ from workers.models.loaded_model import LoadedModel
 from workers.models.loader import Loader
 from workers.models.model_version import ModelVersion
 from workers.native import extensions, output_memory
+from workers.programs.outside_compiler import outside_compiler
 from workers.programs.run_errors import works
 from workers.regions.region_policy import RegionPolicy
 from workers.regions.region_table import RegionTable
@@ -100,8 +101,16 @@ class Worker:
         self._dispatcher = engine.dispatcher
         in_place = device_name.platform == "cpu" and options.executables.place_outputs and output_memory.attach()
         self._page.outputs = Outputs.IN_PLACE if in_place else Outputs.COPIED
+        outside = options.executables.compile_processes if device_name.platform == "cpu" else 0
         loader = Loader.configured(
-            options, device_name.gpu, device, self._inbox, self._page, self._cuda, desk=self._dispatcher.calls
+            options,
+            device_name.gpu,
+            device,
+            self._inbox,
+            self._page,
+            self._cuda,
+            desk=self._dispatcher.calls,
+            outside=outside_compiler(outside),
         )
         self._loader_thread = WorkThread("loader", self._inbox)
         operations = self._dispatcher.calls.daemon = DaemonOperations(channel, self._loader_thread, self._inbox)

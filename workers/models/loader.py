@@ -68,6 +68,7 @@ from workers.programs.carry import check_state_size
 from workers.programs.executable_cache import ExecutableCache, cache_directory
 from workers.programs.jax_cache import use_persistent_cache
 from workers.programs.load_progress import LoadProgress, Tell, nobody
+from workers.programs.outside_compiler import OutsideCompiler
 from workers.programs.precision import precision
 from workers.programs.run_errors import CheckDevice, works
 from workers.tensors.ragged import declare_ragged, ragged_signature
@@ -145,12 +146,18 @@ class Loader:
         cuda: CudaDevice | None = None,
         cache: ExecutableCache | None = None,
         desk: Desk | None = None,
+        outside: OutsideCompiler | None = None,
     ) -> Loader:
-        """One as the configuration says. ``cache``: None: the configured one, with JAX's own turned on in this process."""
+        """One as the configuration says.
+
+        Args:
+          cache: None: the configured one, with JAX's own turned on in this process.
+          outside: what compiles for that.
+        """
         small = single_thread.choose(device, options.workers.single_thread_flops)
         if cache is None:
             directory = cache_directory(options.executables.cache_directory)
-            cache = ExecutableCache(directory, use_persistent_cache(directory))
+            cache = ExecutableCache(directory, use_persistent_cache(directory), outside)
         return cls(
             device,
             gpu,

@@ -18,23 +18,26 @@ import hashlib
 import logging
 import os
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jaxlib.version
 from jax.experimental import serialize_executable
 
+from shm.errors import Internal
+from workers.compiling.compilers import CompilerDied
 from workers.devices.device_cpu import thread_count
 from workers.programs.cache_directory import CacheDirectory
 from workers.programs.gpu_versions import gpu_versions
 from workers.programs.jax_cache import JaxCache
+from workers.programs.outside_compiler import OutsideCompiler
 from workers.programs.placement import CompiledProgram, Placement
+from workers.programs.serialized import serialize
 from workers.programs.small_programs import SmallPrograms
 
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 def cache_directory(configured: str) -> CacheDirectory | None:
@@ -74,22 +77,39 @@ def _platform() -> str:
 class ExecutableCache:
     """Executables by the digest of everything they depend on. Used by several threads; the file system orders them."""
 
-    def __init__(self, directory: CacheDirectory | None, programs: JaxCache | None = None) -> None:
-        """``programs``: JAX's own cache, where there is one."""
+    def __init__(
+        self,
+        directory: CacheDirectory | None,
+        programs: JaxCache | None = None,
+        outside: OutsideCompiler | None = None,
+    ) -> None:
+        """``programs``: JAX's own cache, where there is one. ``outside``: compiles what is made here, in other processes."""
         self._directory = directory
         self._programs = programs
+        self._outside = outside
+        #: How many programs are worth being made at a time. One is made ready while others are compiled elsewhere.
+        self.threads = 1 if outside is None else outside.count + 1
         #: For tests and operators.
         self.hits = 0
         self.misses = 0
 
-    def compile(self, make: Callable[[], T]) -> T:
-        """Runs a compilation whose executable may be stored.
+    def make(self, key: str, what: str, make: Callable[[], CompiledProgram]) -> CompiledProgram:
+        """Runs a compilation, keeps what came of it, and says how large that is.
 
-        So JAX's cache must not answer it: what it answered loads, once it was serialised a second time, and then lacks functions
+        JAX's own cache must not answer it: what it answered loads, once it was serialised a second time, and then lacks functions
         when it is run (measured with jaxlib 0.10.2 on CPU).
+
+        Raises: Internal: the process that compiled it died.  Whatever ``make`` raises.
         """
-        with self._programs.passed_over() if self._programs is not None else contextlib.nullcontext():
-            return make()
+        with contextlib.ExitStack() as stack:
+            if self._programs is not None:
+                stack.enter_context(self._programs.passed_over())
+            known = [] if self._outside is None else stack.enter_context(self._outside.compiling())
+            try:
+                program = make()
+            except CompilerDied as error:
+                raise Internal(f"{what}: the process that compiled it {error}") from None
+        return self.store(key, program, known)
 
     @staticmethod
     def key(parts: Iterable[str | bytes]) -> str:
@@ -127,14 +147,21 @@ class ExecutableCache:
             self.hits += 1
         return found
 
-    def store(self, key: str, program: CompiledProgram) -> CompiledProgram:
-        """Keeps an executable, and says how large it is. What cannot be serialised, or a full disk, only costs the next start."""
+    def store(self, key: str, program: CompiledProgram, known: Sequence[tuple[object, bytes]] = ()) -> CompiledProgram:
+        """Keeps an executable, and says how large it is. What cannot be serialised, or a full disk, only costs the next start.
+
+        Args:
+          known: executables of XLA as they were serialised elsewhere.
+        """
         if self._directory is None:
             return program
         try:
             several = program.placement.several
             where = program.placement.device is not None if several is None else several.order(program.call)
-            content = pickle.dumps((where, *serialize_executable.serialize(program.call)))
+            executable = program.call.runtime_executable()
+            content = pickle.dumps(
+                (where, *serialize(program.call, next((kept for one, kept in known if one is executable), None)))
+            )
             self._directory.write(_name(key), content)
         except Exception as error:
             _log.info("executable %s is not cached: %s: %s", key, type(error).__name__, error)

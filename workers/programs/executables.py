@@ -23,6 +23,7 @@ from workers.devices import device_memory
 from workers.devices.device_cuda import CudaDevice
 from workers.devices.several_devices import SeveralDevices
 from workers.devices.single_thread import SingleThreadDevice
+from workers.programs.ahead import ahead
 from workers.programs.carry import Carry
 from workers.programs.executable import Executable, Wanted
 from workers.programs.executable_cache import ExecutableCache
@@ -96,26 +97,30 @@ class Executables:
         if self._signature.states:
             self._place(planned)
         progress.parameters(self._usual.parameters)
-        program: bytes | None = None
-        for wanted in progress.through(planned):
-            lowered = None
-            if program is None:
-                # The program of the smallest shapes is part of every key: it changes with anything that ``apply`` closes over
-                # or calls, which the source of model.py does not tell.
-                lowered = self._lowering.lower(*wanted, self._usual)
-                program = lowered.as_text().encode()
+        # The program of the smallest shapes is part of every key: it changes with anything that ``apply`` closes over or calls,
+        # which the source of model.py does not tell.
+        first = self._lowering.lower(*planned[0], self._usual) if planned else None
+        program = b"" if first is None else first.as_text().encode()
+
+        def make(wanted: Wanted) -> tuple[CompiledProgram, bool]:
             key = self._cache.key(
                 (self.source, program, repr(self._signature), repr(wanted), f"{self._small} {self._usual.several}")
             )
-            compiled = found = self._cache.load(key, self._usual, self._small)
-            if compiled is None:
-                compiled = self._cache.compile(functools.partial(self._compile, wanted, lowered))
-                compiled = self._cache.store(key, compiled)
+            if (found := self._cache.load(key, self._usual, self._small)) is not None:
+                return found, False
+            what = f"model '{self._signature.model}', program for {wanted}"
+            lowered = first if wanted == planned[0] else None
+            return self._cache.make(key, what, functools.partial(self._compile, wanted, lowered)), True
+
+        # Of several devices the first program says where the parameters are, for which the others are compiled.
+        made = ahead(make, planned, self._cache.threads if self._usual.several is None else 1)
+        for wanted in progress.through(planned):
+            compiled, is_new = next(made)
             if not self._planned and self._usual.several is not None:
                 # Where the first program wants them, and all others are compiled for that.
                 compiled = compiled._replace(placement=self._placed(self._usual.several, compiled.call))
                 progress.parameters(self._usual.parameters)
-            progress.made(wanted, compiled, found is None)
+            progress.made(wanted, compiled, is_new)
             self._planned[wanted] = Executable(wanted, self._signature, compiled, self.device)
         taken, several = progress.footprint(), self._usual.several
         what = f"besides its parameters, its program for {taken.largest} needs"

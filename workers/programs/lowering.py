@@ -8,7 +8,9 @@ On a GPU small outputs are there once more, packed: ``packed_outputs.py``.
 
 from __future__ import annotations
 
+import functools
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -35,8 +37,9 @@ class Lowering:
             apply = stepping(apply, signature)
         if pack:
             apply = packing(apply, signature)
-        # The carry is donated; it comes after the parameters, which are the first argument.
-        self._jitted = jax.jit(apply, donate_argnums=1 + CARRY if signature.states else ())
+        self._apply = apply
+        #: Functions of models are traced by one thread at a time.
+        self._tracing = threading.Lock()
 
     def lower(self, rows: int, shapes: Shapes, placement: Placement) -> jax.stages.Lowered:
         """The program for those shapes, to be compiled for that place. Raises whatever tracing raises."""
@@ -45,13 +48,24 @@ class Lowering:
             arguments = (*arguments, rows_argument(self._signature, rows, ()), carry_specs(self._signature))
         specs = jax.tree.map(lambda array: placement.spec(array.shape, array.dtype), arguments)
         try:
-            with precision(self._signature):
-                return self._jitted.lower(placement.parameter_specs, *specs)
+            with precision(self._signature), self._tracing:
+                lowered: jax.stages.Lowered = self._jitted().lower(placement.parameter_specs, *specs)
+                return lowered
         except KeyError as error:
             if not error.args or not isinstance(error.args[0], str) or error.args[0] in self._signature.inputs:
                 raise
             names = ", ".join(f"'{name}'" for name in self._signature.inputs) or "none"
             raise LookupError(f"apply failed with {error!r}; the inputs of the model are: {names}") from error
+
+    def _jitted(self) -> Any:
+        """For one program. JAX keeps what it traced and lowered for as long as the function lives, megabytes of it (measured)."""
+
+        @functools.wraps(self._apply)
+        def apply(*arguments: Any) -> Any:
+            return self._apply(*arguments)
+
+        # The carry is donated; it comes after the parameters, which are the first argument.
+        return jax.jit(apply, donate_argnums=1 + CARRY if self._signature.states else ())
 
     def zeros(self, rows: int, shapes: Shapes) -> dict[str, Any]:
         """Inputs on which a program may be run for its own sake."""

@@ -8,11 +8,13 @@ said once in the log.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from workers.compiling.compilers import CompilerDied
 from workers.devices.single_thread import SingleThreadDevice, share
 from workers.programs.placement import CompiledProgram, Placement
 from workers.programs.precision import precision
@@ -22,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class SmallPrograms:
-    """Of one version. Used by whichever thread compiles it, one at a time."""
+    """Of one version. Used by the threads that make its programs."""
 
     def __init__(self, signature: Signature, device: SingleThreadDevice, parameters: Any) -> None:
         """``parameters``: on the worker's own device. They must live as long as this."""
@@ -30,18 +32,20 @@ class SmallPrograms:
         self._device = device
         self._given = parameters
         self._placement: Placement | None = None
+        self._opening = threading.Lock()
         self._possible = True
 
     def open(self) -> Placement | None:
         """Where they run; None: this version has none."""
-        if self._placement is None and self._possible:
-            device = self._device.device
-            try:
-                with precision(self._signature):
-                    self._placement = Placement(share(self._given, device), device)
-            except Exception as error:
-                self.give_up(error)
-        return self._placement
+        with self._opening:
+            if self._placement is None and self._possible:
+                device = self._device.device
+                try:
+                    with precision(self._signature):
+                        self._placement = Placement(share(self._given, device), device)
+                except Exception as error:
+                    self.give_up(error)
+            return self._placement
 
     def suits(self, lowered: jax.stages.Lowered) -> bool:
         """Whether a program is known to be small."""
@@ -76,6 +80,8 @@ class SmallPrograms:
                 if small is None and not self._device.suits(lowered, made):
                     return None
                 jax.block_until_ready(made(placement.parameters, zeros()))
+        except CompilerDied:
+            raise
         except Exception as error:
             self.give_up(error)
             return None

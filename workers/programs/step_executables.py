@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import numpy as np
 from shm.arrays import Array
 from shm.errors import InvalidArgument
 from workers.devices.single_thread import SingleThreadDevice
+from workers.programs.ahead import ahead
 from workers.programs.executable_cache import ExecutableCache
 from workers.programs.load_progress import LoadProgress
 from workers.programs.placement import CompiledProgram, Placement
@@ -70,6 +72,7 @@ class StepExecutables:
         self._slots = slots
         self._insert_rows = insert_rows
         self._cache = cache
+        self._tracing = threading.Lock()
         self._source = source
         self._shapes = [shapes for _, shapes in buckets.planned()]
         self._axes = buckets.named
@@ -120,14 +123,21 @@ class StepExecutables:
         # One of each is part of every key: they change with anything that the functions close over or call.
         text = [lowered.as_text() for lowered in known.values()]
         progress.parameters(self._place.parameters)
-        for what in progress.through(wanted):
+
+        def make(what: _Wanted) -> tuple[CompiledProgram, bool]:
             key = self._cache.key((self._source, *text, repr(self._signature), repr(what), repr(self._place.device)))
-            compiled = found = self._cache.load(key, self._place)
-            if compiled is None:
-                lowered = known.get(what) or self._lower(what, self._place)
-                compiled = self._cache.compile(functools.partial(self._compile, lowered))
-                compiled = self._cache.store(key, compiled)
-            progress.made(what, compiled, found is None)
+            if (found := self._cache.load(key, self._place)) is not None:
+                return found, False
+
+            def compile_it() -> CompiledProgram:
+                return self._compile(known.get(what) or self._lower(what, self._place))
+
+            return self._cache.make(key, f"model '{self._signature.model}', program for {what}", compile_it), True
+
+        made = ahead(make, wanted, self._cache.threads)
+        for what in progress.through(wanted):
+            compiled, is_new = next(made)
+            progress.made(what, compiled, is_new)
             self._adopt(what, functools.partial(compiled.call, self._place.parameters))
         self._run_once()
 
@@ -144,8 +154,11 @@ class StepExecutables:
             self.inserts[what.shapes] = call
 
     def _lower(self, what: _Wanted, place: Placement) -> jax.stages.Lowered:
-        """Raises whatever tracing raises."""
+        """Raises whatever tracing raises. The model's functions are traced by one thread at a time."""
+        with self._tracing:
+            return self._traced(what, place)
 
+    def _traced(self, what: _Wanted, place: Placement) -> jax.stages.Lowered:
         def spec(array: Any) -> jax.ShapeDtypeStruct:
             return place.spec(array.shape, array.dtype)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax._src.interpreters import pxla
 
 from config.model_config import empty
 from shm.arena import ALIGNMENT
@@ -192,3 +194,13 @@ def test_a_second_start_finds_everything_in_the_cache(tmp_path: Path) -> None:
     assert (second.hits, second.misses, value) == (2, 0, 3.0)
     third, value = start(5.0)
     assert (third.hits, third.misses, value) == (0, 2, 7.0)
+
+
+def test_what_was_traced_is_given_back() -> None:
+    """JAX keeps it for as long as the function lives that it was traced from: megabytes for each program."""
+    kept = pxla._cached_lowering_to_hlo.cache_info
+    before = kept().currsize
+    model = model_of(lambda _, inputs: {"y": jnp.sin(inputs["x"])}, {"x": "FP32[3]"}, {"y": "FP32[3]"}, 8, (1, 2, 4, 8))
+    gc.collect()
+    assert kept().currsize == before
+    assert run(model, {"x": np.zeros((1, 3), np.float32)})

@@ -32,8 +32,8 @@ assert programs is not None
 cache = ExecutableCache(directory, programs)
 x = np.arange(4, dtype=np.float32)
 unplanned = jax.jit(lambda x: x * 3 + 1).lower(x).compile()(x)
-planned = cache.compile(lambda: jax.jit(lambda x: x * 3 + 1).lower(x).compile())
-cache.store(cache.key(["planned"]), CompiledProgram(planned, Placement(None)))
+make = lambda: CompiledProgram(jax.jit(lambda x: x * 3 + 1).lower(x).compile(), Placement(None))
+planned = cache.make(cache.key(["planned"]), "planned", make).call
 print(json.dumps({"answered": len(answered), "unplanned": unplanned.tolist(), "planned": planned(x).tolist()}))
 """
 

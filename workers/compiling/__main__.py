@@ -1,0 +1,96 @@
+"""``python -m workers.compiling --fd N``: compiles for one worker, which started it and holds the other end of that socket.
+
+It has XLA and nothing else: no jax, no model's code, no parameters, no cache. Modules come in, executables go out. It ends when
+nothing was asked for a while, and at once when its worker is gone, also in the middle of a compilation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import select
+import signal
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from shm.record import encoder
+from workers.compiling.records import TO_PROCESS, Compile, Compiled, Refused
+
+#: Without work for so long it ends: what compiling took is given back. To start again takes a quarter of a second.
+_IDLE_SECONDS = 2.0
+#: Where memory runs out, the kernel ends this process before any other.
+_OOM_SCORE = "1000"
+#: Read by XLA when a client is made (``workers/devices/device_cpu.py``, which would bring numpy and more along).
+_THREADS_VARIABLE = "PJRT_NPROC"
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # Sent to the whole group they would end a load; the worker says when.
+        signal.signal(number, signal.SIG_IGN)
+    parser = argparse.ArgumentParser(prog="workers.compiling", description=__doc__)
+    parser.add_argument("--fd", type=int, required=True)
+    connection = Connection(parser.parse_args().fd)
+    threading.Thread(target=_end_with_worker, args=(connection.fileno(),), daemon=True).start()
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
+    compiler = Compiler()
+    try:
+        while connection.poll(_IDLE_SECONDS):
+            asked = TO_PROCESS.decode(connection.recv_bytes())
+            connection.send_bytes(encoder.encode(compiler.compile(asked)))
+    except (EOFError, OSError):
+        pass  # the worker is gone
+    # XLA's threads need no farewell.
+    os._exit(0)
+
+
+def _end_with_worker(fd: int) -> None:
+    poll = select.poll()
+    poll.register(fd, select.POLLRDHUP)
+    poll.poll()
+    os._exit(1)
+
+
+class Compiler:
+    """Clients of XLA:CPU, made as they are needed."""
+
+    def __init__(self) -> None:
+        from jaxlib import cpu_sparse, lapack, xla_client
+
+        self._xla = xla_client
+        self._clients: dict[tuple[int, int], Any] = {}
+        # As jax does: a call of LAPACK is looked for when it is compiled.
+        for library in (lapack, cpu_sparse):
+            for platform, targets in library.registrations().items():
+                for name, value, version in targets:
+                    xla_client.register_custom_call_target(name, value, platform=platform, api_version=version)
+
+    def compile(self, asked: Compile) -> Compiled | Refused:
+        """Compiles one program for a client like the worker's."""
+        try:
+            client = self._client(asked.threads, asked.device_count)
+            devices = {device.id: device for device in client.local_devices()}
+            made = client.compile_and_load(
+                asked.module,
+                self._xla.DeviceList(tuple(devices[number] for number in asked.devices)),
+                self._xla.CompileOptions.ParseFromString(asked.options),
+            )
+            return Compiled(client.serialize_executable(made))
+        except Exception as error:  # whatever XLA says to a program
+            return Refused(f"{type(error).__name__}: {error}")
+
+    def _client(self, threads: int, device_count: int) -> Any:
+        client = self._clients.get((threads, device_count))
+        if client is None:
+            os.environ[_THREADS_VARIABLE] = str(threads)
+            client = self._xla.make_cpu_client(num_devices=device_count)
+            self._clients[threads, device_count] = client
+        return client
+
+
+if __name__ == "__main__":
+    main()
