@@ -1,4 +1,4 @@
-"""For those who write models: parameters from files, models written as folders without Python, answers of other models."""
+"""For those who write models: parameters from files, models written as folders without Python, other models, metrics."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tensord.parameter_files import load
 
 if TYPE_CHECKING:
     from workers.calls.asking import Asked, Pending
+    from workers.calls.own_metrics import Counter, Gauge, Histogram
 
 __all__ = [
     "Cancelled",
@@ -21,9 +22,15 @@ __all__ = [
     "Unavailable",
     "begin",
     "call",
+    "counter",
     "export",
+    "gauge",
+    "histogram",
+    "is_ready",
     "load",
+    "load_model",
     "stream",
+    "unload_model",
 ]
 
 
@@ -88,3 +95,57 @@ def stream(
     from workers.calls.asking import stream as streamed
 
     return streamed(model, inputs, outputs, **own)
+
+
+def load_model(name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
+    """Has the server load another model, or load it anew, from within a model, and waits for that. ``create`` may, too.
+
+    Args:
+      config: a configuration in JSON that takes the place of its config.pbtxt.
+      files: ``file:<version>/<name>`` -> content; the model consists of these.
+
+    Raises: ServingError: why it could not be loaded; or no model of a server runs this.
+    """
+    from workers.calls.other_models import load
+
+    load(name, config, files)
+
+
+def unload_model(name: str, dependents: bool = False) -> None:
+    """Has the server begin to take a model away, and with ``dependents`` what it consists of. Raises as ``load_model``."""
+    from workers.calls.other_models import unload
+
+    unload(name, dependents)
+
+
+def is_ready(name: str, version: int = 0) -> bool:
+    """Whether the server answers requests for that version of a model, or for any (0). Raises as ``load_model``."""
+    from workers.calls.other_models import is_ready
+
+    return is_ready(name, version)
+
+
+def counter(name: str, description: str = "", labels: Mapping[str, str] | None = None) -> Counter:
+    """A metric of this model that only grows: ``increment(by=1)``, ``value``. Shown as long as the model keeps what it gets.
+
+    Raises: InvalidArgument: the name or a label cannot be one, or it is there as another kind; or no model runs this.
+    """
+    from workers.calls.own_metrics import Counter
+
+    return Counter(name, description, labels)
+
+
+def gauge(name: str, description: str = "", labels: Mapping[str, str] | None = None) -> Gauge:
+    """As ``counter``, of something that goes up and down: ``set(to)`` besides."""
+    from workers.calls.own_metrics import Gauge
+
+    return Gauge(name, description, labels)
+
+
+def histogram(
+    name: str, buckets: Sequence[float], description: str = "", labels: Mapping[str, str] | None = None
+) -> Histogram:
+    """As ``counter``, of values by size: ``observe(value)``. ``buckets``: their upper bounds, growing."""
+    from workers.calls.own_metrics import Histogram
+
+    return Histogram(name, description, labels, buckets)

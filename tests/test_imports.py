@@ -27,7 +27,7 @@ OURS = {
             "workers.local_worker",
         ),
         "workers.requests.inner_request",
-        *("workers.calls.asking", "workers.tensors.strings"),
+        *("workers.calls.asking", "workers.calls.other_models", "workers.calls.own_metrics", "workers.tensors.strings"),
     },
     "workers": {"workers", "config", "shm", "tensord.parameter_files"},
 }

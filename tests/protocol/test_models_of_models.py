@@ -14,6 +14,7 @@ import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
 from shm import rendezvous
+from tensord import models
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
 from tests.protocol.calling_models import SCRIPT, SCRIPT_FIELDS, run
 from tests.repositories import ensemble, scale_model, write_model
@@ -74,6 +75,34 @@ METRICS_FIELDS = """
     input [ { name: "x" data_type: TYPE_FP32 dims: [ -1 ] } ]
     output [ { name: "y" data_type: TYPE_FP32 dims: [ 1 ] } ]
 """
+#: A host model that loads what it asks, and keeps metrics: in our words.
+HOST = """
+    import json
+    import numpy as np
+    from tensord import models
+
+    inputs, outputs, host = {"code": "BYTES[1]"}, {"said": "BYTES[1]"}, True
+
+    def create(path, config, device):
+        if not models.is_ready("scale"):
+            models.load_model("scale")
+        asked = models.counter("host_asked", "Requests", {"model": config["name"]})
+        last = models.gauge("host_last", "Rows of the last one")
+        rows = models.histogram("host_rows", [1, 2.5], "Rows", {"model": config["name"]})
+
+        def tried(call, *arguments):
+            try:
+                return call(*arguments)
+            except models.ServingError as error:
+                return f"{type(error).__name__}: {error}"
+
+        def apply(params, inputs):
+            scope = {**globals(), "asked": asked, "last": last, "rows": rows, "tried": tried}
+            exec(inputs["code"][0].decode(), scope)
+            return {"said": np.array([json.dumps(scope["said"])], np.object_)}
+
+        return apply, None
+"""
 #: A model that comes as a file.
 GIVEN = """
 inputs, outputs, host = {"x": "FP32[4]"}, {"y": "FP32[4]"}, True
@@ -98,6 +127,7 @@ CALLERS = [
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("repository")
     write_model(folder, "script", SCRIPT, SCRIPT_FIELDS)
+    write_model(folder, "host", HOST, SCRIPT_FIELDS.replace("python", "jax"))
     scale_model(folder)
     for name, loads in (
         ("outer", "middle"),
@@ -341,3 +371,66 @@ def test_what_a_request_has_made_is_gone_with_it(daemon: DaemonProcess) -> None:
         text = answer.read().decode()
     assert "tried_" not in text
     assert "# TYPE asked_rows counter" in text
+
+
+# ---------------------------------------------------------------------------------------------------- in our words
+
+
+def test_a_host_model_loads_others(http: httpclient.InferenceServerClient, daemon: DaemonProcess) -> None:
+    http.unload_model("scale")
+    wait_until(lambda: not http.is_model_ready("scale"), "the model to be gone", daemon)
+    http.load_model("host")
+    assert http.is_model_ready("scale"), "create() has loaded it"
+    code = f"""
+models.load_model("given", config='{{"backend": "jax"}}', files={{"file:1/model.py": {GIVEN!r}.encode()}})
+answer = models.call("given", {{"x": np.zeros(4, np.float32)}})["y"].tolist()
+ready = models.is_ready("given"), models.is_ready("given", 1), models.is_ready("given", 2)
+models.unload_model("given")
+said = answer, ready, tried(models.load_model, "nobody"), tried(models.load_model, "x", "", {{str(i): b"" for i in range(257)}})
+"""
+    answer, ready, nobody, many = run(http, "host", code)
+    assert (answer, ready) == ([7, 7, 7, 7], [True, True, False])
+    assert nobody == "Internal: failed to load 'nobody', failed to poll from model repository"
+    assert many == "InvalidArgument: 257 files of 0 bytes together are given, at most 256 of 134217728 are allowed"
+
+
+def test_a_host_model_keeps_metrics(http: httpclient.InferenceServerClient, daemon: DaemonProcess) -> None:
+    http.load_model("host")
+    code = """
+asked.increment()
+asked.increment(2.5)
+last.set(7)
+last.increment(-3)
+rows.observe(2)
+same = models.counter("host_asked", "Another text", {"model": "host"})
+said = [
+    asked.value, same.value, last.value, tried(asked.increment, -1), tried(rows.observe, float("nan")),
+    tried(models.gauge, "host_asked"), tried(models.counter, "nv_mine"), tried(models.histogram, "host_more", [2, 1]),
+]
+"""
+    said = run(http, "host", code)
+    assert said == [
+        3.5,
+        3.5,
+        4,
+        "InvalidArgument: TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically by non-negative values.",
+        "InvalidArgument: a histogram cannot observe what is no number",
+        "InvalidArgument: metric family 'host_asked' is there as a counter, not as a gauge",
+        "InvalidArgument: metric 'nv_mine': names that begin with nv_ or tensord_ are the server's own",
+        "InvalidArgument: metric 'host_more': buckets have to be finite and to grow: [2.0, 1.0]",
+    ]
+    found = shown(daemon)
+    assert found.value("host_asked_total", model="host") == 3.5
+    assert sorted(found.of("host_last", "worker").values()) == [0, 4]
+    assert found.value("host_rows_bucket", model="host", le="2.5") == 1
+    assert not found.of("host_more_bucket", "le"), "what could not be made is not there"
+    http.unload_model("host")
+    wait_until(lambda: not shown(daemon).of("host_asked_total", "model"), "its metrics to be gone", daemon)
+
+
+def test_what_only_a_model_may_do() -> None:
+    for call in (models.load_model, models.unload_model, models.is_ready):
+        with pytest.raises(models.InvalidArgument, match="only by a model that is being loaded or served"):
+            call("scale")
+    with pytest.raises(models.InvalidArgument, match="it is no model that makes it"):
+        models.counter("mine")

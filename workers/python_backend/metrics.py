@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from shm.errors import ServingError
-from workers.calls.caller import ModelPort, caller
-from workers.calls.metric_registry import Labels, MetricRegistry, Value
 from workers.calls.metric_registry import MetricKind as MetricKind
+from workers.calls.metric_registry import Value
+from workers.calls.own_metrics import HeldFamily
 from workers.python_backend.errors import TritonModelException
 
 COUNTER, GAUGE, HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
@@ -22,36 +22,8 @@ COUNTER, GAUGE, HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HIS
 def _said(begins: str) -> Iterator[None]:
     try:
         yield
-    except (ServingError, TritonModelException) as error:
+    except ServingError as error:
         raise TritonModelException(f"{begins}: {error}") from None
-
-
-class _Held:
-    """A family as one holds it, with what he has made in it."""
-
-    def __init__(self, port: ModelPort, name: str, kind: MetricKind) -> None:
-        self._port: ModelPort | None = port
-        self.name = name
-        self.kind = kind
-        self.labels: list[Labels] = []
-        port.held.add(self)
-
-    @property
-    def metrics(self) -> MetricRegistry:
-        """Raises TritonModelException: it is held no longer."""
-        if self._port is None:
-            raise TritonModelException(
-                "Invalid metric operation as the corresponding 'MetricFamily' has been deleted. The 'MetricFamily' object "
-                "should be deleted AFTER its corresponding 'Metric' objects have been deleted."
-            )
-        return self._port.metrics
-
-    def close(self) -> None:
-        """Idempotent."""
-        port, self._port = self._port, None
-        if port is not None:
-            port.held.discard(self)
-            port.metrics.release(self.name, port.key, self.labels)
 
 
 class MetricFamily:
@@ -65,12 +37,8 @@ class MetricFamily:
         """Raises TritonModelException: it cannot be; it is there as of another kind; or no model makes it."""
         if not isinstance(kind, MetricKind):
             raise TritonModelException("Error when creating MetricFamily: Unknown metric kind")
-        found = caller()
-        if found is None:
-            raise TritonModelException("Error when creating MetricFamily: it is no model that makes it")
         with _said("Error when creating MetricFamily"):
-            found.port.metrics.hold(name, description, kind, found.port.key)
-        self._held = _Held(found.port, name, kind)
+            self._held = HeldFamily(name, description, kind)
 
     def Metric(self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] | None = None) -> Metric:
         """The metric with these labels; ``buckets`` are a histogram's. Raises TritonModelException."""
@@ -79,9 +47,7 @@ class MetricFamily:
         if not isinstance(buckets, list | tuple | None):
             raise TritonModelException("Failed to create metric. Buckets must be a list.")
         with _said("Error when creating Metric"):
-            key, value = self._held.metrics.metric(self._held.name, labels or {}, buckets)
-        self._held.labels.append(key)
-        return Metric(self._held, value)
+            return Metric(self._held, self._held.metric(labels or {}, buckets))
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):
@@ -91,26 +57,26 @@ class MetricFamily:
 class Metric:
     """One of a family, and of no use without it."""
 
-    def __init__(self, held: _Held, value: Value) -> None:
+    def __init__(self, held: HeldFamily, value: Value) -> None:
         self._held = held
         self._value = value
 
     def increment(self, value: float) -> None:
         """Raises TritonModelException: by less than 0, of a counter; it is a histogram."""
         with _said("Failed to increment metric value"):
-            self._held.metrics.increment(self._held.kind, self._value, float(value))
+            self._held.registry.increment(self._held.kind, self._value, float(value))
 
     def set(self, value: float) -> None:
         """Raises TritonModelException: it is no gauge."""
         with _said("Failed to set metric value"):
-            self._held.metrics.set(self._held.kind, self._value, float(value))
+            self._held.registry.set(self._held.kind, self._value, float(value))
 
     def observe(self, value: float) -> None:
         """Raises TritonModelException: it is no histogram."""
         with _said("Failed to observe metric value"):
-            self._held.metrics.observe(self._held.kind, self._value, float(value))
+            self._held.registry.observe(self._held.kind, self._value, float(value))
 
     def value(self) -> float:
         """Raises TritonModelException: it is a histogram."""
         with _said("Failed to get metric value"):
-            return self._held.metrics.value(self._held.kind, self._value)
+            return self._held.registry.value(self._held.kind, self._value)

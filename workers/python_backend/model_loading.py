@@ -5,16 +5,12 @@ Source: triton-inference-server/python_backend, README "Model Loading API" and s
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 from shm.errors import ServingError
-from shm.operations import LoadModel, ModelReady, UnloadModel
-from workers.calls.caller import Phase, caller
+from workers.calls import other_models
 from workers.python_backend.errors import TritonModelException
-
-_MAX_FILES = 256
-_MAX_BYTE_SIZE = 128 << 20
 
 
 def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
@@ -28,19 +24,14 @@ def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | N
         raise TritonModelException(
             f"failed to load model '{model_name}', files should be a dictionary of file paths and file contents"
         )
-    given = {path.removeprefix("file:"): bytes(content) for path, content in (files or {}).items()}
-    total = sum(map(len, given.values()))
-    if len(given) > _MAX_FILES or total > _MAX_BYTE_SIZE:
-        raise TritonModelException(
-            f"Failed to load model: {len(given)} files of {total} bytes together are given, "
-            f"at most {_MAX_FILES} of {_MAX_BYTE_SIZE} are allowed"
-        )
-    _ask("Failed to load model", LoadModel(model_name, config, given))
+    with _said("Failed to load model"):
+        other_models.load(model_name, config, files)
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
     """Begins to take it away. Raises TritonModelException."""
-    _ask("Failed to unload model", UnloadModel(model_name, unload_dependents))
+    with _said("Failed to unload model"):
+        other_models.unload(model_name, unload_dependents)
 
 
 def is_model_ready(model_name: str, model_version: str = "") -> bool:
@@ -53,16 +44,17 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
                 "version should be an integral value > 0"
             )
         number = int(model_version)
-    return bool(json.loads(_ask("Failed to check model readiness", ModelReady(model_name, number))))
+    with _said("Failed to check model readiness"):
+        return other_models.is_ready(model_name, number)
 
 
-def _ask(begins: str, operation: LoadModel | UnloadModel | ModelReady) -> bytes:
-    found = caller()
-    if found is None or found.port.desk is None or found.phase is Phase.APART:
+@contextlib.contextmanager
+def _said(begins: str) -> Iterator[None]:
+    try:
+        yield
+    except other_models.NotAllowed:
         raise TritonModelException(
             f"{begins}: the model loading API is not supported during the 'auto_complete_config' and 'finalize' functions."
-        )
-    try:
-        return found.port.desk.ask(operation, found.port)
+        ) from None
     except ServingError as error:
         raise TritonModelException(f"{begins}: {error.message}") from None

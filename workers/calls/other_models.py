@@ -1,0 +1,50 @@
+"""What a model has the daemon do with other models: load and unload them, and say whether they are served."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from shm.errors import InvalidArgument
+from shm.operations import LoadModel, ModelReady, UnloadModel
+from workers.calls.caller import Phase, caller
+
+_MAX_FILES = 256
+_MAX_BYTE_SIZE = 128 << 20
+
+
+class NotAllowed(InvalidArgument):
+    """Nobody may ask for that where it was asked."""
+
+
+def load(name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
+    """Loads it, or loads it anew, and waits for that. Raises ServingError: why it could not be; NotAllowed.
+
+    Args:
+      config: a configuration in JSON that takes the place of its config.pbtxt.
+      files: ``file:<version>/<name>`` -> content; the model consists of these.
+    """
+    given = {path.removeprefix("file:"): bytes(content) for path, content in (files or {}).items()}
+    total = sum(map(len, given.values()))
+    if len(given) > _MAX_FILES or total > _MAX_BYTE_SIZE:
+        raise InvalidArgument(
+            f"{len(given)} files of {total} bytes together are given, at most {_MAX_FILES} of {_MAX_BYTE_SIZE} are allowed"
+        )
+    _ask(LoadModel(name, config, given))
+
+
+def unload(name: str, dependents: bool = False) -> None:
+    """Begins to take it away, ``dependents``: with its models, where it is an ensemble. Raises ServingError; NotAllowed."""
+    _ask(UnloadModel(name, dependents))
+
+
+def is_ready(name: str, version: int = 0) -> bool:
+    """Whether requests for that version, or for any (0), are answered. Raises NotAllowed."""
+    return bool(json.loads(_ask(ModelReady(name, version))))
+
+
+def _ask(operation: LoadModel | UnloadModel | ModelReady) -> bytes:
+    found = caller()
+    if found is None or found.port.desk is None or found.phase is Phase.APART:
+        raise NotAllowed("models are loaded only by a model that is being loaded or served")
+    return found.port.desk.ask(operation, found.port)
