@@ -5,9 +5,12 @@ from __future__ import annotations
 import runpy
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tensord import testing
 from tests import run_folder
@@ -20,6 +23,7 @@ PACKAGES = {
     "flax_nnx": "flax",
     "haiku_mlp": "haiku",
     "keras_mlp": "keras",
+    "torchax_mlp": "torchax",
 }
 
 
@@ -40,9 +44,29 @@ def test_it_answers_as_by_itself(name: str) -> None:
         pytest.skip(f"{PACKAGES[name]} is not installed")
     x = np.random.default_rng(0).normal(size=(5, 8)).astype(np.float32)
     apply, params = runpy.run_path(str(FOLDER / name / "1/model.py"))["create"](FOLDER / name / "1", {}, None)
-    expected = np.asarray(apply(params, {"x": x})["y"])
+    expected = np.asarray(apply(params, {"x": jnp.asarray(x)})["y"])
     with testing.load(FOLDER / name) as model:
         got = model({"x": x})["y"]
         assert model.outputs[0].shape == (-1, 3)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
     assert np.ptp(got, axis=0).min() > 0
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_what_pytorch_exports(tmp_path: Path) -> None:
+    """As docs/models.md has it; what is served then needs no PyTorch."""
+    torch, torchax = pytest.importorskip("torch"), pytest.importorskip("torchax.export")
+    network = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 3)).eval()
+    program = torch.export.export(network, (torch.zeros(2, 8),), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    weights, exported = torchax.exported_program_to_stablehlo(program)
+    folder = tmp_path / "mlp" / "1"
+    folder.mkdir(parents=True)
+    (folder / "model.jaxexport").write_bytes(exported.serialize())
+    save_file({str(number): np.asarray(array) for number, array in enumerate(weights)}, folder / "params.safetensors")
+    (tmp_path / "mlp" / "config.pbtxt").write_text(
+        'max_batch_size: 8 input { name: "x" data_type: TYPE_FP32 dims: 8 } output { name: "y" data_type: TYPE_FP32 dims: 3 }'
+    )
+    x = np.random.default_rng(0).normal(size=(5, 8)).astype(np.float32)
+    with testing.load(tmp_path / "mlp") as model:
+        got = model({"x": x})["y"]
+    np.testing.assert_allclose(got, network(torch.from_numpy(x)).detach().numpy(), rtol=1e-5, atol=1e-6)

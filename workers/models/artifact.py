@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +30,8 @@ from workers.models.program_file import Leaf, ProgramFile
 _log = logging.getLogger(__name__)
 #: What the batch is called in a program whose sizes vary.
 _BATCH = ("b", "batch")
+#: A name of numbers alone: 0, or 1.0 in a tuple of tuples.
+_NUMBERED = re.compile(r"\d+(\.\d+)*")
 #: Of a model that has a batch dimension and does not say how long it may be.
 _DEFAULT_BATCH = 32
 
@@ -118,7 +121,7 @@ class _Artifact:
             ("input", program.inputs, self._message.input),
             ("output", program.outputs, self._message.output),
         ):
-            numbered = all(leaf.name == f"{kind}_{place}" for place, leaf in enumerate(leaves))
+            numbered = all(_NUMBERED.fullmatch(leaf.name.removeprefix(f"{kind}_")) for leaf in leaves)
             if numbered and fields and len(fields) == len(leaves):
                 found |= {leaf.name: field.name for leaf, field in zip(leaves, fields, strict=True)}
         return found

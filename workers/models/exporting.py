@@ -26,7 +26,7 @@ from shm.arrays import DTYPES, datatype_of
 from shm.errors import InvalidArgument
 from workers.tensors.buckets import powers_of_two
 from workers.tensors.signature import WIDE, Declared, parse_declaration
-from workers.tensors.tensor_trees import declarations, taking_trees
+from workers.tensors.tensor_trees import declarations, parameter_name, taking_trees
 
 _BATCH = "batch"
 _PARAMETERS = "params.safetensors"
@@ -117,7 +117,7 @@ def _named(parameters: Any) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]
     arrays: dict[str, Any] = {}
     names: list[str | None] = []
     for keys, leaf in leaves:
-        name = jax.tree_util.keystr(keys, simple=True, separator=".") or "array"
+        name = parameter_name(keys)
         is_array = isinstance(leaf, (jax.Array, np.ndarray, np.generic))
         names.append(name if is_array else None)
         if is_array:

@@ -7,7 +7,7 @@ number is left out.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from jax.interpreters.mlir import make_ir_context
 from config.artifact_files import EXPORTED
 from shm.arrays import DTYPES, datatype_of
 from shm.errors import InvalidArgument
-from workers.tensors.tensor_trees import name_of
+from workers.tensors.tensor_trees import name_of, parameter_name
 
 _MAX_BYTE_SIZE = 2 << 30
 _MAX_SAID = 300
@@ -123,7 +123,7 @@ class ProgramFile:
         count = first.num_leaves
         rest = jax.tree.structure((positional[1:], jax.tree.unflatten(tree, range(tree.num_leaves))[1]))
         inputs = self._named(rest, avals[count:], "input")
-        parameters = _leaves(jax.tree.unflatten(first, range(count)), avals[:count], "parameter")
+        parameters = _leaves(jax.tree.unflatten(first, range(count)), avals[:count], parameter_name)
         # Two names for one place would be two meanings: those of parameters are kept apart.
         apart = tuple(Leaf(f"params/{leaf.name}", leaf.dtype, leaf.dims) for leaf in parameters)
         return (*apart, *inputs), count
@@ -135,7 +135,7 @@ class ProgramFile:
             whole = positional[0] if len(positional) == 1 and not keywords else (*positional,)
             if keywords:
                 whole = {**{f"input_{number}": value for number, value in enumerate(positional)}, **keywords}
-        leaves = _leaves(whole, avals, kind)
+        leaves = _leaves(whole, avals, lambda keys: name_of(keys, kind))
         names = [leaf.name for leaf in leaves]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
@@ -172,10 +172,10 @@ class ProgramFile:
         return f"<ProgramFile {self.path.name}>"
 
 
-def _leaves(tree: Any, avals: Sequence[Any], kind: str) -> tuple[Leaf, ...]:
+def _leaves(tree: Any, avals: Sequence[Any], name: Callable[[Any], str]) -> tuple[Leaf, ...]:
     found = []
     for (keys, _), aval in zip(jax.tree_util.tree_leaves_with_path(tree), avals, strict=True):
-        found.append(Leaf(name_of(keys, kind), aval.dtype, tuple(map(_dim, aval.shape))))
+        found.append(Leaf(name(keys), aval.dtype, tuple(map(_dim, aval.shape))))
     return tuple(found)
 
 

@@ -27,6 +27,11 @@ def name_of(keys: Any, kind: str) -> str:
     return f"{kind}_{name or 0}" if re.fullmatch(r"\d*", name) else name
 
 
+def parameter_name(keys: Any) -> str:
+    """The same of a parameter, as files name it: a number is one, and what is no tree is ``array``."""
+    return jax.tree_util.keystr(keys, simple=True, separator=".") or "array"
+
+
 def declarations(what: str, declared: object, kind: str) -> dict[str, object]:
     """Name -> what is declared of it, in order. ``what``: whose they are. Raises InvalidArgument: two have one name."""
     if _is_flat(declared):

@@ -108,6 +108,27 @@ def test_config_names_what_is_only_numbered(tmp_path: Path) -> None:
     assert made["difference"][0, 0] == 4
 
 
+def test_a_program_of_lists(tmp_path: Path) -> None:
+    """As torchax exports a module: parameters are a list, inputs a tuple in a tuple, and nothing has a name."""
+
+    def function(weights: Any, inputs: Any) -> Any:
+        ((x, y),) = inputs
+        return (x * weights[0] + y @ weights[1],)
+
+    weights = [np.float32(3), np.eye(4, dtype=np.float32)]
+    row = Spec(export.symbolic_shape("s31, 4"), np.float32)
+    written(tmp_path, function, weights, ((row, row),))
+    np.savez(tmp_path / "params.npz", **{str(number): array for number, array in enumerate(weights)})
+    module = artifact.module(tmp_path, config(), "cpu")
+    assert (list(module.inputs), list(module.outputs)) == (["0.0", "0.1"], ["output_0"])
+    text = 'max_batch_size: 8 input [{name: "x"}, {name: "y"}] output {name: "sum"}'
+    module = artifact.module(tmp_path, config(text), "cpu")
+    assert (module.inputs, module.outputs) == ({"x": "FP32[4]", "y": "FP32[4]"}, {"sum": "FP32[4]"})
+    apply, params = module.create(tmp_path, {}, jax.devices()[0])
+    made = jax.jit(apply)(params, {"x": np.ones((2, 4), np.float32), "y": np.full((2, 4), 2, np.float32)})
+    np.testing.assert_array_equal(made["sum"], np.full((2, 4), 5, np.float32))
+
+
 def test_a_varying_size_is_the_batch_only_where_it_says_so(tmp_path: Path) -> None:
     def along(inputs: Any) -> Any:
         return {"y": jnp.cumsum(inputs["tokens"], axis=0)}
