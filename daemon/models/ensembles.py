@@ -100,7 +100,8 @@ class Ensembles:
         if not common:
             listed = ", ".join(f"'{name}' on {' and '.join(devices)}" for name, devices in named.items())
             raise InvalidArgument(
-                f"ensemble '{found.name}' needs its models in one worker, and no worker has all of them: {listed}"
+                f"ensemble '{found.name}' needs its models in one worker, and no worker has all of them: {listed} (those with "
+                "the same parameter tensord_together are on one)"
             )
         return tuple(common)
 

@@ -139,6 +139,12 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         write_model(folder, name, LOADS, LOADS_FIELDS.format(loads))
     ensemble(folder, "ring", ["x FP32 4"], ["y FP32 1 4"], [("member", {"x": "x"}, {"y": "y"})])
+    for name, (first, second) in {
+        "apart": ("called", CALLERS[1]),
+        "together": ("called_there", "caller_there"),
+    }.items():
+        steps = [(first, {"code": "code"}, {"said": "once"}), (second, {"code": "once"}, {"said": "said"})]
+        ensemble(folder, name, ["code STRING 1"], ["said STRING 1"], steps)
     for name in ("metrics", "same"):
         write_model(folder, name, METRICS, METRICS_FIELDS)
     together = 'parameters { key: "tensord_together" value { string_value: "router" } }'
@@ -183,6 +189,19 @@ def test_models_that_are_to_be_together_call_each_other(http: httpclient.Inferen
     for name in ("called_there", "caller_there"):
         http.load_model(name)
     assert run(http, "caller_there", CALLED.replace("called", "called_there")) == "here"
+
+
+def test_an_ensemble_of_models_on_different_workers_is_refused(http: httpclient.InferenceServerClient) -> None:
+    with pytest.raises(InferenceServerException) as caught:
+        http.load_model("apart")
+    far = next(worker for worker in WORKERS if worker != HOME)
+    assert caught.value.message() == (
+        "load failed for model 'apart': ensemble 'apart' needs its models in one worker, and no worker has all of them: "
+        f"'called' on {HOME}, '{CALLERS[1]}' on {far} (those with the same parameter tensord_together are on one)\n"
+    )
+    http.unload_model("apart")
+    http.load_model("together")
+    assert http.is_model_ready("together")
 
 
 # ------------------------------------------------------------------------------------------------------- loading
