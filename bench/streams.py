@@ -2,8 +2,8 @@
 
 Each client asks one request after the other on streams of its own, over gRPC, and compares every response: they come in their
 order and are complete, or the request ends with one error, or the client has left by itself. Printed: how often each of these,
-and how many descriptors and private bytes the processes had at first and at last. Exit status 1: a response was wrong, one was
-missing, or a request never ended.
+and how many descriptors and private bytes each process had in the course of it; of the workers each one as it was killed, when
+all were equally old. Exit status 1: a response was wrong, one was missing, or a request never ended.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+import urllib.request
 from collections import Counter
 from pathlib import Path
 
@@ -33,6 +34,10 @@ _MODEL = "repeat"
 _MOST = 300
 #: Of requests: how many are cancelled by their clients, and how many are read slowly.
 _CANCELLED, _SLOW = 0.1, 0.1
+#: Each worker serves at least for so long before it is killed.
+_SERVES_SECONDS = 1.0
+#: How often it is seen what processes hold.
+_MOMENTS = 12
 #: A request that ends neither way for so long has got lost.
 PATIENCE = 240.0
 
@@ -111,6 +116,39 @@ def _request(base: np.ndarray, count: int) -> service_pb2.ModelInferRequest:
     return asked
 
 
+class Course:
+    """What each process held, by role, from moment to moment."""
+
+    def __init__(self, supervisor: int) -> None:
+        self._supervisor = supervisor
+        self._found: dict[str, list[Footprint]] = {}
+
+    def note(self, *kinds: str) -> None:
+        """Of the processes of these roles; none given: of all but the workers."""
+        # One of them may have ended just now.
+        with contextlib.suppress(OSError):
+            for kind, footprint in footprints(self._supervisor).items():
+                if kind in kinds or (not kinds and kind != "workers"):
+                    self._found.setdefault(kind, []).append(footprint)
+
+    def report(self) -> list[str]:
+        """A line for each role. The first quarter is left out: caches fill, and a process's first requests are under way."""
+        lines = []
+        for kind, course in self._found.items():
+            settled = course[len(course) // 4 :]
+            descriptors = " ".join(str(each.descriptors) for each in settled)
+            mebibytes = " ".join(f"{each.private_bytes / (1 << 20):.1f}" for each in settled)
+            lines.append(f"{kind}: descriptors {descriptors}; private MiB {mebibytes}")
+        return lines
+
+
+def serves() -> bool:
+    """Whether a worker has the model."""
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{_HTTP}/v2/models/{_MODEL}/ready", timeout=5):
+        return True
+    return False
+
+
 def told(clients: list[StreamClient]) -> Counter[str]:
     """What all of their requests came to."""
     return sum((client.seen for client in clients), Counter())
@@ -135,18 +173,27 @@ def main() -> int:
         for client in clients:
             client.start()
         started = time.monotonic()
-        kill_at = started + arguments.kill
-        first: dict[str, Footprint] = {}
+        kill_at, note_at, served_since = started + arguments.kill, started, 0.0
+        course = Course(supervisor)
         while (now := time.monotonic()) < started + arguments.seconds:
             time.sleep(0.2)
             found = {kind: pid for pid, kind in children(supervisor).items()}
-            if not first and now > started + arguments.seconds / 4:
-                first = footprints(supervisor)
+            if now >= note_at:
+                note_at = now + arguments.seconds / _MOMENTS
+                course.note()
+                if not arguments.kill:
+                    course.note("workers")
             if arguments.kill and now >= kill_at and "workers" in found:
-                kill_at = now + arguments.kill
+                if not served_since:
+                    # On a busy machine one takes its time to begin.
+                    served_since = now if serves() else 0.0
+                    continue
+                if now < served_since + _SERVES_SECONDS:
+                    continue
+                kill_at, served_since = now + arguments.kill, 0.0
+                course.note("workers")
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(found["workers"], signal.SIGKILL)
-        last = footprints(supervisor)
         for client in clients:
             client.stop()
         for client in clients:
@@ -155,9 +202,8 @@ def main() -> int:
         hung = sum(client.is_alive() for client in clients)
     for outcome, count in seen.most_common():
         print(f"{count:8d} {outcome}")
-    for kind, footprint in last.items():
-        if kind != "workers":
-            print(f"{kind}: {first.get(kind)} -> {footprint}")
+    for line in course.report():
+        print(line)
     print(f"{hung} clients hang")
     return 1 if hung or any(outcome.startswith("wrong") for outcome in seen) else 0
 

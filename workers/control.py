@@ -210,11 +210,13 @@ class Control:
             self._channel.put(Reply(call.call_id))
 
     def _statistics(self, operation: ModelStatistics) -> bytes:
-        found = [
-            version.statistics.to_dict()
-            for version in self._models
-            if operation.name in ("", version.name) and operation.version in (0, version.version)
-        ]
+        found: list[dict[str, Any]] = []
+        for version in self._models:
+            if operation.name in ("", version.name) and operation.version in (0, version.version):
+                # Models' threads open others meanwhile.
+                for sender in list(version.senders.values()):
+                    sender.catch_up()
+                found.append(version.statistics.to_dict())
         return json.dumps({"model_stats": found}, separators=(",", ":")).encode()
 
     def _figures(self) -> bytes:

@@ -1,14 +1,16 @@
 """What a step gives to requests that go on and want nothing but its small outputs: answered by array operations, all at once.
 
-    slot's first response ─▶ join ─▶ send, send, ... ─▶ leave: its sender is told of all of them
-                                                        (it ends, is cancelled or has been sent what its client may be behind)
+    first response ─▶ join ─▶ send, send, ... ─▶ leave: its sender and the statistics are told of all of them
+                                                 (it ends, is cancelled, misses a step, or its client may be behind)
 
-For few requests arrays cost more than they save: ``MANY``.
+Who has joined gets a response whenever anybody does. So all that is noted of a step is when its responses left; what that was for
+each request is found out when it leaves. For few requests arrays cost more than they save: ``MANY``.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,21 +25,39 @@ from workers.requests.request import Request
 from workers.requests.response_sender import ResponseSender
 from workers.requests.submitter import Submitter
 
-#: Requests in a step from which on this pays: 25 us for any number, 2.3 us for each request by itself.
-MANY = 10
-#: Of a slot: responses that may leave before its sender is looked at, the number of the next one, when the last one left.
-_ROOM, _NUMBER, _LAST_NS = range(3)
+#: Requests in a step from which on this pays: measured, 10 us for any number and 10 for one that leaves, against 2.3 for each.
+MANY = 8
+#: Steps that are noted at most.
+_MOST = 4096
+
+
+class _Joined(NamedTuple):
+    """A request in its slot."""
+
+    sender: ResponseSender[Request]
+    #: How many steps were noted by then, and how many will be when its client may be too far behind.
+    since: int
+    until: int
 
 
 class _Lane:
-    """Records for one submitter."""
+    """What goes to one submitter."""
 
-    def __init__(self, number: int, form: Form[Completion], records: AnswerRows) -> None:
-        self.number = number
-        self.form = form
-        self.records = records
-        #: Slots of its requests.
-        self.slots = 0
+    def __init__(self, submitter: Submitter[Request], form: Form[Completion], sizes: list[int]) -> None:
+        self._submitter = submitter
+        self._form = form
+        self._records = AnswerRows(form.number, sizes)
+        self._slots = np.zeros(0, np.int64)
+
+    def take(self, slots: list[int], request_ids: list[int]) -> None:
+        """These are its slots, with these requests."""
+        self._slots = np.array(slots)
+        self._records.name(request_ids)
+
+    def send(self, rows: Array) -> None:
+        """Queues a response for each. ``rows``: the outputs of all slots."""
+        self._submitter.lane.complete_rows(self._form, self._records.records(rows[self._slots]))
+        self._submitter.unflushed = True
 
 
 class StepRows:
@@ -51,76 +71,85 @@ class StepRows:
         self._sizes = [part.stop - part.start for part in layout.slices]
         #: What each counts where those are bounded that a client has not taken.
         self._byte_size = response_byte_size(FormCompletion(0, 0, tuple([bytes(size) for size in self._sizes])))
-        self._senders: list[ResponseSender[Request] | None] = [None] * slots
-        self._state = np.zeros((slots, 3), np.int64)
+        self._members: dict[int, _Joined] = {}
+        #: When the responses of each step left, and when so many are noted somebody is looked at.
+        self._left_ns: list[int] = []
+        self._look_at = _MOST
+        #: Who the lanes are ready for; empty: somebody has joined or left since.
+        self._ready: list[int] = []
         self._lanes: dict[Submitter[Request], _Lane] = {}
-        #: The number of each slot's, and the next one.
-        self._lane_of = np.zeros(slots, np.int64)
-        self._next_lane = 0
 
     def join(self, slot: int, sender: ResponseSender[Request]) -> None:
-        """Its first response has left, and it wants no other kind; ignores one that does, or has no room."""
-        request, room = sender.request, sender.room
+        """A response has left one by one, and its request wants no other kind; ignores one that does, or has no room."""
+        room = sender.room
         if room <= 0 or not self._responses.takes_small(sender):
             return
-        submitter = request.submitter
-        lane = self._lanes.get(submitter)
-        if lane is None:
-            form = self._responses.form(request, self._layout.described, False)
-            records = AnswerRows(form.number, self._sizes, len(self.joined))
-            lane = self._lanes[submitter] = _Lane(self._next_lane, form, records)
-            self._next_lane += 1
-        lane.slots += 1
-        lane.records.name(slot, request.request_id)
-        self._lane_of[slot] = lane.number
-        self._state[slot] = -(-room // self._byte_size), sender.count, sender.last_ns
-        self._senders[slot] = sender
-        self.joined[slot] = True
+        since = len(self._left_ns)
+        member = self._members[slot] = _Joined(sender, since, since - (-room // self._byte_size))
+        self._look_at = min(self._look_at, member.until)
+        self.joined[slot], self._ready = True, []
         sender.counted = functools.partial(self.leave, slot)
 
     def leave(self, slot: int) -> None:
         """Its sender goes on by itself, or nobody is there any more. Ignores one that has not joined."""
-        sender = self._senders[slot]
-        if sender is None:
+        member = self._members.pop(slot, None)
+        if member is None:
             return
-        _, number, last_ns = self._state[slot].tolist()
-        sender.ahead((number - sender.count) * self._byte_size)
-        sender.count, sender.last_ns, sender.counted = number, last_ns, None
-        self._senders[slot], self.joined[slot] = None, False
-        submitter = sender.request.submitter
-        lane = self._lanes[submitter]
-        lane.slots -= 1
-        if not lane.slots:
-            del self._lanes[submitter]
+        sender, left_ns = member.sender, self._left_ns[member.since :]
+        sender.counted = None
+        if left_ns:
+            self._statistics.responses.add(sender.count, np.diff(left_ns, prepend=sender.last_ns))
+            sender.ahead(len(left_ns) * self._byte_size)
+            sender.count += len(left_ns)
+            sender.last_ns = left_ns[-1]
+        self.joined[slot], self._ready = False, []
+        if not self._members:
+            self._left_ns, self._look_at = [], _MOST
+            self._lanes.clear()
 
     def leave_all(self) -> None:
         """The same of every slot."""
-        for slot, joined in enumerate(self.joined):
-            if joined:
-                self.leave(slot)
+        for slot in list(self._members):
+            self.leave(slot)
 
     def send(self, slots: list[int], rows: Array, now_ns: int) -> list[ResponseSender[Request]]:
-        """A response for each of these slots. Returns whose slots have left with it: their clients may be too far behind.
+        """A response for each of these slots, which have joined. Returns who has left with it: they may have no room.
 
         Args:
-          rows: of the step, UINT8[step's slots, size].
+          rows: of the step, UINT8[its slots, size].
         """
-        which = np.array(slots)
-        state = self._state[which]
-        self._statistics.responses.add(state[:, _NUMBER], now_ns - state[:, _LAST_NS])
-        state += (-1, 1, 0)
-        state[:, _LAST_NS] = now_ns
-        self._state[which] = state
-        contents = rows[which, : self._layout.says]
-        lanes = self._lane_of[which] if len(self._lanes) > 1 else None
-        for submitter, lane in self._lanes.items():
-            of_lane = slice(None) if lanes is None else lanes == lane.number
-            submitter.lane.complete_rows(lane.form, lane.records.records(which[of_lane], contents[of_lane]))
-            submitter.unflushed = True
-        full = [sender for slot in which[state[:, _ROOM] <= 0].tolist() if (sender := self._senders[slot]) is not None]
+        if slots != self._ready:
+            self._prepare(slots)
+        outputs = rows[:, : self._layout.says]
+        for lane in self._lanes.values():
+            lane.send(outputs)
+        self._left_ns.append(now_ns)
+        return self._look() if len(self._left_ns) >= self._look_at else []
+
+    def _prepare(self, slots: list[int]) -> None:
+        """Who is not among them leaves; the lanes know of the others."""
+        going = set(slots)
+        for slot in [slot for slot in self._members if slot not in going]:
+            self.leave(slot)
+        shares: dict[Submitter[Request], list[int]] = {}
+        for slot in slots:
+            shares.setdefault(self._members[slot].sender.request.submitter, []).append(slot)
+        lanes, self._lanes = self._lanes, {}
+        for submitter, share in shares.items():
+            requests = [self._members[slot].sender.request for slot in share]
+            form = self._responses.form(requests[0], self._layout.described, False)
+            lane = self._lanes[submitter] = lanes.get(submitter) or _Lane(submitter, form, self._sizes)
+            lane.take(share, [request.request_id for request in requests])
+        self._ready = slots
+
+    def _look(self) -> list[ResponseSender[Request]]:
+        """Who may have no room leaves, and all of them where too many steps are noted. Returns those."""
+        steps = len(self._left_ns)
+        full = [member.sender for member in self._members.values() if steps >= min(member.until, _MOST)]
         for sender in full:
             sender.catch_up()
+        self._look_at = min([_MOST, *(member.until for member in self._members.values())])
         return full
 
     def __repr__(self) -> str:
-        return f"<StepRows {sum(self.joined)} of {len(self.joined)} slots joined>"
+        return f"<StepRows {len(self._members)} of {len(self.joined)} slots joined>"

@@ -59,7 +59,7 @@ class ResponsesByNumber:
 
     def __init__(self) -> None:
         self._found: dict[int, ResponseStatistics] = {}
-        #: Of those that were placed together: how many, and the ns since the one before each. The last is for all beyond.
+        #: Of those that were counted together: how many, and the ns from the response before each.
         self._counts = self._waited_ns = np.zeros(0, np.int64)
 
     def of(self, number: int) -> ResponseStatistics | None:
@@ -68,17 +68,17 @@ class ResponsesByNumber:
             return None
         return self._found.get(number) or self._found.setdefault(number, ResponseStatistics())
 
-    def add(self, numbers: Array, waited_ns: Array) -> None:
-        """Counts good responses that were placed together, which took no time: INT64 arrays of one length."""
+    def add(self, first: int, waited_ns: Array) -> None:
+        """Counts good responses of one request, from that number on, which took no time to place. ``waited_ns``: INT64[count]."""
         if not len(self._counts):
-            self._counts, self._waited_ns = np.zeros((2, MAX_RESPONSES + 1), np.int64)
-        numbers = np.minimum(numbers, MAX_RESPONSES)
-        np.add.at(self._counts, numbers, 1)
-        np.add.at(self._waited_ns, numbers, waited_ns)
+            self._counts, self._waited_ns = np.zeros((2, MAX_RESPONSES), np.int64)
+        which = slice(first, first + len(waited_ns))
+        self._counts[which] += 1
+        self._waited_ns[which] += waited_ns[: max(0, MAX_RESPONSES - first)]
 
     def to_dict(self) -> dict[str, Any]:
         """``response_stats``."""
-        for number in np.flatnonzero(self._counts[:MAX_RESPONSES]).tolist():
+        for number in np.flatnonzero(self._counts).tolist():
             counted = self.of(number)
             assert counted is not None
             count, ns = int(self._counts[number]), int(self._waited_ns[number])

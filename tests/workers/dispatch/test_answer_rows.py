@@ -14,12 +14,12 @@ from workers.dispatch.answer_rows import AnswerRows
 @pytest.mark.parametrize("sizes", [(), (4,), (1, 0, 8), (300, 70_000)])
 def test_each_record_is_read_as_its_own(form: int, sizes: tuple[int, ...]) -> None:
     ids = [1, 200, (1 << 32) + 5, (1 << 64) - 1]
-    rows = AnswerRows(form, sizes, 5)
-    for slot, request_id in enumerate(ids, 1):
-        rows.name(slot, request_id)
-    contents = np.random.default_rng(7).integers(0, 256, (3, sum(sizes)), np.uint8)
-    records = rows.records(np.array([4, 1, 2]), contents)
-    for row, record, request_id in zip(contents, records, (ids[3], ids[0], ids[1]), strict=True):
+    rows = AnswerRows(form, sizes)
+    contents = np.random.default_rng(7).integers(0, 256, (4, sum(sizes)), np.uint8)
+    rows.name([7])
+    rows.name(ids)
+    records = rows.records(contents)
+    for row, record, request_id in zip(contents, records, ids, strict=True):
         cut = np.split(row, np.cumsum(sizes)[:-1]) if sizes else []
         expected = FormCompletion(request_id, form, tuple(part.tobytes() for part in cut))
         assert decoder(ToSubmitter).decode(b"\x91" + record) == [expected]

@@ -11,7 +11,7 @@ import pytest
 from shm.messages import Completion, Inline, Tensor
 from tests.repositories import write_model
 from tests.workers.worker_loop import WorkerLoop
-from workers.models.stepped_model import SteppedModel
+from workers.models.stepped_model import Run, SteppedModel
 
 #: Counts on from its start, eight times.
 COUNTS = """
@@ -116,3 +116,43 @@ def test_a_step_that_fails_after_it_has_the_carry_costs_those_that_have_slots(co
         assert error == "model 'counts' version 1 failed with RuntimeError"
     assert read(answers, third) == list(range(301, 309))
     assert model.losses == 1
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_who_joins_is_inserted_before_another_step(
+    counting: WorkerLoop, monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    """1. A request is stepped; the device is asked for a step ahead, or has done each at once. 2. While a step is read another
+    request comes. 3. It is the next thing that the device gets: its first response waits for what was on its way, no more."""
+    model, given, came = stepped(counting), list[str](), list[int]()
+    insert, step, read_run = model.insert, model.step, Run.read
+    monkeypatch.setattr(Run, "ready", property(lambda _: at_once))
+
+    def inserts(*arguments: Any) -> Run:
+        given.append("insert")
+        return insert(*arguments)
+
+    def steps(*arguments: Any) -> Run:
+        given.append("step")
+        return step(*arguments)
+
+    def reads(run: Run) -> Any:
+        if not came and given.count("step") == 3:
+            came.append(begin(counting, 200))
+            counting.front.flush()
+            given.append("came")
+        return read_run(run)
+
+    monkeypatch.setattr(model, "insert", inserts)
+    monkeypatch.setattr(model, "step", steps)
+    monkeypatch.setattr(Run, "read", reads)
+    first = begin(counting, 100)
+    answers = counting.answers(1)
+    while not came:
+        answers += counting.answers(1)
+    until(counting, answers, first, *came)
+    at = given.index("came")
+    assert given[at + 1 : at + 3] == ["insert", "step"]
+    # Two are ahead of what is read, where the device is not done at once.
+    assert given[: at + 1] == ["insert", "step", "step", "step", "came"]
+    assert read(answers, came[0]) == list(range(201, 209))
