@@ -293,7 +293,7 @@ class Supervisor:
         self._regions.worker_left(worker.incarnation)
         # First the fence: what was in flight there may run elsewhere from now on.
         self._fronts.publish(WorkerFenced(worker.incarnation))
-        self._models.worker_left(worker.incarnation, worker.describe_exit())
+        self._models.worker_left(worker.incarnation, worker.describe_exit(), self._workers.usable)
         doing = " while loading model '{}' version {}".format(*worker.owed[0]) if worker.owed else ""
         self._posts.died(worker, lambda: self._workers.start(worker.name, device), doing)
         self._shutdown.child_died()

@@ -124,7 +124,7 @@ class Context:
     def __init__(self, owner: Driver, driver: Any, ordinal: int) -> None:
         """Raises NoCuda: there is no such device, or it cannot be used."""
         self._owner = owner
-        self._driver = driver
+        self.driver = driver
         self._closed = False
         try:
             count = self.call(driver.cuDeviceGetCount)
@@ -145,8 +145,8 @@ class Context:
     def call(self, function: Any, *arguments: Any) -> Any:
         """The result of one call of the driver. Raises CudaError; DeviceLost: and every later call will."""
         code, *results = function(*arguments)
-        if code != self._driver.CUresult.CUDA_SUCCESS:
-            name = _name(self._driver, code)
+        if code != self.driver.CUresult.CUDA_SUCCESS:
+            name = _name(self.driver, code)
             if name in _STICKY:
                 self._owner.lost = name
                 raise DeviceLost(f"the GPU failed ({name}); its worker is being restarted")
@@ -155,7 +155,7 @@ class Context:
 
     def enter(self) -> None:
         """Makes it the calling thread's context, which every call below needs."""
-        self.call(self._driver.cuCtxSetCurrent, self._handle)
+        self.call(self.driver.cuCtxSetCurrent, self._handle)
 
     def stream(self) -> int:
         """The calling thread's, as DLPack names it. Raises CudaError, DeviceLost."""
@@ -213,7 +213,7 @@ class Context:
         Memory that may only be read is refused by many drivers, even when it is said to be such. Raises CudaError.
         """
         self.enter()
-        self.call(self._lasting.register_host, address, byte_size, int(self._driver.CU_MEMHOSTREGISTER_PORTABLE))
+        self.call(self._lasting.register_host, address, byte_size, int(self.driver.CU_MEMHOSTREGISTER_PORTABLE))
 
     def unpin(self, address: int) -> None:
         """Ends ``pin``, before the memory is unmapped."""
@@ -225,7 +225,7 @@ class Context:
     def open(self, raw_handle: bytes) -> tuple[int, int]:
         """Address and byte size of another process's allocation. Raises CudaError: there is none (any more) behind the handle."""
         self.enter()
-        driver = self._driver
+        driver = self.driver
         handle = driver.CUipcMemHandle()
         # Newer bindings give the struct's address only; older ones as well.
         ctypes.memmove(handle.getPtr(), raw_handle, _HANDLE_SIZE)
@@ -242,7 +242,7 @@ class Context:
         """Ends one ``open``. What fails here has nobody to tell: the memory is not ours."""
         with contextlib.suppress(CudaError, DeviceLost):
             self.enter()
-            self.call(self._driver.cuIpcCloseMemHandle, pointer)
+            self.call(self.driver.cuIpcCloseMemHandle, pointer)
 
     def close(self) -> None:
         """Idempotent."""
@@ -252,7 +252,7 @@ class Context:
         for stream in list(self._streams):
             stream.close()
         with contextlib.suppress(CudaError, DeviceLost):
-            self.call(self._driver.cuDevicePrimaryCtxRelease, self._device)
+            self.call(self.driver.cuDevicePrimaryCtxRelease, self._device)
 
 
 class _Stream:
@@ -260,9 +260,9 @@ class _Stream:
 
     def __init__(self, context: Context) -> None:
         """Raises CudaError, DeviceLost."""
-        self._call, self._driver = context.call, context._driver
+        self._call, self.driver = context.call, context.driver
         # It waits for no other stream: XLA's and the client's are ordered by what is said and waited for.
-        made = self._call(self._driver.cuStreamCreate, self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        made = self._call(self.driver.cuStreamCreate, self.driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self._made: Any | None = made
         self.handle = int(made)
 
@@ -271,7 +271,7 @@ class _Stream:
         made, self._made = self._made, None
         if made is not None:
             with contextlib.suppress(CudaError, DeviceLost):
-                self._call(self._driver.cuStreamDestroy, made)
+                self._call(self.driver.cuStreamDestroy, made)
 
     def __del__(self) -> None:
         # The values of a thread's own go when it ends, in that thread.

@@ -34,6 +34,7 @@ from workers.control import Control
 from workers.daemon_operations import DaemonOperations
 from workers.devices.device import DeviceName
 from workers.devices.device_cuda import CudaDevice
+from workers.devices.idle_look import IdleLook
 from workers.devices.pinned_memory import PinnedMemory
 from workers.dispatch import fast_path
 from workers.dispatch.dispatcher import FIRST_INSTANCE_DESK
@@ -83,6 +84,7 @@ class Worker:
         self._driver = Driver()
         self._cuda: CudaDevice | None = None
         self._pinned: PinnedMemory | None = None
+        self._look: IdleLook | None = None
         if device_name.gpu is not None:
             try:
                 # Its process sees one device.
@@ -94,6 +96,7 @@ class Worker:
                 self._cuda = CudaDevice(context, device)
                 locking = WorkThread("page-locking", self._inbox)
                 self._pinned = PinnedMemory(context, options.workers.pinned_byte_size, locking)
+                self._look = IdleLook(context, self._rests, self._inbox.post, options.workers.idle_timeout)
         self._regions = RegionTable(RegionPolicy(options.regions), self._driver, device_name.gpu, self._pinned)
         check = works if self._cuda is None else self._cuda.check
         engine = self._engine = Engine(options, self._inbox, self._regions, device_name.gpu, check)
@@ -190,6 +193,9 @@ class Worker:
             raise DeviceLost(f"the GPU failed ({self._driver.lost}), and no call on it can succeed any more")
         ends = self._stop_ns and (self._finished() or time.monotonic_ns() >= self._stop_ns)
         return self._supervised and not ends
+
+    def _rests(self) -> bool:
+        return self._next_ns is None and self._dispatcher.idle
 
     def _timeout_ns(self) -> int:
         now_ns = time.monotonic_ns()
@@ -369,6 +375,8 @@ class Worker:
             self._close_lane(submitter)
         self._poller.close()
         self._regions.close()
+        if self._look is not None:
+            self._look.close()
         if self._pinned is not None:
             self._pinned.close()
         if self._cuda is not None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from config.options import Options, Repository
-from daemon.models import ensembles, listing, load_errors, readiness, repository
+from daemon.models import ensembles, listing, load_errors, readiness, repository, stranded
 from daemon.models.ensembles import Ensembles
 from daemon.models.given import GivenModels, NotKept
 from daemon.models.instructions import Instruction, Publish, Retry, Send, Settled
@@ -347,10 +347,11 @@ class Models:
         """Sends a new worker every model."""
         self._begin(self.lifecycle.worker_joined(incarnation, device))
 
-    def worker_left(self, incarnation: int, how: str) -> None:
-        """Tells fronts that a dead worker serves nothing. ``how`` it ended: "was killed by SIGSEGV"."""
+    def worker_left(self, incarnation: int, how: str, usable: Sequence[str]) -> None:
+        """Tells fronts that a dead worker serves nothing. ``how`` it ended: "was killed by SIGSEGV". ``usable``: devices."""
         self._judgement.loads(incarnation, None)
-        self._begin(self.lifecycle.worker_left(incarnation, how))
+        left = self.lifecycle.worker_left(incarnation, how)
+        self._begin([*left, *stranded.give_up(self.lifecycle.models, usable)])
 
     def loading(self, incarnation: int, at: Loading) -> None:
         """How far a worker is with a load."""

@@ -29,6 +29,8 @@ class Standing:
     reason: str
     #: It failed: time alone brings nothing.
     failed: bool
+    #: What it failed for is a device that others do not need.
+    stranded: bool = False
 
 
 def standings(wanted: Iterable[str], refused: Mapping[str, str], lifecycle: Lifecycle) -> list[Standing]:
@@ -47,7 +49,8 @@ def _standing(name: str, refused: str, lifecycle: Lifecycle) -> Standing:
     failed = [(n, v) for n, v in missing if v.state is VersionState.UNAVAILABLE]
     if failed:
         reason = "; ".join(f"version {number}: {version.reason}" for number, version in failed)
-        return Standing(name, served, reason, failed=len(failed) == len(missing))
+        stranded = all(version.stranded for _, version in missing)
+        return Standing(name, served, reason, failed=len(failed) == len(missing), stranded=stranded)
     if missing or not served:
         waits = any(version.state is VersionState.READY for _, version in missing)
         return Standing(name, served, "its workers are being replaced" if waits else "loading", failed=False)
@@ -55,10 +58,15 @@ def _standing(name: str, refused: str, lifecycle: Lifecycle) -> Standing:
 
 
 def readiness(standing: Iterable[Standing], strict: bool) -> Readiness:
-    """``strict``: models that failed count as well (``repository.strict_readiness``)."""
+    """``strict``: models that failed count as well (``repository.strict_readiness``).
+
+    One that wants a device which is broken takes no host out as long as others are served there.
+    """
     every = list(standing)
     unserved = [model for model in every if not model.served]
     holding = unserved if strict else [model for model in unserved if not model.failed]
+    if len(unserved) < len(every):
+        holding = [model for model in holding if not model.stranded]
     names = tuple(model.name for model in unserved[:_MAX_NAMES])
     return Readiness(not holding, len(every), len(unserved), names)
 

@@ -60,6 +60,11 @@ class Version:
     described: Loaded | None = None
 
     @property
+    def stranded(self) -> bool:
+        """Given up for want of a device, not for what it did (``daemon.models.stranded``)."""
+        return bool(self.given_up) and not self.deaths
+
+    @property
     def in_use(self) -> bool:
         """Whether it serves, or is on its way to or from there."""
         return self.state not in (VersionState.UNKNOWN, VersionState.UNAVAILABLE) or bool(self.loading)

@@ -16,7 +16,7 @@ from config.options import Options
 from daemon.processes.child import Worker
 from daemon.processes.devices import Device
 from daemon.processes.missing_parts import MissingParts
-from shm import descriptors
+from shm import descriptors, exit_status
 from shm.control_records import Call, ChildReady, Loaded, Reply, Unloaded
 from shm.errors import InvalidArgument
 from shm.progress import Loading
@@ -24,6 +24,8 @@ from shm.sequence_page import SequencePage
 from shm.status_page import StatusPage
 
 _log = logging.getLogger(__name__)
+#: A device is broken when that many workers in a row died before they could use it; one that says so itself is enough.
+_DEATHS_WITHOUT_USE = 3
 
 
 class WorkerPool:
@@ -45,6 +47,8 @@ class WorkerPool:
         self.posts: dict[str, str] = {}
         #: Name of a post -> sequences that had begun on the workers that died there.
         self.lost_sequences: Counter[str] = Counter()
+        #: Device -> workers in a row that could not use it; of how many it is broken (``usable``).
+        self._without_use: Counter[str] = Counter()
         self._program = program
         self._options = options
         self._incarnation = incarnation
@@ -66,11 +70,19 @@ class WorkerPool:
         """Of every post."""
         return list(self.posts.values())
 
+    @property
+    def usable(self) -> list[str]:
+        """The devices to which workers come again: those that a worker could use when one was last started for them."""
+        return [device for device in self.devices if self._without_use[device] < _DEATHS_WITHOUT_USE]
+
     def start(self, name: str, device: Device) -> None:
         """Fills a post. Raises OSError: there is no room for a process."""
 
         def exited(worker: Worker) -> None:
             del self.by_incarnation[worker.incarnation]
+            if not worker.ready:
+                at_once = worker.returncode == exit_status.NO_DEVICE
+                self._without_use[device.name] += _DEATHS_WITHOUT_USE if at_once else 1
             self.lost_sequences[name] += worker.lost_sequences
             self._died(worker, device)
 
@@ -119,6 +131,7 @@ class WorkerPool:
             descriptors.close(fds)
             return worker.kill(f"reported with a bad page ({error.message})")
         self._missing.say(record.missing)
+        self._without_use.pop(worker.device, None)
         _log.info("%s (process %d) is up on %s", worker.name, worker.pid, worker.device)
         return self._joined(worker)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import threading
@@ -41,15 +42,26 @@ def stub(tmp_path: Path) -> CudaStub:
 
 
 @pytest.fixture
-def daemon(stub: CudaStub, tmp_path: Path) -> Iterator[DaemonProcess]:
-    repository = tmp_path / "repository"
-    repositories.scale_model(repository)
-    repositories.echo_models(repository, ["FP32"])
-    environment = stub.gpu_environment | {"CUDA_VISIBLE_DEVICES": "0"}
-    folder = tmp_path / "daemon"
+def repository(tmp_path: Path) -> Path:
+    made = tmp_path / "repository"
+    repositories.scale_model(made)
+    return made
+
+
+@contextlib.contextmanager
+def serving(stub: CudaStub, repository: Path, visible: str = "0") -> Iterator[DaemonProcess]:
+    environment = stub.gpu_environment | {"CUDA_VISIBLE_DEVICES": visible}
+    folder = repository.parent / "daemon"
     folder.mkdir()
     with DaemonProcess(folder, [repository], {"workers": GPU_WORKERS}, environment=environment) as running:
         running.wait_ready()
+        yield running
+
+
+@pytest.fixture
+def daemon(stub: CudaStub, repository: Path) -> Iterator[DaemonProcess]:
+    repositories.echo_models(repository, ["FP32"])
+    with serving(stub, repository) as running:
         yield running
 
 
@@ -161,3 +173,40 @@ def test_at_each_call_of_the_driver(daemon: DaemonProcess, stub: CudaStub) -> No
                 function,
                 text,
             )
+
+
+ONES = [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 1, 1, 1]}]
+
+
+def test_one_that_stays_broken(stub: CudaStub, repository: Path) -> None:
+    """
+    1. Two GPUs, a model on both and one on the second, which falls off the bus while nobody asks anything.
+    2. It is there again.
+    Result: its worker ends by itself. The second model is not served and says why, at once, the other one is, and the daemon is
+    ready; then everything is as before.
+    """
+    source = (repository / "scale" / "1" / "model.py").read_text()
+    repositories.write_model(repository, "second", source, "instance_group { kind: KIND_GPU gpus: [ 1 ] }")
+    with serving(stub, repository, "0,1") as daemon:
+        kept, lost = (worker.pid for worker in sorted(daemon.workers, key=lambda worker: worker.cmdline()[-1]))
+        stub.lose(1)
+        daemon.wait_log(
+            rf"{lost} worker-1\] the worker ends, to be replaced: the GPU failed \(CUDA_ERROR_UNKNOWN\), though"
+        )
+        wait_until(lambda: daemon.get("/v2/models/second/ready")[0] == 400, "the model to be gone", daemon)
+        status, answer = daemon.infer("second", ONES)
+        assert (status, "'second' has no available versions" in answer["error"]) == (404, True), answer
+        (entry,) = [one for one in index(daemon) if one["name"] == "second"]
+        assert (entry["state"], entry["reason"]) == ("UNAVAILABLE", "no worker can use cuda:1 at present")
+        daemon.wait_ready()
+        daemon.wait_log(r"ready: 1 models \(scale 1\) on cuda:0; 1 of 2 models are not served: second")
+        for _ in range(5):
+            assert daemon.infer("scale", ONES)[0] == 200
+        stub.find()
+        wait_until(lambda: daemon.get("/v2/models/second/ready")[0] == 200, "the model to be back", daemon)
+        assert daemon.infer("second", ONES)[0] == 200
+        assert kept in [worker.pid for worker in daemon.workers]
+
+
+def index(daemon: DaemonProcess) -> list[dict[str, Any]]:
+    return list(json.loads(daemon.request("POST", "/v2/repository/index", b"")[1]))

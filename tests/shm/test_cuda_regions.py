@@ -110,7 +110,7 @@ def test_what_does_not_open(driver: Driver, context: Context, cuda_owner: CudaOw
 def test_memory_of_our_own_cannot_be_opened(context: Context) -> None:
     """As on a real driver: so the tests need an owner in another process, and a model's own memory is no region."""
     pointer = context.allocate(4096)
-    made = context.call(context._driver.cuIpcGetMemHandle, pointer)
+    made = context.call(context.driver.cuIpcGetMemHandle, pointer)
     with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_CONTEXT"):
         context.open(ctypes.string_at(made.getPtr(), 64))
     context.free(pointer)

@@ -56,9 +56,17 @@ async def test_life_of_two() -> None:
     second.kill()
     assert await owner.hear(1) == [("died", "worker-1", "cpu:1")]
     assert worker_pool.ready() == [first]
+    # Those that die before they are ready cannot use their device; three in a row say that nobody can.
+    for _ in range(3):
+        assert worker_pool.usable == ["cpu:0", "cpu:1"]
+        worker_pool.start("worker-1", DEVICES[1])
+        max(worker_pool, key=lambda worker: worker.incarnation).kill()
+        assert await owner.hear(1) == [("died", "worker-1", "cpu:1")]
+    assert worker_pool.usable == ["cpu:0"]
     worker_pool.start("worker-1", DEVICES[1])
     assert await owner.hear(1) == [("joined", "worker-1", "cpu:1")]
-    assert [worker.incarnation for worker in worker_pool] == [1, 3]
+    assert worker_pool.usable == ["cpu:0", "cpu:1"]
+    assert [worker.incarnation for worker in worker_pool] == [1, 6]
     for worker in worker_pool:
         worker.kill()
     assert len(await owner.hear(2)) == 2

@@ -1,0 +1,39 @@
+"""A mark that a GPU sets when it comes to it: whether it still does anything is asked without waiting for it."""
+
+from __future__ import annotations
+
+import contextlib
+
+from shm.cuda_regions import Context, CudaError, DeviceLost
+
+
+class Marker:
+    """One of a thread's stream."""
+
+    def __init__(self, context: Context) -> None:
+        """Raises CudaError, DeviceLost."""
+        self._context, self._driver = context, context.driver
+        context.enter()
+        self._event = context.call(self._driver.cuEventCreate, self._driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+
+    def set(self) -> None:
+        """Queues it behind what the calling thread has queued. Raises CudaError, DeviceLost."""
+        self._context.enter()
+        self._context.call(self._driver.cuEventRecord, self._event, self._context.stream())
+
+    @property
+    def reached(self) -> bool:
+        """Whether the device has come to it. Raises CudaError; DeviceLost: it failed, be it under somebody else's work."""
+        self._context.enter()
+        try:
+            self._context.call(self._driver.cuEventQuery, self._event)
+        except CudaError as error:
+            if error.name == "CUDA_ERROR_NOT_READY":
+                return False
+            raise
+        return True
+
+    def close(self) -> None:
+        """Once."""
+        with contextlib.suppress(CudaError, DeviceLost):
+            self._context.call(self._driver.cuEventDestroy, self._event)

@@ -1,0 +1,65 @@
+"""Models whose devices are broken: which are given up, what that does to readiness, and that they come back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from daemon.models import readiness, stranded
+from daemon.models.lifecycle import Lifecycle
+from daemon.models.repository import FoundModel
+from shm.control_records import Loaded
+from tests.daemon.models.test_lifecycle import sent, states
+
+BOTH = ("cuda:0", "cuda:1")
+
+
+@pytest.fixture
+def lifecycle() -> Lifecycle:
+    """Worker 1 on cuda:1 has gone, which was to serve "second" alone, and "both" and "any" with worker 0."""
+    made = Lifecycle()
+    for worker in (0, 1):
+        made.worker_joined(worker, f"cuda:{worker}")
+    for token, (name, devices) in enumerate({"any": (), "both": BOTH, "second": ("cuda:1",)}.items()):
+        made.load(FoundModel(name, Path("/models", name), b"", (1,), (1,), "f", devices=devices), token)
+        for worker in (0, 1):
+            made.loaded(worker, Loaded(name, 1))
+    made.worker_left(1)
+    return made
+
+
+def judged(lifecycle: Lifecycle, strict: bool) -> bool:
+    return readiness.readiness(readiness.standings({"any", "both", "second"}, {}, lifecycle), strict).ready
+
+
+def test_what_no_worker_will_serve_is_given_up_until_one_comes(lifecycle: Lifecycle) -> None:
+    assert stranded.give_up(lifecycle.models, BOTH) == []
+    # Its replacement may come any moment.
+    assert not judged(lifecycle, strict=True)
+    out = stranded.give_up(lifecycle.models, ("cuda:0",))
+    assert [(one.state.name, one.state.state, one.state.reason) for one in out] == [  # type: ignore[union-attr]
+        ("second", "UNAVAILABLE", "no worker can use cuda:1 at present")
+    ]
+    assert stranded.give_up(lifecycle.models, ("cuda:0",)) == []
+    lifecycle.check_invariants()
+    # That is the model's trouble; the others' host is ready.
+    assert judged(lifecycle, strict=True)
+    assert sorted(sent(lifecycle.worker_joined(2, "cuda:1"))) == [(2, "Load", 1)] * 3
+    assert states(lifecycle.loaded(2, Loaded("second", 1))) == [(1, "READY", (2,))]
+    lifecycle.check_invariants()
+    assert judged(lifecycle, strict=True)
+
+
+def test_a_host_that_serves_nothing_is_not_ready(lifecycle: Lifecycle) -> None:
+    lifecycle.worker_left(0)
+    assert len(stranded.give_up(lifecycle.models, ())) == 3
+    assert not judged(lifecycle, strict=True)
+
+
+def test_one_that_failed_by_itself_holds_readiness_up(lifecycle: Lifecycle) -> None:
+    stranded.give_up(lifecycle.models, ("cuda:0",))
+    lifecycle.worker_joined(2, "cuda:1")
+    lifecycle.loaded(2, Loaded("second", 1, reason="OSError: no"))
+    assert not judged(lifecycle, strict=True)
+    assert judged(lifecycle, strict=False)

@@ -1,0 +1,89 @@
+"""A look at the GPU while nobody asks it anything, so that one that has failed is known before a request meets it.
+
+    a thread's clock ─▶ inbox ─▶ loop, if it is idle: is the last mark reached? ─▶ another mark
+                                   └─ not for too long, or an error ─▶ DeviceLost: the worker ends and is replaced
+
+The loop itself looks: a driver that does not come back stops it, which the supervisor sees. While there is work, that work tells.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from shm.cuda_marker import Marker
+from shm.cuda_regions import Context, CudaError, DeviceLost
+
+#: Seconds between two looks.
+INTERVAL = 1.0
+
+
+class IdleLook:
+    """One per GPU worker, on its loop."""
+
+    def __init__(
+        self,
+        context: Context,
+        idle: Callable[[], bool],
+        post: Callable[[Callable[[], None]], None],
+        patience: float,
+        interval: float = INTERVAL,
+    ) -> None:
+        """
+        Args:
+          idle: whether the loop has nothing to do but this.
+          post: has the loop call something, from any thread.
+          patience: seconds after which a mark that is not reached means a GPU that has failed; 0: never.
+        Raises: DeviceLost.
+        """
+        self._idle, self._post, self._patience_ns = idle, post, int(patience * 1e9)
+        try:
+            self._marker = Marker(context)
+        except CudaError as error:
+            raise _lost(error) from error
+        self._interval = interval
+        #: When the mark was set that is waited for; 0: none is.
+        self._since_ns = 0
+        #: Posted and not yet done.
+        self._asked = False
+        self._ends = threading.Event()
+        threading.Thread(target=self._keep_time, name="idle look", daemon=True).start()
+
+    def _keep_time(self) -> None:
+        while not self._ends.wait(self._interval):
+            if not self._asked:
+                self._asked = True
+                self._post(self.look)
+
+    def look(self) -> None:
+        """Raises DeviceLost: the GPU is of no use to this process any more."""
+        self._asked = False
+        if self._ends.is_set() or not self._idle():
+            self._since_ns = 0
+            return
+        now_ns = time.monotonic_ns()
+        try:
+            if not self._since_ns or self._marker.reached:
+                self._since_ns = now_ns
+                self._marker.set()
+        except CudaError as error:
+            raise _lost(error) from error
+        if self._patience_ns and now_ns - self._since_ns > self._patience_ns:
+            raise DeviceLost(
+                f"the GPU failed: it has done nothing for {self._patience_ns / 1e9:g} s, not even told the time"
+            )
+
+    def close(self) -> None:
+        """Idempotent."""
+        if not self._ends.is_set():
+            self._ends.set()
+            self._marker.close()
+
+    def __repr__(self) -> str:
+        return f"<IdleLook waits={bool(self._since_ns)}>"
+
+
+def _lost(error: CudaError) -> DeviceLost:
+    # Errors that pass have no place in calls like these.
+    return DeviceLost(f"the GPU failed ({error.name}), though nobody asked it anything")
