@@ -1,5 +1,7 @@
 """Streams of responses, some cancelled, some read slowly, while their worker is killed: ``python -m bench.streams SECONDS``.
 
+The model is a generator, or with ``--stepped`` a stepped model that gives the same.
+
 Each client asks one request after the other on streams of its own, over gRPC, and compares every response: they come in their
 order and are complete, or the request ends with one error, or the client has left by itself. Printed: how often each of these,
 and how many descriptors and private bytes each process had in the course of it; of the workers each one as it was killed, when
@@ -29,6 +31,8 @@ from bench.footprint import Footprint, footprints
 from bench.server import children, serving
 
 _HTTP, _GRPC = "127.0.0.1:18172", "127.0.0.1:18173"
+#: Where the model is: a generator, and a stepped one.
+GENERATORS, STEPPED = (Path(__file__).parent / name for name in ("models", "stepped"))
 _MODEL = "repeat"
 #: Of one request.
 _MOST = 300
@@ -160,12 +164,14 @@ def main() -> int:
     parser.add_argument("seconds", type=float)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--kill", type=float, default=5.0, help="seconds between two kills of the worker; 0: none")
+    parser.add_argument("--stepped", action="store_true", help="ask a stepped model")
     parser.add_argument(
         "--log", type=Path, default=Path("/tmp/tensord-streams.log"), help="where the daemon's log goes"
     )
     arguments = parser.parse_args()
     http_port, grpc_port = (address.rpartition(":")[2] for address in (_HTTP, _GRPC))
-    command = [sys.executable, "-m", "tensord", "serve", f"--model-repository={Path(__file__).parent / 'models'}"]
+    repository = GENERATORS if not arguments.stepped else STEPPED
+    command = [sys.executable, "-m", "tensord", "serve", f"--model-repository={repository}"]
     command += ["--model-control-mode=explicit", f"--load-model={_MODEL}", "--device=cpu"]
     command += [f"--http-port={http_port}", f"--grpc-port={grpc_port}", "--allow-metrics=false"]
     with serving(command, _HTTP, arguments.log) as supervisor:

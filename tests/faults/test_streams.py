@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import psutil
+import pytest
 
-from bench.streams import StreamClient, told
-from tests.daemon_process import PATIENCE, ROOT, DaemonProcess, nothing_left_behind, wait_until
+from bench.streams import GENERATORS, STEPPED, StreamClient, told
+from tests.daemon_process import PATIENCE, DaemonProcess, nothing_left_behind, wait_until
 
 _CLIENTS = 16
 _KILLS = 2
@@ -17,9 +18,10 @@ _REQUESTS = 60
 _DIED = "error: the worker process died while it executed the request, which may not be run twice"
 
 
-def test_every_stream_is_complete_or_ends_with_one_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("repository", [GENERATORS, STEPPED], ids=["generator", "stepped"])
+def test_every_stream_is_complete_or_ends_with_one_error(tmp_path: Path, repository: Path) -> None:
     arguments = ["--model-control-mode=explicit", "--load-model=repeat"]
-    with nothing_left_behind(), DaemonProcess(tmp_path, [ROOT / "bench" / "models"], arguments=arguments) as daemon:
+    with nothing_left_behind(), DaemonProcess(tmp_path, [repository], arguments=arguments) as daemon:
         daemon.wait_ready()
         staying = [psutil.Process(daemon.pid), *daemon.children("daemon.http"), *daemon.children("daemon.grpc")]
         before = {process.pid: process.num_fds() for process in staying}
