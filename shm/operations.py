@@ -12,6 +12,8 @@ from shm.settings import ChangeLog, ChangeTrace
 
 #: What is answered where an operation met a defect of ours.
 FAILED = "the server failed to carry out the operation"
+#: What is answered where models are not loaded on request. Triton's sentence.
+NOT_EXPLICIT = "explicit model load / unload is not allowed if polling is enabled"
 
 
 class LoadModel(Record, frozen=True, tag="c.load"):

@@ -22,7 +22,8 @@ from config import log
 from config.options import Options
 from shm.check import CheckLoads, LoadLine, LoadOutcome, LoadStep
 from shm.control_records import Load
-from shm.errors import ServingError
+from shm.errors import ServingError, Unavailable
+from shm.operations import NOT_EXPLICIT, LoadModel, ModelReady, UnloadModel
 from shm.parent import die_with_parent
 from shm.progress import Loading
 from shm.status_page import StatusPage
@@ -30,7 +31,34 @@ from workers.devices import device_cpu
 from workers.devices.device import DeviceName, NoDevice
 
 if TYPE_CHECKING:
+    from workers.calls.call import Call
+    from workers.calls.caller import ModelPort
     from workers.models.loader import Loader
+
+
+class Apart:
+    """What a model asks of the server that is only tried: as if all others were served, which are tried by themselves."""
+
+    def __init__(self, explicit: bool) -> None:
+        """``explicit``: models are loaded on request."""
+        self._explicit = explicit
+
+    def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
+        """Raises Unavailable, as the server would."""
+        if isinstance(operation, ModelReady):
+            return b"true"
+        if not self._explicit:
+            raise Unavailable(NOT_EXPLICIT)
+        return b""
+
+    def begin(self, call: Call) -> None:
+        call.refused = True
+        call.answered(Unavailable(f"model '{call.submit.model}' is not asked while another one is only tried"), True)
+
+    def cancel(self, call: Call) -> None:
+        """It has ended."""
+
+    took = abandon = cancel
 
 
 def main() -> None:
@@ -40,6 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="workers.check", description=__doc__)
     parser.add_argument("--device", type=DeviceName.parse, required=True)
     device_name: DeviceName = parser.parse_args().device
+    sys.argv[1:] = []
     device_name.prepare_environment()
     asked = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=CheckLoads)
     answers = os.fdopen(os.dup(1), "wb")
@@ -65,9 +94,10 @@ def main() -> None:
         answers.write(msgspec.json.encode(line) + b"\n")
         answers.flush()
 
+    explicit = options.repository.control_mode == "explicit"
     try:
         device = device_name.open(options.workers.devices_per_worker)
-        loader = Loader.configured(options, device_name.gpu, device, Inbox(), StatusPage.create())
+        loader = Loader.configured(options, device_name.gpu, device, Inbox(), StatusPage.create(), desk=Apart(explicit))
         outcomes = (_tried(loader, load, say) for load in asked.loads)
     except NoDevice as error:
         reason = str(error)

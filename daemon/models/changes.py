@@ -29,7 +29,7 @@ from daemon.models.repository import FoundModel
 from daemon.models.retries import Retries
 from shm.control_records import Loaded, ModelGone, ModelState
 from shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
-from shm.operations import LoadModel
+from shm.operations import NOT_EXPLICIT, LoadModel
 from shm.progress import Loading, Readiness
 from shm.record import Record
 
@@ -186,7 +186,7 @@ class Models:
 
     def _only_explicit(self) -> None:
         if self._options.control_mode != "explicit":
-            raise Unavailable("explicit model load / unload is not allowed if polling is enabled")
+            raise Unavailable(NOT_EXPLICIT)
 
     # ------------------------------------------------------------------------------------------------ start and reload
 

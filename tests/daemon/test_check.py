@@ -65,6 +65,17 @@ MODELS: dict[str, tuple[str, str, str]] = {
         f'backend: "python" {IO}',
         "ValueError: no weights",
     ),
+    "asks_for_others": (
+        TRITON
+        + "    def initialize(self, args):\n        assert pb_utils.is_model_ready('asks_for_others') in (True, False)\n",
+        f'backend: "python" {IO}',
+        "",
+    ),
+    "loads_others": (
+        TRITON + "    def initialize(self, args):\n        pb_utils.load_model('plain')\n",
+        f'backend: "python" {IO}',
+        "explicit model load / unload is not allowed",
+    ),
     "create_returns_one": (
         DECLARED + "def create(path, config, device):\n    return 1\n",
         "",
@@ -152,6 +163,7 @@ CHECKED = (
         "syntax_error",
         "neither",
         "initialize_raises",
+        "loads_others",
         "create_raises",
         "leaves_at_import",
     ),
@@ -190,6 +202,7 @@ def test_models_of_the_table(tmp_path: Path, start_daemon: Callable[..., DaemonP
     assert bad.keys() == expected.keys() - (MODELS.keys() - set(CHECKED))
     assert {name: reason for name, reason in bad.items() if expected[name] not in reason} == {}
     assert good == dict.fromkeys({"plain", "batched", "triton", "and_a_name"}, "version 1")
+    good["asks_for_others"] = "version 1"
 
     for name in MODELS.keys() - set(CHECKED):
         write_model(tmp_path / "models", name, *MODELS[name][:2])
@@ -204,6 +217,24 @@ def test_models_of_the_table(tmp_path: Path, start_daemon: Callable[..., DaemonP
     reasons = {entry["name"]: entry["reason"] for entry in index if entry.get("reason")}
     assert reasons.keys() == expected.keys()
     assert {name: reason for name, reason in reasons.items() if expected[name] not in reason} == {}
+
+
+def test_models_that_have_others_loaded(tmp_path: Path) -> None:
+    """What they ask of the server is taken for done: the others are looked at by themselves."""
+    host = "from tensord import models\n" + DECLARED + "host = True\n"
+    host += "def create(path, config, device):\n    models.load_model('plain')\n"
+    host += "    return (lambda params, inputs: {'y': inputs['x'] * len(str(models.is_ready('plain')))}), None\n"
+    write_model(tmp_path, "host", host)
+    write_model(tmp_path, "triton", *MODELS["loads_others"][:2])
+    # A sample that calls another model cannot be tried.
+    sample = "model_warmup { name: 's' inputs { key: 'x' value { data_type: TYPE_FP32 dims: 4 zero_data: true } } }"
+    called = host.replace(
+        "inputs['x'] * len(str(models.is_ready('plain')))", "models.call('plain', {'x': inputs['x']})['y']"
+    )
+    write_model(tmp_path, "calls", called, sample)
+    status, good, bad = tensord_check(f"--model-repository={tmp_path}", "--model-control-mode=explicit", "--device=cpu")
+    assert (status, good) == (1, dict.fromkeys(("host", "triton"), "version 1"))
+    assert "model 'plain' is not asked while another one is only tried" in bad["calls"]
 
 
 def test_one_that_never_ends(tmp_path: Path) -> None:
