@@ -12,7 +12,7 @@ import sys
 
 import msgspec
 
-from config import log
+from config import core_list, log
 from config.options import Options
 from shm import exit_status, heap, stack_report
 from shm.channel import Channel, ChannelClosed
@@ -35,6 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="workers", description=__doc__)
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--device", type=DeviceName.parse, required=True)
+    parser.add_argument("--cores", type=core_list.parse, default=(), help="near its GPU")
     arguments = parser.parse_args()
     # Models that look for arguments of their own find none.
     sys.argv[1:] = []
@@ -57,6 +58,8 @@ def main() -> None:
         if options.workers.pin:
             device_cpu.pin(device_name.index, options.workers.cpu, options.workers.cores)
         device_cpu.limit_threads(options.workers.threads)
+    if arguments.cores:
+        device_cpu.pin_to(arguments.cores)
     heap.keep_freed_memory(_KEPT_BYTE_SIZE)
     if device_name.platform == "cuda":
         device_cuda.prepare_environment(options.workers)

@@ -18,6 +18,7 @@ from pathlib import Path
 from config import core_list
 from config.options import Workers
 from daemon.processes.gpu_probe import probe
+from daemon.processes.near_cores import near
 
 _log = logging.getLogger(__name__)
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -37,19 +38,32 @@ class Device:
     name: str
     #: Variables that the worker's environment gets besides ours.
     environment: Mapping[str, str] = field(default_factory=dict)
+    #: The cores near its GPUs, as Linux lists them; "": any.
+    cores: str = ""
 
 
-def find_devices(options: Workers, environment: Mapping[str, str], folder: Path = Path("/dev")) -> list[Device]:
+def find_devices(
+    options: Workers, environment: Mapping[str, str], folder: Path = Path("/dev"), system: Path = Path("/sys")
+) -> list[Device]:
     """One device a worker. A GPU that is there and cannot be used is said in the log.
 
+    ``folder``: as of ``usable_gpus``. ``system``: where the kernel says what is near what.
     Raises: NoDevice: ``workers.device`` is "cuda" and no GPU can be used, or a core is not ours.
     """
     if options.device != "cpu":
-        gpus, reason = usable_gpus(environment, folder)
+        found = _visible(environment, folder)
+        gpus, reason = found.entries, found.reason
         if gpus:
             # Each worker sees its own GPUs only: it cannot take memory of another one by accident.
             each = options.devices_per_worker
-            return [Device(f"cuda:{i}", {_VARIABLE: ",".join(gpus[i : i + each])}) for i in range(0, len(gpus), each)]
+            return [
+                Device(
+                    f"cuda:{i}",
+                    {_VARIABLE: ",".join(gpus[i : i + each])},
+                    near(found.addresses[i : i + each], system) if options.pin else "",
+                )
+                for i in range(0, len(gpus), each)
+            ]
         if options.device == "cuda":
             raise NoDevice(f'workers.device is "cuda", but {reason or "no GPU is visible"}')
         if reason:
@@ -76,31 +90,42 @@ def usable_gpus(environment: Mapping[str, str], folder: Path = Path("/dev")) -> 
 
     ``folder``: where the driver's device nodes are.
     """
+    found = _visible(environment, folder)
+    return list(found.entries), found.reason
+
+
+@dataclass(frozen=True, slots=True)
+class _Visible:
+    """What ``CUDA_VISIBLE_DEVICES`` calls each GPU and its PCI address, in one order; or why there are none."""
+
+    entries: Sequence[str] = ()
+    addresses: Sequence[str] = ()
+    reason: str = ""
+
+
+def _visible(environment: Mapping[str, str], folder: Path) -> _Visible:
     named = environment.get(_VARIABLE)
     entries = None if named is None else [entry.strip() for entry in named.split(",")]
     if entries is not None and entries[0] in ("", "-1"):
-        return [], ""  # hidden on purpose
+        return _Visible()  # hidden on purpose
     found = probe(environment)
     if found.trouble:
         nodes = sorted(path.name for path in folder.glob("nvidia[0-9]*"))
         # A driver that is not installed is missed only where there is something for it to drive.
-        return (
-            [],
-            f"{folder / nodes[0]} exists, but {found.trouble}" if nodes else "" if found.absent else found.trouble,
-        )
+        said = f"{folder / nodes[0]} exists, but {found.trouble}" if nodes else "" if found.absent else found.trouble
+        return _Visible(reason=said)
     if not found.count:
-        return [], "" if named is None else f"the CUDA driver shows no GPU for {_VARIABLE}={named}"
+        return _Visible(reason="" if named is None else f"the CUDA driver shows no GPU for {_VARIABLE}={named}")
     if not _has_plugin():
-        return [], (
-            f"there {'is a GPU' if found.count == 1 else f'are {found.count} GPUs'}, but JAX's plugin for CUDA is not installed "
-            "(pip install 'tensord[cuda]')"
-        )
+        there = "is a GPU" if found.count == 1 else f"are {found.count} GPUs"
+        said = f"there {there}, but JAX's plugin for CUDA is not installed (pip install 'tensord[cuda]')"
+        return _Visible(reason=said)
     if entries is None:
-        return [str(i) for i in range(found.count)], ""
+        return _Visible([str(i) for i in range(found.count)], found.addresses)
     if found.count < len(entries):
         # As CUDA reads the variable, an entry that names no GPU hides those behind it.
         _log.warning("%s=%s names %d GPUs, the CUDA driver shows %d", _VARIABLE, named, len(entries), found.count)
-    return entries[: found.count], ""
+    return _Visible(entries[: found.count], found.addresses)
 
 
 def _has_plugin() -> bool:

@@ -1,11 +1,12 @@
-"""How many GPUs the CUDA driver shows, asked in a process of its own: the driver stays out of the supervisor, and cannot hang it.
+"""Which GPUs the CUDA driver shows, asked in a process of its own: the driver stays out of the supervisor, and cannot hang it.
 
-Run as a program, this file is that process. It prints one line: the number of devices, or why there are none.
+Run as a program, this file is that process. It prints one line of JSON: where the devices are, or why there are none.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -24,12 +25,17 @@ _NO_LIBRARY = f"there is no {_LIBRARY}"
 class Probed:
     """What the driver says."""
 
-    #: Visible GPUs.
-    count: int
+    #: The PCI addresses of the visible GPUs, in the driver's order; "" where it does not say.
+    addresses: tuple[str, ...] = ()
     #: Why the driver cannot be used; "": it can.
     trouble: str = ""
     #: It is not installed.
     absent: bool = False
+
+    @property
+    def count(self) -> int:
+        """Visible GPUs."""
+        return len(self.addresses)
 
 
 def probe(environment: Mapping[str, str]) -> Probed:
@@ -39,17 +45,18 @@ def probe(environment: Mapping[str, str]) -> Probed:
             _COMMAND, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PATIENCE
         )
     except subprocess.TimeoutExpired:
-        return Probed(0, f"the CUDA driver did not answer within {_PATIENCE:g} s")
-    said = done.stdout.strip()
-    if said.isdecimal():
-        return Probed(int(said))
-    if said == _NO_LIBRARY:
-        return Probed(0, said, absent=True)
-    return Probed(0, said or f"the CUDA driver ended the process that asked it (status {done.returncode})")
+        return Probed(trouble=f"the CUDA driver did not answer within {_PATIENCE:g} s")
+    try:
+        said = json.loads(done.stdout)
+    except ValueError:
+        return Probed(trouble=f"the CUDA driver ended the process that asked it (status {done.returncode})")
+    if isinstance(said, list):
+        return Probed(tuple(said))
+    return Probed(trouble=said, absent=said == _NO_LIBRARY)
 
 
-def _ask() -> int | str:
-    """The number of devices, or a reason."""
+def _ask() -> list[str] | str:
+    """Where the devices are, or a reason."""
     try:
         library = ctypes.CDLL(_LIBRARY)
     except OSError as error:
@@ -57,13 +64,18 @@ def _ask() -> int | str:
     count = ctypes.c_int(0)
     code = library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(count))
     if code == _NO_DEVICE:
-        return 0
+        return []
     if code:
         text = ctypes.c_char_p()
         library.cuGetErrorName(code, ctypes.byref(text))
         return f"the CUDA driver cannot be used ({(text.value or b'').decode() or f'CUDA error {code}'})"
-    return count.value
+    return [_address(library, number) for number in range(count.value)]
+
+
+def _address(library: ctypes.CDLL, number: int) -> str:
+    text = ctypes.create_string_buffer(32)
+    return text.value.decode() if library.cuDeviceGetPCIBusId(text, len(text), number) == 0 else ""
 
 
 if __name__ == "__main__":
-    print(_ask())
+    print(json.dumps(_ask()))

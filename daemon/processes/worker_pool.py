@@ -87,7 +87,8 @@ class WorkerPool:
             self._died(worker, device)
 
         worker = Worker(self._program, name, self._incarnation(), device.name, self._received, exited)
-        worker.spawn(msgspec.msgpack.encode(self._shared()), ["--device", device.name], device.environment)
+        words = ["--device", device.name, *(("--cores", device.cores) if device.cores else ())]
+        worker.spawn(msgspec.msgpack.encode(self._shared()), words, device.environment)
         self.by_incarnation[worker.incarnation] = worker
 
     def _shared(self) -> Options:

@@ -49,6 +49,13 @@ def test_inline_answer(worker: WorkerProcess) -> None:
     np.testing.assert_array_equal(worker.infer("scale", {"x": x})["y"], 3 * x + 1)
 
 
+def test_it_runs_on_the_cores_near_its_device() -> None:
+    core = max(os.sched_getaffinity(0))
+    with WorkerProcess(cores=str(core)) as worker:
+        tasks = [int(task.name) for task in Path(f"/proc/{worker.process.pid}/task").iterdir()]
+        assert {frozenset(os.sched_getaffinity(task)) for task in tasks} == {frozenset({core})}
+
+
 def test_arena_answer_and_its_lease(worker: WorkerProcess) -> None:
     """Large tensors lie in arenas both ways; a lease given back is used again, so that nothing grows."""
     for n in (5000, 5000, 5001, 300_000):

@@ -50,11 +50,13 @@ PEER = 7001
 class WorkerProcess:
     """Starts a worker; ``with`` ends it. Everything blocks, with patience."""
 
-    def __init__(self, cache: Path | None = None, **sections: Any) -> None:
+    def __init__(self, cache: Path | None = None, cores: str = "", **sections: Any) -> None:
+        """``cores``: those near its device, as Linux lists them; "": any."""
         sections.setdefault("executables", Executables(cache_directory=str(cache or run_folder.programs())))
         self.options = Options(**sections)
         ours, theirs = pair()
         words = ["workers", "--control-fd", str(theirs.fileno()), "--device", "cpu:0"]
+        words += ["--cores", cores] if cores else []
         self.process = prepared.start(words, [theirs.fileno()], read_errors=True)
         theirs.close()
         self.channel = Channel(ours, decoder(FromWorker))

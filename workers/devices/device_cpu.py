@@ -37,6 +37,11 @@ def pin(index: int, count: int, lists: Sequence[str] = ()) -> None:
         return
     else:
         cores = share_of_cores(sorted(os.sched_getaffinity(0)), index, count)
+    pin_to(cores)
+
+
+def pin_to(cores: Sequence[int]) -> None:
+    """Has this process run on these cores only; where that cannot be, the log says so."""
     try:
         # Also the threads that importing numpy has started.
         for task in os.listdir("/proc/self/task"):

@@ -13,6 +13,7 @@ from config.core_list import describe
 from config.options import Workers
 from daemon.processes.devices import NoDevice, find_devices
 from tests.cuda_stub.library import CudaStub
+from tests.daemon.processes.test_near_cores import made
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +135,14 @@ def test_cores_that_are_not_ours_are_named_with_those_that_are(tmp_path: Path) -
     assert f"worker 1 is to run on cores {ours[0]},8190-8191, but of those 8190-8191 cannot be used" in text
     assert text.endswith(f"this process may use {describe(ours)}")
     assert len(find_devices(Workers(device="cpu", cpu=2, cores=cores[:1] * 2), {}, tmp_path)) == 2
+
+
+@pytest.mark.usefixtures("plugin")
+@pytest.mark.parametrize("pin", [True, False])
+def test_each_worker_runs_near_its_gpu(stub: CudaStub, tmp_path: Path, pin: bool) -> None:
+    """The stub's devices 0 to 3 are on buses 18 to 1b; the last two are at a node none of whose cores is ours."""
+    ours = describe(os.sched_getaffinity(0))
+    made(tmp_path, {0: ours, 1: "8000"}, {f"0000:{0x18 + number:x}:00.0": number // 2 for number in range(4)})
+    environment = stub.environment | {"CUDA_VISIBLE_DEVICES": "3,1"}
+    found = find_devices(Workers(device="cuda", pin=pin), environment, tmp_path, tmp_path)
+    assert [(one.name, one.cores) for one in found] == [("cuda:0", ""), ("cuda:1", ours if pin else "")]
