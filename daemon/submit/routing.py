@@ -112,7 +112,8 @@ class Routing:
         states = {key: state for key, state, _ in worker.sequences.sequences()}
         had = [key for key, state in states.items() if state is not SequenceState.ENDED]
         now = self._clock()
-        for key in had:
+        # What has ended is there while its last answers have not left: its client is told that it is lost, by whichever front.
+        for key in states:
             self._lost.add(key, now)
         if had:
             _log.warning("the worker on %s had %d sequences: what had begun of them is lost", worker.device, len(had))

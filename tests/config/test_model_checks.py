@@ -107,6 +107,16 @@ def test_what_is_not_offered(text: str, words: str) -> None:
             "{ timeout_action: DELAY default_timeout_microseconds: 1 } }",
             "Queue policy can not have DELAY as timeout action when 'preserve_ordering' is true for m",
         ),
+        (
+            "sequence_batching { } response_cache { enable: true }",
+            "Response Cache does not currently support model m with sequence batching scheduler. Please disable the response "
+            "cache.",
+        ),
+        (
+            "model_transaction_policy { decoupled: true } response_cache { enable: true }",
+            "Response Cache does not currently support model m with 'decoupled' transaction policy. Please disable the response "
+            "cache.",
+        ),
     ],
 )
 def test_what_triton_refuses_in_its_own_words(text: str, sentence: str) -> None:

@@ -258,6 +258,18 @@ def test_a_sequence_is_lost_with_its_worker_until_a_start(fleet: Fleet, who: int
     assert front.send(who, "S") == home
 
 
+def test_who_has_no_answer_to_its_last_step_is_told_the_same_by_every_front(fleet: Fleet) -> None:
+    """It has ended on the worker, whose answer never left: for its client it was lost."""
+    front, other, since = fleet.front(), fleet.front(), admit(fleet, 0, 5)
+    last = front.make(5, "E")
+    assert front.find(last) == 0
+    fleet.pages[0].end(KEYS.key(5), since)
+    assert [front.bury(0), other.bury(0)] == [([last], []), ([], [])]
+    text = "sequence 5 of model 'm' was lost when its worker died; start it again with the START flag"
+    assert [refusal(front, 5), refusal(other, 5)] == [text] * 2
+    assert other.send(5, "S") in (1, 2)
+
+
 def test_it_is_lost_no_longer_than_it_would_have_lived(fleet: Fleet) -> None:
     front = fleet.front()
     admit(fleet, 0, 5)
