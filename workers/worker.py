@@ -34,7 +34,9 @@ from workers.control import Control
 from workers.daemon_operations import DaemonOperations
 from workers.devices.device import DeviceName
 from workers.devices.device_cuda import CudaDevice
+from workers.devices.host_staging import StagingPool
 from workers.devices.idle_look import IdleLook
+from workers.devices.pinned_budget import PinnedBudget
 from workers.devices.pinned_memory import PinnedMemory
 from workers.dispatch import fast_path
 from workers.dispatch.dispatcher import FIRST_INSTANCE_DESK
@@ -85,6 +87,7 @@ class Worker:
         self._cuda: CudaDevice | None = None
         self._pinned: PinnedMemory | None = None
         self._look: IdleLook | None = None
+        self._staging: StagingPool | None = None
         if device_name.gpu is not None:
             try:
                 # Its process sees one device.
@@ -93,9 +96,13 @@ class Worker:
                 # JAX found it nevertheless: XLA then copies what goes in and out.
                 _log.warning("neither CUDA regions nor page-locked memory: %s", error)
             else:
-                self._cuda = CudaDevice(context, device)
+                budget = PinnedBudget(options.workers.pinned_byte_size)
                 locking = WorkThread("page-locking", self._inbox)
-                self._pinned = PinnedMemory(context, options.workers.pinned_byte_size, locking)
+                self._staging = StagingPool(context, budget)
+                # The loop's.
+                locking.do(self._staging.prepare, lambda _: None)
+                self._cuda = CudaDevice(context, device, self._staging)
+                self._pinned = PinnedMemory(context, budget, locking)
                 self._look = IdleLook(context, self._rests, self._inbox.post, options.workers.idle_timeout)
         self._regions = RegionTable(RegionPolicy(options.regions), self._driver, device_name.gpu, self._pinned)
         check = works if self._cuda is None else self._cuda.check
@@ -381,6 +388,8 @@ class Worker:
             self._pinned.close()
         if self._cuda is not None:
             self._cuda.close()
+        if self._staging is not None:
+            self._staging.close()
         self._driver.close()
         self._epoll.close()
         self._inbox.close()

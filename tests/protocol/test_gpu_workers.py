@@ -396,6 +396,26 @@ def test_a_device_without_memory_is_said_with_the_sizes(serve: Serve, repository
     assert "Traceback" not in daemon.log
 
 
+def test_inputs_that_find_no_memory_cost_their_request(stub: CudaStub, serve: Serve, repository: Path) -> None:
+    """1. the GPU refuses a larger buffer: 503, with the bytes; 2. it has just enough: so much is taken; 3. all go on as ever."""
+    repositories.echo_models(repository, ["FP32"])
+    daemon = serve()
+    pids = [worker.pid for worker in daemon.workers]
+    small, large, larger = [np.arange(count, dtype=np.float32) for count in (8, 1 << 19, (1 << 19) + 8)]
+    assert np.array_equal(echoed(daemon, small), small)
+    stub.fail("cuMemAlloc_v2", 2)
+    with pytest.raises(InferenceServerException, match="the GPU has no 2097152 bytes left for inputs") as raised:
+        echoed(daemon, large)
+    assert raised.value.status() == "503"
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in raised.value.message()
+    assert np.array_equal(echoed(daemon, small), small)
+    stub.fail("cuMemAlloc_v2", 2)
+    assert np.array_equal(echoed(daemon, larger), larger)
+    assert stub.failed
+    assert [worker.pid for worker in daemon.workers] == pids
+    assert "Traceback" not in daemon.log
+
+
 _SUMS = """
     inputs = {"x": "FP32[1]"}
     outputs = {"y": "FP32[1]"}
@@ -536,6 +556,20 @@ def test_ragged_inputs_from_bodies_and_from_the_gpu(stub: CudaStub, serve: Serve
 def of_gpus(daemon: DaemonProcess, name: str) -> dict[str, float]:
     """UUID -> value of a metric."""
     return scrape(daemon.metrics_url).of(name, "gpu_uuid")
+
+
+@pytest.mark.parametrize("room", [0, 1 << 18])
+def test_all_page_locked_memory_is_bounded_together(stub: CudaStub, serve: Serve, room: int) -> None:
+    """What batches are gathered in is locked first, where the bound allows it; answers are the same without."""
+    daemon = serve(workers={"pinned_byte_size": room})
+    (pid,) = [worker.pid for worker in daemon.workers]
+    values = np.ones((1, 4), np.float32)
+    for _ in range(5):
+        assert np.array_equal(scaled(daemon, values), 3 * values + 1)
+    found = stub.host(pid)
+    assert found.locked == room
+    assert (found.other_copied == 0) == (room > 0)
+    assert f"is not page-locked: {room} are, and workers.pinned_byte_size allows {room}" in daemon.log
 
 
 def test_what_gpus_do_and_meet_is_shown(stub: CudaStub, serve: Serve) -> None:

@@ -25,11 +25,12 @@ import numpy as np
 
 from config.options import Workers
 from shm.arrays import Array, address_of
-from shm.cuda_regions import Context, CudaError, CudaRegion
+from shm.cuda_regions import Context, CudaError, CudaRegion, DeviceLost
+from shm.errors import Unavailable
 from workers.devices import dlpack
 from workers.devices.cuda_tensor import CudaTensor
 from workers.devices.device_array import DeviceArray
-from workers.devices.host_staging import TOGETHER, HostStaging
+from workers.devices.host_staging import TOGETHER, HostStaging, StagingPool
 from workers.devices.stream_order import StreamOrder
 
 #: What XLA's own buffers have; arguments that have less are refused or copied, so we do it.
@@ -53,10 +54,11 @@ def prepare_environment(options: Workers) -> None:
 class CudaDevice:
     """The GPU as one thread uses it, which runs one program after the other."""
 
-    def __init__(self, context: Context, device: jax.Device) -> None:
-        """``device``: the same one, as XLA has it. Raises DeviceLost."""
+    def __init__(self, context: Context, device: jax.Device, pieces: StagingPool) -> None:
+        """``device``: the same one, as XLA has it. ``pieces``: of the process. Raises DeviceLost."""
         self.context = context
         self._device = device
+        self._pieces = pieces
         #: What XLA calls it: DLDeviceType and number.
         self._dlpack_device = dlpack.device_of(device)
         self._order = StreamOrder(context)
@@ -68,7 +70,7 @@ class CudaDevice:
 
     def beside(self) -> CudaDevice:
         """The same GPU for another thread: nothing that either gathers is seen by the other."""
-        return CudaDevice(self.context, self._device)
+        return CudaDevice(self.context, self._device, self._pieces)
 
     # ------------------------------------------------------------------------------------------------------- inputs
 
@@ -119,7 +121,7 @@ class CudaDevice:
     def host(self) -> HostStaging:
         """Where the host gathers what crosses the bus together. Raises DeviceLost."""
         if self._host is None:
-            self._host = HostStaging(self.context)
+            self._host = self._pieces.take()
         return self._host
 
     def send(
@@ -142,7 +144,15 @@ class CudaDevice:
             return
         self._free_staging()
         size = max(_LEAST_STAGING, 1 << (byte_size - 1).bit_length())
-        self._staging, self._staging_byte_size = self.context.allocate(size), size
+        try:
+            self._staging = self.context.allocate(size)
+        except Unavailable as error:
+            if size == byte_size or isinstance(error, DeviceLost):
+                raise
+            # Without room for what may come later.
+            size = byte_size
+            self._staging = self.context.allocate(size)
+        self._staging_byte_size = size
 
     def _fill_together(self, staged: Sequence[tuple[Part, int]], byte_size: int) -> int:
         """Queues one transfer of what the host has, and behind it what the device has. Returns the bytes copied."""
@@ -293,7 +303,8 @@ class CudaDevice:
     def close(self) -> None:
         """Gives the buffers back, when no batch uses them. Idempotent."""
         if self._host is not None:
-            self._host.close()
+            self._pieces.give_back(self._host)
+            self._host = None
         self._free_staging()
 
     def _free_staging(self) -> None:

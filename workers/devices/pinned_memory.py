@@ -10,7 +10,7 @@ Registering gigabytes takes the driver seconds, so all of it happens in a thread
 waits for it. Memory that is not locked yet, or never, works as well: the driver copies it through its own. The mapping is kept
 here until the driver has let go of it, whatever its owner closes meanwhile.
 
-Bounded by ``workers.pinned_byte_size``. RLIMIT_MEMLOCK says nothing about this: the driver does not charge it. If a client
+Bounded by ``PinnedBudget``. RLIMIT_MEMLOCK says nothing about this: the driver does not charge it. If a client
 truncates an object whose pages are locked, the GPU goes on seeing the old pages, and the fault guard sees the rest.
 """
 
@@ -23,6 +23,7 @@ import numpy as np
 
 from shm.cuda_regions import Context, CudaError
 from shm.segment import Segment
+from workers.devices.pinned_budget import PinnedBudget
 from workers.threads.work_thread import WorkThread
 
 _log = logging.getLogger(__name__)
@@ -48,28 +49,26 @@ class _Memory:
 class PinnedMemory:
     """One per GPU worker; belongs to its loop."""
 
-    def __init__(self, context: Context, byte_size: int, thread: WorkThread) -> None:
-        """``byte_size``: the most that is locked at a time. ``thread`` does nothing else."""
+    def __init__(self, context: Context, budget: PinnedBudget, thread: WorkThread) -> None:
+        """``thread`` does nothing else."""
         self._context = context
-        self._limit = byte_size
+        #: What is about to be unlocked is given back already: it is so before anything else is locked here.
+        self._budget = budget
         self._thread = thread
         self._wanted: dict[int, _Memory] = {}
-        #: What is locked now, or about to be. What is about to be unlocked is so before anything else is locked.
-        self.byte_size = 0
         self._told: set[str] = set()
 
     def pin(self, view: memoryview, what: str) -> None:
         """Has memory locked until ``unpin``. Where that cannot be the log says why, once a kind of reason."""
-        memory = _Memory(view[:], what)
-        if self.byte_size + memory.byte_size > self._limit:
+        memory, budget = _Memory(view[:], what), self._budget
+        if not budget.take(memory.byte_size):
             bound = "workers.pinned_byte_size"
             self._refuse(
-                bound, "%s of %d bytes is not page-locked: %d are, and %s allows %d", what, memory.byte_size, self.byte_size,
-                bound, self._limit,
+                bound, "%s of %d bytes is not page-locked: %d are, and %s allows %d", what, memory.byte_size, budget.byte_size,
+                bound, budget.limit,
             )  # fmt: skip
             return
         self._wanted[memory.address] = memory
-        self.byte_size += memory.byte_size
         self._thread.do(functools.partial(self._lock, memory), functools.partial(self._tried, memory))
 
     def unpin(self, view: memoryview) -> None:
@@ -78,7 +77,7 @@ class PinnedMemory:
         if memory is None:
             return
         memory.unwanted = True
-        self.byte_size -= memory.byte_size
+        self._budget.give_back(memory.byte_size)
         self._thread.do(functools.partial(self._unlock, memory), functools.partial(self._let_go, memory))
 
     def pin_segment(self, segment: Segment) -> None:
@@ -114,7 +113,7 @@ class PinnedMemory:
         self._refuse(outcome.name, "%s of %d bytes is not page-locked: %s", memory.what, memory.byte_size, outcome.name)
         if self._wanted.get(memory.address) is memory:
             del self._wanted[memory.address]
-            self.byte_size -= memory.byte_size
+            self._budget.give_back(memory.byte_size)
             memory.view.release()
 
     def _let_go(self, memory: _Memory, outcome: Exception | None) -> None:
@@ -128,7 +127,7 @@ class PinnedMemory:
             _log.warning(text + "; transfers to and from it are slower, and no more is said of this", *arguments)
 
     def __repr__(self) -> str:
-        return f"<PinnedMemory {self.byte_size}/{self._limit} bytes>"
+        return f"<PinnedMemory {len(self._wanted)} pieces, {self._budget}>"
 
 
 def _address(view: memoryview) -> int:

@@ -27,6 +27,8 @@ from tests.workers.programs.test_executables import of
 from workers.devices import device_cuda
 from workers.devices.cuda_tensor import CudaTensor
 from workers.devices.device_cuda import CudaDevice
+from workers.devices.host_staging import StagingPool
+from workers.devices.pinned_budget import PinnedBudget
 from workers.dispatch.answers import complete
 from workers.models.execution import Execution
 from workers.models.jax_model import JaxModel
@@ -49,9 +51,11 @@ def driver(cuda_stub: CudaStub) -> Iterator[Driver]:
 
 @pytest.fixture
 def device(driver: Driver) -> Iterator[CudaDevice]:
-    made = CudaDevice(driver.context(0), jax.devices()[0])
+    pieces = StagingPool(driver.context(0), PinnedBudget(MIB))
+    made = CudaDevice(driver.context(0), jax.devices()[0], pieces)
     yield made
     made.close()
+    pieces.close()
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from shm.operations import RegisterSystemRegion
 from shm.regions import Region
 from tests.cuda_stub.library import CudaStub, HostMemory
 from tests.fakes import until
+from workers.devices.pinned_budget import PinnedBudget
 from workers.devices.pinned_memory import PinnedMemory
 from workers.regions.region_policy import RegionPolicy
 from workers.regions.region_table import RegionTable
@@ -50,7 +51,8 @@ class Loop:
         self.context = context
 
     def pinned(self, byte_size: int) -> PinnedMemory:
-        return PinnedMemory(self.context, byte_size, self.thread)
+        self.budget = PinnedBudget(byte_size)
+        return PinnedMemory(self.context, self.budget, self.thread)
 
     def settle(self) -> None:
         """Until everything that was asked for has happened, and the loop has heard of it."""
@@ -89,17 +91,17 @@ def test_segments_of_both_sides_while_they_are_open(loop: Loop) -> None:
     first = front.segment(0)
     opened.open(0, first.byte_size, os.dup(first.share(writable=True)))
     loop.settle()
-    assert pinned.byte_size == 2 * MIB
+    assert loop.budget.byte_size == 2 * MIB
     assert host().locked == before + 2 * MIB
     large = arena.loan(2 * MIB)
     assert large is not None
     loop.settle()
     assert host().locked == before + 4 * MIB
     large.release()
-    assert pinned.byte_size == 2 * MIB
+    assert loop.budget.byte_size == 2 * MIB
     opened.close()
     arena.close()
-    assert pinned.byte_size == 0
+    assert loop.budget.byte_size == 0
     loop.settle()
     assert host().locked == before
     front.close()
@@ -118,7 +120,7 @@ def test_nobody_waits_and_nothing_goes_before_its_time(cuda_stub: CudaStub, loop
         mapped = maps()
         arena.close()
         assert cuda_stub.held
-        assert (maps(), pinned.byte_size) == (mapped, 0)
+        assert (maps(), loop.budget.byte_size) == (mapped, 0)
         with cuda_stub.hold("cuMemHostUnregister"):
             cuda_stub.go_on()
             until(lambda: cuda_stub.held)
@@ -154,19 +156,19 @@ def test_regions_while_they_are_registered(driver: Driver, loop: Loop) -> None:
     made = posix_ipc.SharedMemory(name, posix_ipc.O_CREX, size=8192)
     try:
         table.register(RegisterSystemRegion("sparse", name, 0, 8192), None)
-        assert pinned.byte_size == 0
+        assert loop.budget.byte_size == 0
         with mmap.mmap(made.fd, 8192) as memory:
             memory[:] = bytes([1]) * 8192
         table.register(RegisterSystemRegion("full", name, 4096, 4096), None)
         loop.settle()
-        assert (pinned.byte_size, host().locked) == (4096, before + 4096)
+        assert (loop.budget.byte_size, host().locked) == (4096, before + 4096)
         table.unregister("system", "full")
-        assert pinned.byte_size == 0
+        assert loop.budget.byte_size == 0
         table.register(RegisterSystemRegion("again", name, 0, 8192), None)
-        assert pinned.byte_size == 8192
+        assert loop.budget.byte_size == 8192
         table.close()
         loop.settle()
-        assert (pinned.byte_size, host().locked) == (0, before)
+        assert (loop.budget.byte_size, host().locked) == (0, before)
     finally:
         os.close(made.fd)
         posix_ipc.unlink_shared_memory(name)
@@ -194,12 +196,12 @@ def test_the_bound(loop: Loop, caplog: pytest.LogCaptureFixture) -> None:
     pinned.unpin(views[0])
     pinned.unpin(views[3])
     pinned.pin(views[3], "a region")
-    assert pinned.byte_size == 8192
+    assert loop.budget.byte_size == 8192
     pinned.close()
     for view in views:
         pinned.unpin(view)
         view.release()
-    assert (pinned.byte_size, host().locked) == (0, before)
+    assert (loop.budget.byte_size, host().locked) == (0, before)
 
 
 def test_a_driver_that_refuses(loop: Loop, cuda_stub: CudaStub, caplog: pytest.LogCaptureFixture) -> None:
@@ -209,7 +211,7 @@ def test_a_driver_that_refuses(loop: Loop, cuda_stub: CudaStub, caplog: pytest.L
     with caplog.at_level(logging.WARNING), memoryview(memory) as view:
         pinned.pin(view, "a region")
         loop.settle()
-        assert (pinned.byte_size, host().locked) == (0, before)
+        assert (loop.budget.byte_size, host().locked) == (0, before)
         pinned.pin(view, "a region")
         loop.settle()
         assert host().locked == before + 4096
@@ -240,10 +242,10 @@ def test_a_thousand_rounds_lock_no_more_than_one(driver: Driver, loop: Loop) -> 
         for _ in range(1000):
             region, _ = table.register(RegisterSystemRegion("r", name, 0, 65536), None)
             assert isinstance(region, Region)
-            assert pinned.byte_size == 65536
+            assert loop.budget.byte_size == 65536
             region.write(64, b"used")
             table.unregister("system", "r")
-            assert pinned.byte_size == 0
+            assert loop.budget.byte_size == 0
             del region
             loop.inbox.drain()
         loop.settle()
