@@ -25,6 +25,7 @@ from config.options import Log
 from shm import descriptors
 from shm.channel import Channel, DescriptorsLost
 from shm.control_records import Call, LaneOpened, Load, Loaded, LogChanged, Reply, Stop, Unload, Unloaded
+from shm.cuda_regions import DeviceLost
 from shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
 from shm.figures import Figures
 from shm.operations import (
@@ -130,6 +131,8 @@ class Control:
 
         def done(outcome: LoadedModel | Exception) -> None:
             # Each Load has one answer: the supervisor counts them.
+            if isinstance(outcome, DeviceLost):
+                return  # nothing is said of the model: this process ends, and its replacement loads it
             if isinstance(outcome, Exception):
                 self._channel.put(Loaded(record.name, record.version, reason=_sentence(outcome)))
                 return

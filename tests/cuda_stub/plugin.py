@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import threading
 from typing import Any
 
 _TAKEN_AWAY = 0xA5
@@ -53,6 +54,7 @@ class XlaStream:
         self._enter()
         self._call("cuStreamCreate", ctypes.byref(self._stream), 0)
         self._call("cuEventCreate", ctypes.byref(self._event), 0)
+        self._lock = threading.Lock()
         #: Address -> the array that is still to come, and its bytes.
         self._coming: dict[int, tuple[Any, Any]] = {}
 
@@ -61,12 +63,16 @@ class XlaStream:
         size, address = array.nbytes, array.unsafe_buffer_pointer()
         if size:
             content = ctypes.create_string_buffer(ctypes.string_at(address, size), size)
-            self._coming[address] = array, content
             ctypes.memset(address, _TAKEN_AWAY, size)
             self._enter()
             pointers = [ctypes.c_uint64(one) for one in (address, ctypes.addressof(content))]
-            self._call("cuMemcpyAsync", *pointers, ctypes.c_size_t(size), self._stream)
-            self._call("cuEventRecord", self._event, self._stream)
+            # What another thread finds here has been recorded, and is recorded in the order in which it is copied.
+            with self._lock:
+                try:
+                    self._call("cuMemcpyAsync", *pointers, ctypes.c_size_t(size), self._stream)
+                    self._call("cuEventRecord", self._event, self._stream)
+                finally:
+                    self._coming[address] = array, content
 
     def follow(self, stream: int) -> None:
         """That stream waits for all of them."""
@@ -77,18 +83,23 @@ class XlaStream:
         """Returns when these have come."""
         coming = [array for array in arrays if id(array) in {id(one) for one, _ in list(self._coming.values())}]
         if coming:
-            known = list(self._coming)
+            known = list(self._coming.items())
             self._enter()
             self._call("cuEventSynchronize", self._event)
-            for address in known:
-                self._coming.pop(address, None)
+            with self._lock:
+                for address, one in known:
+                    # Another thread may have settled it, and the next result have come to lie there.
+                    if self._coming.get(address) is one:
+                        del self._coming[address]
 
     def _enter(self) -> None:
         self._call("cuCtxSetCurrent", self._context)
 
     def _call(self, name: str, *arguments: Any) -> None:
-        # A device that has failed is for the worker to find out.
-        getattr(self._driver, name)(*arguments)
+        if code := getattr(self._driver, name)(*arguments):
+            import jax
+
+            raise jax.errors.JaxRuntimeError(f"INTERNAL: {name} failed with {code}")
 
 
 def run_behind() -> None:
@@ -97,7 +108,14 @@ def run_behind() -> None:
     from jax._src.array import ArrayImpl
     from jaxlib import _jax
 
-    opened = functools.cache(XlaStream)
+    opening = threading.Lock()
+    first = functools.cache(XlaStream)
+
+    def opened() -> XlaStream:
+        # The loader and the loop may both be the first, and there is one stream.
+        with opening:
+            return first()
+
     called, valued = jax.stages.Compiled.__call__, ArrayImpl._value.fget
     waited, exported = jax.block_until_ready, _jax.buffer_to_dlpack_managed_tensor
 
