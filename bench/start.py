@@ -1,6 +1,7 @@
 """How long a start takes with a warm cache, beside the least it could take: ``import jax`` and the parameters on the device.
 
 python -m bench.start [--rounds N]        the example models; the first start, which compiles, is not counted
+python -m bench.start --artifact          minilm as ``tensord export`` writes it: a program and parameters, no Python
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -31,22 +33,31 @@ jax.block_until_ready(jax.device_put((weights, digits)))
 """
 
 
-def bare() -> float:
-    """Seconds for a process that imports jax and loads both models' parameters."""
+#: The same of the exported one.
+BARE_ARTIFACT = """
+import sys
+import jax
+from safetensors.numpy import load_file
+jax.block_until_ready(jax.device_put(load_file(sys.argv[1] + "/minilm/1/params.safetensors")))
+"""
+
+
+def bare(source: str, folder: str) -> float:
+    """Seconds for a process that imports jax and loads the models' parameters."""
     begin = time.perf_counter()
-    subprocess.run([sys.executable, "-c", BARE], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-c", source, folder], cwd=ROOT, check=True)
     return time.perf_counter() - begin
 
 
-def start(cache: str) -> float:
-    """Seconds from the start of the daemon until it is ready to serve all example models."""
-    command = [sys.executable, "-m", "tensord", "serve", "--config", "examples/serve.toml", "--http-port", "18101"]
+def start(cache: str, arguments: Sequence[str], models: Sequence[str]) -> float:
+    """Seconds from the start of the daemon until it is ready to serve those models."""
+    command = [sys.executable, "-m", "tensord", "serve", *arguments, "--http-port", "18101", "--grpc-port", "0"]
     command += ["--allow-metrics=false"]
     environment = {**os.environ, "XDG_CACHE_HOME": cache}
     begin = time.perf_counter()
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
     try:
-        while not ready():
+        while not ready(models):
             if process.poll() is not None:
                 raise SystemExit(f"the daemon exited with {process.returncode}")
             time.sleep(0.005)
@@ -56,14 +67,14 @@ def start(cache: str) -> float:
         process.wait()
 
 
-def ready() -> bool:
-    """Whether every model is served."""
+def ready(models: Sequence[str]) -> bool:
+    """Whether every one of them is served."""
     try:
-        for path in ("health/ready", "models/digits/ready", "models/minilm/ready"):
+        for path in ("health/ready", *(f"models/{name}/ready" for name in models)):
             with urllib.request.urlopen(f"http://{ADDRESS}/v2/{path}", timeout=5) as answer:
                 if answer.status != 200:
                     return False
-    except (urllib.error.URLError, ConnectionError):
+    except (urllib.error.URLError, ConnectionError, TimeoutError):  # a busy machine, too
         return False
     return True
 
@@ -72,11 +83,18 @@ def main() -> None:
     """Prints medians and their ratio; the rounds alternate."""
     parser = argparse.ArgumentParser(prog="bench.start", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--artifact", action="store_true", help="minilm as it is exported")
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
-        first = start(cache)
-        bare()
-        pairs = [(bare(), start(cache)) for _ in range(rounds)]
+        arguments, models, source = ["--config", "examples/serve.toml"], ["digits", "minilm"], BARE
+        repository = f"{cache}/models"
+        if given.artifact:
+            arguments, models, source = ["--model-repository", repository], ["minilm"], BARE_ARTIFACT
+            export = [sys.executable, "-m", "tensord", "export", "examples/models/minilm", f"{repository}/minilm"]
+            subprocess.run(export, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        first = start(cache, arguments, models)
+        bare(source, repository)
+        pairs = [(bare(source, repository), start(cache, arguments, models)) for _ in range(given.rounds)]
     least, ours = (statistics.median(column) for column in zip(*pairs, strict=True))
     ratio = statistics.median(ours / least for least, ours in pairs)
     print(f"first start {first:.2f} s, second {ours:.2f} s, bare {least:.2f} s, second/bare {ratio:.2f}")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
 import os
+import threading
+from collections import Counter
 from pathlib import Path
 
-from tests.daemon_process import DaemonProcess
-from tests.repositories import write_model
+from tests.daemon_process import PATIENCE, DaemonProcess
+from tests.repositories import scale_model, write_model
 
 #: As large as what XLA and the allocator may keep of what has been, whatever the number of loads.
 _SLACK = 12 << 20
@@ -43,3 +48,45 @@ def test_two_hundred_loads(tmp_path: Path) -> None:
     (half, *before), (whole, *after) = sizes
     assert before == after
     assert whole - half < _SLACK
+
+
+def test_loads_beside_requests(tmp_path: Path) -> None:
+    """
+    1. A model is asked again and again, over connections that stay.
+    2. It is loaded anew sixty times meanwhile, each time with new files.
+    Result: no request fails, and the last forty leave the worker as large as it was. A program and what it was traced from have
+    half a megabyte.
+    """
+    repository = scale_model(tmp_path / "models")
+    options = {"repository": {"paths": [str(repository)], "control_mode": "explicit", "load": ["scale"]}}
+    body = json.dumps({"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}]})
+    seen: Counter[int] = Counter()
+    ended = threading.Event()
+
+    def ask() -> None:
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", daemon.port, timeout=PATIENCE)) as connection:
+            while not ended.is_set():
+                connection.request("POST", "/v2/models/scale/infer", body)
+                answer = connection.getresponse()
+                answer.read()
+                seen[answer.status] += 1
+
+    with DaemonProcess(tmp_path, (repository,), options) as daemon:
+        daemon.wait_ready()
+        clients = [threading.Thread(target=ask) for _ in range(2)]
+        for client in clients:
+            client.start()
+        sizes = []
+        try:
+            for number in range(1, 61):
+                os.utime(repository / "scale/1/model.py", (number, number))
+                assert daemon.request("POST", "/v2/repository/models/scale/load", b"{}")[0] == 200
+                if number in (20, 60):
+                    sizes.append(daemon.workers[0].memory_info().rss)
+        finally:
+            ended.set()
+            for client in clients:
+                client.join()
+    assert set(seen) == {200}
+    assert seen[200] > 60
+    assert sizes[1] - sizes[0] < _SLACK
