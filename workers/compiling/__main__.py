@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import select
 import signal
@@ -56,40 +57,45 @@ def _end_with_worker(fd: int) -> None:
 
 
 class Compiler:
-    """Clients of XLA:CPU, made as they are needed."""
+    """Clients of XLA:CPU, made as they are needed. What a jaxlib has elsewhere, or not at all, is a refusal like any other."""
 
     def __init__(self) -> None:
-        from jaxlib import cpu_sparse, lapack, xla_client
-
-        self._xla = xla_client
         self._clients: dict[tuple[int, int], Any] = {}
-        # As jax does: a call of LAPACK is looked for when it is compiled.
-        for library in (lapack, cpu_sparse):
-            for platform, targets in library.registrations().items():
-                for name, value, version in targets:
-                    xla_client.register_custom_call_target(name, value, platform=platform, api_version=version)
 
     def compile(self, asked: Compile) -> Compiled | Refused:
         """Compiles one program for a client like the worker's."""
         try:
-            client = self._client(asked.threads, asked.device_count)
+            xla = _xla()
+            client = self._client(xla, asked.threads, asked.device_count)
             devices = {device.id: device for device in client.local_devices()}
             made = client.compile_and_load(
                 asked.module,
-                self._xla.DeviceList(tuple(devices[number] for number in asked.devices)),
-                self._xla.CompileOptions.ParseFromString(asked.options),
+                xla.DeviceList(tuple(devices[number] for number in asked.devices)),
+                xla.CompileOptions.ParseFromString(asked.options),
             )
             return Compiled(client.serialize_executable(made))
         except Exception as error:  # whatever XLA says to a program
             return Refused(f"{type(error).__name__}: {error}")
 
-    def _client(self, threads: int, device_count: int) -> Any:
+    def _client(self, xla: Any, threads: int, device_count: int) -> Any:
         client = self._clients.get((threads, device_count))
         if client is None:
             os.environ[_THREADS_VARIABLE] = str(threads)
-            client = self._xla.make_cpu_client(num_devices=device_count)
+            client = xla.make_cpu_client(num_devices=device_count)
             self._clients[threads, device_count] = client
         return client
+
+
+@functools.cache
+def _xla() -> Any:
+    from jaxlib import cpu_sparse, lapack, xla_client
+
+    # As jax does: a call of LAPACK is looked for when it is compiled.
+    for library in (lapack, cpu_sparse):
+        for platform, targets in library.registrations().items():
+            for name, value, version in targets:
+                xla_client.register_custom_call_target(name, value, platform=platform, api_version=version)
+    return xla_client
 
 
 if __name__ == "__main__":
