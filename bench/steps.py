@@ -2,11 +2,12 @@
 
     python -m bench.steps [--rounds 5] [--seconds 2] [--slots 64]     bench/models/writer with so many slots
 
-Both run in turn. The bare loop calls the model's jitted ``step`` for all slots and reads what it gives. The served one has
-requests in all slots but one, which begin together; it is measured while they are stepped and none begins or ends. Processor time
-is the worker's, or the loop's; it minds a busy machine less than the clock does, which has the front and the client on the same
-cores. What a request that joins waits for its first response is told in steps of that round, without what it takes alone: its
-prefill, and the way to the worker and back.
+Both run in turn, a hundred steps each; what is told of a round are first quartiles. The bare loop calls the model's jitted
+``step`` for all slots and reads what it gives. The served one has requests in all slots but one, which begin together; it is
+measured while they are stepped and none begins or ends. Processor time is the worker's, or the loop's; it minds a busy machine
+less than the clock does, which has the front and the client on the same cores. What a request that joins waits for its first
+response is counted: the steps that the others got in between. The time that it takes is told beside what it takes alone, its
+prefill and the way to the worker and back.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import numpy as np
 from bench.server import ROOT, children, serving
 from bench.token_stream import PROMPT, TokenStream
 
-HTTP, GRPC = "127.0.0.1:18100", ("127.0.0.1", 18101)
+HTTP, GRPC = "127.0.0.1:18174", ("127.0.0.1", 18175)
 WRITER = ROOT / "bench" / "models" / "writer"
 #: Steps that are measured of a crowd, those before, while it gathers, and those after, before the first of it ends.
 MEASURED, BEFORE, AFTER = 96, 8, 14
@@ -67,13 +68,12 @@ class Bare:
             self._carry, outputs, emit, finished = self._step(self._parameters, self._carry, self._active)
             np.asarray(outputs["token"]), np.asarray(emit), np.asarray(finished)
 
-    def measure(self, seconds: float) -> Cost:
+    def measure(self) -> Cost:
         """Of all slots."""
-        steps, began, used = 0, time.perf_counter(), time.process_time()
-        while (lasted := time.perf_counter() - began) < seconds:
-            self.run(20)
-            steps += 20
-        return Cost(lasted / steps * 1e6, (time.process_time() - used) / steps * 1e6)
+        began, used = time.perf_counter(), time.process_time()
+        self.run(MEASURED)
+        lasted, used = time.perf_counter() - began, time.process_time() - used
+        return Cost(lasted / MEASURED * 1e6, used / MEASURED * 1e6)
 
 
 class Served:
@@ -86,40 +86,36 @@ class Served:
         self._crowd, self._size = TokenStream(GRPC), slots - 1
         self._joining = TokenStream(GRPC)
 
-    def measure(self, seconds: float) -> Cost:
-        """Of all slots but one."""
-        spent: list[Cost] = []
-        until = time.perf_counter() + seconds
-        while not spent or time.perf_counter() < until:
-            before = self._gather()
-            first, began = self._crowd.wait(before + BEFORE * self._size)
-            used = [processor_us(pid) for pid in self._processes]
-            last, ended = self._crowd.wait(before + (BEFORE + MEASURED) * self._size)
-            used = [processor_us(pid) - at_first for pid, at_first in zip(self._processes, used, strict=True)]
-            steps = (last - first) / self._size
-            # On a busy machine all of it may have come at once.
-            if steps > MEASURED / 2:
-                spent.append(Cost((ended - began) * 1e6 / steps, used[0] / steps, used[1] / steps))
-            self._scatter()
-        return Cost(*(statistics.median(each) for each in zip(*spent, strict=True)))
+    def measure(self) -> Cost | None:
+        """Of all slots but one. None: on a busy machine the responses of nearly all steps came at once."""
+        before = self._gather()
+        first, began = self._crowd.wait(before + BEFORE * self._size)
+        used = [processor_us(pid) for pid in self._processes]
+        last, ended = self._crowd.wait(before + (BEFORE + MEASURED) * self._size)
+        used = [processor_us(pid) - at_first for pid, at_first in zip(self._processes, used, strict=True)]
+        self._scatter()
+        steps = (last - first) / self._size
+        return Cost((ended - began) * 1e6 / steps, used[0] / steps, used[1] / steps) if steps > MEASURED / 2 else None
 
     def alone_us(self) -> float:
         """Until the first response of a request to which nobody else is."""
         return statistics.median(self._join() for _ in range(20))
 
-    def joining_us(self, step_us: float, seconds: float) -> list[float]:
-        """The same of requests that join the crowd, at any moment of a step."""
-        found: list[float] = []
+    def joining(self, step_us: float, seconds: float) -> list[tuple[float, float]]:
+        """The same of requests that join the crowd at any moment of a step, and the steps that it got meanwhile."""
+        found: list[tuple[float, float]] = []
         until = time.perf_counter() + seconds
         while time.perf_counter() < until:
             before = self._gather()
             self._crowd.wait(before + BEFORE * self._size)
             for _ in range(JOINS):
                 time.sleep(random.random() * step_us / 1e6)
+                at_first = self._crowd.responses
                 took_us = self._join()
+                steps = (self._crowd.responses - at_first) / self._size
                 if self._crowd.responses > before + (BEFORE + MEASURED) * self._size:
                     break
-                found.append(took_us)
+                found.append((took_us, steps))
             self._scatter()
         return found
 
@@ -127,7 +123,6 @@ class Served:
         before, began = self._joining.responses, time.perf_counter()
         self._joining.ask(1)
         _, ended = self._joining.wait(before + 1)
-        self._joining.wait(ended=self._joining.asked)
         return (ended - began) * 1e6
 
     def _gather(self) -> int:
@@ -143,6 +138,11 @@ class Served:
         """Ends both connections."""
         self._crowd.close()
         self._joining.close()
+
+
+def quiet(costs: list[Cost]) -> Cost:
+    """The first quartile of each figure: what else runs on the machine only ever adds to them."""
+    return Cost(*(statistics.quantiles(each, n=4, method="inclusive")[0] for each in zip(*costs, strict=True)))
 
 
 def processor_us(pid: int) -> float:
@@ -184,29 +184,34 @@ def write_model(repository: Path, slots: int) -> Path:
 def measure(arguments: argparse.Namespace, repository: Path) -> int:
     """Both in turn."""
     bare = Bare(write_model(repository, arguments.slots))
-    tensord = [sys.executable, "-m", "tensord", "serve", "--config", "bench/serve.toml"]
-    tensord.append(f"--model-repository={repository}")
+    tensord = [sys.executable, "-m", "tensord", "serve", f"--model-repository={repository}", "--device=cpu"]
+    tensord += [f"--http-port={HTTP.rpartition(':')[2]}", f"--grpc-port={GRPC[1]}", "--allow-metrics=false"]
     ratios: list[tuple[float, float]] = []
     waits: list[float] = []
     with serving(tensord, HTTP, arguments.log) as pid, contextlib.closing(Served(pid, bare.slots)) as served:
         for _ in range(arguments.rounds):
-            alone = bare.measure(arguments.seconds)
-            cost = served.measure(arguments.seconds)
+            loops, crowds = list[Cost](), list[Cost]()
+            until = time.perf_counter() + 2 * arguments.seconds
+            while len(crowds) < 4 or time.perf_counter() < until:
+                loops.append(bare.measure())
+                if (measured := served.measure()) is not None:
+                    crowds.append(measured)
+            alone, cost = quiet(loops), quiet(crowds)
             prefill_us = served.alone_us()
-            joining = served.joining_us(cost.clock_us, arguments.seconds / 2)
+            joining_us, steps = zip(*served.joining(cost.clock_us, arguments.seconds / 2), strict=True)
             ratios.append((cost.clock_us / alone.clock_us, cost.processor_us / alone.processor_us))
-            waits += [(took_us - prefill_us) / cost.clock_us for took_us in joining]
+            waits += steps
             print(
                 f"step: bare {alone.clock_us:.0f} us, served {cost.clock_us:.0f} us; processor {alone.processor_us:.0f} and "
                 f"{cost.processor_us:.0f} us, front {cost.front_us:.0f} us; first response alone {prefill_us:.0f} us, joining "
-                f"{bare.slots - 1} others {statistics.median(joining):.0f} us",
+                f"{bare.slots - 1} others {statistics.median(joining_us):.0f} us",
                 flush=True,
             )
     step, processor = (statistics.median(each) for each in zip(*ratios, strict=True))
     *_, ninth = statistics.quantiles(waits, n=10)
     print(
-        f"a step costs {step:.2f} x (processor {processor:.2f} x); who joins waits {statistics.median(waits):.2f} steps besides "
-        f"its prefill, one of ten more than {ninth:.2f}"
+        f"a step costs {step:.2f} x (processor {processor:.2f} x); who joins waits for {statistics.median(waits):.2f} steps, "
+        f"one of ten for more than {ninth:.2f}"
     )
     return 0
 

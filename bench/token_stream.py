@@ -22,7 +22,7 @@ from daemon.grpc import frames
 _RESPONSE = b"\x0a\x06writer"
 _FINAL = b"triton_final_response\x12\x02\x08\x01"
 #: A server that says nothing for so long has lost a request.
-_PATIENCE = 20.0
+_PATIENCE = 60.0
 _STREAM = 1
 #: Tokens of a request's prompt.
 PROMPT = 8
@@ -59,7 +59,7 @@ class TokenStream:
             return self.responses, self.read_at
 
     def _read(self) -> None:
-        responses, ended, ungranted = _Count(_RESPONSE), _Count(_FINAL), 0
+        responses, ended, ungranted = Count(_RESPONSE), Count(_FINAL), 0
         with contextlib.suppress(OSError):
             while chunk := self._socket.recv(1 << 20):
                 now = time.perf_counter()
@@ -82,7 +82,7 @@ class TokenStream:
         self._socket.close()
 
 
-class _Count:
+class Count:
     """Of a mark in bytes that come in pieces."""
 
     def __init__(self, mark: bytes) -> None:
