@@ -56,6 +56,8 @@ def move(folder: Path, workers: dict[str, Any], environment: Mapping[str, str]) 
         made = folder / "gpus"
         made.mkdir()
         given |= CudaStub(made, _DEVICES, _DELAY).environment
+    # Tests of every kind of model; plugin.py says of which kinds it cannot delay the results.
+    given["CUDA_STUB_XLA_AT_ONCE"] = "1"
     count = workers.get("cpu", 1) * workers.get("devices_per_worker", 1)
     workers |= GPU_WORKERS
     return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))} | CudaStub.on_gpu(given)

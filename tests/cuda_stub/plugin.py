@@ -4,7 +4,9 @@ Copied to a folder ``jax_plugins``, where JAX finds it as it finds the real one.
 stand-in's device memory is known to either.
 
 XLA for the CPU has finished when a call returns. With ``$CUDA_STUB_DELAY_US`` what a program made is taken away again, and
-brought back by a stream of the stand-in's: who looks at it without waiting finds other bytes.
+brought back by a stream of the stand-in's: who looks at it without waiting finds other bytes. So does numpy, which takes the
+bytes of an array on the CPU from where they lie; for those of an array on a GPU it would ask JAX, which waits. So models whose
+results are read by it (all but plain jitted ones) need ``$CUDA_STUB_XLA_AT_ONCE``.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def initialize() -> None:
             raise RuntimeError("no visible GPU devices")
         return cpu()
 
-    if int(os.environ.get("CUDA_STUB_DELAY_US", "0")):
+    if int(os.environ.get("CUDA_STUB_DELAY_US", "0")) and "CUDA_STUB_XLA_AT_ONCE" not in os.environ:
         run_behind()
     register_backend_factory("cpu", cpu, priority=0, fail_quietly=False)
     register_backend_factory("cuda", cuda, priority=500)

@@ -41,6 +41,23 @@ def stub(tmp_path: Path) -> CudaStub:
     return CudaStub(folder, devices=2, delay_us=500)
 
 
+def test_an_error_that_passes(daemon: DaemonProcess, stub: CudaStub) -> None:
+    """It costs its own request at most, which is told what the driver said; the worker goes on."""
+    (worker,) = daemon.workers
+    said = "model 'scale': the GPU's driver refused a call for this request (CUDA_ERROR_OUT_OF_MEMORY)"
+    with asking(daemon) as client:
+        for number, function in enumerate(("cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuStreamSynchronize") * 3):
+            stub.fail(function, 2, of_workers=True)
+            # What fails on the short way is tried once more on the long one.
+            try:
+                small(client, number)
+            except InferenceServerException as error:
+                assert (error.status(), error.message()) == ("503", said)
+            assert stub.failed
+            small(client, number)
+    assert [one.pid for one in daemon.workers] == [worker.pid]
+
+
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     made = tmp_path / "repository"
@@ -194,6 +211,45 @@ def test_at_each_call_of_the_driver(daemon: DaemonProcess, stub: CudaStub) -> No
                 function,
                 text,
             )
+
+
+def test_memory_freed_under_a_copy_that_takes_the_context_along(tmp_path: Path, repository: Path) -> None:
+    """
+    1. Two clients ask, each with memory of its own on the GPU. 2. One frees it, and the next copy of it is an illegal address.
+    Result: the other one loses at most the request that met it. The first is told, then and afterwards, what its region is.
+    """
+    folder = tmp_path / "cuda"
+    folder.mkdir()
+    stub = CudaStub(folder, delay_us=500, freed="fault")
+    with (
+        serving(stub, repository) as daemon,
+        asking(daemon) as client,
+        CudaOwner(os.environ | stub.environment) as owner,
+        CudaOwner(os.environ | stub.environment) as other,
+    ):
+        for who, name in ((owner, "freed"), (other, "kept")):
+            client.register_cuda_shared_memory(name, who.create(name, 4096), 0, 4096)
+            who.put(name, np.zeros(16, np.uint8), np.ones((1, 4), np.float32))
+
+        def ask(name: str) -> str:
+            given, wanted = in_region("x", "FP32", (1, 4), name, 16, 16), out_region("y", name, 16, 512)
+            try:
+                client.infer("scale", [given], outputs=[wanted])
+            except InferenceServerException as error:
+                return f"{error.status()} {error.message()}"
+            return ""
+
+        assert (ask("freed"), ask("kept")) == ("", "")
+        (worker,) = daemon.workers
+        owner.destroy("freed")
+        assert ask("freed").startswith("503 the GPU failed (CUDA_ERROR_ILLEGAL_ADDRESS); its worker is being restarted")
+        wait_until(lambda: ask("kept") == "", "the replacement to serve", daemon)
+        assert not worker.is_running()
+        daemon.wait_log("region 'freed' could not be registered on worker-0: .* the CUDA handle cannot be opened")
+        for _ in range(2):
+            assert ask("freed").startswith("404 Unable to find shared memory region: 'freed'")
+            assert ask("kept") == ""
+        client.unregister_cuda_shared_memory()
 
 
 ONES = [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 1, 1, 1]}]

@@ -32,6 +32,8 @@ from tests.protocol.test_system_regions import BAD_RANGES, ClientRegion, in_regi
 
 ILLEGAL_ADDRESS = 700
 OUT_OF_MEMORY = 2
+ITS_CALLS = pytest.mark.cpu_workers("the calls that it makes, tests/faults/test_lost_devices.py has the others'")
+SEES_BOTH = pytest.mark.cpu_workers("one sees every GPU")
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +180,7 @@ def test_requests_that_share_a_batch(daemon: DaemonProcess, client: Any, owner: 
     assert same(owner.get(region, np.float32, rows.shape, 4096), 3 * rows + 1)
 
 
+@SEES_BOTH
 def test_names_and_status(client: Any, owner: CudaOwner) -> None:
     region = register(client, owner, 4096, device=1)
     entry = {"name": region, "device_id": 1, "byte_size": 4096}
@@ -208,9 +211,9 @@ def test_names_and_status(client: Any, owner: CudaOwner) -> None:
         (0, 4097, None, "4097 bytes, the allocation has 4096"),
         (0, 0, None, "byte_size 0 must be at least 1"),
         (0, 2**63 - 1, None, "at most"),
-        (1, 4096, None, "cannot be opened"),
-        (7, 4096, None, "failed to register shared memory region: invalid args"),
-        (2**62, 4096, None, "failed to register shared memory region: invalid args"),
+        pytest.param(1, 4096, None, "cannot be opened", marks=SEES_BOTH),
+        pytest.param(7, 4096, None, "failed to register shared memory region: invalid args", marks=SEES_BOTH),
+        pytest.param(2**62, 4096, None, "failed to register shared memory region: invalid args", marks=SEES_BOTH),
         (0, 64, base64.b64encode(bytes(64)), "cannot be opened"),
         (0, 64, base64.b64encode(bytes(63)), "must be a valid base64 encoded cudaIpcMemHandle_t"),
     ],
@@ -289,6 +292,7 @@ def test_unregister_waits_for_the_request_that_uses_the_region(
         client.infer("sleepy", [in_region("DELAY_MS", "INT32", (1,), region, 4, 0)])
 
 
+@pytest.mark.cpu_workers("a GPU worker uses inputs where they lie, so no copy fails")
 @pytest.mark.parametrize("end", ["freed", "killed"])
 def test_memory_that_goes_away_costs_its_own_requests(
     daemon: DaemonProcess, client: Any, stub: CudaStub, owner: CudaOwner, end: str
@@ -318,6 +322,7 @@ def test_memory_that_goes_away_costs_its_own_requests(
     assert {worker.pid for worker in daemon.workers} == workers
 
 
+@ITS_CALLS
 @pytest.mark.parametrize(
     "function", ["cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2", "cuStreamSynchronize"], ids=lambda name: name
 )
@@ -337,6 +342,7 @@ def test_an_error_that_passes(
     assert {worker.pid for worker in daemon.workers} == workers
 
 
+@ITS_CALLS
 @pytest.mark.parametrize(
     "function", ["cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2", "cuStreamSynchronize"], ids=lambda name: name
 )

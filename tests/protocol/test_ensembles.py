@@ -401,6 +401,7 @@ def test_regions_on_both_ends(client: Any) -> None:
         shm.destroy_shared_memory_region(region)
 
 
+@pytest.mark.cpu_workers("what has to be copied")
 def test_what_is_counted_and_that_nothing_is_copied(http: httpclient.InferenceServerClient) -> None:
     """The tensor between two jitted models is used where the first one has left it."""
     names = ("chain", "scale", "plus")

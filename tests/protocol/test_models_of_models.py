@@ -172,6 +172,7 @@ def daemon(leaves_nothing: None, repository: Path, tmp_path_factory: pytest.Temp
 CALLED = """said = script("called", "said = 'here'")"""
 
 
+@pytest.mark.cpu_workers("to which of two a name falls")
 def test_a_model_that_another_worker_has_is_said_to_be_there(http: httpclient.InferenceServerClient) -> None:
     near, far = CALLERS
     for name in ("called", *CALLERS):
@@ -191,6 +192,7 @@ def test_models_that_are_to_be_together_call_each_other(http: httpclient.Inferen
     assert run(http, "caller_there", CALLED.replace("called", "called_there")) == "here"
 
 
+@pytest.mark.cpu_workers("to which of two a name falls")
 def test_an_ensemble_of_models_on_different_workers_is_refused(http: httpclient.InferenceServerClient) -> None:
     with pytest.raises(InferenceServerException) as caught:
         http.load_model("apart")

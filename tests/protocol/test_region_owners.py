@@ -182,6 +182,7 @@ def test_a_snapshot_region(served: Served, shared_object: Callable[[str], Path])
         client.unregister_system_shared_memory("s")
 
 
+@pytest.mark.cpu_workers("what has to be copied")
 def test_a_guarded_region_is_copied_once(served: Served, shared_object: Callable[[str], Path]) -> None:
     """The input is used where it lies; the output is written once."""
     path = shared_object("guarded")
@@ -193,6 +194,7 @@ def test_a_guarded_region_is_copied_once(served: Served, shared_object: Callable
         client.unregister_system_shared_memory("g")
 
 
+@pytest.mark.cpu_workers("what has to be copied")
 def test_sealed_memory_in_place(served: Served) -> None:
     """It cannot be truncated, is used where it lies, and survives the worker."""
     fd = os.memfd_create("tensord-test", os.MFD_ALLOW_SEALING)

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from shm.errors import Internal, ServingError
+from shm.cuda_regions import CudaError
+from shm.errors import Internal, ServingError, Unavailable
 from workers.calls.caller import Caller, ModelPort
 from workers.programs.carry import StateLost
 from workers.programs.executable import Executable
@@ -223,6 +224,10 @@ def own_failure(
         check()
     except ServingError as lost:
         return lost.with_traceback(None)
+    if isinstance(error, CudaError):
+        # It passes, and is none of the model's.
+        model_name = execution.requests[0].submit.model
+        return Unavailable(f"model '{model_name}': the GPU's driver refused a call for this request ({error.name})")
     return Internal(model.describe(error))
 
 
