@@ -11,16 +11,22 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
-def ahead(make: Callable[[S], T], wanted: Iterable[S], threads: int) -> Iterator[T]:
+def ahead(make: Callable[[S], tuple[T, bool]], wanted: Iterable[S], threads: int) -> Iterator[tuple[T, bool]]:
     """What ``make`` gives for each, in their order; up to ``threads`` are under way. Raises what one of them raised.
 
-    With one thread that is the caller's, and nothing is begun before it is asked for.
+    The first one is made alone, in the caller's thread. If it did not have to be compiled, as ``make`` says beside it, the
+    others most likely have not either, and one after the other is quickest. Then, and with one thread, nothing is begun before
+    it is asked for.
     """
-    if threads < 2:
-        yield from map(make, wanted)
-        return
     rest = iter(wanted)
-    under_way: collections.deque[concurrent.futures.Future[T]] = collections.deque()
+    for first in rest:
+        made = make(first)
+        yield made
+        if threads < 2 or not made[1]:
+            yield from map(make, rest)
+            return
+        break
+    under_way: collections.deque[concurrent.futures.Future[tuple[T, bool]]] = collections.deque()
     with concurrent.futures.ThreadPoolExecutor(threads, "making programs") as executor:
         try:
             for one in rest:
