@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
 from shm.arrays import Array, datatype_of
 from shm.errors import ServingError
@@ -76,9 +77,14 @@ class RequestTimeline:
 
 
 def _described(activity: str, name: str, array: Array) -> TracedTensor:
-    content = ",".join(map(_text, array.ravel()[:_MAX_ELEMENTS].tolist()))
-    truncated = array.size > _MAX_ELEMENTS
-    return TracedTensor(activity, name, datatype_of(array.dtype) or "", array.shape, content, truncated)
+    datatype = datatype_of(array.dtype) or ""
+    try:
+        # It may lie on a GPU.
+        elements = np.asarray(array).ravel()
+    except ServingError:  # or have lain there: what becomes of the request does not depend on its trace
+        return TracedTensor(activity, name, datatype, array.shape, "", True)
+    content = ",".join(map(_text, elements[:_MAX_ELEMENTS].tolist()))
+    return TracedTensor(activity, name, datatype, array.shape, content, elements.size > _MAX_ELEMENTS)
 
 
 def _text(element: object) -> str:

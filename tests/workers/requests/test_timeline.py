@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shm.errors import Internal
+from shm.errors import Internal, InvalidArgument
 from shm.messages import Completion
 from workers.requests.timeline import TENSORS, TIMESTAMPS, RequestTimeline
 
@@ -69,3 +69,29 @@ def test_requests_that_were_made_for_it_are_told_with_it_up_to_a_bound() -> None
     assert len(many) == 1024 - 2
     characters = sum(len(tensor.content) for child in many for tensor in child.tensors)
     assert 0 < characters <= 1 << 20
+
+
+class Elsewhere:
+    """A tensor on a GPU, as far as a trace needs it; ``content`` None: its memory cannot be read any more."""
+
+    dtype, shape = np.dtype(np.float32), (3,)
+
+    def __init__(self, content: list[float] | None) -> None:
+        self.content = content
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> np.ndarray:
+        if self.content is None:
+            raise InvalidArgument("its owner has freed it or is gone")
+        return np.array(self.content, np.float32)
+
+
+def test_tensors_that_lie_elsewhere() -> None:
+    """They are read for it; one that cannot be takes only its own line along."""
+    timeline = RequestTimeline(TENSORS, 1)
+    timeline.executed((2, 3, 4), {"there": Elsewhere([1, 2, 3]), "gone": Elsewhere(None)}, {})  # type: ignore[dict-item]
+    told = timeline.attach(Completion(1, True)).trace
+    assert told is not None
+    assert [(one.name, one.shape, one.content, one.truncated) for one in told.tensors] == [
+        ("there", (3,), "1.0,2.0,3.0", False),
+        ("gone", (3,), "", True),
+    ]
