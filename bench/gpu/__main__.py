@@ -16,8 +16,10 @@ check is a process of its own: one that hangs, or takes its context along, costs
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -26,10 +28,14 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu import checking, driver_checks, host, page, serve, xla_checks
+from bench.helper import end
 from bench.server import ROOT
 
 #: Each part's share of the time that is left when it begins.
 _SHARES = {"host": 1.0, "driver": 0.25, "xla": 0.4, "serve": 0.75, "tests": 1.0}
+
+#: Seconds that pytest may take to end its tests.
+_END = 20.0
 
 
 def main() -> int:
@@ -93,17 +99,23 @@ def _tests(folder: Path, until: float) -> dict[str, Any]:
     # Several daemons stand beside each other.
     environment = {"XLA_CLIENT_MEM_FRACTION": "0.1", **os.environ}
     with (folder / "tests_gpu.log").open("w") as log:
-        try:
-            subprocess.run(
-                command, cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=max(1.0, until - time.monotonic())
-            )
-        except subprocess.TimeoutExpired:
-            return {"unfinished": "no time left"}
+        running = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
+    said = {}
+    try:
+        running.wait(max(1.0, until - time.monotonic() - _END))
+    except subprocess.TimeoutExpired:
+        # As Ctrl-C does: it ends the daemons of its tests, and says what has come to an end.
+        running.send_signal(signal.SIGINT)
+        said = {"unfinished": "no time left"}
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            running.wait(_END)
+    finally:
+        end(running)
     if not result.exists():
-        return {"failed": "pytest wrote no result, see tests_gpu.log"}
+        return {"unfinished": "pytest wrote no result, see tests_gpu.log"}
     cases = list(ElementTree.parse(result).getroot().iter("testcase"))
     marked = {kind: [case for case in cases if case.find(kind) is not None] for kind in ("failure", "error", "skipped")}
-    return {"tests": len(cases)} | {
+    return {**said, "tests": len(cases)} | {
         kind: {case.get("name"): str(case.find(kind).get("message"))[:300] for case in those}  # type: ignore[union-attr]
         for kind, those in marked.items()
     }
