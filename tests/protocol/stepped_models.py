@@ -14,9 +14,11 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.repositories import write_model
 
-#: From the sum of what comes, ``count`` numbers in steps of one. 666 fails on the device; a request with ``every`` answers so
-#: often only; one with ``ends`` false goes on until it has had all its steps.
+#: From the sum of what comes, ``count`` numbers in steps of one. 666 fails on the device, and the step to 555 takes half a
+#: second; a request with ``every`` answers so often only; one with ``ends`` false goes on until it has had all its steps.
 COUNTS = """
+    import time
+
     import jax, jax.numpy as jnp, numpy as np
 
     inputs = {"start": "INT32[length]"}
@@ -30,6 +32,8 @@ COUNTS = """
     def check(value, active):
         if (np.asarray(value)[np.asarray(active)] == 666).any():
             raise ValueError("the number of the beast")
+        if (np.asarray(value)[np.asarray(active)] == 555).any():
+            time.sleep(0.5)
         return value
 
     def checked(value, active):
