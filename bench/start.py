@@ -1,6 +1,6 @@
 """How long a start takes with a warm cache, beside the least it could take: ``import jax`` and the parameters on the device.
 
-python -m bench.start [--rounds N]        the example models; the first start, which compiles, is not counted
+python -m bench.start [--rounds N]        example models; the first start, which compiles, is not counted
 python -m bench.start --artifact          minilm as ``tensord export`` writes it: a program and parameters, no Python
 """
 
@@ -21,6 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 ADDRESS = "127.0.0.1:18101"
+#: Of the example models, those that ``BARE`` has the parameters of, and the tokenizer that minilm's clients need.
+EXAMPLES = ["--config", "examples/serve.toml", "--model-control-mode", "explicit"]
+EXAMPLES += ["--load-model", "digits", "--load-model", "minilm", "--load-model", "tokenizer"]
 #: What any server of these two models has to do.
 BARE = """
 import importlib.util, pathlib
@@ -86,7 +89,7 @@ def main() -> None:
     parser.add_argument("--artifact", action="store_true", help="minilm as it is exported")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
-        arguments, models, source = ["--config", "examples/serve.toml"], ["digits", "minilm"], BARE
+        arguments, models, source = EXAMPLES, ["digits", "minilm"], BARE
         repository = f"{cache}/models"
         if given.artifact:
             arguments, models, source = ["--model-repository", repository], ["minilm"], BARE_ARTIFACT
