@@ -109,7 +109,8 @@ class Supervisor:
         )
         publish, workers = self._fronts.publish, self._workers
         self._models = Models(options, workers.by_incarnation, self._model_changed, lambda: workers.devices)
-        self._regions = RegionRegistry(options.regions, workers.ready, lambda: workers.devices, publish)
+        each = options.workers.devices_per_worker
+        self._regions = RegionRegistry(options.regions, workers.ready, lambda: workers.devices, publish, each)
         self._log_settings = LogSettings(options.log, self._log_changed)
         self._trace_settings = TraceSettings(options.trace, self._models.lifecycle.is_ready, publish)
         self._operations = Operations(

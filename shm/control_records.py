@@ -136,6 +136,8 @@ class ModelState(Record, frozen=True, tag="model"):
     streams: bool = False
     #: Whether these can be joined along their first axes, for who wants one.
     joins: bool = False
+    #: The devices whose workers load it, whether they are there now or not; empty: all.
+    devices: tuple[str, ...] = ()
 
 
 class ModelGone(Record, frozen=True, tag="gone"):
@@ -146,12 +148,13 @@ class ModelGone(Record, frozen=True, tag="gone"):
 
 
 class RegionPlace(Record, frozen=True, tag="place"):
-    """Only the worker of that device has the region, so requests that name it go there. "": the region is gone.
+    """The region is memory of that GPU, so requests that name it go there if their model is there. "": the region is gone.
 
-    Sent for CUDA regions where there are several GPU workers; every other region is on all of them.
+    Sent for CUDA regions where there are several workers; every other region is as near to all of them.
     """
 
     region: str
+    #: "cuda:1"; of workers that have several GPUs, their first one.
     device: str
 
 

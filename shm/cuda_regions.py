@@ -287,11 +287,25 @@ class CudaRegion:
     #: No page of it can be missing here.
     faults = 0
 
-    def __init__(self, name: str, context: Context, raw_handle: bytes, byte_size: int) -> None:
-        """Opens the handle. Raises InvalidArgument: nothing can be opened by it, or it is smaller than ``byte_size``."""
+    def __init__(
+        self, name: str, context: Context, raw_handle: bytes, byte_size: int, elsewhere: tuple[int, int] | None = None
+    ) -> None:
+        """Opens the handle.
+
+        Args:
+          elsewhere: the number of the GPU where it lies and of the context's, if that is another one; both as the daemon counts.
+            The driver maps it then, where these GPUs have access to each other; it is copied from there, and never used in place.
+        Raises: InvalidArgument: nothing can be opened by it, or it is smaller than ``byte_size``.
+        """
         try:
             pointer, available = context.open(raw_handle)
         except CudaError as error:
+            if elsewhere is not None:
+                there, here = elsewhere
+                raise InvalidArgument(
+                    f"shared memory region '{name}' is on GPU {there}, and the model runs on GPU {here}, which cannot open it "
+                    f"({error.name}): the two have no access to each other, or its owner has freed it or is gone"
+                ) from error
             raise InvalidArgument(
                 f"failed to register shared memory region '{name}': the CUDA handle cannot be opened ({error.name})"
             ) from error
@@ -304,6 +318,8 @@ class CudaRegion:
         self.name = name
         self.byte_size = byte_size
         self.context = context
+        #: Its memory is another GPU's.
+        self.peer = elsewhere is not None
         #: Requests that use the region now.
         self.leases = 0
         self._start: int | None = pointer

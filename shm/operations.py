@@ -103,6 +103,8 @@ class RegisterCudaRegion(Record, frozen=True, tag="c.regcuda"):
     byte_size: int
     #: As of a system region.
     renews: bool = False
+    #: Whether this worker opens it now. Else another one has that GPU, and it does so when a request needs it here.
+    near: bool = True
 
 
 class UnregisterRegion(Record, frozen=True, tag="c.unreg"):

@@ -90,6 +90,7 @@ class Version:
             described.sticky,
             described.streams,
             described.joins,
+            self.devices,
         )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from daemon.regions.end_watch import EndWatch
+from shm.device_names import gpu_of
 from shm.operations import Operation, Peer, RegisterCudaRegion, RegisterSystemRegion
 
 Registration = RegisterSystemRegion | RegisterCudaRegion
@@ -51,7 +52,7 @@ class Region:
     peer: Peer
     #: When, in seconds of the epoch: for people.
     registered_at: float
-    #: The only device whose workers can use it; "": any.
+    #: The first GPU of the workers on whose device it is; "": any worker is as near.
     device: str = ""
     state: RegionState = RegionState.REGISTERING
     #: A system region's object, kept for workers that come later; owned here.
@@ -62,6 +63,10 @@ class Region:
     watch: EndWatch | None = None
     #: Set at the end of each change of state.
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def is_near(self, worker: RegionHolder) -> bool:
+        """Whether it is on the worker's own device, or on no worker's."""
+        return self.device in ("", gpu_of(worker.device))
 
     def close(self) -> None:
         """Gives descriptors back. Idempotent."""

@@ -2,7 +2,8 @@
 
     system      first worker opens the object by its key ─▶ its descriptor comes back ─▶ the other workers get that descriptor
                 a worker is replaced: it gets every descriptor again; the client may have unlinked the object long ago
-    CUDA        every worker of that GPU opens the handle itself; CPU workers all do, and copy through the host
+    CUDA        every worker of that GPU opens the handle itself, others when a request needs it there; where no worker has a GPU
+                all do at once, and copy through the host
 
     REGISTERING ──▶ REGISTERED ──unregister──▶ UNREGISTERING: its name is free, and it is listed until no request uses it
                      │      ▲
@@ -32,6 +33,7 @@ from daemon.regions.end_watch import EndWatch
 from daemon.regions.region_record import Region, RegionHolder, RegionState, Registration, is_owner
 from shm import descriptors
 from shm.control_records import RegionPlace
+from shm.device_names import gpu_of
 from shm.errors import AlreadyExists, InvalidArgument, ServingError, Unavailable
 from shm.operations import AwaitRegion, Peer, RegionStatus, RegisterCudaRegion, UnregisterRegion
 
@@ -53,12 +55,14 @@ class RegionRegistry:
         workers: Callable[[], Iterable[RegionHolder]],
         devices: Callable[[], Sequence[str]],
         publish: Callable[[RegionPlace], None],
+        gpus_each: int = 1,
     ) -> None:
-        """``publish`` tells the fronts, in order, before the registration is answered."""
+        """``publish`` tells the fronts, in order, before the registration is answered. ``gpus_each``: of one GPU worker."""
         self._options = options
         self._workers = workers
         self._devices = devices
         self._publish = publish
+        self._gpus_each = gpus_each
         #: Those whose names are taken.
         self._regions: dict[str, Region] = {}
         #: Those that were unregistered while requests used them.
@@ -128,7 +132,7 @@ class RegionRegistry:
             # Who took the new one has the old one no more, and who came meanwhile has neither.
             region.holders -= renewal.holders
             region.state = RegionState.REGISTERED
-            lacking = [worker for worker in self._able(region) if worker.incarnation not in region.holders]
+            lacking = [worker for worker in self._workers() if worker.incarnation not in region.holders]
             await asyncio.gather(*(self._restore_one(region, worker, renews=True) for worker in lacking))
             if region.watch is not None:
                 region.watch.resume()
@@ -163,28 +167,26 @@ class RegionRegistry:
         task.add_done_callback(self._tasks.discard)
 
     def _device_of(self, request: RegisterCudaRegion) -> str:
-        """Raises InvalidArgument: no worker has that GPU."""
-        gpus = [device for device in self._devices() if device.startswith("cuda:")]
+        """The first GPU of the workers that have that one; "": no worker has any. Raises InvalidArgument: none has that one."""
+        gpus = {gpu for device in self._devices() if (gpu := gpu_of(device))}
         if not gpus:
             return ""
-        device = f"cuda:{request.device_id}"
-        if device not in gpus:
+        each = self._gpus_each
+        gpu = f"cuda:{request.device_id - request.device_id % each}"
+        if gpu not in gpus:
             raise InvalidArgument(
                 f"failed to register shared memory region '{request.name}': no worker has GPU {request.device_id}, "
-                f"the server uses {len(gpus)} GPUs, counted from 0"
+                f"the server uses {len(gpus) * each} GPUs, counted from 0"
             )
-        return device
+        return gpu
 
     def _placed(self, region: Region) -> bool:
         """Whether a request that names it cannot go to just any worker."""
         return bool(region.device) and len(self._devices()) > 1
 
-    def _able(self, region: Region) -> list[RegionHolder]:
-        return [worker for worker in self._workers() if region.device in ("", worker.device)]
-
     async def _spread(self, region: Region, renews: bool = False) -> None:
-        """Until every worker that can use it has it, also those that came meanwhile."""
-        while missing := [worker for worker in self._able(region) if worker.incarnation not in region.holders]:
+        """Until every worker has it, also those that came meanwhile."""
+        while missing := [worker for worker in self._workers() if worker.incarnation not in region.holders]:
             # The descriptor of the first is what all others get: one object, whatever becomes of the name.
             several = missing if region.fd >= 0 or region.kind == "cuda" else missing[:1]
             results = await asyncio.gather(
@@ -193,7 +195,7 @@ class RegionRegistry:
             for worker, result in zip(several, results, strict=True):
                 if isinstance(result, BaseException) and worker.alive:
                     raise result
-        if not region.holders:
+        if not any(worker.incarnation in region.holders and region.is_near(worker) for worker in self._workers()):
             of = f" of GPU {region.device.removeprefix('cuda:')}" if region.device else ""
             raise Unavailable(
                 f"failed to register shared memory region '{region.request.name}': no worker{of} is running"
@@ -202,6 +204,8 @@ class RegionRegistry:
     @classmethod
     async def _put(cls, region: Region, worker: RegionHolder, renews: bool) -> None:
         request = msgspec.structs.replace(region.request, renews=renews)
+        if isinstance(request, RegisterCudaRegion):
+            request = msgspec.structs.replace(request, near=region.is_near(worker))
         given = (region.fd,) if region.fd >= 0 else ()
         answer, fds = await worker.call(request, *given)
         try:
@@ -227,11 +231,7 @@ class RegionRegistry:
 
     async def restore(self, worker: RegionHolder) -> None:
         """Gives a new worker every registered region, before it gets requests."""
-        regions = [
-            region
-            for region in self._regions.values()
-            if region.state is RegionState.REGISTERED and region.device in ("", worker.device)
-        ]
+        regions = [region for region in self._regions.values() if region.state is RegionState.REGISTERED]
         await asyncio.gather(*(self._restore_one(region, worker) for region in regions))
 
     async def _restore_one(self, region: Region, worker: RegionHolder, renews: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Which worker a request goes to: of those that have its model and its regions, the one with the fewest requests in flight.
+"""Which worker a request goes to: of those that have its model, near its regions, the one with the fewest requests in flight.
 
 What requests of a form can be run by is remembered until anything changes that it depends on: the table of models, the places of
 regions, the lanes. Of one of a model that keeps sequences that alone is remembered: each request goes to the worker that has
@@ -14,10 +14,10 @@ import msgspec
 
 from daemon.submit.model_table import ModelTable
 from daemon.submit.pending import Pending, Worker
-from daemon.submit.region_places import RegionPlaces
+from daemon.submit.region_places import RegionPlaces, is_meant_for, nearest
 from daemon.submit.routing import Routing, SequencedModel, lost
 from shm.control_records import ModelGone, ModelState, RegionPlace
-from shm.errors import InvalidArgument, NotFound, Unavailable
+from shm.errors import NotFound, Unavailable
 from shm.forms import MAX_FORMS, Form
 from shm.messages import Submit
 
@@ -84,15 +84,14 @@ class Choice:
         self._forget()
 
     def region_placed(self, place: RegionPlace) -> None:
-        """Requests that name the region go to that device from now on."""
+        """Requests that name the region go to that GPU from now on, if their model is there."""
         self._places.update(place)
         self._forget()
 
     def find(self, pending: Pending) -> Worker | None:
         """The one for that request; None: there is none now.
 
-        Raises: NotFound: there is no such model.  InvalidArgument: it names regions of two GPUs, or of another one than its
-          sequence is on.  Unavailable: its sequence was lost.
+        Raises: NotFound: there is no such model.  Unavailable: its sequence was lost.
         """
         form = pending.form
         sequenced = self._sequenced.get(form)
@@ -100,7 +99,7 @@ class Choice:
             return self._routing.find(pending, sequenced, "")
         submit = pending.submit
         state = self._table.find(submit.model, submit.version)
-        device = self._places.device_of(submit) if self._places else ""
+        gpu = self._places.gpu_of(submit) if self._places else ""
         if state.sticky:
             # A request of no sequence goes anywhere, to be refused.
             if pending.record.sequence_id:
@@ -109,13 +108,15 @@ class Choice:
                     if len(self._sequenced) >= MAX_FORMS:
                         self._sequenced.clear()
                     self._sequenced[form] = sequenced
-                return self._routing.find(pending, sequenced, device)
+                return self._routing.find(pending, sequenced, gpu)
             form = None
         workers: list[Worker] = []
         for incarnation in state.workers:
             worker = self._workers.get(incarnation)
-            if worker is not None and not worker.closed and (not device or worker.device == device):
+            if worker is not None and not worker.closed:
                 workers.append(worker)
+        if gpu:
+            workers = [*nearest(workers, gpu, state)]
         if not workers:
             return None
         if form is not None:
@@ -135,11 +136,10 @@ class Choice:
         state = self.state_of(pending.submit)
         return bool(pending.record.sequence_id) and state is not None and state.sticky
 
-    def device_of(self, submit: Submit) -> str:
-        """Where all of its regions are; "": anywhere, or nowhere."""
-        with contextlib.suppress(InvalidArgument):
-            return self._places.device_of(submit)
-        return ""
+    def gpu_of(self, submit: Submit) -> str:
+        """The GPU whose worker it waits for, because of its regions; "": any worker."""
+        gpu, state = self._places.gpu_of(submit), self.state_of(submit)
+        return gpu if state is not None and is_meant_for(state, gpu) else ""
 
     def __repr__(self) -> str:
         return f"<Choice of {len(self._workers)} workers>"

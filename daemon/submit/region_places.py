@@ -1,56 +1,59 @@
-"""Which device a request must go to because of the regions it names. Told by the supervisor, asked by the submitter.
+"""Which GPU a request should go to because of the regions it names. Told by the supervisor, asked by the submitter.
 
-Empty unless there are several GPU workers and clients have registered CUDA regions: everything else is on every worker.
+Empty unless there are several workers, some of them on GPUs, and clients have registered CUDA regions: everything else is as near
+to each worker. A worker on another device can use such a region as well, by a copy between the two.
 """
 
 from __future__ import annotations
 
-from shm.control_records import RegionPlace
-from shm.errors import InvalidArgument
+from collections.abc import Sequence
+
+from daemon.submit.pending import Worker
+from shm.control_records import ModelState, RegionPlace
+from shm.device_names import gpu_of
 from shm.messages import RegionSlice, Submit
 
 
 class RegionPlaces:
-    """Region name -> device name, of one front."""
+    """Region name -> GPU, of one front."""
 
     def __init__(self) -> None:
-        self._devices: dict[str, str] = {}
+        self._gpus: dict[str, str] = {}
 
     def update(self, place: RegionPlace) -> None:
         """A region came or went."""
         if place.device:
-            self._devices[place.region] = place.device
+            self._gpus[place.region] = place.device
         else:
-            self._devices.pop(place.region, None)
+            self._gpus.pop(place.region, None)
 
     def __bool__(self) -> bool:
-        return bool(self._devices)
+        return bool(self._gpus)
 
-    def device_of(self, submit: Submit) -> str:
-        """The only device whose worker has every region that the request names; "": any will do.
-
-        Raises: InvalidArgument: it names regions of two GPUs.
-        """
-        found, first = "", ""
-        for name in _regions(submit):
-            device = self._devices.get(name, "")
-            if device and found and device != found:
-                raise InvalidArgument(
-                    f"shared memory region '{first}' is on GPU {_index(found)} and region '{name}' on GPU {_index(device)}; "
-                    "a request can use regions of one GPU only"
-                )
-            if device and not found:
-                found, first = device, name
-        return found
+    def gpu_of(self, submit: Submit) -> str:
+        """The GPU that has most of the bytes that the request has in regions, "cuda:1"; "": any will do."""
+        sizes: dict[str, int] = {}
+        for place in _regions(submit):
+            if gpu := self._gpus.get(place.region, ""):
+                sizes[gpu] = sizes.get(gpu, 0) + place.byte_size
+        return max(sizes, key=lambda gpu: sizes[gpu], default="")
 
     def __repr__(self) -> str:
-        return f"<RegionPlaces {len(self._devices)} regions>"
+        return f"<RegionPlaces {len(self._gpus)} regions>"
 
 
-def _regions(submit: Submit) -> list[str]:
-    inputs = [tensor.place.region for tensor in submit.inputs if isinstance(tensor.place, RegionSlice)]
-    return inputs + [output.region.region for output in submit.outputs if output.region is not None]
+def nearest(workers: Sequence[Worker], gpu: str, state: ModelState) -> Sequence[Worker]:
+    """Those of a model's workers to choose from: on that GPU, none while they are replaced; all, if it is not meant for it."""
+    if not is_meant_for(state, gpu):
+        return workers
+    return [worker for worker in workers if gpu_of(worker.device) == gpu]
 
 
-def _index(device: str) -> str:
-    return device.removeprefix("cuda:")
+def is_meant_for(state: ModelState, gpu: str) -> bool:
+    """Whether the model is loaded by workers of that GPU, when they are there; "": of any."""
+    return bool(gpu) and (not state.devices or any(gpu_of(device) == gpu for device in state.devices))
+
+
+def _regions(submit: Submit) -> list[RegionSlice]:
+    inputs = [tensor.place for tensor in submit.inputs if isinstance(tensor.place, RegionSlice)]
+    return inputs + [output.region for output in submit.outputs if output.region is not None]

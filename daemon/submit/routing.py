@@ -16,15 +16,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated
 
 import msgspec
 
 from daemon.submit.lost_sequences import LostSequences
 from daemon.submit.pending import Pending, Worker
+from daemon.submit.region_places import nearest
 from shm.control_records import ModelState
-from shm.errors import InvalidArgument, Unavailable
+from shm.errors import Unavailable
 from shm.sequence_keys import Key, SequenceKeys
 from shm.sequence_page import SequenceState
 
@@ -64,12 +65,12 @@ class Routing:
         """What its requests need of a model, until it changes."""
         return self._models.get((state.name, state.version)) or self._learn(state)
 
-    def find(self, pending: Pending, model: SequencedModel, device: str) -> Worker | None:
+    def find(self, pending: Pending, model: SequencedModel, gpu: str) -> Worker | None:
         """The worker for a request of a sequence. None: the one that has it cannot be asked now, or there is none.
 
         Args:
-          device: where the regions of the request are; "": anywhere.
-        Raises: Unavailable: it was lost.  InvalidArgument: it is on another GPU than the request's regions.
+          gpu: where the regions of the request are; "": anywhere. A sequence stays where it is, whatever its requests name.
+        Raises: Unavailable: it was lost.
         """
         record, state = pending.record, model.state
         key = pending.sequence = model.keys.key(record.sequence_id)
@@ -81,23 +82,18 @@ class Routing:
             if record.sequence_start:
                 self._lost.forget(key)
                 if worker is None or worker.closed:
-                    worker = self._place(key, model.keys.slots, state, device)
+                    worker = self._place(key, model.keys.slots, state, gpu)
                 self._note(key, pending)
             elif worker is None:
                 if self._lost.holds(key, model.idle_seconds, self._clock()):
                     raise lost(pending)
-                worker = max(self._candidates(state, device), key=lambda each: _rank(key, each), default=None)
+                worker = max(self._candidates(state, gpu), key=lambda each: _rank(key, each), default=None)
         else:
             worker = first.worker
             if record.sequence_start and worker is not None:
                 self._note(key, pending)
         if worker is None or worker.closed:
             return None
-        if device and device != worker.device:
-            raise InvalidArgument(
-                f"sequence {record.sequence_id} of model '{state.name}' is on {worker.device}, its request names a region "
-                f"that is on {device}"
-            )
         return worker
 
     def bury(self, worker: Worker, orphans: Iterable[Pending]) -> set[Pending]:
@@ -144,15 +140,16 @@ class Routing:
                 found, newest = worker, value
         return found
 
-    def _candidates(self, state: ModelState, device: str) -> list[Worker]:
+    def _candidates(self, state: ModelState, gpu: str) -> Sequence[Worker]:
         """Those that would take a new sequence."""
         found = [self._workers[number] for number in state.workers if number in self._workers]
-        return [worker for worker in found if not worker.closed and (not device or worker.device == device)]
+        found = [worker for worker in found if not worker.closed]
+        return nearest(found, gpu, state) if gpu else found
 
-    def _place(self, key: Key, slots: Key, state: ModelState, device: str) -> Worker | None:
+    def _place(self, key: Key, slots: Key, state: ModelState, gpu: str) -> Worker | None:
         """Where a new sequence goes."""
         best, best_rank = None, (0, -1)
-        for worker in self._candidates(state, device):
+        for worker in self._candidates(state, gpu):
             rank = (min(1, _spare(worker, slots)), _rank(key, worker))
             if best is None or rank > best_rank:
                 best, best_rank = worker, rank

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from daemon.submit.choice import Choice
 from daemon.submit.pending import Pending
+from shm.device_names import number_of
 from shm.errors import Unavailable
 from shm.messages import Submit
 
@@ -45,8 +46,8 @@ class Workerless:
 
     def refusal(self, record: Submit) -> Unavailable:
         """What one that waited too long is answered."""
-        device = self._choice.device_of(record)
-        where = f" on GPU {device.removeprefix('cuda:')}, where its regions are," if device else ""
+        gpu = self._choice.gpu_of(record)
+        where = f" on GPU {number_of(gpu)}, where its regions are," if gpu else ""
         return Unavailable(f"no worker was ready for model '{record.model}'{where} within {self._seconds:g} s")
 
     def _ended(self, pending: Pending) -> bool:

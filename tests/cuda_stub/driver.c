@@ -21,6 +21,7 @@
  *     $CUDA_STUB_UNIFIED   host memory passes for a device's as well: XLA:CPU plays XLA on a GPU
  *     $CUDA_STUB_DELAY_US  how long each queued copy takes (0)
  *     $CUDA_STUB_READ_ONLY host memory that is only read can be registered as such, and the device's attribute says so
+ *     $CUDA_STUB_PEERS     devices have access to each other: handles of one's memory open in a context of another
  *     $CUDA_STUB_LOCKABLE  how many bytes the system lets a process register (all)
  *     $CUDA_STUB_FREED     what a copy of memory finds that its owner has freed: "refused" (when it is asked for), "fault" (when its
  *                          turn comes, and the context is lost), "there" (the former bytes)
@@ -50,7 +51,7 @@
 
 enum {
     SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101,
-    INVALID_CONTEXT = 201, ALREADY_MAPPED = 208, NOT_FOUND = 500, NOT_READY = 600,
+    INVALID_CONTEXT = 201, ALREADY_MAPPED = 208, PEER_ACCESS_UNSUPPORTED = 217, NOT_FOUND = 500, NOT_READY = 600,
     ILLEGAL_ADDRESS = 700, HOST_ALREADY_REGISTERED = 712, HOST_NOT_REGISTERED = 713, NOT_SUPPORTED = 801, UNKNOWN = 999,
 };
 enum { REGISTER_PORTABLE = 1, REGISTER_DEVICE_MAP = 2, REGISTER_READ_ONLY = 8 };
@@ -119,7 +120,7 @@ static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 static allocation_t *allocations;
 static pinned_t *pinned;
 static context_t contexts[MAX_DEVICES];
-static int visible[MAX_DEVICES], visible_count, initialized, hidden, unified, delay_us, read_only;
+static int visible[MAX_DEVICES], visible_count, initialized, hidden, unified, delay_us, read_only, peers;
 static enum { REFUSED, FAULT, THERE } freed;
 static uint64_t lockable = UINT64_MAX;
 static uint32_t next_id;
@@ -319,6 +320,7 @@ API CUresult cuInit(unsigned flags) {
         hidden = getenv("CUDA_STUB_HIDDEN") != NULL;
         unified = getenv("CUDA_STUB_UNIFIED") != NULL;
         read_only = getenv("CUDA_STUB_READ_ONLY") != NULL;
+        peers = getenv("CUDA_STUB_PEERS") != NULL;
         delay_us = pause ? atoi(pause) : 0;
         lockable = limit ? strtoull(limit, NULL, 10) : UINT64_MAX;
         freed = !found || !strcmp(found, "refused") ? REFUSED : !strcmp(found, "fault") ? FAULT : THERE;
@@ -454,10 +456,11 @@ static CUresult map(int32_t owner, uint32_t id, uint64_t byte_size, int device, 
     }
     if (create) {
         *control = (control_t){byte_size, device, 0};
-    } else if (control->freed || control->device != device) {
+    } else if (control->freed || (control->device != device && !peers)) {
+        CUresult result = control->freed ? INVALID_VALUE : PEER_ACCESS_UNSUPPORTED;
         munmap(control, PAGE);
         close(fd);
-        return INVALID_VALUE;
+        return result;
     } else {
         byte_size = control->byte_size;
         at = start_of(id, byte_size);

@@ -73,6 +73,7 @@ class CudaStub:
         freed: str = "refused",
         read_only: bool = False,
         lockable: int | None = None,
+        peers: bool = False,
     ) -> None:
         """
         Args:
@@ -80,6 +81,7 @@ class CudaStub:
           freed: what a copy finds where the owner has freed its memory: "refused", "fault", "there" (driver.c).
           read_only: whether host memory that is only read can be page-locked.
           lockable: how many bytes the system lets each process page-lock; None: all.
+          peers: whether devices have access to each other's memory.
         """
         self.library, self.folder = _library(), folder / "devices"
         self.folder.mkdir()
@@ -93,6 +95,8 @@ class CudaStub:
         }
         if read_only:
             self.environment["CUDA_STUB_READ_ONLY"] = "1"
+        if peers:
+            self.environment["CUDA_STUB_PEERS"] = "1"
         if lockable is not None:
             self.environment["CUDA_STUB_LOCKABLE"] = str(lockable)
 

@@ -9,6 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,20 @@ def daemon(leaves_nothing: None, stub: CudaStub, tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture
+def several(tmp_path: Path) -> Iterator[tuple[CudaStub, DaemonProcess]]:
+    """Two GPUs with access to each other's memory, and a model on the second alone."""
+    (tmp_path / "cuda").mkdir()
+    stub, repository = CudaStub(tmp_path / "cuda", devices=2, peers=True), tmp_path / "repository"
+    repositories.write_model(repository, "twice", _MODEL.replace("SIZE", "n"), "instance_group { gpus: [ 1 ] }")
+    (tmp_path / "daemon").mkdir()
+    options = {"workers": {"device": "cuda", "single_thread_flops": 0}}
+    environment = stub.gpu_environment | {"CUDA_VISIBLE_DEVICES": "0,1"}
+    with DaemonProcess(tmp_path / "daemon", [repository], options, environment=environment) as running:
+        running.wait_ready()
+        yield stub, running
+
+
+@pytest.fixture
 def client(daemon: DaemonProcess) -> Iterator[httpclient.InferenceServerClient]:
     with httpclient.InferenceServerClient(daemon.url, network_timeout=PATIENCE) as client:
         yield client
@@ -73,11 +88,11 @@ def body(values: np.ndarray) -> Any:
 
 
 class Calls:
-    """Of the daemon's worker, since the last look."""
+    """Of the daemon's workers, since the last look."""
 
     def __init__(self, stub: CudaStub, daemon: DaemonProcess) -> None:
-        (worker,) = daemon.workers
-        self._look: Callable[[], Counter[str]] = lambda: stub.calls(worker.pid)
+        pids = [worker.pid for worker in daemon.workers]
+        self._look: Callable[[], Counter[str]] = lambda: sum(map(stub.calls, pids), Counter())
         self._seen = self._look()
 
     def made(self) -> dict[str, int]:
@@ -157,3 +172,31 @@ def test_tensors_on_the_device(stub: CudaStub, daemon: DaemonProcess, client: An
             assert np.array_equal(owner.get("g", np.bool_, values.shape, 3 * MIB), values > 0)
         finally:
             client.unregister_cuda_shared_memory("g")
+
+
+@pytest.mark.parametrize("size", [1 << 10, MIB])
+def test_tensors_on_another_device(several: tuple[CudaStub, DaemonProcess], size: int) -> None:
+    """Where the model has no instance on their GPU each of them is one copy between the two, and all of it is counted."""
+    stub, daemon = several
+    environment = os.environ | stub.environment | {"CUDA_VISIBLE_DEVICES": "0,1"}
+    with (
+        CudaOwner(environment) as owner,
+        httpclient.InferenceServerClient(daemon.url, network_timeout=PATIENCE) as client,
+    ):
+        # The GPU of most bytes has no instance, and that is said of the model, not of the request.
+        for name, device in (("far", 0), ("near", 1)):
+            client.register_cuda_shared_memory(name, owner.create(name, 4 * MIB, device), device, 4 * MIB)
+        values = np.arange(size // 4, dtype=np.float32) - 1
+        owner.put("far", values)
+        given = in_region("x", "FP32", (1, size // 4), "far", size, 0)
+        for y, up in (("far", "far"), ("near", "far")):
+            wanted = [out_region("y", y, size, 2 * MIB), out_region("up", up, size // 4, 3 * MIB)]
+            client.infer("twice", [given], outputs=wanted)
+            calls, (_, copied) = Calls(stub, daemon), executions(client, "twice")
+            for _ in range(COUNT):
+                client.infer("twice", [given], outputs=wanted)
+            assert calls.made() == {WITHIN: 3 * COUNT, WAIT: 2 * COUNT}
+            assert executions(client, "twice")[1] - copied == COUNT * (2 * size + size // 4)
+            assert np.array_equal(owner.get(y, np.float32, values.shape, 2 * MIB), 2 * values)
+            assert np.array_equal(owner.get(up, np.bool_, values.shape, 3 * MIB), values > 0)
+        client.unregister_cuda_shared_memory()

@@ -1,7 +1,7 @@
 """A worker's GPU: inputs brought together on it, outputs left on it, and what of its memory XLA may take.
 
     CUDA region, aligned to 256, alone in its batch  ─▶ used where it lies
-    CUDA region otherwise                            ─▶ device to device into the staging buffer
+    CUDA region otherwise, or on another GPU         ─▶ device to device into the staging buffer
     arena, system region, body; small                ─▶ brought together on the host (``host_staging.py``), one transfer into it
                                 large                ─▶ host to device into it; a transfer and nothing else where pages are locked
 
@@ -96,6 +96,7 @@ class CudaDevice:
                 and only.pointer % ALIGNMENT == 0
                 and only.nbytes
                 and dtype != np.bool_
+                and not only.region.peer
             ):
                 arguments[name] = self._view(only.pointer, dtype, shape)
             else:

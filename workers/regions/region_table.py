@@ -29,12 +29,14 @@ class RegionTable:
     def __init__(
         self, policy: RegionPolicy, driver: Driver, gpu: int | None, pinned: PinnedMemory | None = None
     ) -> None:
-        """``gpu``: the worker's, as the daemon counts; None: a CPU worker, which opens regions of any GPU it can see."""
+        """``gpu``: the worker's first, as the daemon counts; None: a CPU worker, which opens regions of any GPU it can see."""
         self._pinned = pinned
         self._policy = policy
         self._driver = driver
         self._gpu = gpu
         self._regions: dict[str, AnyRegion] = {}
+        #: Memory of GPUs that other workers have, which no request has needed here so far.
+        self._elsewhere: dict[str, RegisterCudaRegion] = {}
         #: Regions whose requests are not done.
         self._leaving: list[AnyRegion] = []
         #: Whom to tell when those are closed.
@@ -79,27 +81,39 @@ class RegionTable:
         return region, access
 
     def register_cuda(self, record: RegisterCudaRegion) -> None:
-        """Opens a client's GPU memory.
+        """Opens a client's GPU memory, or remembers how: what it costs to have another GPU's is paid by who needs it.
 
         Raises: AlreadyExists: the name is taken.  InvalidArgument: no such GPU here, or the handle does not open.  DeviceLost.
         """
         self._check_free(record)
-        if self._gpu is not None and record.device_id != self._gpu:
-            raise InvalidArgument(
-                f"failed to register shared memory region '{record.name}': it is on GPU {record.device_id}, "
-                f"this worker has GPU {self._gpu}"
-            )
+        if record.near:
+            self._adopt(self._opened(record))
+            return
+        if (renewed := self._regions.pop(record.name, None)) is not None:
+            self._leaving.append(renewed)
+        self._elsewhere[record.name] = record
+        self.changes += 1
+        self.settle()
+
+    def _opened(self, record: RegisterCudaRegion) -> CudaRegion:
+        """Raises: as ``register_cuda``."""
+        own = self._gpu
         try:
-            # A GPU worker sees one device only.
-            context = self._driver.context(record.device_id if self._gpu is None else 0)
+            # A GPU worker sees its own devices only, and has a context of the first; the driver finds others by the handle.
+            context = self._driver.context(record.device_id if own is None else 0)
         except NoCuda as error:
             _log.warning("CUDA region '%s' is refused: %s", record.name, error)
+            if not record.near:
+                raise InvalidArgument(
+                    f"shared memory region '{record.name}' is on GPU {record.device_id}, which the model's worker cannot use"
+                ) from error
             # What Triton answers on a host without a GPU, whatever is wrong.
             raise InvalidArgument("failed to register shared memory region: invalid args") from error
-        self._adopt(CudaRegion(record.name, context, record.raw_handle, record.byte_size))
+        elsewhere = None if own in (None, record.device_id) else (record.device_id, own)
+        return CudaRegion(record.name, context, record.raw_handle, record.byte_size, elsewhere)
 
     def _check_free(self, record: RegisterSystemRegion | RegisterCudaRegion) -> None:
-        if record.name in self._regions and not record.renews:
+        if (record.name in self._regions or record.name in self._elsewhere) and not record.renews:
             raise AlreadyExists(f"shared memory region '{record.name}' already in manager")
 
     def _adopt(self, region: AnyRegion) -> None:
@@ -111,19 +125,29 @@ class RegionTable:
         self.settle()
 
     def find(self, name: str) -> AnyRegion:
-        """Raises NotFound; InvalidArgument: it lost its memory during an earlier request."""
-        try:
-            region = self._regions[name]
-        except KeyError:
-            raise NotFound(f"Unable to find shared memory region: '{name}'") from None
+        """Raises NotFound; InvalidArgument: it lost its memory in an earlier request, or cannot be opened here.  DeviceLost."""
+        region = self._regions.get(name)
+        if region is None:
+            return self._find_elsewhere(name)
         if guard.any_faults():
             check_intact((region,))
+        return region
+
+    def _find_elsewhere(self, name: str) -> CudaRegion:
+        record = self._elsewhere.get(name)
+        if record is None:
+            raise NotFound(f"Unable to find shared memory region: '{name}'")
+        region = self._opened(record)
+        del self._elsewhere[name]
+        self._adopt(region)
         return region
 
     def unregister(self, kind: str, name: str) -> int:
         """Forgets a region at once, and closes it when no request uses it. Returns how many tensors of requests are in it."""
         wanted = CudaRegion if kind == "cuda" else Region | SnapshotRegion
         region = self._regions.get(name)
+        if kind == "cuda" and self._elsewhere.pop(name, None) is not None:
+            self.changes += 1
         if region is None or not isinstance(region, wanted):
             return 0
         del self._regions[name]

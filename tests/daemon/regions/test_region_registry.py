@@ -47,6 +47,8 @@ class FakeHolder:
         self.opened = 0
         #: Of each register.
         self.access: list[str] = []
+        #: CUDA regions that it has opened, where others are only known.
+        self.near: set[str] = set()
         #: While it is not set, a request is in every region.
         self.idle = asyncio.Event()
         self.idle.set()
@@ -61,6 +63,7 @@ class FakeHolder:
         if isinstance(operation, RegisterCudaRegion):
             self.check_name(operation)
             self.regions[operation.name] = operation.device_id
+            self.near |= {operation.name} if operation.near else set()
             return b"", []
         if isinstance(operation, RegisterSystemRegion):
             self.check_name(operation)
@@ -514,12 +517,16 @@ def test_random_histories(seed: int) -> None:
 class Gpus:
     """Workers of some devices, a registry, and what the fronts are told."""
 
-    def __init__(self, *devices: str) -> None:
+    def __init__(self, *devices: str, each: int = 1) -> None:
         self.workers = [FakeHolder(i, -1) for i in range(len(devices))]
         for worker, device in zip(self.workers, devices, strict=True):
             worker.device = device
         self.told: list[RegionPlace] = []
-        self.registry = RegionRegistry(Regions(), lambda: self.workers, lambda: devices, self.told.append)
+        self.registry = RegionRegistry(Regions(), lambda: self.workers, lambda: devices, self.told.append, each)
+
+    def near(self, name: str) -> list[int]:
+        """Whose memory it is."""
+        return [worker.incarnation for worker in self.workers if name in worker.near]
 
     def holders(self, name: str) -> list[int]:
         return [worker.incarnation for worker in self.workers if name in worker.regions]
@@ -529,11 +536,12 @@ def cuda(name: str = "g", device: int = 0, raw_handle: bytes = bytes(64)) -> Reg
     return RegisterCudaRegion(name, raw_handle, device, 64)
 
 
-async def test_only_the_workers_of_a_gpu_open_its_regions() -> None:
-    gpus = Gpus("cuda:0", "cuda:1")
+async def test_only_the_workers_of_a_gpu_open_its_regions_at_once() -> None:
+    gpus = Gpus("cuda:0", "cuda:1", "cuda:1/1", "cpu:0")
     await gpus.registry.register(cuda("a", 1), TCP)
     await gpus.registry.register(cuda("b", 0), TCP)
-    assert (gpus.holders("a"), gpus.holders("b")) == ([1], [0])
+    assert (gpus.holders("a"), gpus.holders("b")) == ([0, 1, 2, 3], [0, 1, 2, 3])
+    assert (gpus.near("a"), gpus.near("b")) == ([1, 2], [0])
     assert gpus.told == [RegionPlace("a", "cuda:1"), RegionPlace("b", "cuda:0")]
     assert gpus.registry.places() == gpus.told
     gpus.registry.check_invariants()
@@ -544,7 +552,7 @@ async def test_only_the_workers_of_a_gpu_open_its_regions() -> None:
     with pytest.raises(NotFound, match="registered as CUDA shared memory, not system shared memory"):
         gpus.registry.status(RegionStatus("system", "a"))
     await gpus.registry.unregister(UnregisterRegion("system", ""), TCP)
-    assert gpus.holders("a") == [1]
+    assert gpus.holders("a") == [0, 1, 2, 3]
     await gpus.registry.unregister(UnregisterRegion("cuda", "a"), TCP)
     assert (gpus.holders("a"), gpus.told[-1]) == ([], RegionPlace("a", ""))
 
@@ -552,7 +560,7 @@ async def test_only_the_workers_of_a_gpu_open_its_regions() -> None:
 async def test_cpu_workers_all_open_a_region_of_any_gpu() -> None:
     gpus = Gpus("cpu:0", "cpu:1")
     await gpus.registry.register(cuda("a", 1), TCP)
-    assert gpus.holders("a") == [0, 1]
+    assert gpus.holders("a") == gpus.near("a") == [0, 1]
     assert gpus.told == gpus.registry.places() == []
 
 
@@ -589,11 +597,21 @@ async def test_a_gpu_whose_worker_is_being_replaced() -> None:
     fresh.device = "cuda:1"
     gpus.workers.append(fresh)
     await gpus.registry.restore(fresh)
-    assert gpus.holders("a") == [7]
+    assert (gpus.holders("a"), gpus.near("a")) == ([0, 7], [7])
     other = FakeHolder(8, -1)
     other.device = "cuda:0"
     await gpus.registry.restore(other)
-    assert not other.regions
+    assert (set(other.regions), other.near) == ({"a"}, set())
+
+
+async def test_memory_of_each_gpu_of_a_worker_with_several() -> None:
+    gpus = Gpus("cuda:0", "cuda:2", each=2)
+    for device in range(4):
+        await gpus.registry.register(cuda(f"g{device}", device), TCP)
+    assert [gpus.near(f"g{device}") for device in range(4)] == [[0], [0], [1], [1]]
+    assert [place.device for place in gpus.told] == ["cuda:0", "cuda:0", "cuda:2", "cuda:2"]
+    with pytest.raises(InvalidArgument, match="no worker has GPU 4, the server uses 4 GPUs, counted from 0"):
+        await gpus.registry.register(cuda("g4", 4), TCP)
 
 
 async def test_a_refusal_leaves_no_region() -> None:

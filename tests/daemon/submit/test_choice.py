@@ -11,7 +11,7 @@ from daemon.submit.choice import Choice
 from daemon.submit.model_table import ModelTable
 from daemon.submit.pending import Calling, Pending, Worker
 from shm.control_records import ModelGone, ModelState, RegionPlace
-from shm.errors import InvalidArgument, NotFound, Unavailable
+from shm.errors import NotFound, Unavailable
 from shm.forms import MAX_FORMS, Form
 from shm.messages import FormSubmit, Inline, RegionSlice, Submit, Tensor
 from shm.sequence_keys import SequenceKeys
@@ -64,12 +64,27 @@ def test_regions_of_one_device_or_none() -> None:
     choice.region_placed(RegionPlace("a", "cuda:0"))
     choice.region_placed(RegionPlace("b", "cuda:1"))
     assert choice.find(plain(asks(("b",)))) is second
-    assert (choice.device_of(asks(("b",))), choice.device_of(asks())) == ("cuda:1", "")
-    with pytest.raises(InvalidArgument, match="regions of one GPU only"):
-        choice.find(plain(asks(("a", "b"))))
-    assert choice.device_of(asks(("a", "b"))) == ""
+    assert (choice.gpu_of(asks(("b",))), choice.gpu_of(asks())) == ("cuda:1", "")
+    assert choice.find(plain(asks(("a", "b", "a")))) is first
+    # It is being replaced, and copies between GPUs are for models that are not to be there.
     choice.close(second)
     assert choice.find(plain(asks(("b",)))) is None
+    assert choice.find(plain(asks(("a", "b")))) is first
+
+
+def test_a_model_that_is_not_where_the_regions_are() -> None:
+    """Of one that is on several other devices the least loaded is chosen, as without regions."""
+    workers = [worker_of(number, device) for number, device in enumerate(("cuda:0", "cuda:1", "cuda:1/1", "cpu:0"))]
+    choice = choice_of(*workers)
+    choice.region_placed(RegionPlace("a", "cuda:0"))
+    choice.region_placed(RegionPlace("b", "cuda:1"))
+    state = ModelState("m", 1, "READY", workers=(1, 2, 3), devices=("cuda:1", "cuda:1/1", "cpu:0"))
+    choice.model_changed(state)
+    workers[1].in_flight[1] = workers[1].in_flight[2] = workers[2].in_flight[3] = plain(asks())
+    assert choice.find(plain(asks(("a",)))) is workers[3]
+    assert choice.gpu_of(asks(("a",))) == ""
+    assert choice.find(plain(asks(("b",)))) is workers[2]
+    assert choice.gpu_of(asks(("b",))) == "cuda:1"
 
 
 def test_models_that_are_not_there() -> None:

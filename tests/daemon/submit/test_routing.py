@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 from hypothesis import given, settings
 
@@ -17,7 +18,7 @@ from daemon.submit.lost_sequences import LostSequences
 from daemon.submit.pending import Calling, Pending, Worker
 from daemon.submit.routing import Routing, lost
 from shm.control_records import ModelState
-from shm.errors import InvalidArgument, Unavailable
+from shm.errors import Unavailable
 from shm.forms import Form
 from shm.messages import FormSubmit, Inline, Submit, Tensor
 from shm.sequence_keys import Key, SequenceKeys
@@ -32,7 +33,8 @@ IDLE = 5
 class Fleet:
     """Workers with real pages, and fronts that route to them."""
 
-    def __init__(self, count: int, slots: int = 100) -> None:
+    def __init__(self, count: int, platform: str = "cpu", slots: int = 100) -> None:
+        self.platform = platform
         self.pages = [SequencePage.create(64) for _ in range(count)]
         self.now = 0.0
         self.numbers = itertools.count(1)
@@ -60,7 +62,7 @@ class Front:
         self.fleet = fleet
         self.in_flight: dict[int, Pending] = {}
         self.workers = [
-            Worker(number, f"cpu:{number}", *cast(Any, (None, None)), SequencePage.attach(os.dup(page.fd)))
+            Worker(number, f"{fleet.platform}:{number}", *cast(Any, (None, None)), SequencePage.attach(os.dup(page.fd)))
             for number, page in enumerate(fleet.pages)
         ]
         self.alive = dict(enumerate(self.workers))
@@ -79,16 +81,16 @@ class Front:
         pending = self.in_flight[number] = Calling(lambda completion, lane: None, record=own, form=FORM)
         return pending
 
-    def find(self, pending: Pending, device: str = "") -> int | None:
+    def find(self, pending: Pending, gpu: str = "") -> int | None:
         """The number of its worker, which has it from now on."""
-        worker = pending.worker = self.routing.find(pending, self.routing.model(self.state), device)
+        worker = pending.worker = self.routing.find(pending, self.routing.model(self.state), gpu)
         if worker is None:
             return None
         worker.in_flight[pending.record.request_id] = pending
         return worker.incarnation
 
-    def send(self, who: int | str, flags: str = "", device: str = "") -> int | None:
-        return self.find(self.make(who, flags), device)
+    def send(self, who: int | str, flags: str = "", gpu: str = "") -> int | None:
+        return self.find(self.make(who, flags), gpu)
 
     def answered(self) -> None:
         """Everything that was sent."""
@@ -203,15 +205,17 @@ def test_starts_that_no_page_tells_of_take_slots_as_well(fleet: Fleet) -> None:
     assert front.send(20, "S") == 0
 
 
-def test_a_region_on_another_gpu_than_the_sequence_is_refused(fleet: Fleet) -> None:
+def test_regions_decide_where_a_sequence_begins_and_not_where_it_goes_on() -> None:
+    fleet = Fleet(3, "cuda")
     front = fleet.front()
     admit(fleet, 0, 5)
-    assert front.send(5, device="cpu:0") == 0
-    words = r"^sequence 5 of model 'm' is on cpu:0, its request names a region that is on cpu:1$"
-    with pytest.raises(InvalidArgument, match=words):
-        front.send(5, device="cpu:1")
-    assert {front.send(who, "S", device="cpu:1") for who in range(10, 30)} == {1}
-    assert front.send(40, "S", device="cpu:7") is None
+    assert [front.send(5, gpu=f"cuda:{number}") for number in range(3)] == [0, 0, 0]
+    assert {front.send(who, "S", gpu="cuda:1") for who in range(10, 30)} == {1}
+    assert front.send(40, "S", gpu="cuda:7") is None
+    front.state = msgspec.structs.replace(front.state, devices=("cuda:0", "cuda:1", "cuda:2"))
+    front.routing.model_changed("m", 1)
+    assert len({front.send(who, "S", gpu="cuda:7") for who in range(50, 70)}) > 1
+    fleet.close()
 
 
 def test_what_was_never_begun_goes_to_some_worker(fleet: Fleet) -> None:
