@@ -60,7 +60,7 @@ def export(
     Raises: shm.errors.InvalidArgument: a declaration is wrong, or the function cannot be exported; it says why.
     """
     # Imported here: ``load`` needs no JAX.
-    from workers.models.exporting import export_model
+    from workers.declarations.exporting import export_model
 
     return export_model(folder, function, parameters, inputs, max_batch_size, buckets, platforms)
 

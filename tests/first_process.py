@@ -36,7 +36,7 @@ _MODULES = (
     "daemon.http.server",
     "daemon.grpc.server",
     "workers.check",
-    "workers.models.loader",
+    "workers.loading.loader",
     "workers.worker",
     "workers.devices.device_cuda",
     "workers.imports.import_system",

@@ -22,7 +22,7 @@ OURS = {
         *("tensord", "config", "shm.arrays", "shm.errors", "shm.messages", "daemon.cli", "daemon.ctl"),
         *(
             "daemon.models.repository",
-            "workers.models.exporting",
+            "workers.declarations.exporting",
             "workers.models.model_version",
             "workers.local_worker",
         ),
@@ -58,9 +58,13 @@ INSIDE = {
     "workers.python_backend": ("requests", "calls"),
     "workers.imports": ("calls", "python_backend"),
     "workers.programs": ("scheduling", "compiling", "native", "tensors", "devices", "regions", "requests"),
+    "workers.declarations": ("scheduling", "tensors", "devices", "requests", "programs"),
     "workers.models": (
         *("scheduling", "threads", "native", "tensors", "devices", "requests", "calls", "python_backend", "imports"),
-        "programs",
+        *("programs", "declarations"),
+    ),
+    "workers.loading": (
+        *("scheduling", "threads", "tensors", "devices", "calls", "imports", "programs", "declarations", "models"),
     ),
     "workers.dispatch": (
         *(
@@ -77,7 +81,8 @@ INSIDE = {
         ),
     ),
     "workers": (
-        *("threads", "native", "calls", "imports", "devices", "regions", "requests", "programs", "models", "dispatch"),
+        *("threads", "native", "calls", "imports", "devices", "regions", "requests", "programs", "models", "loading"),
+        "dispatch",
     ),
 }
 #: Libraries that only some files may import: they are heavy, or they are a border where foreign errors stop.

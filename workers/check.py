@@ -33,7 +33,7 @@ from workers.devices.device import DeviceName, NoDevice
 if TYPE_CHECKING:
     from workers.calls.call import Call
     from workers.calls.caller import ModelPort
-    from workers.models.loader import Loader
+    from workers.loading.loader import Loader
 
 
 class Apart:
@@ -81,7 +81,7 @@ def main() -> None:
     # Imported after the environment is set.
     from workers.devices import device_cuda
     from workers.imports import import_system
-    from workers.models.loader import Loader
+    from workers.loading.loader import Loader
     from workers.threads.inbox import Inbox
 
     if device_name.platform == "cpu":

@@ -39,9 +39,9 @@ from shm.operations import (
 )
 from shm.progress import Loading
 from workers.daemon_operations import DaemonOperations
-from workers.models.ensemble_members import joined
+from workers.loading.ensemble_members import joined
+from workers.loading.loader import Loader
 from workers.models.loaded_model import LoadedModel
-from workers.models.loader import Loader
 from workers.models.model_table import ModelTable
 from workers.models.model_version import ModelVersion
 from workers.programs.load_progress import LoadProgress

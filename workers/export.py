@@ -37,7 +37,7 @@ def main() -> None:
 
     # Imported after the environment is set.
     from workers.imports import import_system
-    from workers.models.exported_version import export_version
+    from workers.loading.exported_version import export_version
 
     import_system.prepare()
     reason = ""

@@ -33,9 +33,9 @@ from shm.status_page import DESKS
 from workers.dispatch.inner_arrival import validate_inner
 from workers.engine import Engine
 from workers.imports import import_system
-from workers.models.ensemble_members import joined
+from workers.loading.ensemble_members import joined
+from workers.loading.loader import Loader
 from workers.models.loaded_model import LoadedModel
-from workers.models.loader import Loader
 from workers.models.model_version import ModelVersion
 from workers.programs.executable_cache import ExecutableCache, cache_directory
 from workers.programs.load_progress import LoadProgress

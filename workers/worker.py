@@ -44,8 +44,8 @@ from workers.dispatch.fast_path import FastPath
 from workers.dispatch.jitted_turns import LOOP_DESK
 from workers.dispatch.poller import Datagram, Poller
 from workers.engine import Engine
+from workers.loading.loader import Loader
 from workers.models.loaded_model import LoadedModel
-from workers.models.loader import Loader
 from workers.models.model_version import ModelVersion
 from workers.native import extensions, output_memory
 from workers.programs.outside_compiler import outside_compiler

@@ -1,1 +1,1 @@
-"""Loading models and running them: the jax and python back ends."""
+"""Models in memory: versions and their instances, how each kind runs, and what is counted of it."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shm.footprint import Footprint
+from workers.declarations.made_inputs import MadeInputs
+from workers.declarations.sequence_declaration import SequencePlan
 from workers.imports.model_imports import ModelImports
 from workers.models.instance import Instance
 from workers.models.jax_model import JaxModel
-from workers.models.made_inputs import MadeInputs
-from workers.models.sequence_declaration import SequencePlan
 from workers.models.stepped_model import SteppedModel
 from workers.requests.request import Request
 from workers.scheduling.dynamic_batcher import BatchRules

@@ -24,10 +24,10 @@ from config.model_config import ModelConfig, empty, to_json
 from shm.arrays import Array, datatype_of
 from shm.errors import Internal, InvalidArgument, ServingError, from_code
 from workers.calls.caller import Caller, ModelPort, Phase, calling
+from workers.declarations.sequence_declaration import SequencePlan
 from workers.models.author_error import describe_exception
 from workers.models.execution import Execution, own_failure
 from workers.models.outlet import PythonOutlet
-from workers.models.sequence_declaration import SequencePlan
 from workers.programs.lowering import check_output
 from workers.python_backend import interface
 from workers.python_backend.response import parameters_of

@@ -17,8 +17,8 @@ import numpy as np
 
 from shm.arrays import Array
 from shm.errors import InvalidArgument, ServingError
+from workers.declarations.step_declaration import StepDeclaration
 from workers.models.execution import describe_failure
-from workers.models.step_declaration import StepDeclaration
 from workers.models.warmup import Sample
 from workers.programs.carry import StateLost
 from workers.programs.gather_buffer import copy_into

@@ -24,9 +24,9 @@ from shm.control_records import Load
 from shm.datatypes import byte_size
 from shm.errors import InvalidArgument, ServingError
 from shm.messages import Submit
+from workers.declarations.made_inputs import MadeInputs
 from workers.models.execution import Execution, Model, run
 from workers.models.jax_model import JaxModel
-from workers.models.made_inputs import MadeInputs
 from workers.programs.run_errors import CheckDevice, works
 from workers.requests.request import Request
 from workers.tensors.signature import Signature, TensorSpec

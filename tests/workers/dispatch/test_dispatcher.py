@@ -22,7 +22,7 @@ from shm.status_page import StatusPage
 from tests.repositories import scale_model, write_model
 from tests.workers.made_requests import request_of
 from workers.dispatch.dispatcher import Dispatcher
-from workers.models.loader import Loader
+from workers.loading.loader import Loader
 from workers.models.model_table import ModelTable
 from workers.models.model_version import ModelVersion
 from workers.models.statistics import Failure

@@ -1,1 +1,1 @@
-"""Models and the ways they are run."""
+"""Models in memory and the ways they are run."""

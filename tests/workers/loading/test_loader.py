@@ -21,9 +21,9 @@ from shm.status_page import StatusPage
 from tests.repositories import write_model
 from tests.workers.made_requests import request_of
 from workers.imports import import_system
+from workers.loading.loader import Loader
 from workers.models.execution import Execution
 from workers.models.loaded_model import LoadedModel
-from workers.models.loader import Loader
 from workers.programs.executable_cache import ExecutableCache
 from workers.requests.result import Result
 from workers.scheduling.dynamic_batcher import BatchRules

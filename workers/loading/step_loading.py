@@ -1,4 +1,4 @@
-"""Brings a stepped model into memory: the part of ``workers.models.loader`` that is its own.
+"""Brings a stepped model into memory: the part of ``workers.loading.loader`` that is its own.
 
 model.py ─▶ declared ─▶ checked ─▶ create ─▶ programs: traced, checked, compiled, run once
 """
@@ -14,13 +14,13 @@ from config import model_config
 from config.model_config import ModelConfig
 from shm.control_records import Load
 from shm.errors import Unsupported
+from workers.declarations.declaration import choose_buckets
+from workers.declarations.device_choice import device_count
+from workers.declarations.request_inputs import RequestInputs
+from workers.declarations.step_declaration import StepDeclaration, check_buckets, check_stepped, created_steps
 from workers.devices.single_thread import SingleThreadDevice
 from workers.imports.model_code import python_source
-from workers.models.declaration import choose_buckets
-from workers.models.device_choice import device_count
-from workers.models.parameters import parted
-from workers.models.request_inputs import RequestInputs
-from workers.models.step_declaration import StepDeclaration, check_buckets, check_stepped, created_steps
+from workers.loading.parameters import parted
 from workers.models.stepped_model import SteppedModel
 from workers.programs.executable_cache import ExecutableCache
 from workers.programs.load_progress import LoadProgress

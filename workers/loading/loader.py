@@ -27,14 +27,9 @@ from shm.status_page import StatusPage
 from workers.calls.caller import ModelPort
 from workers.calls.desk import Desk
 from workers.calls.metric_registry import MetricRegistry
-from workers.devices import single_thread
-from workers.devices.device_cuda import CudaDevice
-from workers.devices.single_thread import SingleThreadDevice
-from workers.imports.model_imports import ModelImports
-from workers.models import artifact
-from workers.models.author_error import describe_exception
-from workers.models.created import created, is_generator
-from workers.models.declaration import (
+from workers.declarations import artifact
+from workers.declarations.created import created, is_generator
+from workers.declarations.declaration import (
     batch_rules,
     check_size,
     choose_buckets,
@@ -43,25 +38,30 @@ from workers.models.declaration import (
     queue_rules,
     read_labels,
 )
-from workers.models.device_choice import given_devices
-from workers.models.ensemble_declaration import load_ensemble
+from workers.declarations.device_choice import given_devices
+from workers.declarations.made_inputs import MadeInputs
+from workers.declarations.request_inputs import request_inputs
+from workers.declarations.sequence_declaration import SequencePlan, sequence_plan
+from workers.declarations.step_declaration import declare_steps
+from workers.devices import single_thread
+from workers.devices.device_cuda import CudaDevice
+from workers.devices.single_thread import SingleThreadDevice
+from workers.imports.model_imports import ModelImports
+from workers.loading.ensemble_declaration import load_ensemble
+from workers.loading.fused_ensemble import fuse
+from workers.loading.instance_groups import InstanceGroups, started
+from workers.loading.jax_loading import jitted_model
+from workers.loading.parameters import warn_of_keys
+from workers.loading.step_loading import load_stepped
+from workers.models.author_error import describe_exception
 from workers.models.free_state import program_signature
-from workers.models.fused_ensemble import fuse
 from workers.models.generator_model import GeneratorModel
 from workers.models.host_model import HostModel
 from workers.models.instance import Instance, Instantiated
-from workers.models.instance_groups import InstanceGroups, started
-from workers.models.jax_loading import jitted_model
 from workers.models.jax_model import JaxModel
 from workers.models.jitted_instance import JittedInstance
 from workers.models.loaded_model import LoadedModel
-from workers.models.made_inputs import MadeInputs
-from workers.models.parameters import warn_of_keys
 from workers.models.python_model import PythonModel, auto_complete
-from workers.models.request_inputs import request_inputs
-from workers.models.sequence_declaration import SequencePlan, sequence_plan
-from workers.models.step_declaration import declare_steps
-from workers.models.step_loading import load_stepped
 from workers.models.stepped_model import SteppedModel
 from workers.models.warmup import Sample, prepared_samples
 from workers.programs.carry import check_state_size

@@ -20,8 +20,8 @@ from safetensors.numpy import save_file
 
 from config.model_config import empty
 from shm.errors import InvalidArgument
-from workers.models import artifact
-from workers.models.program_file import ProgramFile
+from workers.declarations import artifact
+from workers.declarations.program_file import ProgramFile
 
 ROW = jax.ShapeDtypeStruct((2, 4), np.float32)
 Spec = jax.ShapeDtypeStruct

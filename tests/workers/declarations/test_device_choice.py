@@ -9,7 +9,7 @@ import pytest
 
 from config import model_config
 from shm.errors import InvalidArgument, Unsupported
-from workers.models.device_choice import chosen_devices, device_count, given_devices
+from workers.declarations.device_choice import chosen_devices, device_count, given_devices
 
 #: Only their number and order count.
 DEVICES = ("a", "b", "c", "d")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from config.model_config import ModelConfig
-from workers.models.control_inputs import ControlInputs, control_inputs
+from workers.declarations.control_inputs import ControlInputs, control_inputs
 from workers.requests.request import Request, controls_of
 from workers.scheduling.direct_batcher import DirectBatcher, DirectRules
 from workers.scheduling.dynamic_batcher import BatchRules

@@ -14,7 +14,7 @@ from google.protobuf import text_format
 import tensord.models
 from config.model_config import empty
 from shm.errors import InvalidArgument
-from workers.models import artifact
+from workers.declarations import artifact
 
 INPUTS = {"x": "FP32[width]", "scale": "FP32[1]"}
 

@@ -11,7 +11,7 @@ import pytest
 from config.model_config import empty
 from shm.errors import InvalidArgument
 from shm.messages import Parameter, Submit
-from workers.models.request_inputs import RequestInputs, request_inputs
+from workers.declarations.request_inputs import RequestInputs, request_inputs
 
 
 def of_module(declared: object, host: bool = False, batches: bool = True) -> RequestInputs | None:

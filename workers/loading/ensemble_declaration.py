@@ -7,8 +7,8 @@ from pathlib import Path
 from config import ensemble_fusion, model_checks, model_config
 from config.model_config import ModelConfig
 from shm.control_records import Load
+from workers.declarations.declaration import read_labels
 from workers.imports.model_imports import ModelImports
-from workers.models.declaration import read_labels
 from workers.models.loaded_model import LoadedModel
 from workers.scheduling.dynamic_batcher import BatchRules
 from workers.scheduling.ensemble_graph import EnsembleGraph, Step
@@ -17,7 +17,7 @@ from workers.tensors.signature import signature
 
 
 def load_ensemble(record: Load, message: ModelConfig, imports: ModelImports, max_queue_size: int) -> LoadedModel:
-    """What it takes from its members it gets when it is adopted (``workers.models.ensemble_members``)."""
+    """What it takes from its members it gets when it is adopted (``workers.loading.ensemble_members``)."""
     model_config.complete(message)
     model_checks.check(message, whole=True)
     return LoadedModel(

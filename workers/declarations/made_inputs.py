@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from shm.arrays import Array
 from shm.errors import InvalidArgument
-from workers.models.control_inputs import ControlInputs
-from workers.models.request_inputs import RequestInputs
+from workers.declarations.control_inputs import ControlInputs
+from workers.declarations.request_inputs import RequestInputs
 from workers.requests.request import Request
 from workers.tensors.signature import TensorSpec
 

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from shm.errors import InvalidArgument
-from workers.models.request_inputs import RequestInputs
+from workers.declarations.request_inputs import RequestInputs
 from workers.tensors.signature import Signature
 from workers.tensors.tensor_trees import is_tree, taking_trees
 

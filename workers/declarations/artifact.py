@@ -25,7 +25,7 @@ from config.model_config import ModelConfig
 from shm.arrays import datatype_of
 from shm.errors import InvalidArgument
 from tensord.parameter_files import flat, load
-from workers.models.program_file import Leaf, ProgramFile
+from workers.declarations.program_file import Leaf, ProgramFile
 
 _log = logging.getLogger(__name__)
 #: What the batch is called in a program whose sizes vary.

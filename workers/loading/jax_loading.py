@@ -7,14 +7,14 @@ from typing import Any
 
 from config.model_config import ModelConfig
 from shm.control_records import Load
+from workers.declarations import artifact
 from workers.devices.device_cuda import CudaDevice
 from workers.devices.several_devices import SeveralDevices
 from workers.devices.single_thread import SingleThreadDevice
 from workers.imports.model_code import python_source
-from workers.models import artifact
+from workers.loading.parameters import parted
 from workers.models.free_state import FreeState, travelling
 from workers.models.jax_model import JaxModel
-from workers.models.parameters import parted
 from workers.programs.executable_cache import ExecutableCache
 from workers.programs.executables import Apply, Executables
 from workers.tensors.buckets import Buckets

@@ -16,8 +16,8 @@ from typing import Any
 
 from config.model_config import ModelConfig
 from shm.errors import InvalidArgument, Unsupported
-from workers.models.created import check_arguments
-from workers.models.request_inputs import RequestInputs
+from workers.declarations.created import check_arguments
+from workers.declarations.request_inputs import RequestInputs
 from workers.programs.lowering import is_numeric
 from workers.programs.step_program import StepFunctions
 from workers.scheduling.step_batcher import StepRules

@@ -11,12 +11,12 @@ from config import model_checks, model_config
 from config.model_config import ModelConfig
 from shm.control_records import Load
 from shm.errors import Internal, InvalidArgument, ServingError, Unsupported
+from workers.declarations.created import created
+from workers.declarations.declaration import declare_tensors
+from workers.declarations.device_choice import device_count
+from workers.declarations.exporting import write
 from workers.imports.model_imports import ModelImports
 from workers.models.author_error import describe_exception
-from workers.models.created import created
-from workers.models.declaration import declare_tensors
-from workers.models.device_choice import device_count
-from workers.models.exporting import write
 from workers.programs.precision import precision
 from workers.tensors.signature import Declared, signature
 

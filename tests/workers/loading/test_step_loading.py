@@ -14,8 +14,8 @@ from shm.errors import Internal, InvalidArgument, ServingError, Unsupported
 from shm.status_page import StatusPage
 from tests.repositories import write_model
 from workers.imports import import_system
+from workers.loading.loader import Loader
 from workers.models.loaded_model import LoadedModel
-from workers.models.loader import Loader
 from workers.programs.executable_cache import ExecutableCache
 from workers.threads.inbox import Inbox
 

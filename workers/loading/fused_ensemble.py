@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from config import ensemble_fusion, model_config
 from shm.control_records import Load
 from shm.errors import Internal, InvalidArgument, ServingError
+from workers.declarations.declaration import check_size, choose_buckets
 from workers.devices.device_cuda import CudaDevice
 from workers.devices.single_thread import SingleThreadDevice
 from workers.models.author_error import describe_exception
-from workers.models.declaration import check_size, choose_buckets
 from workers.models.jax_model import JaxModel
 from workers.models.loaded_model import LoadedModel
 from workers.programs.executable_cache import ExecutableCache

@@ -5,7 +5,7 @@
     <folder>/1/params.safetensors          where there are any
 
 One program serves all sizes: the batch and named axes are symbols in it. A function that asks for a batch as a number
-(``len(x)``) becomes a program for each size of it. ``workers.models.artifact`` reads the folder.
+(``len(x)``) becomes a program for each size of it. ``workers.declarations.artifact`` reads the folder.
 """
 
 from __future__ import annotations

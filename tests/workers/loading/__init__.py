@@ -1,0 +1,1 @@
+"""Bringing models into memory."""
