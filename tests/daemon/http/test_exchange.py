@@ -141,9 +141,10 @@ def test_those_idle_longest_make_room() -> None:
 def test_too_many_requests_in_flight() -> None:
     with serving(requests={"max_in_flight": 2}) as (front, (worker,)), contextlib.ExitStack() as stack:
         clients = [stack.enter_context(front.client()) for _ in range(2)]
+        held = []
         for client in clients:
             client.send(binary_request(bytes(10_000)))
-        held = [worker.next() for _ in clients]
+            held.append(worker.next())
         with front.client() as client:
             client.send(binary_request(bytes(10_000)))
             answer = client.answer()
