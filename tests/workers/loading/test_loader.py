@@ -277,7 +277,7 @@ def test_instances(load: Loading) -> None:
     ],
 )
 def test_refused(load: Loading, source: str, config: str, kind: type[ServingError], words: str) -> None:
-    before = set(sys.modules), list(sys.path), threading.active_count()
+    before = set(sys.modules), list(sys.path)
     with pytest.raises(kind) as caught:
         load(source, config)
     assert words in caught.value.message
