@@ -28,8 +28,9 @@ from config.model_config import ModelConfig
 from config.options import Options
 from daemon.models import ensembles
 from daemon.models.repository import FoundModel
-from daemon.processes.child import child_environment, describe_exit
+from daemon.processes.child import describe_exit
 from daemon.processes.devices import Device
+from daemon.processes.spawned import child_environment
 from daemon.progress_bar import ProgressBar
 from shm.check import CheckLoads, LoadLine, LoadOutcome, LoadStep
 from shm.errors import InvalidArgument

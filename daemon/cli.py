@@ -5,7 +5,6 @@ Exit status: 0 done, 1 a failure while serving or a bad repository, 2 a bad conf
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import importlib.metadata
 import logging
@@ -14,24 +13,23 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from config import layers, log, service_links
 from config.layers import ConfigurationError
 from config.options import Options
-from daemon import check as model_check
-from daemon import export as exporting
-from daemon import first_model, flags
-from daemon.check import Verdict
-from daemon.models import repository
-from daemon.models.repository import FoundModel
+from daemon import flags
+from daemon.processes import spawned
 from daemon.processes.devices import Device, NoDevice, find_devices
-from daemon.progress_bar import ProgressBar
 from daemon.tracing import trace_file
 from shm.errors import InvalidArgument
-from shm.footprint import Footprint
+
+if TYPE_CHECKING:
+    # Each command imports what only it needs, ``serve`` once its workers import theirs.
+    from daemon.models.repository import FoundModel
+    from shm.footprint import Footprint
 
 _log = logging.getLogger(__name__)
 #: Flags are ours to parse (see ``daemon.flags``), --config and --help are click's.
@@ -98,14 +96,23 @@ def serve(config: Path | None, watch: bool, arguments: tuple[str, ...]) -> None:
     log.configure(options.log, "supervisor")
     if foreign := layers.service_variables(os.environ):
         _log.info("%s", service_links.sentence(foreign))
-    # Imported here: `tensord check` and --help need none of it.
+    try:
+        workers = spawned.spawn_workers(options.workers, os.environ)
+    except NoDevice as error:
+        _fail(str(error), status=1)
+    except OSError as error:
+        _fail(f"cannot start: {error}", status=1)
+    import asyncio
+
     from daemon.processes.listening import ListenError
     from daemon.supervisor import Supervisor
 
-    supervisor = Supervisor(options, lambda: layers.load(config, os.environ, flags.parse(arguments)), os.environ)
+    supervisor = Supervisor(
+        options, lambda: layers.load(config, os.environ, flags.parse(arguments)), os.environ, workers
+    )
     try:
         status = asyncio.run(supervisor.run())
-    except (ListenError, NoDevice, InvalidArgument) as error:
+    except (ListenError, InvalidArgument) as error:
         _fail(str(error), status=1)
     except OSError as error:
         _fail(f"cannot start: {error}", status=1)
@@ -135,6 +142,12 @@ def check(
     """
     if arguments and not arguments[0].startswith("-"):
         config, arguments = Path(arguments[0]), arguments[1:]
+    from daemon import check as model_check
+    from daemon.check import Verdict
+    from daemon.models import repository
+    from daemon.progress_bar import ProgressBar
+    from shm.footprint import Footprint
+
     options = _options(config, arguments)
     try:
         found = repository.scan([Path(path) for path in options.repository.paths])
@@ -189,6 +202,8 @@ def _scaled(number: float, step: int, unit: str) -> str:
 
 def _placed(model: FoundModel, devices: Sequence[Device], options: Options) -> FoundModel:
     """The model with the workers that would load it, or with why none can."""
+    from daemon.models import repository
+
     try:
         return repository.placed(model, [device.name for device in devices], options)
     except InvalidArgument as error:
@@ -199,6 +214,8 @@ def _placed(model: FoundModel, devices: Sequence[Device], options: Options) -> F
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 def init_model(folder: Path) -> None:
     """Write a model to begin with into FOLDER, whose name is the model's, such as models/mine."""
+    from daemon import first_model
+
     try:
         click.echo(first_model.write(folder), nl=False)
     except InvalidArgument as error:
@@ -217,6 +234,9 @@ def export_model(model: Path, folder: Path, platforms: str) -> None:
     The newest version becomes a program of jax.export with its parameters beside it, which any tensord serves, and any JAX calls.
     That runs the model's code as whoever runs this.
     """
+    from daemon import export as exporting
+    from daemon.models import repository
+
     options = _options(None, ())
     try:
         found = repository.poll(model.absolute())

@@ -11,8 +11,9 @@ import msgspec
 
 from config.options import Options
 from daemon.models.repository import FoundModel
-from daemon.processes.child import child_environment, describe_exit
+from daemon.processes.child import describe_exit
 from daemon.processes.devices import Device
+from daemon.processes.spawned import child_environment
 from shm.check import CheckLoads, LoadOutcome
 from shm.errors import InvalidArgument
 

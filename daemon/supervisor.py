@@ -1,6 +1,6 @@
 """The supervisor: starts fronts and workers, connects them, replaces what dies, stops in order. Never touches a tensor.
 
-    1. bind the sockets, start the workers (their imports take longest), read the repositories meanwhile
+    1. bind the sockets, adopt the workers (spawned before, because their imports take longest), read the repositories
     2. start the fronts with the models as LOADING; each worker that reports gets its regions, its lanes, then its models
     3. when the first loads are settled: READY=1, and every look at the status pages feeds the watchdog
     4. a process that dies is fenced by its pidfd: fronts learn of it, a replacement starts after a delay that grows
@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,13 +35,14 @@ from daemon.operator.configuration import Configuration
 from daemon.operator.control_socket import ControlSocket
 from daemon.operator.operations import Operations
 from daemon.processes.child import Child, Front, Worker
-from daemon.processes.devices import Device, find_devices
+from daemon.processes.devices import Device
 from daemon.processes.fronts import Fronts
 from daemon.processes.gpu_watcher import GpuWatcher
 from daemon.processes.notify import Notifier
 from daemon.processes.phase import Phase
 from daemon.processes.posts import Posts
 from daemon.processes.shutdown import Shutdown
+from daemon.processes.spawned import WORKER, Spawned
 from daemon.processes.tasks import Tasks
 from daemon.processes.watchdog import Watchdog
 from daemon.processes.worker_pool import WorkerPool
@@ -65,7 +67,7 @@ class Programs:
 
     http: str = "daemon.http"
     grpc: str = "daemon.grpc"
-    worker: str = "workers"
+    worker: str = WORKER
 
 
 class Supervisor:
@@ -76,15 +78,21 @@ class Supervisor:
         options: Options,
         reread: Callable[[], Options],
         environment: Mapping[str, str],
+        spawned: Sequence[tuple[Device, Spawned]],
         programs: Programs = Programs(),
     ) -> None:
-        """``reread`` reads the configuration again, for SIGHUP; it raises ConfigurationError."""
+        """
+        Args:
+          reread: reads the configuration again, for SIGHUP; it raises ConfigurationError.
+          spawned: the workers to begin with, which are owned from the moment that the sockets are bound.
+        """
         self.phase = Phase.STARTING
         self._configuration = Configuration(options, reread)
         self._shutdown = Shutdown()
         self._tasks = Tasks(self._shutdown.fail)
         self._environment = environment
         self._next_incarnation = 1
+        self._spawned = spawned
         self._posts = Posts(options.supervisor, self._is_needed, self._give_up)
         self._notifier = Notifier(environment)
         self._bar = ProgressBar()
@@ -128,10 +136,9 @@ class Supervisor:
         self._metrics = Endpoint(options.metrics, collection.snapshot)
 
     async def run(self) -> int:
-        """From the first bind to the last child. Raises ListenError, NoDevice, InvalidArgument, OSError: it cannot start."""
+        """From the first bind to the last child. Raises ListenError, InvalidArgument, OSError: it cannot start."""
         loop = asyncio.get_running_loop()
         self._raise_open_files()
-        devices = find_devices(self.options.workers, self._environment)
         self._fronts.listen(self._environment)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._shutdown.signalled)
@@ -142,13 +149,13 @@ class Supervisor:
             await self._metrics.open()
             await control.open()
             regions.open()
-            self._workers.start_all(devices)
+            self._workers.start_all(self._spawned)
             found = await self._models.scan(self.options.repository)
             outcomes = self._models.begin(found, self.options.repository)
-            self._fronts.start_all()
+            self._fronts.start_all(max(1, len(os.sched_getaffinity(0)) - len(self._spawned)))
             if self.options.repository.control_mode == "poll":
                 self._tasks.spawn(Polling(self._models, lambda: self.options.repository, found).run())
-            if self.options.metrics.gpus and any(device.name.startswith("cuda") for device in devices):
+            if self.options.metrics.gpus and any(device.startswith("cuda") for device in self._workers.devices):
                 self._tasks.spawn(self._gpus.run(self._environment))
             self._tasks.spawn(Watchdog(self._workers, self._fronts, self._notifier, self._in_force).run())
             self._tasks.spawn(self._become_ready(outcomes))
@@ -170,7 +177,6 @@ class Supervisor:
     # --------------------------------------------------------------------------------------------------------- starting
 
     def _raise_open_files(self) -> None:
-        """Children inherit it: what a shell allows at first is less than the connections and regions of a busy day."""
         allowed = descriptors.raise_limit()
         options = self.options
         wanted = max(options.http.max_connections, options.grpc.max_connections, options.regions.max_count)
@@ -234,9 +240,7 @@ class Supervisor:
 
     def _all_up(self) -> bool:
         """Whether every post is filled, and every worker has what it should have."""
-        return all(front.ready for front in self._fronts) and all(
-            worker.ready and not worker.owed for worker in self._workers
-        )
+        return self._fronts.up() and all(worker.ready and not worker.owed for worker in self._workers)
 
     def _summary(self) -> str:
         return model_list.summary(self._models, (worker.device for worker in self._workers.ready()))

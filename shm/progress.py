@@ -17,6 +17,14 @@ class Readiness(Record, frozen=True, tag="readiness"):
     #: What a worker loads now, and how far it is.
     at: str = ""
 
+    def sentence(self) -> str:
+        """Which models serve nothing; "": none of the wanted ones."""
+        if not self.unserved:
+            return ""
+        more = f" and {self.unserved - len(self.names)} more" if self.unserved > len(self.names) else ""
+        at = f" ({self.at})" if self.at else ""
+        return f"{self.unserved} of {self.wanted} models are not served: {', '.join(self.names)}{more}{at}"
+
 
 class Loading(Record, frozen=True, tag="loading"):
     """What the loader is at: executable ``number`` of ``total``; 0 of 0 while it is not known yet how many there are."""

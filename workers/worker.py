@@ -176,6 +176,7 @@ class Worker:
         # this comes before the first is loaded. It must go on looking at the rest as often as ever: arrays of XLA can be in
         # cycles, and each may hold megabytes (measured: with rare collections a 16 MiB request took 3 ms more, for fresh pages).
         gc.freeze()
+        gc.enable()
         while self.turn():
             pass
 

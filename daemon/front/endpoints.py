@@ -15,7 +15,6 @@ import msgspec
 
 from config.options import Options
 from daemon.control.calls import Calls
-from daemon.models.readiness import sentence
 from daemon.submit.model_table import ModelTable
 from shm.errors import InvalidArgument
 from shm.operations import (
@@ -76,12 +75,12 @@ class Endpoints:
     # ------------------------------------------------------------------------------------------------ health
 
     async def unreadiness(self) -> str:
-        """Why the daemon is not ready, naming the models; "": it is. See ``daemon.models.readiness``."""
+        """Why the daemon is not ready, naming the models; "": it is. See ``shm.progress.Readiness``."""
         if self.stopping:
             return "the server is stopping"
         readiness = self._table.readiness
         if not readiness.ready:
-            return sentence(readiness) or "the server is starting"
+            return readiness.sentence() or "the server is starting"
         await self._everywhere()
         return ""
 

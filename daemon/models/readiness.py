@@ -69,12 +69,3 @@ def readiness(standing: Iterable[Standing], strict: bool) -> Readiness:
         holding = [model for model in holding if not model.stranded]
     names = tuple(model.name for model in unserved[:_MAX_NAMES])
     return Readiness(not holding, len(every), len(unserved), names)
-
-
-def sentence(ready: Readiness) -> str:
-    """Which models serve nothing; "": none of the wanted ones."""
-    if not ready.unserved:
-        return ""
-    more = f" and {ready.unserved - len(ready.names)} more" if ready.unserved > len(ready.names) else ""
-    at = f" ({ready.at})" if ready.at else ""
-    return f"{ready.unserved} of {ready.wanted} models are not served: {', '.join(ready.names)}{more}{at}"

@@ -6,14 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from daemon.models.changes import Models
-from daemon.models.readiness import sentence
 
 
 def summary(models: Models, devices: Iterable[str]) -> str:
     """One line that begins with whether the daemon is ready, as ``/v2/health/ready`` answers."""
     served = models.lifecycle.ready_models()
     listed = ", ".join(f"{name} {'+'.join(map(str, versions))}" for name, versions in served.items()) or "none"
-    ready, missing = "ready" if models.readiness.ready else "not ready", sentence(models.readiness)
+    ready, missing = "ready" if models.readiness.ready else "not ready", models.readiness.sentence()
     line = f"{ready}: {len(served)} models ({listed}) on {', '.join(devices) or 'no worker'}"
     return f"{line}; {missing}" if missing else line
 

@@ -3,7 +3,6 @@
     spawn ─▶ Start ─▶ ChildReady (a worker: with its status page) ─▶ records, calls ─▶ Stop or kill ─▶ pidfd readable ─▶ on_exit
 
 The control channel's end says nothing about the process: only the pidfd proves that it is gone and can write nowhere any more.
-Spawn from the main thread only, because the kernel's parent-death signal is tied to the spawning thread.
 """
 
 from __future__ import annotations
@@ -12,19 +11,17 @@ import asyncio
 import logging
 import os
 import signal
-import site
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from daemon.control.channel import ControlChannel
+from daemon.processes.spawned import Spawned, spawn
 from shm import descriptors, stack_report
-from shm.channel import Channel, pair
+from shm.channel import Channel
 from shm.control_records import Call, ChildReady, FromFront, FromWorker, Load, Reply, Start, Stop, Told
 from shm.errors import Unavailable, from_code
 from shm.operations import Operation
@@ -36,8 +33,6 @@ from shm.status_page import StatusPage
 _log = logging.getLogger(__name__)
 #: For a process that is about to be killed to write where it is.
 _STACK_SECONDS = 0.2
-#: Where our packages are.
-_ROOT = str(Path(__file__).parents[2])
 
 
 class Child:
@@ -79,30 +74,23 @@ class Child:
         self, options: bytes, arguments: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int] = ()
     ) -> None:
         """Starts the process. ``options``: ``config.options.Options`` as msgpack. Raises OSError: there is no room for it."""
-        ours, theirs = pair()
+        self.adopt(spawn(self.module, arguments, environment, pass_fds), options)
+
+    def adopt(self, spawned: Spawned, options: bytes) -> None:
+        """Owns a process that was started, and tells it to begin. ``options`` as of ``spawn``. Raises OSError as that."""
         try:
-            self._stack_fd = stack_report.create()
-            self._process = subprocess.Popen(
-                # -P: a folder named like one of our packages in the working directory must not be imported instead.
-                [sys.executable, "-P", "-m", self.module, "--control-fd", str(theirs.fileno()), *arguments],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), *pass_fds),
-                env=child_environment(environment),
-            )
-            self._pidfd = os.pidfd_open(self._process.pid)
+            self._pidfd = os.pidfd_open(spawned.process.pid)
         except OSError:
-            ours.close()
-            if self._stack_fd >= 0:
-                os.close(self._stack_fd)
-            if self._process is not None:
-                self._process.kill()
-                self._process.wait()
+            spawned.channel.close()
+            os.close(spawned.stack_fd)
+            spawned.process.kill()
+            spawned.process.wait()
             raise
-        finally:
-            theirs.close()
+        self._process, self._stack_fd = spawned.process, spawned.stack_fd
         self.started_ns = time.monotonic_ns()
         asyncio.get_running_loop().add_reader(self._pidfd, self._exited)
-        self._connection = ControlChannel(Channel(ours, decoder(self._incoming)), self._received, self._channel_closed)
+        channel = Channel(spawned.channel, decoder(self._incoming))
+        self._connection = ControlChannel(channel, self._received, self._channel_closed)
         self._connection.start()
         self.send(Start(self.incarnation, self.name, msgspec.Raw(options)), self._stack_fd)
 
@@ -342,15 +330,3 @@ def describe_exit(returncode: int) -> str:
 def front_name(protocol: str, row: int) -> str:
     """Of the post of that row."""
     return f"{protocol}-{row}"
-
-
-def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Ours, less what systemd meant for us alone, with our packages on the path where they are not installed."""
-    ours = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
-    }
-    if _ROOT not in site.getsitepackages():
-        ours["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, ours.get("PYTHONPATH", ""))))
-    return ours | dict(extra)

@@ -28,6 +28,8 @@ from shm.record import Record
 from shm.refusals import Refusal
 
 _log = logging.getLogger(__name__)
+#: Until a front is tried again that there was no room for.
+_AGAIN_SECONDS = 1.0
 
 
 class Fronts:
@@ -54,6 +56,8 @@ class Fronts:
         self._listeners: dict[str, list[Listener]] = {}
         self._tallies: dict[str, Tally] = {}
         self._missing = MissingParts()
+        #: Those of the first, by protocol and row, that others go before.
+        self._unstarted: list[tuple[str, int]] = []
         #: Grows with everything that is sent to all.
         self._edition = 0
 
@@ -79,11 +83,28 @@ class Fronts:
             self.close()
             raise
 
-    def start_all(self) -> None:
-        """Every front of every protocol. Raises OSError: there is no room for a process."""
-        for protocol in self._listeners:
-            for row in range(self._rows(protocol)):
-                self.start(protocol, row)
+    def start_all(self, at_once: int) -> None:
+        """Every front of every protocol, so many at a time. Raises OSError: there is no room for a process.
+
+        More than there are cores for, beside workers that import JAX, would only keep each other and them from being ready.
+        """
+        self._unstarted = [(protocol, row) for protocol in self._listeners for row in range(self._rows(protocol))]
+        for _ in range(at_once):
+            self._start_next()
+
+    def _start_next(self) -> None:
+        if self._unstarted:
+            self.start(*self._unstarted[0])
+            del self._unstarted[0]
+
+    def _go_on(self) -> None:
+        """One of the first is ready, or dead: the next of them."""
+        try:
+            self._start_next()
+        except OSError as error:
+            # No memory, no process slots.
+            _log.error("%s cannot be started: %s", front_name(*self._unstarted[0]), error.strerror)
+            asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._go_on)
 
     def _rows(self, protocol: str) -> int:
         options = self._options()
@@ -147,6 +168,7 @@ class Fronts:
                 self._missing.say(missing)
                 urls = " and ".join(self.urls(front.protocol))
                 _log.info("%s (process %d) is up, serving %s on %s", front.name, front.pid, front.protocol, urls)
+                self._go_on()
 
     # ----------------------------------------------------------------------------------------------------------- ending
 
@@ -154,9 +176,12 @@ class Fronts:
         del self.by_incarnation[front.incarnation]
         self._tallies[front.protocol].clear(front.row)
         self._died(front)
+        if not front.ready:
+            self._go_on()
 
     def stop_listening(self) -> None:
         """No new connections but those the fronts' own descriptors of the sockets bring until they stop."""
+        self._unstarted.clear()
         for listeners in self._listeners.values():
             for listener in listeners:
                 listener.close()
@@ -169,6 +194,10 @@ class Fronts:
         self._tallies.clear()
 
     # ------------------------------------------------------------------------------------------------------------ others
+
+    def up(self) -> bool:
+        """Whether every post is filled, and by a front that serves."""
+        return not self._unstarted and all(front.ready for front in self)
 
     def __iter__(self) -> Iterator[Front]:
         return iter(self.by_incarnation.values())

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from daemon.processes.child import child_environment
 from daemon.processes.gpu_watch import Event, Gpu, Look
+from daemon.processes.spawned import child_environment
 
 _log = logging.getLogger(__name__)
 _MODULE = "daemon.processes.gpu_watch"

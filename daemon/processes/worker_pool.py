@@ -16,6 +16,7 @@ from config.options import Options
 from daemon.processes.child import Worker
 from daemon.processes.devices import Device
 from daemon.processes.missing_parts import MissingParts
+from daemon.processes.spawned import Spawned, spawn_worker
 from shm import descriptors, exit_status
 from shm.control_records import Call, ChildReady, Loaded, Reply, Unloaded
 from shm.errors import InvalidArgument
@@ -58,12 +59,11 @@ class WorkerPool:
         self._died = died
         self._missing = MissingParts()
 
-    def start_all(self, devices: Sequence[Device]) -> None:
-        """A worker for each. Raises OSError: there is no room for a process."""
-        posts = {f"worker-{index}": device for index, device in enumerate(devices)}
-        self.posts = {name: device.name for name, device in posts.items()}
-        for name, device in posts.items():
-            self.start(name, device)
+    def start_all(self, spawned: Sequence[tuple[Device, Spawned]]) -> None:
+        """Adopts the first workers, one for each device. Raises OSError: there is no room for a process."""
+        self.posts = {f"worker-{index}": device.name for index, (device, _) in enumerate(spawned)}
+        for name, (device, process) in zip(self.posts, spawned, strict=True):
+            self._adopt(name, device, process)
 
     @property
     def devices(self) -> list[str]:
@@ -77,7 +77,9 @@ class WorkerPool:
 
     def start(self, name: str, device: Device) -> None:
         """Fills a post. Raises OSError: there is no room for a process."""
+        self._adopt(name, device, spawn_worker(self._program, device))
 
+    def _adopt(self, name: str, device: Device, spawned: Spawned) -> None:
         def exited(worker: Worker) -> None:
             del self.by_incarnation[worker.incarnation]
             if not worker.ready:
@@ -87,8 +89,7 @@ class WorkerPool:
             self._died(worker, device)
 
         worker = Worker(self._program, name, self._incarnation(), device.name, self._received, exited)
-        words = ["--device", device.name, *(("--cores", device.cores) if device.cores else ())]
-        worker.spawn(msgspec.msgpack.encode(self._shared()), words, device.environment)
+        worker.adopt(spawned, msgspec.msgpack.encode(self._shared()))
         self.by_incarnation[worker.incarnation] = worker
 
     def _shared(self) -> Options:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from config import layers, log
+from daemon.processes.spawned import spawn_workers
 from daemon.supervisor import Programs, Supervisor
 
 if __name__ == "__main__":
@@ -15,4 +16,5 @@ if __name__ == "__main__":
     options = layers.load(file)
     log.configure(options.log, "supervisor")
     programs = Programs("tests.daemon.fake_front", "tests.daemon.fake_front", "tests.daemon.fake_worker")
-    sys.exit(asyncio.run(Supervisor(options, lambda: layers.load(file), os.environ, programs).run()))
+    workers = spawn_workers(options.workers, os.environ, programs.worker)
+    sys.exit(asyncio.run(Supervisor(options, lambda: layers.load(file), os.environ, workers, programs).run()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from daemon.models.judgement import Judgement
-from daemon.models.readiness import Standing, sentence
+from daemon.models.readiness import Standing
 from shm.progress import Loading, Readiness
 
 
@@ -17,7 +17,7 @@ def test_how_far_loads_are_while_something_is_not_served() -> None:
     for at in (Loading("b", 1), Loading("b", 1), Loading("b", 1, 2, 4, 1), None):
         judgement.loads(7, at)
         judgement.judge(strict=True)
-    assert [sentence(one) for one in published] == [
+    assert [one.sentence() for one in published] == [
         "1 of 2 models are not served: b (loading b)",
         "1 of 2 models are not served: b (compiling b 2/4, 0 from the cache)",
         "1 of 2 models are not served: b",

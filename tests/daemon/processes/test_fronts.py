@@ -66,7 +66,7 @@ class Owner:
 async def owner(leaves_nothing: None) -> AsyncIterator[Owner]:
     made = Owner()
     made.fronts.listen({})
-    made.fronts.start_all()
+    made.fronts.start_all(at_once=1)
     yield made
     made.fronts.stop_listening()
     for front in list(made.fronts):

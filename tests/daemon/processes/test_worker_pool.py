@@ -8,9 +8,11 @@ from typing import Any
 from config.options import Options
 from daemon.processes.child import Worker
 from daemon.processes.devices import Device
+from daemon.processes.spawned import spawn_worker
 from daemon.processes.worker_pool import WorkerPool
 from shm.control_records import ChildReady, Load, Loaded, Unload, Unloaded
 
+FAKE = "tests.daemon.fake_worker"
 DEVICES = [Device("cpu:0", {}), Device("cpu:1", {})]
 
 
@@ -21,7 +23,7 @@ class Owner:
         self.heard: asyncio.Queue[Any] = asyncio.Queue()
         self.last = 0
         self.worker_pool = WorkerPool(
-            "tests.daemon.fake_worker",
+            FAKE,
             Options,
             self.incarnation,
             lambda worker: self.heard.put_nowait(("joined", worker.name, worker.device)),
@@ -41,7 +43,7 @@ class Owner:
 async def test_life_of_two() -> None:
     owner = Owner()
     worker_pool = owner.worker_pool
-    worker_pool.start_all(DEVICES)
+    worker_pool.start_all([(device, spawn_worker(FAKE, device)) for device in DEVICES])
     assert (worker_pool.devices, worker_pool.ready()) == (["cpu:0", "cpu:1"], [])
     assert worker_pool.posts == {"worker-0": "cpu:0", "worker-1": "cpu:1"}
     assert await owner.hear(2) == [("joined", "worker-0", "cpu:0"), ("joined", "worker-1", "cpu:1")]

@@ -1,0 +1,92 @@
+"""A child process as it is started: before a loop runs, or anything else is imported that the supervisor needs.
+
+    spawn ─▶ its interpreter starts, it imports ─▶ ``daemon.processes.child.Child`` adopts it ─▶ Start
+
+Imports are what a start takes longest for, so workers are spawned before our own. They open no device until they get Start.
+Who is not adopted ends with this process, or when its channel is closed (``shm.parent``).
+Spawn from the main thread only, because the kernel's parent-death signal is tied to the spawning thread.
+"""
+
+from __future__ import annotations
+
+import os
+import site
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from config.options import Workers
+from daemon.processes.devices import Device, find_devices
+from shm import descriptors, stack_report
+from shm.channel import pair
+
+#: What a worker runs, as ``python -m`` takes it.
+WORKER = "workers"
+#: Where our packages are.
+_ROOT = str(Path(__file__).parents[2])
+
+
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    """A process and what is shared with it; its owner closes and waits."""
+
+    process: subprocess.Popen[bytes]
+    #: Our end of its control channel.
+    channel: socket.socket
+    #: Where it writes its stack when it dies; it is told with Start.
+    stack_fd: int
+
+
+def spawn(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int] = ()
+) -> Spawned:
+    """Starts ``python -m module``, with variables besides ours. Raises OSError: there is no room for it."""
+    ours, theirs = pair()
+    stack_fd = -1
+    try:
+        stack_fd = stack_report.create()
+        process = subprocess.Popen(
+            # -P: a folder named like one of our packages in the working directory must not be imported instead.
+            [sys.executable, "-P", "-m", module, "--control-fd", str(theirs.fileno()), *arguments],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), *pass_fds),
+            env=child_environment(environment),
+        )
+    except OSError:
+        ours.close()
+        if stack_fd >= 0:
+            os.close(stack_fd)
+        raise
+    finally:
+        theirs.close()
+    return Spawned(process, ours, stack_fd)
+
+
+def spawn_worker(module: str, device: Device) -> Spawned:
+    """A worker of that device. Raises OSError: there is no room for it."""
+    words = ["--device", device.name, *(("--cores", device.cores) if device.cores else ())]
+    return spawn(module, words, device.environment)
+
+
+def spawn_workers(
+    options: Workers, environment: Mapping[str, str], module: str = WORKER
+) -> list[tuple[Device, Spawned]]:
+    """One for each device. Raises NoDevice as ``find_devices``; OSError: there is no room for it."""
+    # Children inherit it: what a shell allows at first is less than the connections and regions of a busy day.
+    descriptors.raise_limit()
+    return [(device, spawn_worker(module, device)) for device in find_devices(options, environment)]
+
+
+def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """Ours, less what systemd meant for us alone, with our packages on the path where they are not installed."""
+    ours = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
+    }
+    if _ROOT not in site.getsitepackages():
+        ours["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, ours.get("PYTHONPATH", ""))))
+    return ours | dict(extra)
