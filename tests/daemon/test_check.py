@@ -238,7 +238,11 @@ def test_models_that_have_others_loaded(tmp_path: Path) -> None:
 
 
 def test_one_that_never_ends(tmp_path: Path) -> None:
-    """Its time is bounded, each version has its own, and what it started ends with it."""
+    """Its time is bounded, each version has its own, and what it started ends with it.
+
+    A process has to begin with the model in that time, and another one to have tried the good model. Where a machine is too busy
+    for that, they get more of it.
+    """
     child = tmp_path / "child"
     write_model(
         tmp_path / "models",
@@ -254,10 +258,12 @@ while True:
     )
     scale_model(tmp_path / "models")
     command = [f"--model-repository={tmp_path / 'models'}", "--device=cpu"]
-    # Enough for a process to begin with the model, so that it is the model which is late.
-    status, good, bad = tensord_check(*command, "--timeout", "20")
-    assert (status, good) == (1, {"scale": "version 1"})
-    assert bad == {"endless": "version 1: it was not loaded within 20 s"}
+    for seconds in (5, 20, 100):
+        status, good, bad = tensord_check(*command, "--timeout", str(seconds))
+        assert (status, bad["endless"]) == (1, f"version 1: it was not loaded within {seconds} s")
+        if good and child.exists():
+            break
+    assert (good, bad.keys()) == ({"scale": "version 1"}, {"endless"})
     pid = int(child.read_text())
     wait_until(lambda: not psutil.pid_exists(pid), "the end of what the model started")
 

@@ -58,10 +58,10 @@ def test_who_asks_nothing_is_cut_off() -> None:
 
 def test_an_idle_connection_ends_and_a_waiting_one_does_not() -> None:
     # A limit that no connection of the test's own reaches before it asks, be the machine as busy as it likes.
-    with serving(http={"port": 0, "keep_alive_timeout": 5.0}) as (front, (worker,)), front.client() as client:
+    with serving(http={"port": 0, "keep_alive_timeout": 3.0}) as (front, (worker,)), front.client() as client:
         client.send(json_request(b"\1"))
         request = worker.next()
-        time.sleep(7)
+        time.sleep(4)
         worker.echo(request)
         assert client.answer().status == 200
         assert client.ends()
@@ -78,11 +78,11 @@ def test_a_client_that_takes_nothing_is_cut_off() -> None:
 
 
 def test_a_client_that_takes_a_little_is_not() -> None:
-    http = {"port": 0, "write_timeout": 8.0}
+    http = {"port": 0, "write_timeout": 4.0}
     with serving(http=http, send_buffer=SMALL_BUFFER) as (front, (worker,)), front.client(SMALL_BUFFER) as client:
         client.send(binary_request(b"\1"))
         worker.answer(worker.next(), bytes(16 * MIB))
-        for _ in range(12):
+        for _ in range(6):
             time.sleep(1)
             assert len(client.take(MIB)) == MIB
         client.take(4 * MIB)
