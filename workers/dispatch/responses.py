@@ -19,23 +19,21 @@ from config.options import Arenas
 from shm.arrays import Array, byte_content, datatype_of
 from shm.errors import Cancelled, Internal, ServingError, Unavailable
 from shm.forms import Form
-from shm.messages import Completion, FormCompletion, Inline, Tensor, response_byte_size
+from shm.messages import Completion, FormCompletion, response_byte_size
 from workers.dispatch.answers import complete, failure
 from workers.dispatch.outbox import Outbox
 from workers.models.execution import Execution
 from workers.models.statistics import Failure
 from workers.requests.inner_request import InnerRequest, hand_over, kept
 from workers.requests.request import Request, named
+from workers.requests.response_kind import Described
 from workers.requests.response_sender import NOT_COMPLETED, ResponseSender
 from workers.requests.result import STREAMED, Response, Result
 
 _log = logging.getLogger(__name__)
-_EMPTY = Inline(b"")
 #: After responses came the loop is not woken for others, but looks for them after so long: a thread that makes one after the
 #: other is held up by every wake-up. A last response always wakes it.
 _GATHER_NS = 1_000_000
-#: Kinds of small responses whose forms are found at once.
-_MAX_KINDS = 1024
 
 #: A response, whether it is the last, and what it counts until it is placed.
 #: Stands for outputs where all that counts is that there are some.
@@ -128,7 +126,7 @@ class Responses:
     def respond_small(
         self,
         sender: ResponseSender[Request],
-        described: tuple[tuple[str, str, tuple[int, ...]], ...],
+        described: Described,
         contents: tuple[bytes, ...],
         final: bool,
         now_ns: int,
@@ -136,12 +134,16 @@ class Responses:
         """As ``respond``, of all outputs with a few bytes each. False: this one wants them otherwise; nothing was done.
 
         Args:
-          described: name, datatype and shape of each output, and ``contents`` its bytes.
+          contents: the bytes of each output.
         """
         request = sender.request
         if not self.takes_small(sender):
             return False
-        sender.ahead(self._queue(request, described, contents, final))
+        sender.ahead(
+            self._queue(
+                request, request.submitter.response_kind(request.version.version, described, final).form, contents
+            )
+        )
         request.version.statistics.responded(sender, _OUTPUTS, now_ns, now_ns)
         sender.note(_OUTPUTS, now_ns, now_ns)
         if final:
@@ -216,13 +218,47 @@ class Responses:
         count = len(arrived)
         if count:
             self._posted, self._look_ns = True, self._clock() + _GATHER_NS
+        # In the order of each request; requests have none among each other.
+        runs: dict[ResponseSender[Request], deque[_Sent]] = {}
         for _ in range(count):
             sender, sent = arrived.popleft()
-            kept = self._kept.get(sender)
-            if kept is None:
-                self._respond(sender, sent)
+            run = runs.get(sender)
+            if run is None:
+                runs[sender] = deque((sent,))
             else:
-                kept[0].append(sent)
+                run.append(sent)
+        for sender, run in runs.items():
+            while run and sender not in self._kept:
+                if sender.alike is None or not self._respond_alike(sender, run):
+                    self._respond(sender, run.popleft())
+            if run:
+                self._kept[sender][0].extend(run)
+
+    def _respond_alike(self, sender: ResponseSender[Request], run: deque[_Sent]) -> bool:
+        """Queues those at the beginning that are of one kind with the last one. False: the first is not."""
+        alike = sender.alike
+        assert alike is not None
+        if sender.is_cancelled:
+            return False
+        records: list[bytes] = []
+        byte_size = 0
+        while run:
+            result, final, counted = run[0]
+            record = alike.record(result) if type(result) is dict and not final else None
+            if record is None:
+                break
+            run.popleft()
+            records.append(record)
+            byte_size += counted
+        if not records:
+            return False
+        request, count, now_ns = sender.request, len(records), self._clock()
+        request.submitter.lane.complete_rows(alike.kind.form, records)
+        request.submitter.unflushed = True
+        sender.settle(byte_size - count * alike.byte_size)
+        request.version.statistics.responded_more(sender, count, now_ns)
+        sender.note_more(count, now_ns)
+        return True
 
     def _respond(self, sender: ResponseSender[Request], sent: _Sent) -> None:
         if sender.ended:
@@ -316,36 +352,21 @@ class Responses:
                 return 0
             described.append((name, datatype, array.shape))
             contents.append(content)
-        return self._queue(request, tuple(described), tuple(contents), final)
+        kind = request.submitter.response_kind(request.version.version, tuple(described), final)
+        if kind is not sender.kind:
+            sender.kind, sender.alike = kind, None
+        elif sender.alike is None and kind.fixed and (not outputs or len(described) == len(outputs)):
+            sender.alike = kind.alike(request.request_id, result)
+        return self._queue(request, kind.form, tuple(contents))
 
     @staticmethod
-    def _queue(
-        request: Request,
-        described: tuple[tuple[str, str, tuple[int, ...]], ...],
-        contents: tuple[bytes, ...],
-        final: bool,
-    ) -> int:
-        submitter, form = request.submitter, Responses.form(request, described, final)
+    def _queue(request: Request, form: Form[Completion], contents: tuple[bytes, ...]) -> int:
+        """Returns what it counts on the lane."""
+        submitter = request.submitter
         record = FormCompletion(request.request_id, form.number, contents)
         submitter.lane.complete_formed(form, record)
         submitter.unflushed = True
         return response_byte_size(record)
-
-    @staticmethod
-    def form(
-        request: Request, described: tuple[tuple[str, str, tuple[int, ...]], ...], final: bool
-    ) -> Form[Completion]:
-        """That of small responses with such outputs to its submitter. ``described``: as of ``respond_small``."""
-        submitter, version = request.submitter, request.version.version
-        kind = version, final, described
-        form = submitter.response_forms.get(kind)
-        if form is None:
-            tensors = tuple([Tensor(*each, _EMPTY) for each in described])
-            template = Completion(0, version=version, final=final, outputs=tensors)
-            if len(submitter.response_forms) >= _MAX_KINDS:
-                submitter.response_forms.clear()
-            form = submitter.response_forms[kind] = submitter.lane.answer_form(template)
-        return form
 
     def _no_room(self, sender: ResponseSender[Request], byte_size: int) -> Unavailable:
         return self._outbox.no_room(sender.request, byte_size, self._clock())

@@ -17,10 +17,10 @@ import numpy as np
 from shm.arrays import Array
 from shm.forms import Form
 from shm.messages import Completion, FormCompletion, response_byte_size
-from workers.dispatch.answer_rows import AnswerRows
 from workers.dispatch.responses import Responses
 from workers.models.statistics import ModelStatistics
 from workers.programs.step_program import Rows
+from workers.requests.answer_rows import AnswerRows
 from workers.requests.request import Request
 from workers.requests.response_sender import ResponseSender
 from workers.requests.submitter import Submitter
@@ -137,7 +137,7 @@ class StepRows:
         lanes, self._lanes = self._lanes, {}
         for submitter, share in shares.items():
             requests = [self._members[slot].sender.request for slot in share]
-            form = self._responses.form(requests[0], self._layout.described, False)
+            form = submitter.response_kind(requests[0].version.version, self._layout.described, False).form
             lane = self._lanes[submitter] = lanes.get(submitter) or _Lane(submitter, form, self._sizes)
             lane.take(share, [request.request_id for request in requests])
         self._ready = slots

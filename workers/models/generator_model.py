@@ -60,12 +60,14 @@ class GeneratorModel:
 
     def response(self, request: Request, made: Any) -> Result:
         """What it yielded, in the client's shapes; it may leave outputs out. Raises Internal: it is no response of this model."""
-        name, parameters = self._signature.model, None
+        parameters: Any = {}
         if isinstance(made, tuple) and len(made) == 2:
             made, parameters = made
-        if not isinstance(made, Mapping) or not isinstance(parameters, Mapping | None):
+            parameters = {} if parameters is None else parameters
+        if not isinstance(made, Mapping) or not isinstance(parameters, Mapping):
             raise Internal(
-                f"model '{name}' yielded {type(made).__name__}, a dict of arrays is expected, or one with a dict of parameters"
+                f"model '{self._signature.model}' yielded {type(made).__name__}, a dict of arrays is expected, or one with a "
+                "dict of parameters"
             )
         outputs = {output: self._checked(request, output, array) for output, array in made.items()}
         return Response(outputs, dict(parameters)) if parameters else outputs

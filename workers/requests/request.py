@@ -50,6 +50,9 @@ class Counts(Protocol):
     def responded(self, sender: ResponseSender[Request], result: Result | None, now_ns: int, placed_ns: int) -> None:
         """A response came at ``now_ns``, and is placed."""
 
+    def responded_more(self, sender: ResponseSender[Request], count: int, now_ns: int) -> None:
+        """So many good ones came behind others at ``now_ns``, and are placed."""
+
     def streamed(self, sender: ResponseSender[Request], now_ns: int, failure: Any) -> None:
         """A request is at its end that was answered by its sender."""
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from shm.errors import Internal, ServingError, Unavailable
 from shm.messages import RequestedOutput
+from workers.requests.response_kind import ResponseKind, ResponsesAlike
 from workers.requests.result import Result
 
 #: Where a thread must not wait, because it answers other requests as well: so many times ``max_ahead`` may be ahead.
@@ -73,7 +74,7 @@ class ResponseSender(Generic[R]):
     __slots__ = (
         *("_again", "_closed", "_holders", "_lock", "_on_room", "_posted", "_settled", "_taker"),
         *("began_ns", "count", "counted", "ended", "failed", "first_ns", "last_ns"),
-        *("plain", "request", "returned", "single"),
+        *("alike", "kind", "plain", "request", "returned", "single"),
         "thread",
     )
 
@@ -100,6 +101,9 @@ class ResponseSender(Generic[R]):
         self.thread = 0
         #: Whether its outputs go into the record or the arena, and as they are.
         self.plain = not any(wanted.region or wanted.classification for wanted in request.outputs.values())
+        #: Of the last response, where it was a small one; and where the one before was of that kind too, what encodes others.
+        self.kind: ResponseKind | None = None
+        self.alike: ResponsesAlike | None = None
         #: Responses that were placed, and whether the first of them was an error.
         self.count = 0
         self.failed = False
@@ -248,6 +252,11 @@ class ResponseSender(Generic[R]):
                 self.first_ns, self.failed = now_ns, isinstance(result, ServingError)
             self.count += 1
         self.last_ns = placed_ns
+
+    def note_more(self, count: int, now_ns: int) -> None:
+        """So many good responses came and were placed at ``now_ns``, none of them the first."""
+        self.count += count
+        self.last_ns = now_ns
 
     def catch_up(self) -> None:
         """Afterwards all responses that left are noted."""

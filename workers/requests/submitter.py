@@ -12,13 +12,18 @@ from typing import Generic, TypeVar
 
 from shm.arrays import Array
 from shm.errors import ServingError
-from shm.forms import Form, HeardForms
+from shm.forms import HeardForms
 from shm.lane import WorkerLane
-from shm.messages import Completion
+from shm.messages import Completion, Inline, Tensor
 from workers.requests.known_form import KnownForm
+from workers.requests.response_kind import Described, ResponseKind
 
 #: A request.
 R = TypeVar("R")
+
+_EMPTY = Inline(b"")
+#: Kinds of small responses that are known at once.
+_MAX_KINDS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,7 @@ class Submitter(Generic[R]):
     """``peer`` is its incarnation; request ids are unique per submitter."""
 
     __slots__ = (
+        "_response_kinds",
         "blocked",
         "blocked_byte_size",
         "bulky",
@@ -44,7 +50,6 @@ class Submitter(Generic[R]):
         "in_flight",
         "lane",
         "peer",
-        "response_forms",
         "unflushed",
         "writing",
     )
@@ -63,13 +68,24 @@ class Submitter(Generic[R]):
         self.bulky: set[tuple[Hashable, Hashable]] = set()
         #: Requests of those that are not run until there is room again.
         self.held: list[R] = []
-        #: Of small responses by version, whether it is the last, and its outputs: their form.
-        self.response_forms: dict[tuple[object, ...], Form[Completion]] = {}
+        self._response_kinds: dict[tuple[int, bool, Described], ResponseKind] = {}
         #: Completions were queued since the last flush.
         self.unflushed = False
         #: The loop waits until the lane can be written to.
         self.writing = False
         self.closed = False
+
+    def response_kind(self, version: int, described: Described, final: bool) -> ResponseKind:
+        """That of small responses with such outputs. ``final``: no further ones follow."""
+        key = version, final, described
+        kind = self._response_kinds.get(key)
+        if kind is None:
+            tensors = tuple([Tensor(*each, _EMPTY) for each in described])
+            template = Completion(0, version=version, final=final, outputs=tensors)
+            if len(self._response_kinds) >= _MAX_KINDS:
+                self._response_kinds.clear()
+            kind = self._response_kinds[key] = ResponseKind(self.lane.answer_form(template), described)
+        return kind
 
     @property
     def behind(self) -> bool:

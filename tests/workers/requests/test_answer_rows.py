@@ -1,4 +1,4 @@
-"""Records encoded side by side are what the encoder makes of each."""
+"""Records that are put together are what the encoder makes of each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from shm.messages import FormCompletion, ToSubmitter
 from shm.record import decoder
-from workers.dispatch.answer_rows import AnswerRows
+from workers.requests.answer_rows import AnswerPieces, AnswerRows
 
 
 @pytest.mark.parametrize("form", [0, 127, 128, 1023])
@@ -23,3 +23,14 @@ def test_each_record_is_read_as_its_own(form: int, sizes: tuple[int, ...]) -> No
         cut = np.split(row, np.cumsum(sizes)[:-1]) if sizes else []
         expected = FormCompletion(request_id, form, tuple(part.tobytes() for part in cut))
         assert decoder(ToSubmitter).decode(b"\x91" + record) == [expected]
+
+
+@pytest.mark.parametrize("form", [0, 127, 128, 1023])
+@pytest.mark.parametrize("sizes", [(), (4,), (0,), (1, 0, 8), (8, 0), (0, 0, 3), (300, 70_000)])
+@pytest.mark.parametrize("request_id", [1, 200, (1 << 32) + 5, (1 << 64) - 1])
+def test_pieces_around_outputs(form: int, sizes: tuple[int, ...], request_id: int) -> None:
+    contents = tuple(np.random.default_rng(7).integers(0, 256, size, np.uint8).tobytes() for size in sizes)
+    record, behind = AnswerPieces(form, sizes).of(request_id)
+    for content, follows in zip(contents, behind, strict=True):
+        record += content + follows
+    assert decoder(ToSubmitter).decode(b"\x91" + record) == [FormCompletion(request_id, form, contents)]

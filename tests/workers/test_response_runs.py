@@ -1,0 +1,122 @@
+"""Responses that leave a worker many at a time are those that its model made, whatever they look like and whenever they come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shm.messages import Completion, Inline, RequestedOutput, Tensor
+from tests.repositories import write_model
+from tests.workers.worker_loop import WorkerLoop
+
+#: What each number of a script stands for: the names of its outputs and the elements of each.
+KINDS: list[dict[str, int]] = [
+    {"y": 1},
+    {"y": 2},
+    {"y": 1, "z": 1},
+    {"z": 1, "y": 1},
+    {"s": 2},
+    {"y": 1, "s": 1},
+    {"y": 0},
+    {},
+]
+#: A response with a parameter, and a moment without any.
+TOLD, PAUSE = len(KINDS), len(KINDS) + 1
+SCRIPTED = f"""
+    import time
+
+    import numpy as np
+
+    host = True
+    inputs = {{"script": "UINT8[n]"}}
+    outputs = {{"y": "FP32[a]", "z": "INT32[b]", "s": "BYTES[c]"}}
+    DATATYPES = {{"y": np.float32, "z": np.int32, "s": object}}
+
+    def create(path, config, device):
+        def apply(params, inputs):
+            for number, kind in enumerate(inputs["script"].tolist()):
+                if kind == {PAUSE}:
+                    time.sleep(0.003)
+                elif kind == {TOLD}:
+                    yield {{"y": np.full(1, number, np.float32)}}, {{"told": number}}
+                else:
+                    outputs = {KINDS}[kind]
+                    yield {{
+                        name: np.array([b"%d" % number] * count, object)
+                        if name == "s" else np.full(count, number, DATATYPES[name])
+                        for name, count in outputs.items()
+                    }}
+        return apply, None
+"""
+#: Several of one kind, then several of another.
+SCRIPTS = st.lists(st.tuples(st.integers(0, PAUSE), st.sampled_from([1, 2, 3, 9])), min_size=1, max_size=8).map(
+    lambda blocks: [kind for kind, count in blocks for _ in range(count)]
+)
+
+
+@pytest.fixture(scope="module")
+def loop(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerLoop]:
+    folder = tmp_path_factory.mktemp("scripted")
+    made = WorkerLoop()
+    write_model(folder, "scripted", SCRIPTED, 'backend: "jax" model_transaction_policy { decoupled: true }')
+    made.load(folder / "scripted")
+    yield made
+    made.close()
+
+
+def content(name: str, number: int, count: int) -> bytes:
+    if name == "s":
+        return (len(str(number)).to_bytes(4, "little") + str(number).encode()) * count
+    return np.full(count, number, np.float32 if name == "y" else np.int32).tobytes()
+
+
+def expected(script: list[int], wanted: tuple[str, ...]) -> list[tuple[dict[str, bytes], int | None]]:
+    """Outputs of each response, and its parameter."""
+    return [
+        (
+            {
+                name: content(name, number, count)
+                for name, count in (KINDS[kind] if kind < TOLD else KINDS[0]).items()
+                if not wanted or name in wanted
+            },
+            number if kind == TOLD else None,
+        )
+        for number, kind in enumerate(script)
+        if kind != PAUSE
+    ]
+
+
+def shown(completion: Completion) -> tuple[dict[str, bytes], object]:
+    assert completion.code == "", completion.message
+    outputs = {}
+    for tensor in completion.outputs:
+        assert isinstance(tensor.place, Inline)
+        outputs[tensor.name] = bytes(tensor.place.content)
+    return outputs, completion.parameters.get("told")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.lists(st.integers(0, PAUSE), max_size=30)
+        | st.builds(list.__mul__, st.lists(st.integers(0, 5), max_size=2), st.just(12)),
+        min_size=1,
+        max_size=4,
+    ),
+    st.sampled_from([(), ("y",), ("z", "y"), ("s", "y", "z")]),
+)
+def test_each_response_in_its_order(loop: WorkerLoop, scripts: list[list[int]], wanted: tuple[str, ...]) -> None:
+    asked = {}
+    for script in scripts:
+        tensor = Tensor("script", "UINT8", (len(script),), Inline(bytes(script)))
+        asked[loop.submit("scripted", [tensor], tuple(map(RequestedOutput, wanted)))] = script
+    answers = loop.answers(sum(len(expected(script, wanted)) + 1 for script in scripts))
+    for request_id, script in asked.items():
+        *responses, last = [answer for answer in answers if answer.request_id == request_id]
+        assert [shown(response) for response in responses] == expected(script, wanted)
+        assert [response.final for response in (*responses, last)] == [False] * len(responses) + [True]
+        assert last.outputs == ()
