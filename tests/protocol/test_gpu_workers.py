@@ -220,7 +220,10 @@ THREE = """
 def test_small_requests_cross_the_bus_once_each_way(
     stub: CudaStub, serve: Serve, repository: Path, library: Any
 ) -> None:
-    """Of however many clients, and with however many outputs: a batch is a transfer in, one out, and a wait for each."""
+    """Of however many clients, and with however many outputs: a batch is a transfer in, one out, and a wait for each.
+
+    Where the outputs begin among the packed ones differs between batches of one and of eight rows.
+    """
     repositories.write_model(repository, "three", THREE)
     daemon = serve()
     (pid,) = [worker.pid for worker in daemon.workers]
@@ -245,10 +248,10 @@ def test_small_requests_cross_the_bus_once_each_way(
         alone = stub.host(pid)
         assert (alone.queued - before.queued, alone.waited - before.waited) == (40, 40)
         assert alone.other_copied == before.other_copied
-        with ThreadPoolExecutor(4) as threads:
-            list(threads.map(ask, 4 * [model], range(2, 6), 4 * [20]))
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(ask, 8 * [model], range(2, 10), 8 * [20]))
         together = stub.host(pid)
-        assert together.queued - alone.queued == together.waited - alone.waited <= 160
+        assert together.queued - alone.queued == together.waited - alone.waited <= 320
 
 
 _LARGE = """

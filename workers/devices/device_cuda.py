@@ -249,10 +249,11 @@ class CudaDevice:
     def _seen(self, made: jax.Array) -> DeviceArray:
         return DeviceArray(self.context, made, made.unsafe_buffer_pointer(), np.dtype(made.dtype), made.shape)
 
-    def take(self, made: Sequence[jax.Array]) -> list[bytes] | None:
+    def take(self, made: Sequence[jax.Array], cuts: Sequence[tuple[int, int]] = ()) -> list[bytes] | None:
         """Small outputs in host memory: however many, they are waited for once. None: they are too large for that.
 
-        They need not be ready. Raises DeviceLost, or what the run raised.
+        They need not be ready. ``cuts``: what to give of the bytes of a single one, from where to where; else each in whole.
+        Raises DeviceLost, or what the run raised.
         """
         ends = list(itertools.accumulate([-(-array.nbytes // _LINE) * _LINE for array in made]))
         if ends and ends[-1] > TOGETHER:
@@ -267,7 +268,8 @@ class CudaDevice:
         finally:
             self.context.synchronize()
         content = host.content.data
-        return [bytes(content[at : at + array.nbytes]) for at, array in zip(starts, made, strict=False)]
+        cuts = cuts or [(at, at + array.nbytes) for at, array in zip(starts, made, strict=False)]
+        return [bytes(content[start:stop]) for start, stop in cuts]
 
     def deliver(
         self, made: Mapping[str, jax.Array], places: Mapping[str, memoryview | tuple[CudaRegion, int]]

@@ -53,8 +53,8 @@ class Executable:
     __slots__ = (
         "__weakref__",
         "_batches",
-        "_begins",
         "_buffers",
+        "_cuts",
         "_fetched",
         "_gathered",
         "_inputs",
@@ -91,8 +91,9 @@ class Executable:
         self._laid = signature.ragged
         self._layout: OutputLayout | None = None
         #: Of outputs that were fetched: which content, where it begins there, dtype and shape; and where in the one content.
-        self._fetched: list[tuple[str, int, int, np.dtype[Any], tuple[int, ...]]] | None = None
-        self._begins: dict[str, int] | None = None
+        self._fetched: list[tuple[str, np.dtype[Any], tuple[int, ...]]] | None = None
+        #: Where each output begins and ends among the packed ones.
+        self._cuts: list[tuple[int, int]] | None = None
         #: How they are allocated, once it has run where that can be learned.
         self.memory_of_outputs: OutputMemory | None = None
         self._plain: bool | None = None
@@ -176,12 +177,19 @@ class Executable:
         return [np.asarray(made[name]) for name in self._signature.outputs]
 
     def fetch(self, device: CudaDevice, made: Mapping[str, Any]) -> list[bytes] | None:
-        """The contents of its layout out of the device; all outputs in one, where the program has packed them.
+        """The contents of its layout out of the device, in one transfer where the program has packed them.
+
+        One for each output in any case: the layouts of a model's programs are alike, packed or not, whatever their rows.
 
         None: they are too large to be brought together. Raises as ``read``.
         """
         packed = made.get(PACKED)
-        return device.take([made[name] for name in self._signature.outputs] if packed is None else [packed])
+        if packed is None:
+            return device.take([made[name] for name in self._signature.outputs])
+        if self._cuts is None:
+            arrays = {name: made[name] for name in self._signature.outputs}
+            self._cuts = [(at, at + arrays[name].nbytes) for name, at in starts(arrays).items()]
+        return device.take([packed], self._cuts)
 
     @property
     def output_sizes(self) -> dict[str, int]:
@@ -194,21 +202,16 @@ class Executable:
         """The outputs in what ``fetch`` gave; ``made``: what that was given."""
         if self._fetched is None:
             arrays = {name: made[name] for name in self._signature.outputs}
-            self._begins = starts(arrays) if PACKED in made else None
-            begins = self._begins or dict.fromkeys(arrays, 0)
-            self._fetched = [
-                (name, 0 if self._begins else number, begins[name], np.dtype(array.dtype), array.shape)
-                for number, (name, array) in enumerate(arrays.items())
-            ]
+            self._fetched = [(name, np.dtype(array.dtype), array.shape) for name, array in arrays.items()]
         return {
-            name: np.frombuffer(contents[number], dtype, math.prod(shape), start).reshape(shape)
-            for name, number, start, dtype, shape in self._fetched
+            name: np.frombuffer(content, dtype).reshape(shape)
+            for (name, dtype, shape), content in zip(self._fetched, contents, strict=True)
         }
 
     def layout_of(self, outputs: Mapping[str, Array]) -> OutputLayout:
         """How the rows of its outputs lie in their contents, the same in every run."""
         if self._layout is None:
-            self._layout = layout_of(self._signature, outputs, self._batches, self._begins)
+            self._layout = layout_of(self._signature, outputs, self._batches)
         return self._layout
 
     def compute(self, arguments: dict[str, Any], addresses: Mapping[str, int]) -> dict[str, Any]:

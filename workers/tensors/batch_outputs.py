@@ -48,20 +48,13 @@ class BatchOutputs(NamedTuple):
     contents: list[bytes]
 
 
-def layout_of(
-    signature: Signature, arrays: Mapping[str, Array], slots: bool, starts: Mapping[str, int] | None = None
-) -> OutputLayout:
-    """
-    Args:
-      slots: each array begins with a dimension for the rows of a batch; else it is one row.
-      starts: where each begins in the one content that has them all; None: each is a content of its own.
-    """
+def layout_of(signature: Signature, arrays: Mapping[str, Array], slots: bool) -> OutputLayout:
+    """Of arrays that are a content each. ``slots``: each begins with a dimension for the rows of a batch; else it is one row."""
     outputs: list[Output] = []
     for number, (name, array) in enumerate(arrays.items()):
         size = array.nbytes // len(array) if slots else array.nbytes
         shape = array.shape[1:] if slots else array.shape
-        content, start = (number, 0) if starts is None else (0, starts[name])
-        outputs.append((name, signature.outputs[name].datatype, content, start, size, size, shape))
+        outputs.append((name, signature.outputs[name].datatype, number, 0, size, size, shape))
     return OutputLayout(outputs, signature.batches)
 
 
