@@ -17,8 +17,13 @@ def test_medians_of_the_ratios_of_each_round(monkeypatch: pytest.MonkeyPatch) ->
         return next(timings)
 
     monkeypatch.setattr(artifact, "took", took)
-    assert artifact.ratios(lambda: "ours", lambda: "theirs", 3) == (3.0, 1.0)
+    assert artifact.ratios(lambda: "ours", lambda: "theirs", 3, 60) == (3.0, 1.0, 3)
     assert called == ["ours", "theirs", "theirs", "ours", "ours", "theirs"]
+
+
+def test_a_row_ends_after_its_seconds() -> None:
+    """Each round adds its ratio, and of one alone nobody knows who is first."""
+    assert artifact.ratios(lambda: sum(range(100)), lambda: sum(range(100)), 1000, 0)[2] == 2
 
 
 def test_requests_have_padding() -> None:

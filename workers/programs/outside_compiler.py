@@ -25,6 +25,7 @@ import jax
 from workers.compiling.compilers import Compilers
 from workers.compiling.records import Compile, Refused
 from workers.devices.device_cpu import thread_count
+from workers.programs.serialized import check_pickler
 
 _log = logging.getLogger(__name__)
 #: One that is larger is not sent around.
@@ -119,6 +120,7 @@ def _hook() -> threading.local | None:
         usual = compiler.backend_compile_and_load
         if list(inspect.signature(usual).parameters) != _ARGUMENTS:
             raise AttributeError("backend_compile_and_load with these arguments")
+        check_pickler()
     except (ImportError, AttributeError) as error:
         _log.warning("programs are compiled in the worker: this JAX has no %s", error)
         return None

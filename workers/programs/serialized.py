@@ -1,13 +1,21 @@
-"""A compiled program as bytes, and back: the pickle of JAX's own, with XLA's executable as it was once serialised."""
+"""A compiled program as bytes, and back: the pickle of JAX's own, with XLA's executable as it was once serialised.
+
+The second is no public part of JAX. Where it has moved nothing is compiled in other processes (``outside_compiler``), because
+what they give could not be kept.
+"""
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+
+#: JAX's own, which knows what of a compiled program is no ordinary object.
+_USUAL = "_JaxPjrtPickler"
 
 
 def serialize(compiled: jax.stages.Compiled, executable: bytes | None = None) -> tuple[Any, ...]:
@@ -25,16 +33,29 @@ def serialize(compiled: jax.stages.Compiled, executable: bytes | None = None) ->
         raise ValueError("a program with constants or references of its own cannot be kept")
     leaves, tree = jax.tree.flatten(compiled.args_info)
     with io.BytesIO() as file:
-        _Pickler(file, unloaded.xla_executable, executable).dump((unloaded, leaves, inner._no_kwargs))
+        _pickler()(file, unloaded.xla_executable, executable).dump((unloaded, leaves, inner._no_kwargs))
         return file.getvalue(), tree, compiled.out_tree
 
 
-class _Pickler(serialize_executable._JaxPjrtPickler):
-    def __init__(self, file: io.BytesIO, loaded: Any, executable: bytes) -> None:
-        super().__init__(file)
-        self._loaded = loaded
-        self._executable = executable
+def check_pickler() -> None:
+    """Raises AttributeError, naming what this JAX lacks for an ``executable`` to be given."""
+    _pickler()
 
-    def persistent_id(self, obj: Any) -> Any:
-        usual: Callable[[Any], Any] = super().persistent_id
-        return ("exec", self._executable) if obj is self._loaded else usual(obj)
+
+@functools.cache
+def _pickler() -> Callable[[io.BytesIO, Any, bytes], Any]:
+    # Looked for when it is needed: without it a worker does all the rest.
+    usual: Any = getattr(serialize_executable, _USUAL, None)
+    if not callable(getattr(usual, "persistent_id", None)):
+        raise AttributeError(f"jax.experimental.serialize_executable.{_USUAL} with persistent_id")
+
+    class Pickler(usual):  # type: ignore[misc]
+        def __init__(self, file: io.BytesIO, loaded: Any, executable: bytes) -> None:
+            super().__init__(file)
+            self._loaded = loaded
+            self._executable = executable
+
+        def persistent_id(self, obj: Any) -> Any:
+            return ("exec", self._executable) if obj is self._loaded else super().persistent_id(obj)
+
+    return Pickler

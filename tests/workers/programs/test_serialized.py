@@ -1,0 +1,37 @@
+"""What becomes of a worker whose JAX has no pickler that ours can be made of."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+from jax.experimental import serialize_executable
+
+from tests.workers.programs.test_outside_compiler import answers, model
+from workers.compiling.compilers import Compilers
+from workers.programs import outside_compiler, serialized
+from workers.programs.executable_cache import ExecutableCache
+from workers.programs.outside_compiler import OutsideCompiler
+
+
+@pytest.fixture(params=["nothing", "another one"])
+def other_jax(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if request.param == "nothing":
+        monkeypatch.delattr(serialize_executable, "_JaxPjrtPickler")
+    else:
+        monkeypatch.setattr(serialize_executable, "_JaxPjrtPickler", object)
+    serialized._pickler.cache_clear()
+    # Uncached, because what another test has found stays.
+    monkeypatch.setattr(outside_compiler, "_hook", outside_compiler._hook.__wrapped__)
+    yield
+    serialized._pickler.cache_clear()
+
+
+def test_programs_are_compiled_in_the_worker(other_jax: None, caplog: pytest.LogCaptureFixture) -> None:
+    compilers = Compilers(1)
+    made = model(cache=ExecutableCache(None, None, OutsideCompiler(compilers)))
+    assert answers(made) == answers(model())
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    lacks = "jax.experimental.serialize_executable._JaxPjrtPickler with persistent_id"
+    assert line == f"programs are compiled in the worker: this JAX has no {lacks}"
