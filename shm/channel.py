@@ -35,6 +35,7 @@ _ROOM = MAX_DATAGRAM - 8
 MAX_RECORD = 256 << 20
 MAX_FDS = 4
 _WHOLE = b"\x01"
+_WHOLE_KIND = _WHOLE[0]
 _PART = b"\x02"
 _LAST_PART = b"\x03"
 #: The host is short of something for a moment: what could not be sent may go later.
@@ -45,6 +46,7 @@ _ANCILLARY = socket.CMSG_SPACE(MAX_FDS * 4)
 # Plain integers: the socket module's flags are enums, whose every operation is a Python call.
 _TRUNCATED = int(socket.MSG_TRUNC)
 _DESCRIPTORS_LOST = int(socket.MSG_CTRUNC)
+_INCOMPLETE = _TRUNCATED | _DESCRIPTORS_LOST
 _CLOEXEC = int(socket.MSG_CMSG_CLOEXEC)
 _encode = encoder.encode
 
@@ -187,12 +189,18 @@ class Channel:
             return None
         except OSError as error:
             raise ChannelClosed from error
+        received = self._received
+        # The next datagram overwrites this one, and records may refer to what they were decoded from: that is a copy.
+        if size and received[0] == _WHOLE_KIND and not (ancillary or self._parts or flags & _INCOMPLETE):
+            try:
+                return self._incoming.decode(received[1:size]), []
+            except msgspec.MsgspecError:
+                pass  # ``read`` says what is wrong
         fds = _descriptors(ancillary) if ancillary else []
         if not size:
             descriptors.close(fds)
             raise ChannelClosed
-        # The next datagram overwrites this one, and records may refer to what they were decoded from.
-        return self.read(bytes(memoryview(self._received)[:size]), fds, flags)
+        return self.read(bytes(received[:size]), fds, flags)
 
     def read(self, content: bytes, fds: list[int], flags: int) -> tuple[list[Any], list[int]]:
         """A datagram that was received, with the flags that ``recvmsg`` gave: as ``receive`` returns it, and raises."""

@@ -16,6 +16,7 @@ a copy; each lane announces a segment before the first record that refers to it.
 
 from __future__ import annotations
 
+import select
 import socket
 from collections.abc import Iterable
 from typing import Any, cast
@@ -59,20 +60,21 @@ class SubmitterLane:
     def __init__(self, sock: socket.socket, arena: Arena, writable: bool = False) -> None:
         """``writable``: the worker has a GPU, and page-locks the arena (``shm.segment``)."""
         self._channel = Channel(sock, _FROM_WORKER)
+        look = select.poll()
+        look.register(sock, select.POLLIN)
+        #: Whether something is to be received, within so many milliseconds: to try it in vain costs ten times as much.
+        self.ready = look.poll
         self._announcer = Announcer(self._channel, arena, writable)
         self._responses = ArenaMap()
         self._releases: list[LeaseKey] = []
         self._said: SaidForms[Submit] = SaidForms(self._channel, RequestForm)
         #: With the number of tensors that each answer's record has of its own.
         self._heard: HeardForms[tuple[Completion, int]] = HeardForms()
+        #: Whether what was received has an answer of the lane's own, which waits for a flush.
+        self.unsaid = False
 
     def fileno(self) -> int:
         return self._channel.fileno()
-
-    @property
-    def waiting(self) -> int:
-        """Records not yet sent."""
-        return self._channel.waiting
 
     def submit(self, record: Submit) -> None:
         """Queues a request whose inputs are in place. Raises Unavailable: as ``announce``."""
@@ -114,6 +116,7 @@ class SubmitterLane:
 
     def flush(self) -> bool:
         """True: all is sent. False: call again when the lane is writable."""
+        self.unsaid = False
         self._announcer.withdraw_closed()
         if self._releases:
             while len(self._releases) > _MAX_RELEASES:
@@ -178,11 +181,15 @@ class SubmitterLane:
 
     def _refuse(self, segment: int) -> None:
         self._responses.refuse(segment)
-        self._channel.put(SegmentRefused(segment))
+        self._say(SegmentRefused(segment))
+
+    def _say(self, record: SegmentRefused | Release) -> None:
+        self._channel.put(record)
+        self.unsaid = True
 
     def _unreachable(self, request_id: int, lease: LeaseKey) -> Completion:
         """The error that takes the place of an answer that lies where this process cannot look."""
-        self._channel.put(Release((lease,)))
+        self._say(Release((lease,)))
         try:
             self._responses.view(Slice(lease[0], lease[1], 0))
         except Unavailable as error:

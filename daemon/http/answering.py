@@ -26,6 +26,7 @@ from daemon.submit.accounts import Account
 from daemon.submit.pending import Pending
 from daemon.tracing.tracer import Trace
 from shm.errors import DEFECT, ServingError
+from shm.forms import no_view
 from shm.lane import SubmitterLane
 from shm.messages import Completion, FormCompletion, Slice
 
@@ -133,26 +134,30 @@ class Answering(Pending):
         self._answer([head], parts)
 
     def formed(self, template: Completion, own: FormCompletion) -> None:
-        asked = self._asked
+        form: HttpForm = self._asked  # type: ignore[assignment]
         pieces: list[response_codec.Buffer] | None = None
         if self._trace is None and self._head.is_plain:
-            assert asked is not None
-            assert self.worker is not None
-            lane = self.worker.lane
-            if own.lease is None:
-                answer = asked.answer(template, own, lane.view).whole(self._client_id, own)
+            text, lease = form.last_answer, own.lease
+            if lease is None:
+                if text is None or text.template is not template:
+                    text = form.answer(template, own, no_view)
+                answer = text.whole(self._client_id, own)
                 if answer is not None:
                     if self.keep_alive:
                         self._outlet.answer_whole(answer)
                         return
                     pieces = [answer]
             else:
+                assert self.worker is not None
+                lane = self.worker.lane
                 try:
-                    pieces = asked.answer(template, own, lane.view).pieces(self._client_id, own, lane.view)
+                    if text is None or text.template is not template:
+                        text = form.answer(template, own, lane.view)
+                    pieces = text.pieces(self._client_id, own, lane.view)
                 except Exception:
                     pieces = None  # the ordinary way says what is wrong
                 if pieces is not None:
-                    self._unwritten = lane, own.lease
+                    self._unwritten = lane, lease
         if pieces is None:
             Pending.formed(self, template, own)
             return

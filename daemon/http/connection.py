@@ -22,7 +22,7 @@ from daemon.http.answering import Phase
 from daemon.http.body import COLLECT_BYTE_SIZE, PlacedBody, TextBody
 from daemon.http.deadlines import Late
 from daemon.http.exchange import Exchange
-from daemon.http.heads import END, MAX_HEAD
+from daemon.http.heads import END
 from daemon.http.message_head import InferHead
 from daemon.http.parser_feed import ParserFeed
 from daemon.http.serving import Serving
@@ -80,7 +80,7 @@ class Connection(asyncio.Protocol):
             data, self._held = held + data, b""
         between = not (order.requests or order.receiving or order.times.head_since)
         if between:
-            size = data.find(END, 0, MAX_HEAD) + 4
+            size = data.find(END) + 4
             head = serving.heads[data[:size]]
             if head is not None and (held or not serving.closed) and self._take(head, data, size):
                 return
@@ -89,29 +89,28 @@ class Connection(asyncio.Protocol):
 
     def _take(self, head: InferHead, data: bytes, head_size: int) -> bool:
         """A request whose head was parsed before, or the beginning of one, where nothing else is under way. False: parse it."""
-        order, length = self.order, head.content_length
+        order, serving, length = self.order, self._serving, head.content_length
         received = len(data) - head_size
-        assert length is not None
         if order.closing:
             return False
         if received == length:
             order.times.body_since = 0.0
-            exchange = Exchange(
-                self._serving, head, order, head.keep_alive, None, _SUBMITTED if head.is_small else _RECEIVING
-            )
+            small = head.text_size >= 0
+            exchange = Exchange(serving, head, order, head.keep_alive, None, _SUBMITTED if small else _RECEIVING)
             order.requests.append(exchange)
-            if self._serving.stopping:
+            if serving.stopping:
                 order.announce_end()
             if order.reader is not None:
                 self._leave_reader()
-            if head.is_small:
-                exchange.take(data[head_size:])
+            if small:
+                exchange.take(data, head_size)
             else:
                 exchange.begin()
                 exchange.reception.receive(data[head_size:])
                 exchange.complete()
                 exchange.take_turn()
             return True
+        assert length is not None
         if received > length or head.coding:
             return False
         if length <= COLLECT_BYTE_SIZE:

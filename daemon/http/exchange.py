@@ -28,8 +28,8 @@ from daemon.http.reception import Reception
 from daemon.submit.scheduling import UNSCHEDULED
 from shm.arena import Lease
 from shm.errors import InvalidArgument, ServingError, Unsupported
-from shm.forms import whole_request
-from shm.messages import Content, FormSubmit
+from shm.forms import Form, whole_request
+from shm.messages import Content, FormSubmit, Submit
 
 _log = logging.getLogger(__name__)
 # A member of an enum is found slowly.
@@ -105,8 +105,12 @@ class Exchange(Answering):
         self._my_turn = True
         self._go_on()
 
-    def take(self, body: bytes) -> None:
-        """Instead of all these: the body is whole, small and not compressed, and it is this exchange's turn."""
+    def take(self, data: bytes, begins: int) -> None:
+        """Instead of all these: the body is whole, small and not compressed, and it is this exchange's turn.
+
+        Args:
+          data: what came; the body is all of it from ``begins`` on.
+        """
         serving, head = self._serving, self._head
         tracer = serving.tracer
         try:
@@ -114,22 +118,24 @@ class Exchange(Answering):
                 self._admit()
                 if self._trace is not None:
                     self._trace.stamp("HTTP_RECV_END")
-            text_size = head.json_size
-            if text_size is None:
-                text_size = len(body)
-            request = serving.forms.read(head, body[:text_size], len(body) - text_size)
-            form = request.form
+            ends = begins + head.text_size
+            text = data[begins:ends]
+            forms = serving.forms
+            if head.key is None:
+                request = forms.read(head, text, head.tail_size)
+            else:
+                key = head.key, text
+                request = forms.texts[key] or forms.meet(head, key)
+            form, client_id, scheduling = request.form, request.id, request.scheduling
             if form.unpack is None or self._trace is not None:
-                self._submit(request, CollectedBody.of(body))
+                self._submit(request, CollectedBody.of(data[begins:]))
                 return
-            lane_form = self.form = form.lane_form
-            assert lane_form is not None
-            client_id = request.id
             if not client_id and serving.makes_ids:
                 client_id = request_id.made()
             self._asked, self._client_id = form, client_id
-            contents = form.unpack(body, text_size)
-            submitter, number, scheduling = serving.submitter, lane_form.number, request.scheduling
+            lane_form: Form[Submit] = form.lane_form  # type: ignore[assignment]
+            self.form = lane_form
+            submitter, number, contents = serving.submitter, lane_form.number, form.unpack(data, ends)
             # Most say nothing of their scheduling, and to unpack that costs more than all else here.
             self.record = (
                 FormSubmit(submitter.next_id(), number, contents, client_id, 0, monotonic_ns())

@@ -37,6 +37,7 @@ class HttpForm:
         "asked",
         "has_values",
         "lane_form",
+        "last_answer",
         "last_said",
         "model",
         "placed",
@@ -67,6 +68,8 @@ class HttpForm:
         #: What the last request whose text was not known said of itself.
         self.last_said: tuple[str, Scheduling] = "", UNSCHEDULED
         self._answers: dict[int, AnswerText] = {}
+        #: The one that was asked for last: mostly it is asked for again.
+        self.last_answer: AnswerText | None = None
 
     def on_lane(self, forms: Forms[Submit], inline_byte_size: int) -> Form[Submit] | None:
         """None: it is the first of its kind, and travels whole."""
@@ -88,6 +91,7 @@ class HttpForm:
             if len(self._answers) >= _MAX_ANSWERS:
                 self._answers.clear()
             known = self._answers[id(template)] = AnswerText(self.model, self.asked, template, own, view)
+        self.last_answer = known
         return known
 
     def __repr__(self) -> str:

@@ -18,7 +18,7 @@ from daemon.http import request_codec, request_head
 from daemon.http.decoded_request import DecodedRequest, Source
 from daemon.http.http_form import VALUES, HttpForm, Request
 from daemon.http.json_cut import Cut
-from daemon.http.message_head import InferHead
+from daemon.http.message_head import MAX_TEXT, InferHead, TextKey
 from daemon.http.request_head import ABSENT, Malformed, RequestHead
 from daemon.http.request_parameters import part
 from daemon.submit.scheduling import UNSCHEDULED
@@ -26,8 +26,6 @@ from shm.datatypes import element_count
 from shm.forms import MAX_FORMS
 from shm.open_shape import is_open
 
-#: Longer texts are read each time.
-MAX_TEXT = 2048
 #: What longer ones say, but for large data, is not remembered.
 _MAX_SAID = 4096
 
@@ -39,8 +37,8 @@ class HttpForms:
         """``count``: so many are remembered at least, and as many texts."""
         #: By what is said.
         self._forms: Memo[Any, HttpForm] = Memo(count)
-        #: By model, version and text: of those that come again with the same id and scheduling.
-        self._texts: Memo[tuple[str, int, bytes], Request] = Memo(count)
+        #: By model, version, size of the tensors behind it, and text: of those that come again with the same id and scheduling.
+        self.texts: Memo[tuple[TextKey, bytes], Request] = Memo(count)
 
     def read(self, head: InferHead, text: bytes | memoryview, tail_size: int, apart: Cut | None = None) -> Request:
         """What a request says with that head, and binary parts of ``tail_size`` bytes together.
@@ -50,17 +48,20 @@ class HttpForms:
         """
         if len(text) > MAX_TEXT or head.forwarded is not None:
             return self._read(head, text if apart is None else apart.text, tail_size, apart)
-        key = (head.model, head.version, bytes(text))
-        request = self._texts[key]
-        if request is None or request.form.tail_size != tail_size:
-            request = self._read(head, text, tail_size, apart)
-            form = request.form
-            # What one step of a sequence says, its next one mostly says again, whatever others say between them.
-            said = request.id, UNSCHEDULED if request.scheduling.goes_on else request.scheduling
-            if form.last_said != said:
-                form.last_said = said
-            elif not form.has_values:
-                self._texts.put(key, request)
+        key = (head.model, head.version, tail_size), bytes(text)
+        return self.texts[key] or self.meet(head, key)
+
+    def meet(self, head: InferHead, key: tuple[TextKey, bytes]) -> Request:
+        """What a text says that is not among ``texts``. Raises as ``read``."""
+        (_, _, tail_size), text = key
+        request = self._read(head, text, tail_size, None)
+        form = request.form
+        # What one step of a sequence says, its next one mostly says again, whatever others say between them.
+        said = request.id, UNSCHEDULED if request.scheduling.goes_on else request.scheduling
+        if form.last_said != said:
+            form.last_said = said
+        elif not form.has_values:
+            self.texts.put(key, request)
         return request
 
     def _read(self, head: InferHead, text: bytes | memoryview, tail_size: int, apart: Cut | None) -> Request:
@@ -88,7 +89,7 @@ class HttpForms:
         return request
 
     def __repr__(self) -> str:
-        return f"<HttpForms {len(self._forms)}, texts {len(self._texts)}>"
+        return f"<HttpForms {len(self._forms)}, texts {len(self.texts)}>"
 
 
 def request_of(head: InferHead, decoded: DecodedRequest) -> Request:

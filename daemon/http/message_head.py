@@ -18,6 +18,11 @@ from daemon.http.infer_route import InferRoute
 from shm.errors import InvalidArgument, ServingError, Unsupported
 
 Fields = Sequence[tuple[bytes, bytes]]
+#: Model, version, and bytes of tensors behind the JSON.
+TextKey = tuple[str, int, int]
+
+#: Longer JSON is read each time.
+MAX_TEXT = 2048
 
 #: A request target: its path, absolute or not, and its query. Anything else ("*") is a path that nobody serves.
 _TARGET = re.compile(rb"(?:https?://[^/?]*)?(/[^?#]*)(?:\?([^#]*))?.*", re.IGNORECASE | re.DOTALL)
@@ -48,19 +53,26 @@ class InferHead:
     edition: int = -1
     #: Whether the answer is written as it is, and need say nothing of the connection.
     is_plain: bool = field(init=False)
-    #: Whether its body is small, is not compressed, and says all in its JSON.
-    is_small: bool = field(init=False)
+    #: Of a body that is small, is not compressed, and says all in its JSON: that and the tensors behind it, bytes; else -1.
+    text_size: int = field(init=False)
+    tail_size: int = field(init=False)
+    #: What such a JSON is known by besides its bytes; None: it is read each time.
+    key: TextKey | None = field(init=False)
 
     def __post_init__(self) -> None:
         length, json_size = self.content_length, self.json_size
         self.is_plain = not self.accepts and not self.keep_alive_line
-        self.is_small = (
-            length is not None
-            and length <= COLLECT_BYTE_SIZE
-            and not self.coding
-            and json_size != 0
-            and (json_size or 0) <= length
-        )
+        self.text_size = self.tail_size = -1
+        if length is not None and length <= COLLECT_BYTE_SIZE and not self.coding and json_size != 0:
+            text_size = length if json_size is None else json_size
+            if text_size <= length:
+                self.text_size, self.tail_size = text_size, length - text_size
+        known = 0 <= self.text_size <= MAX_TEXT and self.forwarded is None
+        self.key = (self.model, self.version, self.tail_size) if known else None
+
+    def forward(self, parameters: dict[str, str]) -> None:
+        """Headers become parameters: its JSON alone does not say any more what is asked."""
+        self.forwarded, self.key = parameters, None
 
 
 def refusal(version: str, fields: Fields) -> tuple[int, str] | None:

@@ -170,7 +170,7 @@ class Messages:
             if self._serving.infer_rule is not None:
                 self._serving.infer_rule.check(self.headers)
             if self._serving.forwarding is not None:
-                head.forwarded = self._serving.forwarding.parameters(self._forwarded)
+                head.forward(self._serving.forwarding.parameters(self._forwarded))
         except Restricted as refusal:
             head.error = refusal  # before anything else that is wrong: nothing is told to who may not ask
         except ServingError as error:

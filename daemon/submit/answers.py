@@ -74,8 +74,8 @@ class Answers:
             self.close(worker)
             self._give_up(worker, Internal("the worker's answer could not be understood"))
             return False
-        if worker.lane.waiting:
-            self._sending.flush_later(worker)  # what the lane has to say itself
+        if worker.lane.unsaid:
+            self._sending.flush_later(worker)
         if not answers:
             return answers is not None
         self._busy_poll.answered()

@@ -42,18 +42,21 @@ class BusyPoll:
             if count <= _FEW:
                 self._begin()
 
-    def look(self, receive: Callable[[T], bool], worker: T) -> None:
+    def look(self, ready: Callable[[int], object], receive: Callable[[T], bool], worker: T) -> None:
         """The only request in flight was sent: for a moment nothing but the answer of its worker is looked for.
 
         Where there were others lately the loop turns instead: another one, or a new connection, may come meanwhile.
 
-        receive: takes it if it is there; False: it cannot come.
+        ready: whether something came, within so many milliseconds (``SubmitterLane.ready``).
+        receive: takes it; False: no answer can come.
         """
         self._lone += 1
         if self._lone < _MANY:
             return self._begin()
         until_ns = self._spin.begin(now_ns := monotonic_ns())
-        while now_ns < until_ns and len(self._in_flight) == 1 and receive(worker):
+        while now_ns < until_ns:
+            if ready(0) and not (receive(worker) and len(self._in_flight) == 1):
+                return None
             now_ns = self._spin.give_way()
         return None
 

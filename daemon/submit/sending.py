@@ -100,17 +100,16 @@ class Sending:
             for pending in self._pending.values():
                 # A large one takes the worker longer than waking up, and it wants the processor.
                 if pending.worker is not None and not pending.leases:
-                    self._busy_poll.look(self._look, pending.worker)
+                    self._busy_poll.look(pending.worker.lane.ready, self._look, pending.worker)
                 break
         elif count:
             self._busy_poll.flushed()
 
     def _look(self, worker: Worker) -> bool:
-        """Looks for the answer to the only request in flight. False: it cannot come, now."""
-        if not worker.in_flight or worker.closed:
-            return False
-        self._receive(worker)
-        return True
+        """Takes what came for the only request in flight. False: no answer to it can come, now."""
+        if not worker.closed:
+            self._receive(worker)
+        return bool(worker.in_flight) and not worker.closed
 
     def _flush(self, worker: Worker) -> None:
         try:

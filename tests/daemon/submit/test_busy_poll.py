@@ -85,7 +85,7 @@ async def test_a_limit_of_0_switches_it_off() -> None:
     requests = Requests(2)
     poll = _poll(requests, 0)
     poll.flushed()
-    poll.look(lambda worker: pytest.fail("it looked"), "worker")
+    poll.look(lambda timeout: pytest.fail("it looked"), lambda worker: pytest.fail("it received"), "worker")
     assert await _turned(requests) == 0
 
 
@@ -101,28 +101,35 @@ async def test_it_stops_when_the_time_is_up() -> None:
 
 @pytest.mark.asyncio
 async def test_the_only_request_is_looked_for_until_it_is_answered() -> None:
-    requests, looks = Requests(1), 0
+    requests, looks, received = Requests(1), 0, 0
     poll = _poll(requests)
 
-    def receive(worker: str) -> bool:
+    def ready(timeout: int) -> bool:
         nonlocal looks
+        assert timeout == 0
         looks += 1
-        requests.count = int(looks < 3)
+        return looks % 3 == 0
+
+    def receive(worker: str) -> bool:
+        nonlocal received
+        received += 1
+        # What comes first is something else.
+        requests.count = int(received < 2)
         return True
 
     for _ in range(15):
-        poll.look(receive, "worker")
+        poll.look(ready, receive, "worker")
     # There may be others.
     assert looks == 0
-    poll.look(receive, "worker")
-    assert looks == 3
-    requests.count, looks = 1, 0
+    poll.look(ready, receive, "worker")
+    assert (looks, received) == (6, 2)
     # Its worker is gone.
-    poll.look(lambda worker: False, "worker")
-    assert looks == 0
+    requests.count = 1
+    poll.look(ready, lambda worker: False, "worker")
+    assert looks == 9
     # Another client came.
     requests.count = 2
     poll.flushed()
     requests.count = 1
-    poll.look(receive, "worker")
-    assert looks == 0
+    poll.look(ready, receive, "worker")
+    assert looks == 9

@@ -25,6 +25,9 @@ class Lane:
     def fileno(self) -> int:
         return 5
 
+    def ready(self, timeout: int) -> bool:
+        raise AssertionError("whoever looks asks")
+
     def submit(self, record: Submit) -> None:
         self.told.append(f"submit {record.request_id}")
 
@@ -64,7 +67,8 @@ class Poll:
         self.looked: list[Worker] = []
         self.flushes = 0
 
-    def look(self, receive: Callable[[Worker], bool], worker: Worker) -> None:
+    def look(self, ready: Callable[[int], object], receive: Callable[[Worker], bool], worker: Worker) -> None:
+        assert ready == worker.lane.ready
         self.looked.append(worker)
         assert receive(worker) == bool(worker.in_flight and not worker.closed)
 
