@@ -1,8 +1,7 @@
 """Operations on models: what clients, the start and a reload ask for, carried out through the lifecycle's instructions.
 
-Files are read off the loop; decisions are ``daemon.models.lifecycle``'s. A configuration that came with a load that succeeded
-stays in force for later plain loads, until the model's files change or it is unloaded. Files that a client gave are the model
-until the next load or unload.
+Files are read off the loop; decisions are ``daemon.models.lifecycle``'s. Files that a client gave are the model until the next
+load or unload; how long a configuration stays that a client gave, ``daemon.models.overrides`` says.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from daemon.models.instructions import Instruction, Publish, Retry, Send, Settle
 from daemon.models.judgement import Judgement
 from daemon.models.lifecycle import Lifecycle
 from daemon.models.outcomes import Outcomes
+from daemon.models.overrides import Overrides
 from daemon.models.readiness import Standing
 from daemon.models.repositories import Repositories
 from daemon.models.repository import FoundModel
@@ -77,8 +77,7 @@ class Models:
         #: ``repository.load`` as it was last acted upon.
         self._listed: set[str] = set()
         self._outcomes = Outcomes()
-        #: name -> (fingerprint of the files it was given for, configuration in JSON).
-        self._overrides: dict[str, tuple[str, str]] = {}
+        self._overrides = Overrides()
         self._given = GivenModels()
 
     # --------------------------------------------------------------------------------------------- clients' operations
@@ -102,7 +101,7 @@ class Models:
     async def _load_found(self, name: str, config: str) -> None:
         """Loads a model of a repository, with a client's configuration where one is given now or holds from before."""
         found = await asyncio.to_thread(repository.find, self._paths(), name)
-        given = config or self._override(found)
+        given = config or self._overrides.of(found)
         loaded = found
         if given and found.path.name:
             loaded = await asyncio.to_thread(repository.overridden, found.path, given)
@@ -116,15 +115,7 @@ class Models:
             raise Internal(load_errors.poll_error([name]))
         if error := await self._bring(loaded):
             raise InvalidArgument(error)
-        if given:
-            self._overrides[name] = (found.fingerprint, given)
-        else:
-            self._overrides.pop(name, None)
-
-    def _override(self, found: FoundModel) -> str:
-        """The configuration that a client gave for these very files, if it is in force; else ""."""
-        fingerprint, given = self._overrides.get(found.name, ("", ""))
-        return given if fingerprint == found.fingerprint else ""
+        self._overrides.keep(found, given)
 
     async def _load_given(self, name: str, files: Mapping[str, bytes], config: str) -> None:
         """Loads the model that consists of a client's files, in a folder of its own."""
@@ -138,7 +129,7 @@ class Models:
                     raise InvalidArgument(failure)
         except NotKept as error:
             raise type(error.cause)(load_errors.given_error(name, error.cause.message)) from None
-        self._overrides.pop(name, None)
+        self._overrides.drop(name)
 
     def unload(self, name: str, dependents: bool = False) -> None:
         """Begins to take a model away; unknown names are no error. Raises Unavailable: not in explicit mode.
@@ -151,7 +142,7 @@ class Models:
         for each in gone:
             self.ensembles.drop(each)
             self._named.discard(each)
-            self._overrides.pop(each, None)
+            self._overrides.drop(each)
             self._refused.pop(each, None)
         self._take_down(users, *gone)
 
@@ -238,13 +229,13 @@ class Models:
         self._refused = {name: reason for name, reason in self._refused.items() if name in self._wanted | found.keys()}
 
     async def _bring_wanted(self, name: str, found: FoundModel | None) -> str:
-        if found is not None and (given := self._override(found)):
+        if found is not None and (given := self._overrides.of(found)):
             try:
                 return await self._bring(await asyncio.to_thread(repository.overridden, found.path, given))
             except ServingError as error:
                 self._refuse(name, error.message)
                 return error.message
-        self._overrides.pop(name, None)
+        self._overrides.drop(name)
         if found is None or found.error:
             reason = "it is in no repository" if found is None else found.error
             self._refuse(name, reason)

@@ -342,21 +342,6 @@ class Lifecycle:
         """Everything a new front must know."""
         return [v.told(n) for model in self.models.values() for n, v in sorted(model.versions.items())]
 
-    def index(self, ready: bool = False) -> list[dict[str, str]]:
-        """The repository index: sorted by name, then version; names alone for what was never loaded."""
-        entries: list[dict[str, str]] = []
-        loaded = {name for name, model in self.models.items() if any(v.in_use for v in model.versions.values())}
-        for name in sorted(self.known | loaded):
-            versions = self.models[name].versions if name in self.models else {}
-            for number, version in sorted(versions.items()):
-                if ready and version.state is not VersionState.READY:
-                    continue
-                entry = {"name": name, "version": str(number), "state": version.state.value}
-                entries.append(entry | ({"reason": version.reason} if version.reason else {}))
-            if not versions and not ready and name in self.known:
-                entries.append({"name": name})
-        return entries
-
     def is_ready(self, name: str, number: int = 0) -> bool:
         """Whether that version, or any with 0, is READY."""
         versions = self.models[name].versions if name in self.models else {}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from daemon.models.lifecycle import Lifecycle
 from daemon.models.retries import Retries
+from daemon.models.versions import VersionState
 from shm.footprint import Footprint
 
 
@@ -20,7 +21,7 @@ def index(
       detailed: with what each version takes, in bytes.
     """
     found: dict[tuple[str, str], dict[str, str | int]] = {
-        (entry["name"], entry.get("version", "")): {**entry} for entry in lifecycle.index(ready)
+        (entry["name"], entry.get("version", "")): {**entry} for entry in entries(lifecycle, ready)
     }
     for name, version, seconds in retries:
         entry = found.get((name, str(version)))
@@ -36,6 +37,23 @@ def index(
                     found[name, str(n)] |= _takes(of.described.footprint)
     # By name and number; the versions of a name are in order already.
     return sorted(found.values(), key=lambda entry: str(entry["name"]))
+
+
+def entries(lifecycle: Lifecycle, ready: bool = False) -> list[dict[str, str]]:
+    """What became of each version, by name, then number; names alone for what was never loaded. ``ready``: only what serves."""
+    found: list[dict[str, str]] = []
+    models = lifecycle.models
+    loaded = {name for name, model in models.items() if any(v.in_use for v in model.versions.values())}
+    for name in sorted(lifecycle.known | loaded):
+        versions = models[name].versions if name in models else {}
+        for number, version in sorted(versions.items()):
+            if ready and version.state is not VersionState.READY:
+                continue
+            entry = {"name": name, "version": str(number), "state": version.state.value}
+            found.append(entry | ({"reason": version.reason} if version.reason else {}))
+        if not versions and not ready and name in lifecycle.known:
+            found.append({"name": name})
+    return found
 
 
 def _takes(footprint: Footprint) -> dict[str, str | int]:

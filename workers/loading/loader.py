@@ -110,12 +110,10 @@ class Loader:
         #: The GPU as this thread has it: the loop gathers requests on the other while samples run here.
         self._own_cuda = None if cuda is None else cuda.beside()
         self._check: CheckDevice = works if cuda is None else cuda.check
-        self._single_thread = single_thread
         self._cache = cache
         self._inbox = inbox
         self._page = page
         self._max_queue_size = max_queue_size
-        self._max_unexpected_shapes = max_unexpected_shapes
         self._max_batch_byte_size = max_batch_byte_size
         self._max_state_byte_size = max_state_byte_size
         self._load_stepped = functools.partial(

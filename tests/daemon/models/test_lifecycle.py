@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from daemon.models.instructions import Instruction, Publish, Retry, Send, Settled
 from daemon.models.lifecycle import FIRST_RETRY, MAX_RETRY, Lifecycle
+from daemon.models.listing import entries
 from daemon.models.repository import FoundModel
 from shm.control_records import Load, Loaded, ModelGone, ModelState, Unload
 
@@ -55,7 +56,7 @@ def test_load_on_two_workers() -> None:
     out = lifecycle.loaded(1, Loaded("m", 3, metadata=b"{}"))
     assert states(out) == [(3, "READY", (1, 2))]
     assert settled(out) == [(7, "")]
-    assert lifecycle.index() == [{"name": "m", "version": "3", "state": "READY"}]
+    assert entries(lifecycle) == [{"name": "m", "version": "3", "state": "READY"}]
 
 
 def test_load_waits_for_the_first_worker() -> None:
@@ -155,7 +156,7 @@ def test_unload_and_load_follow_each_other() -> None:
     out = lifecycle.loaded(1, Loaded("m", 1))
     assert settled(out) == [(1, "")]
     assert states(out) == [(1, "READY", (1,)), (1, "UNLOADING", ())]
-    assert lifecycle.index()[0]["state"] == "UNLOADING"
+    assert entries(lifecycle)[0]["state"] == "UNLOADING"
     out = lifecycle.unloaded(1, "m", 1)
     assert settled(out) == [(2, "")]
     assert states(out) == [(1, "UNAVAILABLE", ()), (1, "LOADING", ())]
@@ -170,7 +171,7 @@ def test_unload_of_the_unknown_and_the_failed() -> None:
     lifecycle.loaded(1, Loaded("m", 1, reason="no"))
     assert lifecycle.unload("m", 3) == [Settled(3)]
     lifecycle.known = {"m"}
-    assert lifecycle.index() == [{"name": "m", "version": "1", "state": "UNAVAILABLE", "reason": "no"}]
+    assert entries(lifecycle) == [{"name": "m", "version": "1", "state": "UNAVAILABLE", "reason": "no"}]
 
 
 def test_the_last_worker_dies() -> None:
@@ -290,34 +291,20 @@ def test_what_is_not_in_the_repository_any_more_is_forgotten() -> None:
     lifecycle.loaded(1, Loaded("m", 1))
     lifecycle.load(found("m", 2, fingerprint="g"), 2)
     lifecycle.loaded(1, Loaded("m", 2, reason="no"))
-    assert [entry["state"] for entry in lifecycle.index()] == ["READY", "UNAVAILABLE"]
+    assert [entry["state"] for entry in entries(lifecycle)] == ["READY", "UNAVAILABLE"]
     out = lifecycle.load(found("m", 1), 3)
     assert Publish(ModelGone("m", 2)) in out
     lifecycle.loaded(1, Loaded("m", 1))
-    assert lifecycle.index() == [{"name": "m", "version": "1", "state": "READY"}]
+    assert entries(lifecycle) == [{"name": "m", "version": "1", "state": "READY"}]
     # What serves stays until it is unloaded, in a repository or not.
     assert lifecycle.forget("m", ()) == []
     lifecycle.known = set()
-    assert lifecycle.index() == [{"name": "m", "version": "1", "state": "READY"}]
+    assert entries(lifecycle) == [{"name": "m", "version": "1", "state": "READY"}]
     lifecycle.unload("m", 4)
     lifecycle.unloaded(1, "m", 1)
-    assert lifecycle.index() == []
+    assert entries(lifecycle) == []
     assert lifecycle.forget("m", ()) == [Publish(ModelGone("m", 1))]
     assert lifecycle.models == {}
-
-
-def test_index() -> None:
-    lifecycle = Lifecycle()
-    lifecycle.known = {"b", "a"}
-    ready(lifecycle, 1)
-    lifecycle.load(found("b", 10, 9), 1)
-    lifecycle.loaded(1, Loaded("b", 9))
-    assert lifecycle.index() == [
-        {"name": "a"},
-        {"name": "b", "version": "9", "state": "READY"},
-        {"name": "b", "version": "10", "state": "LOADING"},
-    ]
-    assert lifecycle.index(ready=True) == [{"name": "b", "version": "9", "state": "READY"}]
 
 
 def test_stale_answers_change_nothing() -> None:
