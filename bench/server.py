@@ -21,13 +21,19 @@ from bench.helper import end, leaves_blocks
 
 ROOT = Path(__file__).parent.parent
 _TICK_US = 1e6 / os.sysconf("SC_CLK_TCK")
+#: Seconds in which a server has to be ready, and how many lines of its log are told if it is not.
+_PATIENCE = 300.0
+_LINES = 12
 
 
 @contextlib.contextmanager
-def serving(command: Sequence[str], address: str, log: Path, cwd: Path = ROOT) -> Iterator[int]:
+def serving(
+    command: Sequence[str], address: str, log: Path, cwd: Path = ROOT, patience: float = _PATIENCE
+) -> Iterator[int]:
     """Runs a server in a folder until the block ends, once it is ready; yields its process id.
 
-    Raises SystemExit: it ended, or somebody else listens at the address, who would be measured in its place.
+    Raises SystemExit: it ended, or is not ready after ``patience`` seconds, each with the end of its log; or somebody else
+    listens at the address, who would be measured in its place.
     """
     host, port = address.rsplit(":", 1)
     with contextlib.suppress(ConnectionRefusedError), socket.create_connection((host, int(port)), 5):
@@ -39,9 +45,13 @@ def serving(command: Sequence[str], address: str, log: Path, cwd: Path = ROOT) -
             process = subprocess.Popen(command, cwd=cwd, stdout=output, stderr=output, start_new_session=True)
         # The server ends its own processes: only so it removes what it shared with them.
         stack.callback(end, process)
+        until = time.monotonic() + patience
         while not ready(address):
             if process.poll() is not None:
-                raise SystemExit(f"{command[0]} exited with {process.returncode}; see {log}")
+                raise SystemExit(f"{command[0]} exited with {process.returncode}; see {log}{_end_of(log)}")
+            if time.monotonic() > until:
+                # It may serve, but not a model that does not load.
+                raise SystemExit(f"{command[0]} is not ready after {patience:.0f} s; see {log}{_end_of(log)}")
             time.sleep(0.1)
         yield process.pid
 
@@ -58,6 +68,11 @@ def log_file(path: Path) -> BinaryIO:
         raise SystemExit(f"{path} is somebody else's: say where the log goes")
     os.ftruncate(fd, 0)
     return os.fdopen(fd, "wb")
+
+
+def _end_of(log: Path) -> str:
+    """The last lines, each on a line of its own."""
+    return "".join(f"\n    {line}" for line in log.read_text(errors="replace").splitlines()[-_LINES:])
 
 
 def ready(address: str) -> bool:

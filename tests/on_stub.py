@@ -34,9 +34,20 @@ def configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: os.environ.pop(_VARIABLE, None))
 
 
+def wanted() -> bool:
+    """Whether daemons are to have GPU workers."""
+    return _VARIABLE in os.environ
+
+
+def devices(folder: Path, count: int) -> dict[str, str]:
+    """So many devices, as who asks a daemon finds them; a daemon whose environment says it has a worker on each."""
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}
+    return CudaStub(folder, count, _DELAY).environment | visible
+
+
 def skip(items: list[pytest.Item]) -> None:
     """What is about CPU workers, where daemons have none."""
-    if _VARIABLE in os.environ:
+    if wanted():
         for item in items:
             for mark in item.iter_markers("cpu_workers"):
                 item.add_marker(pytest.mark.skip(reason=f"about CPU workers: {mark.args[0]}"))
@@ -49,7 +60,7 @@ def move(folder: Path, workers: dict[str, Any], environment: Mapping[str, str]) 
       folder: is the daemon's.
       environment: what the daemon was to have besides this process's. Devices of a stub that it names already stay the same.
     """
-    if "CUDA_STUB_UNIFIED" in environment or _VARIABLE not in os.environ or workers.get("device") == "auto":
+    if "CUDA_STUB_UNIFIED" in environment or not wanted() or workers.get("device") == "auto":
         return dict(environment)
     given = dict(environment)
     if "CUDA_STUB_DIR" not in environment:

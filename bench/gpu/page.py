@@ -95,7 +95,11 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
 def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """One a figure, whatever it lies in."""
     for name, content in found.items():
-        if isinstance(content, Mapping) and not any(str(key).endswith("_us") for key in content):
+        if (
+            isinstance(content, Mapping)
+            and "batches" not in content
+            and not any(str(key).endswith("_us") for key in content)
+        ):
             yield from ((f"{name}: {key}", value) for key, value in _rows(content) if key != "seconds")
         else:
             yield name, content
@@ -106,6 +110,9 @@ def _cell(content: Any) -> str:
         more = [f"{content[key]:g} {unit}" for key, unit in (("GB_s", "GB/s"), ("rate", "/s")) if key in content]
         errors = [f"{content['errors']} errors"] if content.get("errors") else []
         return ", ".join([f"p50 {content['p50_us']:g} us", f"p99 {content.get('p99_us', 0):g} us", *more, *errors])
+    if isinstance(content, Mapping) and "batches" in content:
+        parts = [f"{part.removeprefix('compute_')} {us:g} us" for part, us in content.items() if part != "batches"]
+        return f"{content['batches']} batches: {', '.join(parts)}"
     text = content if isinstance(content, str) else json.dumps(content, default=str)
     if text.startswith("Traceback"):
         text = text.rstrip().rpartition("\n")[2]

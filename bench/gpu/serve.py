@@ -51,10 +51,12 @@ device = "{device}"
 gpu_memory_fraction = 0.4
 
 [supervisor]
-start_timeout = 200.0
+start_timeout = 110.0
 """
 #: Seconds that a measurement needs at most besides its own: clients start and register.
 _AROUND = 8.0
+#: Seconds in which a daemon has to be ready: a driver's first start, and three models compiled.
+_START = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ class Serving:
                 self._small("cpu")
         # A daemon that does not come up ends a measurement with SystemExit.
         except (Exception, SystemExit) as error:
-            self._note("stopped", f"{type(error).__name__}: {str(error)[:500]}")
+            self._note("stopped", f"{type(error).__name__}: {str(error)[:2000]}")
         said = (self._folder / "daemon-cuda.log").read_text(errors="replace").splitlines()
         self._found["log"] = [line for line in said if line[:1] in "WEC" and line[1:5].isdecimal()][:20]
         return self._found
@@ -102,7 +104,9 @@ class Serving:
         command = [sys.executable, "-m", "tensord", "serve", "--config", str(configuration.resolve())]
         began = time.monotonic()
         log = self._folder / f"daemon-{device}.log"
-        with server.serving(command, self._addresses["http"], log) as pid:
+        # What comes after it is to have its share.
+        patience = min(_START, max(1.0, self._until - time.monotonic()))
+        with server.serving(command, self._addresses["http"], log, patience=patience) as pid:
             self._note(f"ready on {device} after seconds", round(time.monotonic() - began, 1))
             yield pid
 

@@ -79,7 +79,7 @@ def views() -> dict[str, Any]:
         twice = jax.jit(lambda a: a * 2).lower(jax.ShapeDtypeStruct((_SMALL,), FP32)).compile()
 
         def at(offset: int) -> bool:
-            return float(np.asarray(twice(view(pointer + offset, FP32, (_SMALL,))))[1]) == 2 + offset / 2
+            return float(jax.device_get(twice(view(pointer + offset, FP32, (_SMALL,))))[1]) == 2 + offset / 2
 
         found["right at an offset of"] = {offset: tried(lambda o=offset: at(o)) for offset in (256, 128, 64, 16, 4)}  # type: ignore[misc]
         with jax.enable_x64(True):

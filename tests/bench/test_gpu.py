@@ -32,8 +32,7 @@ def free_ports(count: int) -> int:
 def test_dry(tmp_path: Path) -> None:
     folder = tmp_path / "cuda"
     folder.mkdir()
-    # Without delays: what the stand-in for XLA then does to results is for tests of the worker.
-    stub = CudaStub(folder)
+    stub = CudaStub(folder, delay_us=100)
     # Small programs have no other client of XLA there.
     environment = os.environ | stub.gpu_environment | {"TENSORD_WORKERS_SINGLE_THREAD_FLOPS": "0"}
     command = [sys.executable, "-m", "bench.gpu", "--out", str(tmp_path / "out"), "--seconds", "0.1", "--largest", "1"]
@@ -52,6 +51,7 @@ def test_dry(tmp_path: Path) -> None:
     assert report["driver"]["page_locking"]["memfd, written here"]["result"] == "CUDA_SUCCESS"
     assert report["driver"]["handles"]["256 bytes"]["values are right"]
     assert report["xla"]["views"]["in place"]
+    assert all(report["xla"]["views"]["right at an offset of"].values())
     served = report["serve"]
     assert "stopped" not in served, served
     killed = served["kill -9 under four clients"]
@@ -73,8 +73,8 @@ def test_what_is_reached_is_said() -> None:
         "small-http-c1 on cpu": {"p50_us": 59.0},
         "16MiB-http-system-c4 on cuda": {"rate": 2500.0},
         "in the worker, of a batch of mlp, on cuda": {
-            "1": {"compute_input": 1.0, "compute_infer": 1.0, "compute_output": 1.0},
-            "32": {"compute_input": 100.0, "compute_infer": 150.0, "compute_output": 50.0},
+            "1": {"batches": 2, "compute_input": 1.0, "compute_infer": 1.0, "compute_output": 1.0},
+            "32": {"batches": 7, "compute_input": 100.0, "compute_infer": 150.0, "compute_output": 50.0},
         },
     }
     written = page.markdown(
@@ -90,5 +90,6 @@ def test_what_is_reached_is_said() -> None:
         "| 32 small requests together, in the worker | <= 300 us | 300 us | yes |",
         "| 16 MiB CUDA region, by gRPC | <= 200 us | not measured | |",
         "| views: stderr | Bad: y |",
+        "| in the worker, of a batch of mlp, on cuda: 32 | 7 batches: input 100 us, infer 150 us, output 50 us |",
     ):
         assert line in written.splitlines()

@@ -48,6 +48,29 @@ def test_nobody_else_is_measured_in_a_servers_place(tmp_path: Path) -> None:
     assert not (tmp_path / "log").exists()
 
 
+def test_a_server_that_is_never_ready_is_told_with_its_last_words(tmp_path: Path) -> None:
+    """It listens, and a model of it does not load."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    server = (
+        "import http.server, sys\n"
+        "print('model \\'mlp\\' does not load: no memory', flush=True)\n"
+        "kind = http.server.BaseHTTPRequestHandler\n"
+        "kind.do_GET, kind.log_message = (lambda self: self.send_error(503)), (lambda *_: None)\n"
+        "http.server.HTTPServer(('127.0.0.1', int(sys.argv[1])), kind).serve_forever()\n"
+    )
+    command = [sys.executable, "-u", "-c", server, str(port)]
+    with (
+        pytest.raises(
+            SystemExit, match=r"(?s)is not ready after 2 s; see .*/log\n.*model 'mlp' does not load: no memory"
+        ),
+        serving(command, f"127.0.0.1:{port}", tmp_path / "log", patience=2.0),
+    ):
+        pass
+    with socket.socket() as gone:
+        assert gone.connect_ex(("127.0.0.1", port))
+
+
 def test_a_log_is_never_written_through_a_link(tmp_path: Path) -> None:
     """In /tmp, where it goes unless told otherwise, anybody may have put one."""
     (tmp_path / "victim").write_text("mine")

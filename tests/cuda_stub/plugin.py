@@ -37,10 +37,11 @@ def initialize() -> None:
             raise RuntimeError("the plugin needs CUDA 13 or later, the driver has 12.8")
         if ctypes.CDLL("libcuda.so.1").cuInit(0):
             raise RuntimeError("no visible GPU devices")
+        # Not before: a process that computes on the CPU alone has no driver, and no device whose results come later.
+        if int(os.environ.get("CUDA_STUB_DELAY_US", "0")) and "CUDA_STUB_XLA_AT_ONCE" not in os.environ:
+            run_behind()
         return cpu()
 
-    if int(os.environ.get("CUDA_STUB_DELAY_US", "0")) and "CUDA_STUB_XLA_AT_ONCE" not in os.environ:
-        run_behind()
     register_backend_factory("cpu", cpu, priority=0, fail_quietly=False)
     register_backend_factory("cuda", cuda, priority=500)
 

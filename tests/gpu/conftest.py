@@ -1,4 +1,6 @@
-"""A daemon on the GPUs of this host. Without one, or without JAX for it, every test here is skipped."""
+"""A daemon on the GPUs of this host, or with ``--on-stub`` on those of the stand-in. Where there are neither, or no JAX for
+them, every test here is skipped.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from daemon.processes.devices import usable_gpus
-from tests import repositories
+from tests import on_stub, repositories
 from tests.cuda_owner import CudaOwner
 from tests.daemon_process import DaemonProcess
 
@@ -27,8 +29,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def missing() -> str:
     """What these tests lack here; "": nothing."""
+    if on_stub.wanted():
+        return ""
     gpus, reason = usable_gpus(os.environ)
     return "" if gpus else reason or "no GPU: there is no CUDA driver, or CUDA_VISIBLE_DEVICES is empty"
+
+
+@pytest.fixture(scope="session")
+def gpu_variables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Variables, besides this process's, by which who starts with them finds the GPUs: none on hardware."""
+    return on_stub.devices(tmp_path_factory.mktemp("gpus"), 2) if on_stub.wanted() else {}
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +52,10 @@ def gpu_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def start_gpu_daemon(
-    leaves_nothing: None, gpu_repository: Path, tmp_path_factory: pytest.TempPathFactory
+    leaves_nothing: None,
+    gpu_repository: Path,
+    gpu_variables: dict[str, str],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[..., DaemonProcess]]:
     """Starts daemons with a worker on each GPU; they live until the module ends."""
     started: list[DaemonProcess] = []
@@ -50,7 +63,8 @@ def start_gpu_daemon(
     def start(**workers: Any) -> DaemonProcess:
         # The clients' memory is on the same GPU.
         options = {"workers": {"device": "cuda", "gpu_memory_fraction": 0.3, **workers}}
-        made = DaemonProcess(tmp_path_factory.mktemp("daemon"), [gpu_repository], options)
+        folder = tmp_path_factory.mktemp("daemon")
+        made = DaemonProcess(folder, [gpu_repository], options, environment=gpu_variables)
         started.append(made)
         made.start()
         made.wait_ready()
@@ -67,6 +81,12 @@ def daemon(start_gpu_daemon: Callable[..., DaemonProcess]) -> DaemonProcess:
 
 
 @pytest.fixture
-def owner() -> Iterator[CudaOwner]:
-    with CudaOwner(dict(os.environ)) as owner:
+def new_owner(gpu_variables: dict[str, str]) -> Callable[[], CudaOwner]:
+    """Starts another process with memory on the GPUs."""
+    return lambda: CudaOwner(os.environ | gpu_variables)
+
+
+@pytest.fixture
+def owner(new_owner: Callable[[], CudaOwner]) -> Iterator[CudaOwner]:
+    with new_owner() as owner:
         yield owner

@@ -107,6 +107,7 @@ def test_answers_leave_in_the_order_in_which_requests_were_taken(daemon: DaemonP
     assert [each.result()[0] for each in (first, second, third)] == [200, 200, 200]
 
 
+@pytest.mark.cpu_workers("they share what they need, each GPU has its own")
 def test_instances_run_while_they_have_what_they_need(daemon: DaemonProcess, asker: Asker) -> None:
     """Names of resources are the same in any case, and one that needs something else does not wait."""
     one = asker.ask("one", "a")
