@@ -19,18 +19,21 @@ from tests.cuda_stub.library import CudaStub
 GPU_WORKERS = {"device": "cuda", "single_thread_flops": 0}
 _VARIABLE = "PYTEST_TENSORD_ON_STUB"
 _DEVICES = 8
-#: Of each queued copy, in microseconds.
+#: Of each queued copy, in microseconds, where the command line says nothing else.
 _DELAY = 300
 
 
 def add_option(parser: pytest.Parser) -> None:
     parser.addoption("--on-stub", action="store_true", help="daemons have GPU workers, on the stand-in for the driver")
+    parser.addoption(
+        "--stub-delay", type=int, default=_DELAY, metavar="US", help="how long each copy that is queued takes then"
+    )
 
 
 def configure(config: pytest.Config) -> None:
     """For this process and those that it starts."""
     if config.getoption("--on-stub"):
-        os.environ[_VARIABLE] = "1"
+        os.environ[_VARIABLE] = str(config.getoption("--stub-delay"))
         config.add_cleanup(lambda: os.environ.pop(_VARIABLE, None))
 
 
@@ -42,7 +45,11 @@ def wanted() -> bool:
 def devices(folder: Path, count: int) -> dict[str, str]:
     """So many devices, as who asks a daemon finds them; a daemon whose environment says it has a worker on each."""
     visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}
-    return CudaStub(folder, count, _DELAY).environment | visible
+    return CudaStub(folder, count, _delay()).environment | visible
+
+
+def _delay() -> int:
+    return int(os.environ[_VARIABLE])
 
 
 def skip(items: list[pytest.Item]) -> None:
@@ -66,7 +73,7 @@ def move(folder: Path, workers: dict[str, Any], environment: Mapping[str, str]) 
     if "CUDA_STUB_DIR" not in environment:
         made = folder / "gpus"
         made.mkdir()
-        given |= CudaStub(made, _DEVICES, _DELAY).environment
+        given |= CudaStub(made, _DEVICES, _delay()).environment
     # Tests of every kind of model; plugin.py says of which kinds it cannot delay the results.
     given["CUDA_STUB_XLA_AT_ONCE"] = "1"
     count = workers.get("cpu", 1) * workers.get("devices_per_worker", 1)
