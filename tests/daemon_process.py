@@ -187,9 +187,9 @@ class DaemonProcess:
         return []
 
     def children(self, module: str) -> list[psutil.Process]:
-        """The children that run ``python -m module``."""
+        """Those of it that run ``python -m module``."""
         found = []
-        for process in self.family()[1:]:
+        for process in self.everybody()[1:]:
             with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
                 if module in process.cmdline():
                     found.append(process)
