@@ -101,11 +101,11 @@ class Row:
 
 
 ROWS = [
-    Row("stream", small, two_small, 1729, streams=1),
-    Row("stream-shm", shared, two_in_regions, 1729, streams=1),
+    Row("stream", small, two_small, 1708, streams=1),
+    Row("stream-shm", shared, two_in_regions, 1712, streams=1),
     Row("streams-together", small, two_small, 1363, streams=4),
-    Row("unary", small, two_small, 2065),
-    Row("unary-shm", shared, two_in_regions, 2105),
+    Row("unary", small, two_small, 2044),
+    Row("unary-shm", shared, two_in_regions, 2084),
     Row("stream-large", large, one_large, 4100, streams=1, peak=27_500, lane_calls=3, granted=MIB + 240),
     Row("unary-large", large, one_large, 4700, peak=27_500, lane_calls=3, granted=MIB + 240),
 ]
