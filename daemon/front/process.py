@@ -105,6 +105,7 @@ class Front(ABC):
         # What was imported and built lives as long as the process: the collector need not look at it again and again.
         gc.collect()
         gc.freeze()
+        gc.enable()
         self._connection.send(ChildReady(start.incarnation, missing(self.parts)))
         stop = await self._stop
         endpoints.stopping = True
