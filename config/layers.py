@@ -223,6 +223,11 @@ def _check(options: Options) -> None:
             f"workers.cores: expected one entry for each CPU worker (workers.cpu = {options.workers.cpu}), "
             f"given {len(options.workers.cores)}"
         )
+    if options.workers.per_gpu > 1 and options.workers.devices_per_worker > 1:
+        raise ConfigurationError(
+            f"workers.per_gpu: a GPU has {options.workers.per_gpu} workers or a worker has several GPUs "
+            f"(workers.devices_per_worker = {options.workers.devices_per_worker}), not both"
+        )
 
     trace = options.trace
     if trace.level and not trace.file:

@@ -168,10 +168,10 @@ def _check_instances(message: ModelConfig) -> None:
 
 
 def check_device(message: ModelConfig, gpu: int | None) -> None:
-    """Raises InvalidArgument: a completed configuration asks for GPUs, and ``gpu``, where it is loaded, is None, the CPU."""
+    """Raises InvalidArgument: a completed configuration asks for GPUs only, and ``gpu``, where it is loaded, is None, the CPU."""
     kinds = model_config_pb2().ModelInstanceGroup
     for group in message.instance_group:
-        if group.kind == kinds.KIND_GPU and gpu is None:
+        if gpu is None and all(each.kind == kinds.KIND_GPU for each in message.instance_group):
             raise InvalidArgument(
                 f"instance group {group.name} of model {message.name} has kind KIND_GPU but no GPUs are available"
             )

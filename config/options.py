@@ -160,6 +160,10 @@ class Workers(Section, frozen=True):
     #: "auto": one per visible GPU, else CPU workers.
     device: Literal["auto", "cpu", "cuda"] = "auto"
     cpu: Count = 1
+    #: CPU workers are started beside GPU workers as well, for models with KIND_CPU.
+    cpu_beside_gpus: bool = False
+    #: Workers of one GPU, which divide ``gpu_memory_fraction``.
+    per_gpu: Annotated[int, Meta(ge=1, le=16)] = 1
     #: GPUs of one worker, which a model may have several of; CPU workers have so many devices of XLA on the same cores.
     devices_per_worker: Annotated[int, Meta(ge=1, le=64)] = 1
     #: Pin each CPU worker to its share of the cores (before XLA sizes its thread pool).
@@ -170,7 +174,7 @@ class Workers(Section, frozen=True):
     threads: Annotated[int, Meta(ge=0, le=1024)] = 0
     #: CPU programs of up to so many floating-point operations are computed by one thread; 0: none, all get all threads.
     single_thread_flops: CountOrNone = 1 << 26
-    #: What XLA takes of a GPU's memory; clients' regions and gathered inputs lie outside of it.
+    #: What XLA takes of a GPU's memory, in all of its workers together; clients' regions and gathered inputs lie outside of it.
     gpu_memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.75
     gpu_preallocate: bool = True
     #: Host memory (arenas, system regions) that a GPU worker page-locks; 0: none.

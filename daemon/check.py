@@ -61,17 +61,17 @@ class Verdict:
 
 
 def check(
-    models: Sequence[FoundModel], options: Options, device: Device, timeout: float, bar: ProgressBar
+    models: Sequence[FoundModel], options: Options, devices: Sequence[Device], timeout: float, bar: ProgressBar
 ) -> Iterator[Verdict]:
     """Of each model, in order, ensembles last. Those that cannot even be read are not tried.
 
     Args:
-      device: where they are loaded.
+      devices: of all workers; each is loaded on the first one of its own.
       timeout: seconds for each version.
       bar: drawn while somebody waits for a verdict, and not when one is given.
     """
     tried: dict[str, Verdict] = {}
-    for verdict in _tried([model for model in models if not model.members], options, device, timeout, bar):
+    for verdict in _tried([model for model in models if not model.members], options, devices, timeout, bar):
         tried[verdict.model.name] = verdict
         yield verdict
     waiting = {model.name: model for model in models if model.members}
@@ -138,20 +138,21 @@ def _check_programs(message: ModelConfig, tried: Mapping[str, Verdict]) -> None:
 
 
 def _tried(
-    models: Sequence[FoundModel], options: Options, device: Device, timeout: float, bar: ProgressBar
+    models: Sequence[FoundModel], options: Options, devices: Sequence[Device], timeout: float, bar: ProgressBar
 ) -> Iterator[Verdict]:
     """Of models that are no ensembles."""
     # Beside a daemon that has most of a GPU's memory.
     workers = msgspec.structs.replace(options.workers, gpu_preallocate=False)
     encoded = msgspec.msgpack.encode(msgspec.structs.replace(options, workers=workers))
     most = min(_MAX_PROCESSES, len(os.sched_getaffinity(0)))
-    waiting = deque(models)
+    waiting, known = deque(models), {device.name: device for device in devices}
     begun: deque[Verdict | _Attempt] = deque()
     try:
         while waiting or begun:
             running = [entry for entry in begun if isinstance(entry, _Attempt) and not entry.ended]
             if waiting and len(running) < most:
                 model = waiting.popleft()
+                device = known[model.devices[0]] if model.devices else devices[0]
                 begun.append(
                     Verdict(model, model.problem) if model.problem else _Attempt(model, encoded, device, timeout)
                 )

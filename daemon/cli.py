@@ -135,8 +135,8 @@ def check(
 ) -> None:
     """Check a configuration FILE, and that the models in its repositories load, without serving anything.
 
-    Each model is loaded and compiled in a process of its own, as a worker does it, on the first device that the configuration
-    names. That runs the models' code as whoever runs this.
+    Each model is loaded and compiled in a process of its own, as a worker does it, on the first device of those
+    that would serve it. That runs the models' code as whoever runs this.
 
     Exit status 0: all good. 1: a model cannot be served. 2: the configuration is wrong.
     """
@@ -156,7 +156,7 @@ def check(
         _fail(str(error))
     models, bad = [_placed(model, devices, options) for model in found.values()], 0
     read = (Verdict(model, model.problem) for model in models)
-    for verdict in read if read_only else model_check.check(models, options, devices[0], timeout, ProgressBar()):
+    for verdict in read if read_only else model_check.check(models, options, devices, timeout, ProgressBar()):
         bad += bool(verdict.reason)
         versions = f"version {', '.join(map(str, verdict.model.chosen))}"
         # One line, whatever a model's exception says.

@@ -182,6 +182,14 @@ FLAGS = (
     Flag("allow-client-shm", "regions.enabled", "Clients may register shared memory.", switch=True),
     Flag("device", "workers.device", "auto, cpu or cuda.", metavar="KIND"),
     Flag("cpu-workers", "workers.cpu", "Number of CPU workers.", metavar="COUNT"),
+    Flag("cpu-beside-gpus", "workers.cpu_beside_gpus", "Also where there are GPU workers.", switch=True),
+    Flag("workers-per-gpu", "workers.per_gpu", "Workers of one GPU, which divide its memory.", metavar="COUNT"),
+    Flag(
+        "gpu-memory-fraction",
+        "workers.gpu_memory_fraction",
+        "What XLA takes of a GPU's memory, in all of its workers together.",
+        metavar="PART",
+    ),
     Flag(
         "cache-directory", "executables.cache_directory", "Where compiled code is kept between starts.", metavar="DIR"
     ),

@@ -1,9 +1,10 @@
 """Which workers load a model: those of the devices that its configuration names, or one where its promises need that. Pure.
 
+    instance_group.kind                      GPU workers, where there are any; CPU workers for KIND_CPU, where there are any
     instance_group.gpus                      the workers of these GPUs
     preserve_ordering                        one worker: between two nobody knows whose answer comes first
     max_queue_size                           one worker, where a share of each would be so small that it refuses too early
-    resources of the rate limiter            one worker for all models that share some over the whole host
+    resources of the rate limiter            one worker for all models that share some over the whole host, or one of each GPU
     tensord_together (a parameter)           one worker for all models with the same value, so that they may call each other
 
 One worker is found by rendezvous of the model, or of that value, and the devices: the same one after every restart, another one
@@ -16,6 +17,8 @@ from collections.abc import Sequence
 
 from config.model_config import ModelConfig, is_ordered
 from shm import rendezvous
+from shm.device_names import gpu_of, number_of
+from shm.device_names import name as device_name
 from shm.errors import InvalidArgument
 
 #: A bound on a queue is shared out where each worker's share is at least that.
@@ -34,14 +37,13 @@ def place(message: ModelConfig, devices: Sequence[str], rate_limited: bool, each
     """
     chosen = _named(message, devices, each)
     together = message.parameters[TOGETHER].string_value if TOGETHER in message.parameters else ""
-    if len(chosen) > 1 and rate_limited and _shares_resources(message, on_gpus=chosen[0].startswith("cuda:")):
-        if together:
-            raise InvalidArgument(
-                f"model '{message.name}' is to be on the worker of '{together}' ({TOGETHER}) and on the one with the resources "
-                "that it shares with others (rate_limiter)"
-            )
-        # Not by the model: all that share anything have to be where the one count of it is.
-        return (rendezvous.choose("rate limiter", chosen),)
+    sharing = _sharing(message, chosen) if rate_limited else chosen
+    if sharing != chosen and together:
+        raise InvalidArgument(
+            f"model '{message.name}' is to be on the worker of '{together}' ({TOGETHER}) and on the one with the resources "
+            "that it shares with others (rate_limiter)"
+        )
+    chosen = sharing
     if len(chosen) > 1 and together:
         return (rendezvous.choose(("together", together), chosen),)
     if len(chosen) > 1 and (is_ordered(message) or 0 < _least_bound(message) < _LEAST_SHARE * len(chosen)):
@@ -49,39 +51,59 @@ def place(message: ModelConfig, devices: Sequence[str], rate_limited: bool, each
     return chosen
 
 
+def say_kinds(message: ModelConfig, devices: Sequence[str]) -> bool:
+    """Where there are workers of both kinds, writes into groups that leave theirs open which it is. Returns whether any did."""
+    changed = False
+    if any(map(gpu_of, devices)) and not all(map(gpu_of, devices)):
+        for group in message.instance_group:
+            if group.kind in (group.KIND_AUTO, group.KIND_MODEL):
+                group.kind, changed = group.KIND_GPU, True
+    return changed
+
+
 def _named(message: ModelConfig, devices: Sequence[str], each: int) -> tuple[str, ...]:
-    gpus = [device for device in devices if device.startswith("cuda:")]
-    groups = [group for group in message.instance_group if group.gpus]
-    if not gpus or not groups:
-        return tuple(devices)
+    gpus = [device for device in devices if gpu_of(device)]
+    cpus = [device for device in devices if not gpu_of(device)]
+    wanted = set() if message.instance_group else {*(gpus or devices)}
     for index, group in enumerate(message.instance_group):
+        name = f"instance group {group.name or f'{message.name}_{index}'} of model {message.name}"
+        if devices and not gpus and group.kind == group.KIND_GPU:
+            raise InvalidArgument(f"{name} has kind KIND_GPU but no GPUs are available")
+        if not gpus or (cpus and group.kind == group.KIND_CPU):
+            wanted |= {*cpus}
+            continue
         for gpu in group.gpus:
-            if _worker(gpu, each) not in gpus:
+            if _first(gpu, each) not in gpus:
                 kind = type(group).Kind.Name(group.kind)
-                first = [int(device.removeprefix("cuda:")) for device in gpus]
+                first = sorted({number_of(gpu_of(device)) for device in gpus})
                 known = ", ".join(str(one) if each == 1 else f"{one}-{one + each - 1}" for one in first)
                 raise InvalidArgument(
-                    f"instance group {group.name or f'{message.name}_{index}'} of model {message.name} has kind {kind} but "
-                    f"specifies invalid or unsupported gpu id {gpu}. GPUs that models run on are: {known}"
+                    f"{name} has kind {kind} but specifies invalid or unsupported gpu id {gpu}. GPUs that models run on are: "
+                    f"{known}"
                 )
-    if len(groups) < len(message.instance_group):
-        return tuple(devices)  # a group without a list is on each of them
-    wanted = {_worker(gpu, each) for group in groups for gpu in group.gpus}
+        named = {_first(gpu, each) for gpu in group.gpus}
+        wanted |= {device for device in gpus if not named or gpu_of(device) in named}
     return tuple(device for device in devices if device in wanted)
 
 
-def _worker(gpu: int, each: int) -> str:
-    """The device of the worker that has it."""
-    return f"cuda:{gpu - gpu % each}"
+def _first(gpu: int, each: int) -> str:
+    """The first GPU of the worker that has it."""
+    return device_name(gpu - gpu % each)
 
 
-def _shares_resources(message: ModelConfig, on_gpus: bool) -> bool:
-    """Whether it needs what other workers use up as well: each GPU has resources of its own, the processor is one device."""
-    return any(
-        resource.count and (getattr(resource, "global") or not on_gpus)
-        for group in message.instance_group
-        for resource in group.rate_limiter.resources
-    )
+def _sharing(message: ModelConfig, chosen: tuple[str, ...]) -> tuple[str, ...]:
+    """Where what it needs of the rate limiter is counted: on one worker of all, or on one of each GPU and of the processor."""
+    needs = [each for group in message.instance_group for each in group.rate_limiter.resources if each.count]
+    if len(chosen) < 2 or not needs:
+        return chosen
+    # Not by the model: all that share anything have to be where the one count of it is.
+    if any(getattr(each, "global") for each in needs):
+        return (rendezvous.choose("rate limiter", chosen),)
+    places: dict[str, list[str]] = {}
+    for device in chosen:
+        places.setdefault(gpu_of(device), []).append(device)
+    counted = {rendezvous.choose("rate limiter", workers) for workers in places.values()}
+    return tuple(device for device in chosen if device in counted)
 
 
 def _least_bound(message: ModelConfig) -> int:

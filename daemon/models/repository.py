@@ -87,7 +87,8 @@ def placed(found: FoundModel, devices: Sequence[str], options: Options) -> Found
     """The model with the devices of the workers that load it. Raises InvalidArgument: it can be loaded nowhere."""
     message, limited = model_config.from_bytes(found.config), options.rate_limit.mode != "off"
     chosen = placement.place(message, devices, limited, options.workers.devices_per_worker)
-    return dataclasses.replace(found, devices=chosen)
+    config = message.SerializeToString() if placement.say_kinds(message, devices) else found.config
+    return dataclasses.replace(found, devices=chosen, config=config)
 
 
 def scan(repositories: Sequence[Path]) -> dict[str, FoundModel]:

@@ -19,6 +19,7 @@ from config import core_list
 from config.options import Workers
 from daemon.processes.gpu_probe import probe
 from daemon.processes.near_cores import near
+from shm import device_names
 
 _log = logging.getLogger(__name__)
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -34,7 +35,7 @@ class NoDevice(Exception):
 class Device:
     """One worker's device."""
 
-    #: "cpu:0", "cuda:1": the worker's ``--device``, the first of its GPUs, counted from 0 over all workers.
+    #: "cpu:0", "cuda:1", "cuda:1/2": the worker's ``--device``, by the first of its GPUs (``shm.device_names``).
     name: str
     #: Variables that the worker's environment gets besides ours.
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -56,18 +57,25 @@ def find_devices(
         if gpus:
             # Each worker sees its own GPUs only: it cannot take memory of another one by accident.
             each = options.devices_per_worker
-            return [
+            workers = [
                 Device(
-                    f"cuda:{i}",
+                    device_names.name(i, share),
                     {_VARIABLE: ",".join(gpus[i : i + each])},
                     near(found.addresses[i : i + each], system) if options.pin else "",
                 )
+                for share in range(options.per_gpu)
                 for i in range(0, len(gpus), each)
             ]
+            return workers + (_cpu_workers(options) if options.cpu_beside_gpus else [])
         if options.device == "cuda":
             raise NoDevice(f'workers.device is "cuda", but {reason or "no GPU is visible"}')
         if reason:
             _log.warning("models run on the CPU: %s", reason)
+    return _cpu_workers(options)
+
+
+def _cpu_workers(options: Workers) -> list[Device]:
+    """Raises NoDevice: a core is not ours."""
     _check_cores(options.cores)
     # GPUs stay visible to CPU workers: JAX is told to leave them alone, and clients may hand over tensors in CUDA regions.
     return [Device(f"cpu:{i}") for i in range(options.cpu)]

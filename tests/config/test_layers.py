@@ -117,6 +117,10 @@ def test_addresses(tmp_path: Path, text: str, addresses: tuple[str, ...]) -> Non
         ("[supervisor]\nrestart_delay = 20", "max_restart_delay: expected at least"),
         ('[workers]\ncores = ["0-x"]', "workers.cores: expected cores such as '0-3,8', at most 8191, given '0-x'"),
         ('[workers]\ncores = ["0", "1"]', r"one entry for each CPU worker \(workers.cpu = 1\), given 2"),
+        (
+            "[workers]\nper_gpu = 2\ndevices_per_worker = 4",
+            r"workers.per_gpu: a GPU has 2 workers or a worker has several GPUs \(workers.devices_per_worker = 4\), not both",
+        ),
         ('[workers]\npin = false\ncores = ["0"]', "workers.cores: needs workers.pin = true"),
         ("[http\n", "tensord.toml: .*line 1"),
     ],

@@ -133,6 +133,10 @@ def test_kinds_and_devices() -> None:
     ):
         model_checks.check_device(message, None)
     model_checks.check_device(message, 0)
+    # On a CPU worker beside GPU workers.
+    message = parsed('name: "m" instance_group [ { kind: KIND_GPU }, { kind: KIND_CPU } ]')
+    model_config.complete(message)
+    model_checks.check_device(message, None)
 
 
 def test_many_tensors_are_looked_at_once_each() -> None:

@@ -26,6 +26,9 @@ def initialize() -> None:
     from jax._src import hardware_utils, xla_bridge
     from jax.extend.backend import register_backend_factory
 
+    if "cuda" not in os.environ.get("JAX_PLATFORMS", "cuda"):
+        return  # a CPU worker beside GPU workers
+
     # There is no /dev/nvidia0, without which JAX does not even try.
     hardware_utils.has_visible_nvidia_gpu = lambda: True
     # Results are waited for by the thread that asks, as the stand-in has no stream of XLA's.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +114,111 @@ def test_memory_that_no_worker_of_a_model_can_open(tmp_path: Path, repository: P
             client.register_cuda_shared_memory("g2", owner.create("wrong", 4096, 0), 1, 4096)
         client.unregister_cuda_shared_memory()
         assert devices(daemon) == pids
+
+
+WHERE = """
+    import os
+    import numpy as np
+
+    inputs = {"x": "FP32[4]"}
+    outputs = {"y": "FP32[4]", "pid": "INT64[1]"}
+    max_batch_size = 4
+
+    def create(path, config, device):
+        def apply(params, inputs):
+            rows = inputs["x"].shape[0]
+            return {"y": 3 * inputs["x"] + 1, "pid": params["pid"][None].repeat(rows, axis=0)}
+        return apply, {"pid": np.array([os.getpid()])}
+"""
+GROUPS = {
+    "gpu": "instance_group { kind: KIND_GPU gpus: [ 1 ] }",
+    "cpu": "instance_group { kind: KIND_CPU count: 2 }",
+    "both": "instance_group [ { kind: KIND_GPU }, { kind: KIND_CPU count: 2 } ]",
+    "open": "instance_group [ { }, { kind: KIND_CPU } ]",
+}
+
+
+def wait_loaded(daemon: DaemonProcess, model: str, count: int) -> None:
+    """Until so many workers have it: one is enough for the daemon to be ready."""
+    daemon.wait_log(rf"worker-\d\] model '{model}' version 1 is ready", count)
+
+
+def ran_on(daemon: DaemonProcess, model: str, count: int = 64) -> set[int]:
+    """The processes that answer many requests at once."""
+
+    def ask(who: int) -> set[int]:
+        found = set()
+        with asking(daemon) as client:
+            for number in range(count // 8):
+                values = np.full((1, 4), 100 * who + number, np.float32)
+                given = httpclient.InferInput("x", [1, 4], "FP32")
+                given.set_data_from_numpy(values)
+                answer = client.infer(model, [given])
+                assert np.array_equal(answer.as_numpy("y"), 3 * values + 1)
+                found.add(int(answer.as_numpy("pid").item()))
+        return found
+
+    with ThreadPoolExecutor(8) as pool:
+        return set().union(*pool.map(ask, range(8)))
+
+
+def test_cpu_workers_beside_gpu_workers(tmp_path: Path, repository: Path) -> None:
+    """A model is where its groups say, and its requests go to all of these; memory on a GPU is used by whoever runs it."""
+    for name, groups in GROUPS.items():
+        repositories.write_model(repository, name, WHERE, groups)
+    stub = stub_of(tmp_path, devices=2, delay_us=1000)
+    with (
+        serving(stub, repository, "0,1", cpu_beside_gpus=True) as daemon,
+        asking(daemon) as client,
+        owning(stub, "0,1") as owner,
+    ):
+        pids = devices(daemon)
+        assert set(pids) == {"cuda:0", "cuda:1", "cpu:0"}
+        placed = {"gpu": {"cuda:1"}, "cpu": {"cpu:0"}, "both": {*pids}, "open": {*pids}}
+        for name, where in placed.items():
+            wait_loaded(daemon, name, len(where))
+        for name in ("gpu", "cpu", "both"):
+            assert ran_on(daemon, name) == {pids[device] for device in placed[name]}
+        # The log of each worker has what it loaded.
+        for device, pid in pids.items():
+            loaded = set(re.findall(rf"{pid} worker-\d\] model '(\w+)' version 1 is ready", daemon.log))
+            assert loaded == {name for name, where in placed.items() if device in where}
+        (group, other) = client.get_model_config("open")["instance_group"]
+        assert (group["kind"], other["kind"]) == ("KIND_GPU", "KIND_CPU")
+        client.register_cuda_shared_memory("g", owner.create("g", 4096, 0), 0, 4096)
+        before = copied(client, "cpu"), copied(client, "both")
+        for number in range(3):
+            scaled_in(client, owner, "cpu", "g", number)
+            scaled_in(client, owner, "both", "g", number)
+        # Two copies of 16 bytes through the host; in place and out, on the region's own GPU. The pid is 8 bytes more.
+        assert (copied(client, "cpu") - before[0], copied(client, "both") - before[1]) == (3 * 32, 3 * 16)
+        assert stub.devices_of(pids["cpu:0"]) == set()
+        client.unregister_cuda_shared_memory()
+
+
+def copied(client: Any, model: str) -> int:
+    (found,) = client.get_inference_statistics(model)["model_stats"]
+    return int(found["copied_byte_size"])
+
+
+def test_several_workers_of_a_gpu(tmp_path: Path, repository: Path) -> None:
+    """All serve, and each has the memory of clients on their GPU; the death of one costs nobody an answer."""
+    repositories.write_model(repository, "any", WHERE)
+    stub = stub_of(tmp_path, delay_us=1000)
+    with (
+        serving(stub, repository, "0", per_gpu=2, gpu_memory_fraction=0.8) as daemon,
+        asking(daemon) as client,
+        owning(stub, "0") as owner,
+    ):
+        pids = devices(daemon)
+        assert set(pids) == {"cuda:0", "cuda:0/1"}
+        wait_loaded(daemon, "any", 2)
+        assert ran_on(daemon, "any") == {*pids.values()}
+        client.register_cuda_shared_memory("g", owner.create("g", 4096, 0), 0, 4096)
+        for device in pids:
+            os.kill(pids[device], signal.SIGKILL)
+            for number in range(20):
+                scaled_in(client, owner, "any", "g", number)
+            daemon.wait_log(rf"is up on {device}\n", 2)
+        assert all(stub.calls(worker.pid)["cuIpcOpenMemHandle_v2"] == 1 for worker in daemon.workers)
+        client.unregister_cuda_shared_memory()

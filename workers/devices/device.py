@@ -21,21 +21,23 @@ class NoDevice(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DeviceName:
-    """``cpu:0``, ``cuda:1``."""
+    """``cpu:0``, ``cuda:1``, ``cuda:1/2`` (``shm.device_names``)."""
 
     platform: str
     index: int
+    #: Which of the workers of its GPU, from 0.
+    share: int = 0
 
     @classmethod
     def parse(cls, text: str) -> DeviceName:
         """Raises ValueError."""
-        match = re.fullmatch(r"(cpu|cuda):(\d{1,4})", text, re.ASCII)
-        if match is None:
-            raise ValueError(f"device '{text}': expected cpu:N or cuda:N")
-        return cls(match[1], int(match[2]))
+        match = re.fullmatch(r"(cpu|cuda):(\d{1,4})(?:/(\d{1,4}))?", text, re.ASCII)
+        if match is None or (match[1] == "cpu" and match[3]):
+            raise ValueError(f"device '{text}': expected cpu:N, cuda:N or cuda:N/M")
+        return cls(match[1], int(match[2]), int(match[3] or 0))
 
     def __str__(self) -> str:
-        return f"{self.platform}:{self.index}"
+        return f"{self.platform}:{self.index}" + (f"/{self.share}" if self.share else "")
 
     @property
     def gpu(self) -> int | None:

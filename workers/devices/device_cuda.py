@@ -47,7 +47,8 @@ Part = tuple[str, np.dtype[Any], tuple[int, ...], Sequence[Array]]
 def prepare_environment(options: Workers) -> None:
     """Tells XLA how much of the GPU is its own, before the back end starts; what the environment says already, holds."""
     if not os.environ.keys() & {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}:
-        os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{options.gpu_memory_fraction:g}"
+        # Those who share a GPU take equal parts, however many of them are there already.
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{options.gpu_memory_fraction / options.per_gpu:g}"
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "true" if options.gpu_preallocate else "false")
 
 

@@ -43,8 +43,18 @@ class InstanceGroups:
         Raises: InvalidArgument: an instance needs more than there is.
         """
         own = set() if gpu is None else {*range(gpu, gpu + devices)}
-        groups = [group for group in message.instance_group if not group.gpus or own & {*group.gpus}]
-        #: Where it is loaded without being meant to (``tensord check``), as anywhere else.
+        groups = [
+            group
+            for group in message.instance_group
+            if (group.kind != group.KIND_GPU if gpu is None else group.kind != group.KIND_CPU)
+            and (not group.gpus or own & {*group.gpus})
+        ]
+        if gpu is not None and all(group.kind == group.KIND_CPU for group in message.instance_group):
+            _log.warning(
+                "model '%s': KIND_CPU is without effect: there are GPU workers only (workers.cpu_beside_gpus)",
+                message.name,
+            )
+        #: Where it is loaded without being meant to, as anywhere else.
         groups = groups or list(message.instance_group)
         self.instances: list[Planned] = []
         for group in groups:

@@ -233,8 +233,6 @@ class Loader:
         model_config.complete(message, self._gpu)
         model_checks.check(message, whole=True)
         model_checks.check_device(message, self._gpu)
-        if self._gpu is not None and any(group.kind == type(group).KIND_CPU for group in message.instance_group):
-            _log.warning("model '%s': KIND_CPU is without effect: this worker runs its models on its GPU", message.name)
         described = signature(message, axes, read_labels(message, Path(record.model_path)))
         sequences = sequence_plan(message, self._max_queue_size)
         asked = request_inputs(message, module) if message.backend == "jax" else None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from config.model_config import parse_pbtxt
-from daemon.models.placement import place
+from daemon.models.placement import place, say_kinds
+from shm.device_names import gpu_of
 from shm.errors import InvalidArgument
 
 CPUS = ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
@@ -94,6 +95,59 @@ def test_gpus_that_are_named() -> None:
     words = "instance group m_0 of model m has kind KIND_GPU but specifies invalid or unsupported gpu id 3"
     with pytest.raises(InvalidArgument, match=words):
         placed("instance_group { kind: KIND_GPU gpus: [ 3 ] }", GPUS)
+
+
+BOTH = ("cuda:0", "cuda:1", "cpu:0", "cpu:1")
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ("", GPUS[:2]),
+        ("instance_group { count: 2 }", GPUS[:2]),
+        ("instance_group { kind: KIND_CPU }", CPUS[:2]),
+        ("instance_group { kind: KIND_GPU }", GPUS[:2]),
+        ("instance_group [ { kind: KIND_CPU }, { kind: KIND_GPU } ]", BOTH),
+        ("instance_group [ { kind: KIND_CPU }, { gpus: [ 1 ] } ]", ("cuda:1", "cpu:0", "cpu:1")),
+        ("instance_group [ { kind: KIND_CPU }, { kind: KIND_MODEL } ]", BOTH),
+        (f"instance_group [ {{ kind: KIND_CPU {LIMITED} }} ]", ("cpu:0",)),
+        (f"instance_group [ {{ kind: KIND_CPU }}, {{ {LIMITED} }} ]", ("cuda:0", "cuda:1", "cpu:0")),
+    ],
+)
+def test_cpu_workers_beside_gpu_workers(groups: str, expected: tuple[str, ...]) -> None:
+    assert placed(groups, BOTH) == expected
+
+
+def test_kinds_that_are_not_there() -> None:
+    assert placed("instance_group { kind: KIND_CPU }", GPUS) == GPUS
+    for groups in ("instance_group { kind: KIND_GPU }", "instance_group [ { kind: KIND_CPU }, { kind: KIND_GPU } ]"):
+        with pytest.raises(InvalidArgument, match=r"of model m has kind KIND_GPU but no GPUs are available$"):
+            placed(groups)
+        # What is only read is placed nowhere.
+        assert placed(groups, ()) == ()
+
+
+def test_kinds_that_are_left_open_are_said_where_there_are_both() -> None:
+    message = parse_pbtxt("instance_group [ { }, { kind: KIND_CPU }, { kind: KIND_MODEL } ]", "m")
+    assert not say_kinds(message, CPUS)
+    assert not say_kinds(message, GPUS)
+    assert say_kinds(message, BOTH)
+    kinds = type(message.instance_group[0])
+    assert [group.kind for group in message.instance_group] == [kinds.KIND_GPU, kinds.KIND_CPU, kinds.KIND_GPU]
+    assert not say_kinds(message, BOTH)
+
+
+def test_several_workers_of_a_gpu() -> None:
+    devices = ("cuda:0", "cuda:1", "cuda:0/1", "cuda:1/1")
+    assert placed("", devices) == devices
+    assert placed("instance_group { gpus: [ 1 ] }", devices) == ("cuda:1", "cuda:1/1")
+    with pytest.raises(InvalidArgument, match=r"gpu id 2\. GPUs that models run on are: 0, 1$"):
+        placed("instance_group { gpus: [ 2 ] }", devices)
+    # What a GPU has of a resource is counted once.
+    limited = {placed(f"instance_group {{ {LIMITED} }}", devices, name=f"m{number}") for number in range(20)}
+    assert len(limited) == 1
+    assert {gpu_of(device) for device in limited.pop()} == {"cuda:0", "cuda:1"}
+    assert len(placed(f"instance_group {{ {GLOBAL} }}", devices)) == 1
 
 
 def test_workers_of_several_gpus() -> None:

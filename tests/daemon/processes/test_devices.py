@@ -55,6 +55,19 @@ def test_several_gpus_of_a_worker(stub: CudaStub, tmp_path: Path, each: int, exp
     assert [(one.name, one.environment["CUDA_VISIBLE_DEVICES"]) for one in found] == expected
 
 
+@pytest.mark.usefixtures("plugin")
+def test_several_workers_of_a_gpu_and_cpu_workers_beside(stub: CudaStub, tmp_path: Path) -> None:
+    options = Workers(per_gpu=2, cpu_beside_gpus=True, cpu=2)
+    found = find_devices(options, stub.environment | {"CUDA_VISIBLE_DEVICES": "2,0"}, host(tmp_path, 4))
+    assert [(one.name, one.environment.get("CUDA_VISIBLE_DEVICES")) for one in found] == [
+        ("cuda:0", "2"),
+        ("cuda:1", "0"),
+        ("cuda:0/1", "2"),
+        ("cuda:1/1", "0"),
+        *CPU,
+    ]
+
+
 @pytest.mark.parametrize(
     ("device", "variable", "expected"),
     [

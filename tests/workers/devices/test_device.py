@@ -15,9 +15,11 @@ from workers.devices.device import DeviceName
 def test_names() -> None:
     assert DeviceName.parse("cpu:0") == DeviceName("cpu", 0)
     assert str(DeviceName.parse("cuda:12")) == "cuda:12"
+    assert str(DeviceName.parse("cuda:1/2")) == "cuda:1/2"
+    assert DeviceName.parse("cuda:1/2").gpu == 1
     assert (DeviceName("cpu", 3).gpu, DeviceName("cuda", 3).gpu) == (None, 3)
-    for text in ("", "cpu", "cpu:", "cpu:-1", "tpu:0", "cpu:0 ", "cuda:1x", "cuda:99999"):
-        with pytest.raises(ValueError, match="expected cpu:N or cuda:N"):
+    for text in ("", "cpu", "cpu:", "cpu:-1", "tpu:0", "cpu:0 ", "cuda:1x", "cuda:99999", "cpu:0/1", "cuda:0/"):
+        with pytest.raises(ValueError, match="expected cpu:N, cuda:N or cuda:N/M"):
             DeviceName.parse(text)
 
 

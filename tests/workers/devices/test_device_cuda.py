@@ -356,6 +356,9 @@ def test_what_xla_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
     device_cuda.prepare_environment(Workers(gpu_memory_fraction=0.9))
     assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.5"
     monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION")
+    device_cuda.prepare_environment(Workers(gpu_memory_fraction=0.9, per_gpu=3))
+    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.3"
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.1")
     device_cuda.prepare_environment(Workers())
     assert "XLA_CLIENT_MEM_FRACTION" not in os.environ
