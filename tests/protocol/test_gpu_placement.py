@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,7 @@ from tritonclient.utils import InferenceServerException
 from tests import repositories
 from tests.cuda_owner import CudaOwner
 from tests.cuda_stub.library import CudaStub
-from tests.daemon_process import PATIENCE, DaemonProcess
+from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
 from tests.on_stub import GPU_WORKERS
 from tests.protocol.test_system_regions import in_region, out_region
 
@@ -222,3 +223,69 @@ def test_several_workers_of_a_gpu(tmp_path: Path, repository: Path) -> None:
             daemon.wait_log(rf"is up on {device}\n", 2)
         assert all(stub.calls(worker.pid)["cuIpcOpenMemHandle_v2"] == 1 for worker in daemon.workers)
         client.unregister_cuda_shared_memory()
+
+
+LARGE = """
+    inputs = {"x": "FP32[n]"}
+    outputs = {"y": "FP32[n]"}
+
+    def create(path, config, device):
+        return (lambda params, inputs: {"y": 2 * inputs["x"]}), None
+"""
+
+
+def test_gpu_workers_that_are_killed_under_load(tmp_path: Path, repository: Path) -> None:
+    """
+    1. Clients ask without pause, each in its way: small bodies, large ones, memory on either GPU, for a model on one of them.
+    2. A worker is killed, and then the other, and so on.
+    Result: no client sees an error, and no answer is wrong.
+    """
+    repositories.write_model(repository, "any", SCALE)
+    repositories.write_model(repository, "second", SCALE, "instance_group { gpus: [ 1 ] }")
+    repositories.write_model(repository, "large", LARGE)
+    stub = stub_of(tmp_path, devices=2, delay_us=300, peers=True)
+    asked, ends = [0] * 4, threading.Event()
+
+    def ask(daemon: DaemonProcess, who: int) -> None:
+        with asking(daemon) as client, owning(stub, "0,1") as owner:
+            if who > 1:
+                # Registered when all workers are there, and kept while they come and go.
+                client.register_cuda_shared_memory(f"g{who}", owner.create(f"g{who}", 4096, 3 - who), 3 - who, 4096)
+            while not ends.is_set():
+                number = asked[who] = asked[who] + 1
+                if who == 0:
+                    scaled(client, "any", number)
+                elif who == 1:
+                    values = np.full(200_000, number, np.float32)
+                    given = httpclient.InferInput("x", [values.size], "FP32")
+                    given.set_data_from_numpy(values)
+                    assert np.array_equal(client.infer("large", [given]).as_numpy("y"), 2 * values)
+                else:
+                    scaled_in(client, owner, ("any", "second")[number % 2], f"g{who}", number, 16 * (number % 2))
+            if who > 1:
+                client.unregister_cuda_shared_memory(f"g{who}")
+
+    with serving(stub, repository, "0,1") as daemon, ThreadPoolExecutor(4) as pool:
+        clients = [pool.submit(ask, daemon, who) for who in range(4)]
+
+        def rounds() -> None:
+            seen = list(asked)
+
+            def done() -> bool:
+                for one in clients:
+                    if one.done():
+                        one.result()
+                return all(now > 3 + before for now, before in zip(asked, seen, strict=True))
+
+            wait_until(done, "answers", daemon)
+
+        try:
+            rounds()
+            for turn in range(4):
+                os.kill(devices(daemon)[f"cuda:{turn % 2}"], signal.SIGKILL)
+                daemon.wait_log(rf"is up on cuda:{turn % 2}\n", 2 + turn // 2)
+                rounds()
+        finally:
+            ends.set()
+        for one in clients:
+            one.result()
