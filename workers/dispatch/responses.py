@@ -26,8 +26,8 @@ from workers.models.execution import Execution
 from workers.models.statistics import Failure
 from workers.requests.inner_request import InnerRequest, hand_over, kept
 from workers.requests.request import Request, named
-from workers.requests.response_kind import Described
-from workers.requests.response_sender import NOT_COMPLETED, ResponseSender
+from workers.requests.response_kind import Described, EncodedResponse, ResponsesAlike, describe
+from workers.requests.response_sender import NOT_COMPLETED, ResponseSender, Sent
 from workers.requests.result import STREAMED, Response, Result
 
 _log = logging.getLogger(__name__)
@@ -35,10 +35,10 @@ _log = logging.getLogger(__name__)
 #: other is held up by every wake-up. A last response always wakes it.
 _GATHER_NS = 1_000_000
 
-#: A response, whether it is the last, and what it counts until it is placed.
 #: Stands for outputs where all that counts is that there are some.
 _OUTPUTS: dict[str, Array] = {"": np.zeros(1)}
-_Sent = tuple[Result | None, bool, int]
+#: A response, whether it is the last, and what it counts until it is placed.
+_Sent = tuple[Sent, bool, int]
 
 
 class Responses:
@@ -75,8 +75,19 @@ class Responses:
         found = senders.get(request)
         return found or senders.setdefault(request, ResponseSender(request, self, self._clock(), single=True))
 
+    def alike(self, sender: ResponseSender[Request], result: dict[str, Array]) -> ResponsesAlike | None:
+        """What encodes small responses like that one, none of them the last of its request. None: the loop places it."""
+        request = sender.request
+        if not sender.plain or request.timeline is not None or request.sink is not None:
+            return None
+        described = describe(result, request.outputs, self.inline_byte_size)
+        if described is None:
+            return None
+        kind = request.submitter.known_kind(request.version.version, described)
+        return None if kind is None else kind.alike(request.request_id, result)
+
     def put(
-        self, sender: ResponseSender[Request], result: Result | None, final: bool, byte_size: int, wake: bool = True
+        self, sender: ResponseSender[Request], result: Sent, final: bool, byte_size: int, wake: bool = True
     ) -> None:
         """In order of one sender. ``wake``: not False where the loop is about to be woken anyway."""
         self._arrived.append((sender, (result, final, byte_size)))
@@ -229,35 +240,28 @@ class Responses:
                 run.append(sent)
         for sender, run in runs.items():
             while run and sender not in self._kept:
-                if sender.alike is None or not self._respond_alike(sender, run):
+                if not sender.count or not self._respond_alike(sender, run):
                     self._respond(sender, run.popleft())
             if run:
                 self._kept[sender][0].extend(run)
 
     def _respond_alike(self, sender: ResponseSender[Request], run: deque[_Sent]) -> bool:
-        """Queues those at the beginning that are of one kind with the last one. False: the first is not."""
-        alike = sender.alike
-        assert alike is not None
-        if sender.is_cancelled:
+        """Queues those at the beginning that are encoded, and of one kind. False: the first is not."""
+        first = run[0][0]
+        if type(first) is not EncodedResponse or sender.is_cancelled:
             return False
-        records: list[bytes] = []
-        byte_size = 0
+        alike, records = first.alike, list[bytes]()
         while run:
-            result, final, counted = run[0]
-            record = alike.record(result) if type(result) is dict and not final else None
-            if record is None:
+            sent = run[0][0]
+            if type(sent) is not EncodedResponse or sent.alike is not alike:
                 break
             run.popleft()
-            records.append(record)
-            byte_size += counted
-        if not records:
-            return False
-        request, count, now_ns = sender.request, len(records), self._clock()
+            records.append(sent.record)
+        request, now_ns = sender.request, self._clock()
         request.submitter.lane.complete_rows(alike.kind.form, records)
         request.submitter.unflushed = True
-        sender.settle(byte_size - count * alike.byte_size)
-        request.version.statistics.responded_more(sender, count, now_ns)
-        sender.note_more(count, now_ns)
+        request.version.statistics.responded_more(sender, len(records), now_ns)
+        sender.note_more(len(records), now_ns)
         return True
 
     def _respond(self, sender: ResponseSender[Request], sent: _Sent) -> None:
@@ -284,6 +288,7 @@ class Responses:
         if final:
             self._end(sender, placed_ns, Failure.BACKEND if sender.failed else None)
         if request.sink is not None:
+            assert not isinstance(result, EncodedResponse)
             if final and request.timeline is not None:
                 self._note_end(sender, result)
             self._hand_over(request, result, final, byte_size)
@@ -304,12 +309,16 @@ class Responses:
             request.version.statistics.copied(copied)
         hand_over(request, result, None, final)
 
-    def _place(self, sender: ResponseSender[Request], result: Result | None, final: bool) -> int | ServingError | None:
+    def _place(self, sender: ResponseSender[Request], result: Sent, final: bool) -> int | ServingError | None:
         """Puts a response on the lane. Returns what it counts there; None: the arena is full; an error: what to send instead."""
         request = sender.request
         version, submitter = request.version, request.submitter
         if result is None:
             record = Completion(request.request_id)
+        elif isinstance(result, EncodedResponse):
+            submitter.lane.complete_rows(result.alike.kind.form, [result.record])
+            submitter.unflushed = True
+            return result.alike.byte_size
         elif isinstance(result, ServingError):
             record = msgspec.structs.replace(failure(request.request_id, result, version.version), final=final)
         else:
@@ -353,10 +362,6 @@ class Responses:
             described.append((name, datatype, array.shape))
             contents.append(content)
         kind = request.submitter.response_kind(request.version.version, tuple(described), final)
-        if kind is not sender.kind:
-            sender.kind, sender.alike = kind, None
-        elif sender.alike is None and kind.fixed and (not outputs or len(described) == len(outputs)):
-            sender.alike = kind.alike(request.request_id, result)
         return self._queue(request, kind.form, tuple(contents))
 
     @staticmethod

@@ -19,8 +19,7 @@ from shm.refusals import Refusal
 from workers.models.execution import Execution
 from workers.models.response_statistics import Duration, ResponsesByNumber
 from workers.requests.request import Request
-from workers.requests.response_sender import ResponseSender
-from workers.requests.result import Result
+from workers.requests.response_sender import ResponseSender, Sent
 
 
 class Turns(NamedTuple):
@@ -185,7 +184,7 @@ class ModelStatistics:
         self.execution_count += 1
         self._count_batches(count, 1, 0, infer_ns, 0)
 
-    def responded(self, sender: ResponseSender[Request], result: Result | None, now_ns: int, placed_ns: int) -> None:
+    def responded(self, sender: ResponseSender[Request], result: Sent, now_ns: int, placed_ns: int) -> None:
         """Counts a response, or a final mark, that came at ``now_ns``; before its sender notes it."""
         if result is not None and not sender.count:
             first_ns = now_ns - sender.request.arrived_ns

@@ -18,7 +18,7 @@ from workers.regions.region_tensor import LateTensor
 from workers.requests.familiar import Familiar
 from workers.requests.known_form import KnownForm
 from workers.requests.response_cache import Question
-from workers.requests.response_sender import ResponseSender
+from workers.requests.response_sender import ResponseSender, Sent
 from workers.requests.result import Result
 from workers.requests.submitter import Submitter
 from workers.requests.timeline import RequestTimeline
@@ -47,7 +47,7 @@ class Counts(Protocol):
     def failed(self, lasted_ns: int, why: Any) -> None:
         """A request was accepted and never ran."""
 
-    def responded(self, sender: ResponseSender[Request], result: Result | None, now_ns: int, placed_ns: int) -> None:
+    def responded(self, sender: ResponseSender[Request], result: Sent, now_ns: int, placed_ns: int) -> None:
         """A response came at ``now_ns``, and is placed."""
 
     def responded_more(self, sender: ResponseSender[Request], count: int, now_ns: int) -> None:

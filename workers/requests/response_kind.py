@@ -5,15 +5,37 @@ a response ─▶ ResponseKind (once for a submitter) ─▶ another one of that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
-from shm.arrays import DTYPES, Array
+from shm.arrays import DTYPES, Array, datatype_of
 from shm.forms import Form
 from shm.messages import Completion, FormCompletion, response_byte_size
 from workers.requests.answer_rows import AnswerPieces
 
 #: Name, datatype and shape of each output.
 Described = tuple[tuple[str, str, tuple[int, ...]], ...]
+
+
+def describe(result: Mapping[str, Array], wanted: Collection[str], most: int) -> Described | None:
+    """Small outputs that have as many bytes in every response like this one. None: they are others.
+
+    Args:
+      wanted: names of the outputs that are asked for; empty: all are.
+      most: bytes that go into a record.
+    """
+    described: list[tuple[str, str, tuple[int, ...]]] = []
+    left = most
+    for name, array in result.items():
+        if wanted and name not in wanted:
+            continue
+        datatype = datatype_of(array.dtype)
+        left -= array.nbytes
+        if datatype is None or datatype == "BYTES" or left < 0:
+            return None
+        described.append((name, datatype, array.shape))
+    # Where one is missing another response as long may have it.
+    return None if len(described) < max(1, len(wanted)) else tuple(described)
 
 
 class ResponseKind:
@@ -26,16 +48,11 @@ class ResponseKind:
         self.described = described
         self._pieces: AnswerPieces | None = None
 
-    @property
-    def fixed(self) -> bool:
-        """Whether all of them have as many bytes: strings differ."""
-        return not any(datatype == "BYTES" for _, datatype, _ in self.described)
-
     def alike(self, request_id: int, result: Mapping[str, Array]) -> ResponsesAlike:
-        """For the responses to that request. Only of a kind that is ``fixed``.
+        """For the responses to that request. From any thread.
 
         Args:
-          result: one of this kind, with whatever other outputs it has.
+          result: one of this kind, which has a description (``describe``), with whatever other outputs it has.
         """
         sizes = [result[name].nbytes for name, _, _ in self.described]
         if self._pieces is None:
@@ -81,3 +98,10 @@ class ResponsesAlike:
 
     def __repr__(self) -> str:
         return f"<ResponsesAlike {self.kind!r}>"
+
+
+class EncodedResponse(NamedTuple):
+    """A response that the thread which sent it has made ready for the lane; not the last one of its request."""
+
+    alike: ResponsesAlike
+    record: bytes

@@ -17,9 +17,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from shm.arrays import Array
 from shm.errors import Internal, ServingError, Unavailable
 from shm.messages import RequestedOutput
-from workers.requests.response_kind import ResponseKind, ResponsesAlike
+from workers.requests.response_kind import EncodedResponse, ResponsesAlike
 from workers.requests.result import Result
 
 #: Where a thread must not wait, because it answers other requests as well: so many times ``max_ahead`` may be ahead.
@@ -42,6 +43,8 @@ class Answered(Protocol):
 
 
 R = TypeVar("R", bound=Answered)
+#: A response on its way; None: only the mark that there is no further one.
+Sent = Result | EncodedResponse | None
 
 
 class Taker(Protocol):
@@ -49,9 +52,10 @@ class Taker(Protocol):
 
     max_ahead: int
 
-    def put(
-        self, sender: ResponseSender[Any], result: Result | None, final: bool, byte_size: int, wake: bool = True
-    ) -> None:
+    def alike(self, sender: ResponseSender[Any], result: dict[str, Array]) -> ResponsesAlike | None:
+        """From any thread: what encodes that response, and others like it; None: it is placed by the loop."""
+
+    def put(self, sender: ResponseSender[Any], result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
         """From any thread; in order of one sender. ``wake``: not False where the loop is about to be woken anyway."""
 
 
@@ -60,9 +64,10 @@ class Nobody:
 
     max_ahead = 1
 
-    def put(
-        self, sender: ResponseSender[Any], result: Result | None, final: bool, byte_size: int, wake: bool = True
-    ) -> None:
+    def alike(self, sender: ResponseSender[Any], result: dict[str, Array]) -> ResponsesAlike | None:
+        return None
+
+    def put(self, sender: ResponseSender[Any], result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
         sender.settle(byte_size)
         if isinstance(result, ServingError):
             raise result
@@ -72,9 +77,9 @@ class ResponseSender(Generic[R]):
     """One request's. ``send`` and what asks are for any thread; the rest is the loop's."""
 
     __slots__ = (
-        *("_again", "_closed", "_holders", "_lock", "_on_room", "_posted", "_settled", "_taker"),
+        *("_again", "_alike", "_closed", "_holders", "_lock", "_on_room", "_posted", "_settled", "_taker"),
         *("began_ns", "count", "counted", "ended", "failed", "first_ns", "last_ns"),
-        *("alike", "kind", "plain", "request", "returned", "single"),
+        *("plain", "request", "returned", "single"),
         "thread",
     )
 
@@ -101,9 +106,8 @@ class ResponseSender(Generic[R]):
         self.thread = 0
         #: Whether its outputs go into the record or the arena, and as they are.
         self.plain = not any(wanted.region or wanted.classification for wanted in request.outputs.values())
-        #: Of the last response, where it was a small one; and where the one before was of that kind too, what encodes others.
-        self.kind: ResponseKind | None = None
-        self.alike: ResponsesAlike | None = None
+        #: What encodes responses like the last one that was encoded where it was sent.
+        self._alike: ResponsesAlike | None = None
         #: Responses that were placed, and whether the first of them was an error.
         self.count = 0
         self.failed = False
@@ -145,24 +149,23 @@ class ResponseSender(Generic[R]):
         with self._lock:
             if self._closed:
                 raise SenderClosed
+            sent: Sent = result
             size = 0
             if result is not None:
-                size = _BYTE_SIZE
-                if not isinstance(result, ServingError):
-                    for name, array in result.items():
-                        size += array.nbytes
-                        if isinstance(array, np.ndarray) and (
-                            array.flags.writeable or isinstance(array.base, np.ndarray)
-                        ):
-                            # It is placed later, and its model may write to it again.
-                            result[name] = array.copy()
+                # What its model computed is let go of here, where it was made, and the loop has little to do with it. Not the
+                # first: who sends no other would find out for nothing what others are like.
+                several = self._posted > 0 and not (final or self.single)
+                if several and type(result) is dict and (encoded := self._encoded(result)):
+                    sent, size = encoded, encoded.alike.byte_size
+                else:
+                    size = _BYTE_SIZE + (0 if isinstance(result, ServingError) else _own(result))
                 if self._posted - self._settled >= self._taker.max_ahead:
                     late = self._wait(wait)
                     if late is not None:
-                        result, final = late, True
+                        sent, final = late, True
             self._closed = final or (self.single and result is not None)
             self._posted += size
-            self._taker.put(self, result, self._closed, size)
+            self._taker.put(self, sent, self._closed, size)
 
     def fail(self, error: ServingError) -> None:
         """The request ends with an error, unless it has ended."""
@@ -196,6 +199,15 @@ class ResponseSender(Generic[R]):
         with self._lock:
             self._again = again
             return self._holders > 0
+
+    def _encoded(self, result: dict[str, Array]) -> EncodedResponse | None:
+        """None: it is of a kind that the loop places, or has not met."""
+        alike = self._alike
+        record = None if alike is None else alike.record(result)
+        if record is None:
+            alike = self._alike = self._taker.alike(self, result)
+            record = None if alike is None else alike.record(result)
+        return None if alike is None or record is None else EncodedResponse(alike, record)
 
     def _wait(self, wait: bool | None) -> Unavailable | None:
         """Returns when there is room, or nobody is there. Not None: it may not wait, and too much is ahead."""
@@ -245,7 +257,7 @@ class ResponseSender(Generic[R]):
         self._posted += size
         return size
 
-    def note(self, result: Result | None, now_ns: int, placed_ns: int) -> None:
+    def note(self, result: Sent, now_ns: int, placed_ns: int) -> None:
         """What came at ``now_ns`` was placed."""
         if result is not None:
             if not self.count:
@@ -285,3 +297,13 @@ class ResponseSender(Generic[R]):
     def __repr__(self) -> str:
         ahead = self._posted - self._settled
         return f"<ResponseSender of {self.request!r}: {self.count} sent, {ahead} bytes ahead{', closed' if self._closed else ''}>"
+
+
+def _own(result: dict[str, Array]) -> int:
+    """Copies arrays that may be written to again: they are placed later. Returns the bytes of all."""
+    size = 0
+    for name, array in result.items():
+        size += array.nbytes
+        if isinstance(array, np.ndarray) and (array.flags.writeable or isinstance(array.base, np.ndarray)):
+            result[name] = array.copy()
+    return size

@@ -87,6 +87,10 @@ class Submitter(Generic[R]):
             kind = self._response_kinds[key] = ResponseKind(self.lane.answer_form(template), described)
         return kind
 
+    def known_kind(self, version: int, described: Described) -> ResponseKind | None:
+        """That of responses like that which others follow, where there was one before. From any thread."""
+        return self._response_kinds.get((version, False, described))
+
     @property
     def behind(self) -> bool:
         """Whether answers wait, for room or until the lane can be written to."""

@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 
 from config.model_config import parse_pbtxt
 from config.options import Arenas
+from shm.arena import Arena
+from shm.channel import pair
 from shm.errors import Internal
+from shm.lane import SubmitterLane, WorkerLane
+from shm.messages import Completion, Inline
+from tests.fakes import whole_answers
 from tests.workers.dispatch.test_outbox import MEBIBYTE, ALane, Version
 from tests.workers.made_requests import request_of
 from workers.dispatch.outbox import Outbox
@@ -171,3 +177,105 @@ def test_a_response_that_cannot_be_placed_is_an_error_and_others_follow(bench: B
     bench.turn()
     assert [(value, code != "", final) for value, code, final in bench.sent()] == [(-1, True, False), (1, False, True)]
     assert bench.version.statistics.to_dict()["response_stats"]["0"]["fail"]["count"] == 1
+
+
+class SmallBench(Bench):
+    """The same over a real lane, where small responses go into the records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        ours, theirs = pair()
+        self.requests = Arena(MEBIBYTE, MEBIBYTE, 0)
+        self.front = SubmitterLane(ours, self.requests)
+        self.worker = WorkerLane(theirs, MEBIBYTE, MEBIBYTE, 0)
+        self.submitter = Submitter(1, self.worker)
+        arenas = msgspec.structs.replace(ARENAS, inline_byte_size=64)
+        self.responses = Responses(arenas, Outbox(arenas), self.posted.append, lambda: self.now_ns, 100 * MEBIBYTE)
+
+    def meet(self) -> None:
+        """A request whose response is like those of others: these are encoded where they are sent."""
+        sender = self.ask(99)
+        sender.send({"y": np.zeros(4, np.uint8)})
+        sender.send(None, final=True)
+        self.turn()
+        assert [answer.final for answer in self.answers()] == [False, True]
+
+    def answers(self) -> list[Completion]:
+        assert self.worker.flush()
+        answers: list[Completion] = []
+        while (received := self.front.receive()) is not None:
+            answers += whole_answers(received)
+        return answers
+
+    def close(self) -> None:
+        self.front.close()
+        self.worker.close()
+        self.requests.close()
+        self.lane.arena.close()
+
+
+@pytest.fixture
+def small_bench() -> Iterator[SmallBench]:
+    made = SmallBench()
+    yield made
+    made.close()
+
+
+def content(answer: Completion) -> bytes:
+    place = answer.outputs[0].place
+    return place.content if isinstance(place, Inline) else b""
+
+
+def test_small_ones_are_as_they_were_when_they_were_sent(small_bench: SmallBench) -> None:
+    """A model writes to its array again, its shape changes, another request's come between, and one is too large for a record."""
+    small_bench.meet()
+    sender, other = small_bench.ask(1), small_bench.ask(2)
+    buffer = np.zeros(4, np.uint8)
+    for number in range(3):
+        buffer[:] = number
+        sender.send({"y": buffer})
+    sender.send({"y": np.full(2, 3, np.uint8)})
+    other.send({"y": np.full(4, 9, np.uint8)})
+    sender.send({"y": np.full(65, 4, np.uint8)})
+    sender.send({"y": np.full(4, 5, np.uint8)}, final=True)
+    small_bench.turn()
+    answers = small_bench.answers()
+    mine = [answer for answer in answers if answer.request_id == 1]
+    assert [content(answer) for answer in mine] == [bytes(4), bytes([1] * 4), bytes([2] * 4), b"\3\3", b"", b"\5" * 4]
+    assert mine[4].lease is not None
+    assert [answer.outputs[0].shape for answer in mine] == [(4,), (4,), (4,), (2,), (65,), (4,)]
+    assert [answer.final for answer in mine] == [False] * 5 + [True]
+    assert [content(answer) for answer in answers if answer.request_id == 2] == [b"\t" * 4]
+    assert (sender.ended, other.ended) == (True, False)
+
+
+def test_small_ones_wait_behind_one_that_finds_no_room(small_bench: SmallBench) -> None:
+    small_bench.meet()
+    sender = small_bench.ask()
+    for value in range(6):
+        sender.send(large(value))
+    for value in range(3):
+        sender.send({"y": np.full(4, value, np.uint8)})
+    small_bench.turn()
+    placed = small_bench.answers()
+    assert all(answer.lease is not None for answer in placed)
+    assert small_bench.responses.blocked
+    for answer in placed:
+        if answer.lease is not None:
+            small_bench.front.release(answer.lease)
+    assert small_bench.front.flush()
+    assert small_bench.worker.receive() == []
+    assert small_bench.responses.retry(small_bench.now_ns) is None
+    assert [len(content(answer)) for answer in small_bench.answers()] == [0] * (6 - len(placed)) + [4] * 3
+
+
+def test_small_ones_that_nobody_waits_for_are_dropped(small_bench: SmallBench) -> None:
+    small_bench.meet()
+    sender = small_bench.ask()
+    for _ in range(3):
+        sender.send({"y": np.zeros(4, np.uint8)})
+    sender.request.cancelled = True
+    sender.send(None, final=True)
+    small_bench.turn()
+    (answer,) = small_bench.answers()
+    assert (answer.code, answer.final, sender.count) == ("CANCELLED", True, 0)

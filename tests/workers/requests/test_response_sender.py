@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shm.arrays import Array
 from shm.errors import Internal, ServingError, Unavailable
 from tests.workers.made_requests import request_of
-from workers.requests.response_sender import NOT_COMPLETED, Nobody, ResponseSender, SenderClosed
+from workers.requests.response_sender import NOT_COMPLETED, Nobody, ResponseSender, SenderClosed, Sent
 from workers.requests.result import Result
 
 #: What a response of ``HUNDRED`` counts.
@@ -25,9 +26,12 @@ class Taker:
     max_ahead = 3 * SIZE
 
     def __init__(self) -> None:
-        self.sent: list[tuple[Result | None, bool]] = []
+        self.sent: list[tuple[Sent, bool]] = []
 
-    def put(self, sender: Any, result: Result | None, final: bool, byte_size: int, wake: bool = True) -> None:
+    def alike(self, sender: Any, result: dict[str, Array]) -> None:
+        return None
+
+    def put(self, sender: Any, result: Sent, final: bool, byte_size: int, wake: bool = True) -> None:
         self.sent.append((result, final))
 
 

@@ -1,0 +1,83 @@
+"""What small responses of a model with several cost the thread that sends them, and the worker's loop that queues them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from config.model_config import parse_pbtxt
+from config.options import Arenas
+from shm.channel import pair
+from shm.lane import WorkerLane
+from tests.work.counter import Work
+from tests.workers.dispatch.test_outbox import MEBIBYTE, Version
+from tests.workers.made_requests import request_of
+from workers.dispatch.outbox import Outbox
+from workers.dispatch.responses import Responses
+from workers.models.statistics import ModelStatistics
+from workers.requests.response_sender import ResponseSender
+from workers.requests.submitter import Submitter
+from workers.tensors.signature import signature
+
+ARENAS = Arenas(byte_size=MEBIBYTE, max_byte_size=MEBIBYTE)
+CONFIG = parse_pbtxt('name: "m" output { name: "y" data_type: TYPE_FP32 dims: [ 16 ] }', "m")
+COUNTED = 16
+
+
+class Loop:
+    """As much of it as has to do with the responses of one request. A response is gathered an hour after it came."""
+
+    def __init__(self) -> None:
+        ours, theirs = pair()
+        self.front = ours
+        self.lane = WorkerLane(theirs, MEBIBYTE, MEBIBYTE, 0)
+        self.now_ns = 1
+        self.responses = Responses(ARENAS, Outbox(ARENAS), lambda call: call(), lambda: self.now_ns, MEBIBYTE)
+        version = Version(
+            name="m", version=1, statistics=ModelStatistics("m", 1), signature=signature(CONFIG, {}, {}), senders={}
+        )
+        submitter: Submitter[Any] = Submitter(1, self.lane)
+        request = request_of({}, version=cast(Any, version), submitter=submitter, request_id=1)
+        self.responses.open([request], self.now_ns)
+        self.sender: ResponseSender[Any] = version.senders[request]
+
+    def send(self, work: Work) -> None:
+        made = {"y": np.zeros(16, np.float32)}
+        with work.counting():
+            self.sender.send(made)
+
+    def turn(self, work: Work) -> None:
+        self.now_ns += 3_600_000_000_000
+        with work.counting():
+            self.responses.gather(self.now_ns)
+
+    def close(self) -> None:
+        self.front.close()
+        self.lane.close()
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    made = Loop()
+    # The first one tells of its kind, the second that its request has others; those behind them do not wake the loop.
+    made.send(Work())
+    made.send(Work())
+    made.turn(Work())
+    yield made
+    made.close()
+
+
+#: What was counted when it was set, and a tenth more.
+@pytest.mark.parametrize(("together", "sending", "queuing"), [(1, 244, 391), (COUNTED, 244, 84)])
+def test_instructions(loop: Loop, together: int, sending: int, queuing: int) -> None:
+    sends, queues = Work(), Work()
+    for _ in range(COUNTED // together):
+        for _ in range(together):
+            loop.send(sends)
+        loop.turn(queues)
+    assert loop.sender.count == 2 + COUNTED
+    assert sends.instructions / COUNTED <= sending, sends.instructions / COUNTED
+    assert queues.instructions / COUNTED <= queuing, queues.instructions / COUNTED
