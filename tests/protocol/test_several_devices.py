@@ -11,6 +11,7 @@ import pytest
 
 from tests.daemon_process import PATIENCE, DaemonProcess, tensorctl_status
 from tests.repositories import ensemble, write_model
+from tests.scrapes import scrape
 
 pytestmark = pytest.mark.cpu_workers("a process has one device where JAX's plugin is a stand-in")
 
@@ -194,6 +195,14 @@ def test_bit_for_bit_as_on_one_device(daemon: DaemonProcess, model: str) -> None
         expected, got = ask(daemon, "one", x), ask(daemon, model, x)
         for name, array in expected.items():
             np.testing.assert_array_equal(got[name], array, strict=True)
+
+
+def test_what_they_take_on_each_device(daemon: DaemonProcess) -> None:
+    """Besides its part of the parameters, a device has eight rows in, and their outputs."""
+    figures = scrape(daemon.metrics_url)
+    for name in ("named", "mapped"):
+        assert figures.value("tensord_model_parameter_bytes", model=name, version="1") == (16 * 32 + 32 * 8 + 3) * 4
+        assert figures.value("tensord_model_largest_batch_bytes", model=name, version="1") >= 8 * (16 + 8 + 1) * 4
 
 
 def test_an_ensemble_of_models_on_one_device_and_on_several(daemon: DaemonProcess) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -34,6 +35,8 @@ class LoadProgress:
         self._began_ns = 0
         self._compiled = 0
         self._parameter_byte_size = 0
+        #: Of them on each device, where there are several.
+        self._part_byte_size = 0
         self._program_byte_size = 0
         #: Of the program that takes most: bytes, operations, and what it is for.
         self._largest: tuple[int, float, str] = (0, -1.0, "")
@@ -53,7 +56,9 @@ class LoadProgress:
 
     def parameters(self, parameters: Any) -> None:
         """They are on the device."""
-        self._parameter_byte_size = sum(leaf.nbytes for leaf in jax.tree.leaves(parameters))
+        leaves = jax.tree.leaves(parameters)
+        self._parameter_byte_size = sum(leaf.nbytes for leaf in leaves)
+        self._part_byte_size = sum(_part(leaf) for leaf in leaves)
 
     def made(self, what: object, program: CompiledProgram, compiled: bool) -> None:
         """The present one. ``compiled``: it was not in the cache."""
@@ -62,7 +67,7 @@ class LoadProgress:
             seconds = (time.monotonic_ns() - self._began_ns) / 1e9
             _log.info("%s: %d of %d compiled in %.1f s: %s", self._what, self._number, self._total, seconds, what)
         self._program_byte_size += program.byte_size
-        byte_size, flops = _takes(program.call, self._parameter_byte_size)
+        byte_size, flops = _takes(program.call, self._part_byte_size)
         self._largest = max(self._largest, (byte_size, flops, str(what)))
 
     def footprint(self) -> Footprint:
@@ -80,8 +85,19 @@ class LoadProgress:
         )
 
 
+def _part(leaf: Any) -> int:
+    """Bytes of an array on one of its devices."""
+    if not isinstance(leaf, jax.Array):
+        return int(leaf.nbytes)
+    return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+
 def _takes(program: Any, parameter_byte_size: int) -> tuple[int, float]:
-    """Bytes besides the parameters, and floating-point operations, of one run; 0 and -1: the back end does not say."""
+    """Bytes on a device besides the parameters, and floating-point operations, of one run; 0 and -1: the back end does not say.
+
+    Args:
+      parameter_byte_size: on one device.
+    """
     try:
         found: Any = program.memory_analysis()
         arguments = max(0, found.argument_size_in_bytes - parameter_byte_size)
