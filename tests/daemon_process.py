@@ -224,8 +224,12 @@ class DaemonProcess:
         return status, json.loads(answer)
 
     def wait_ready(self) -> None:
-        """Until /v2/health/ready says 200."""
+        """Until /v2/health/ready says 200, and every front is up: where there are few cores they start one after the other."""
         wait_until(lambda: self._quietly_ready(), "the daemon to be ready", self)
+        for protocol in ("http", "grpc"):
+            if self.sections.get(protocol, {}).get("enabled", True):
+                for row in range(self.sections.get(protocol, {}).get("processes", 1)):
+                    self.wait_log(rf"{protocol}-{row} \(process \d+\) is up")
 
     def _quietly_ready(self) -> bool:
         try:

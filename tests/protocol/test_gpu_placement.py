@@ -84,8 +84,13 @@ def scaled_in(client: Any, owner: CudaOwner, model: str, name: str, number: floa
     assert np.array_equal(owner.get(name, np.float32, (1, 4), 512), 3 * values + 1)
 
 
-def devices(daemon: DaemonProcess) -> dict[str, int]:
-    """Device -> process of its worker."""
+def devices(daemon: DaemonProcess, count: int) -> dict[str, int]:
+    """Device -> process of its worker, once so many are up: one is enough for the daemon to be ready."""
+    wait_until(lambda: len(_devices(daemon)) >= count, f"{count} workers", daemon)
+    return _devices(daemon)
+
+
+def _devices(daemon: DaemonProcess) -> dict[str, int]:
     return {device: int(pid) for pid, device in re.findall(r"\(process (\d+)\) is up on (\S+)", daemon.log)}
 
 
@@ -95,7 +100,8 @@ def test_memory_that_no_worker_of_a_model_can_open(tmp_path: Path, repository: P
     repositories.write_model(repository, "both", SCALE)
     stub = stub_of(tmp_path, devices=2)
     with serving(stub, repository, "0,1") as daemon, asking(daemon) as client, owning(stub, "0,1") as owner:
-        pids = devices(daemon)
+        pids = devices(daemon, 2)
+        wait_loaded(daemon, "both", 2)
         for number in (0, 1):
             client.register_cuda_shared_memory(f"g{number}", owner.create(f"g{number}", 4096, number), number, 4096)
         said = (
@@ -114,7 +120,7 @@ def test_memory_that_no_worker_of_a_model_can_open(tmp_path: Path, repository: P
         with pytest.raises(InferenceServerException, match="the CUDA handle cannot be opened"):
             client.register_cuda_shared_memory("g2", owner.create("wrong", 4096, 0), 1, 4096)
         client.unregister_cuda_shared_memory()
-        assert devices(daemon) == pids
+        assert devices(daemon, 2) == pids
 
 
 WHERE = """
@@ -140,7 +146,7 @@ GROUPS = {
 
 
 def wait_loaded(daemon: DaemonProcess, model: str, count: int) -> None:
-    """Until so many workers have it: one is enough for the daemon to be ready."""
+    """Until so many workers have it."""
     daemon.wait_log(rf"worker-\d\] model '{model}' version 1 is ready", count)
 
 
@@ -173,7 +179,7 @@ def test_cpu_workers_beside_gpu_workers(tmp_path: Path, repository: Path) -> Non
         asking(daemon) as client,
         owning(stub, "0,1") as owner,
     ):
-        pids = devices(daemon)
+        pids = devices(daemon, 3)
         assert set(pids) == {"cuda:0", "cuda:1", "cpu:0"}
         placed = {"gpu": {"cuda:1"}, "cpu": {"cpu:0"}, "both": {*pids}, "open": {*pids}}
         for name, where in placed.items():
@@ -211,7 +217,7 @@ def test_several_workers_of_a_gpu(tmp_path: Path, repository: Path) -> None:
         asking(daemon) as client,
         owning(stub, "0") as owner,
     ):
-        pids = devices(daemon)
+        pids = devices(daemon, 2)
         assert set(pids) == {"cuda:0", "cuda:0/1"}
         wait_loaded(daemon, "any", 2)
         assert ran_on(daemon, "any") == {*pids.values()}
@@ -282,7 +288,7 @@ def test_gpu_workers_that_are_killed_under_load(tmp_path: Path, repository: Path
         try:
             rounds()
             for turn in range(4):
-                os.kill(devices(daemon)[f"cuda:{turn % 2}"], signal.SIGKILL)
+                os.kill(devices(daemon, 2)[f"cuda:{turn % 2}"], signal.SIGKILL)
                 daemon.wait_log(rf"is up on cuda:{turn % 2}\n", 2 + turn // 2)
                 rounds()
         finally:
