@@ -153,8 +153,8 @@ def from_bytes(content: bytes) -> ModelConfig:
 # ------------------------------------------------------------------------------------------------------------- defaults
 
 
-def complete(message: ModelConfig, gpu: int | None = None) -> None:
-    """Fills in what Triton fills in, in place; what is given stays. ``gpu`` is the device it runs on, None the CPU.
+def complete(message: ModelConfig, gpus: Sequence[int] = ()) -> None:
+    """Fills in what Triton fills in, in place; what is given stays. ``gpus`` are those it runs on, by number; none: the CPU.
 
     Inputs, outputs and ``max_batch_size`` are the model's to say, so call this after they are known.
     """
@@ -171,7 +171,7 @@ def complete(message: ModelConfig, gpu: int | None = None) -> None:
         if not pinned.enable:
             pinned.enable = True
     _complete_scheduling(message)
-    _complete_instances(message, gpu)
+    _complete_instances(message, gpus)
 
 
 def _complete_scheduling(message: ModelConfig) -> None:
@@ -186,7 +186,7 @@ def _complete_scheduling(message: ModelConfig) -> None:
             sequences.oldest.preferred_batch_size.extend(whole_batch)
 
 
-def _complete_instances(message: ModelConfig, gpu: int | None) -> None:
+def _complete_instances(message: ModelConfig, gpus: Sequence[int]) -> None:
     kinds = model_config_pb2().ModelInstanceGroup
     if not message.instance_group:
         message.instance_group.add(name=message.name)
@@ -194,9 +194,9 @@ def _complete_instances(message: ModelConfig, gpu: int | None) -> None:
         group.name = group.name or f"{message.name}_{index}"
         group.count = group.count or 1
         if group.kind == kinds.KIND_AUTO:
-            group.kind = kinds.KIND_CPU if gpu is None else kinds.KIND_GPU
-        if group.kind == kinds.KIND_GPU and not group.gpus and gpu is not None:
-            group.gpus.append(gpu)
+            group.kind = kinds.KIND_GPU if gpus else kinds.KIND_CPU
+        if group.kind == kinds.KIND_GPU and not group.gpus:
+            group.gpus.extend(gpus)
 
 
 # ------------------------------------------------------------------------------------------------------------- printing

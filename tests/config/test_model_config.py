@@ -152,7 +152,7 @@ def test_bytes_that_are_no_message() -> None:
 
 def test_gpu_instances_get_their_device() -> None:
     message = model_config.empty("m")
-    model_config.complete(message, gpu=3)
+    model_config.complete(message, gpus=[3])
     (group,) = json.loads(model_config.to_json(message))["instance_group"]
     assert (group["name"], group["kind"], group["gpus"]) == ("m", "KIND_GPU", [3])
 

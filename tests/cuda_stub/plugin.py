@@ -33,6 +33,8 @@ def initialize() -> None:
     hardware_utils.has_visible_nvidia_gpu = lambda: True
     # Results are waited for by the thread that asks, as the stand-in has no stream of XLA's.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
+    # A worker with several GPUs sees as many devices.
+    jax.config.update("jax_num_cpu_devices", len(os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")))
     cpu = functools.cache(xla_bridge.make_cpu_client)
 
     def cuda() -> Any:

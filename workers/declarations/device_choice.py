@@ -30,6 +30,18 @@ def device_count(message: ModelConfig, module: ModuleType) -> int:
     return given
 
 
+def gpus(message: ModelConfig, module: ModuleType, count: int, gpu: int | None) -> Sequence[int]:
+    """The numbers of those that it runs on where it does not list them; none on the processor.
+
+    Args:
+      count: of its worker's devices.
+      gpu: the number of the first of them, None of the processor.
+    Raises: InvalidArgument: as ``device_count``.
+    """
+    said = device_count(message, module) if message.backend == "jax" else 0
+    return () if gpu is None else range(gpu, gpu + min(max(1, said), count))
+
+
 def chosen_devices(
     message: ModelConfig, count: int, devices: Sequence[jax.Device], gpu: int | None
 ) -> tuple[jax.Device, ...]:
@@ -44,7 +56,7 @@ def chosen_devices(
     named = sorted({each - gpu for group in message.instance_group for each in group.gpus} if gpu is not None else ())
     own = [devices[index] for index in named if 0 <= index < len(devices)]
     if max(1, count) > len(own or devices):
-        whose = "instance_group names" if own else "its worker has"
+        whose = "instance_group names" if 0 < len(own) < len(devices) else "its worker has"
         raise InvalidArgument(
             f"model '{message.name}' runs on {count} devices, and {whose} {len(own or devices)} (workers.devices_per_worker)"
         )

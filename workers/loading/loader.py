@@ -38,7 +38,7 @@ from workers.declarations.declaration import (
     queue_rules,
     read_labels,
 )
-from workers.declarations.device_choice import given_devices
+from workers.declarations.device_choice import given_devices, gpus
 from workers.declarations.made_inputs import MadeInputs
 from workers.declarations.request_inputs import request_inputs
 from workers.declarations.sequence_declaration import SequencePlan, sequence_plan
@@ -230,7 +230,7 @@ class Loader:
             state_axes = declare_state(message, module)
             segments = declare_ragged(message, module)
         steps = declare_steps(message, module) if message.backend == "jax" else None
-        model_config.complete(message, self._gpu)
+        model_config.complete(message, gpus(message, module, len(self._devices), self._gpu))
         model_checks.check(message, whole=True)
         model_checks.check_device(message, self._gpu)
         described = signature(message, axes, read_labels(message, Path(record.model_path)))

@@ -25,7 +25,6 @@ from workers.programs.placement import CompiledProgram, Placement
 from workers.programs.plain_program import is_plain
 from workers.programs.precision import precision
 from workers.programs.run_errors import memory_needed
-from workers.regions.region_tensor import LateTensor
 from workers.requests.request import Request
 from workers.tensors.batch_outputs import OutputLayout, layout_of
 from workers.tensors.buckets import Shapes
@@ -263,7 +262,8 @@ class Executable:
             for spec, shape in self._specs:
                 array = arguments[spec.name]
                 exact = (array.shape[1:] if self._batches else array.shape) == shape
-                late = isinstance(array, LateTensor)
+                # What lies in a GPU's memory, for one: a program on several devices takes it from the host.
+                late = not isinstance(array, np.ndarray)
                 if not exact or late or (array.nbytes > 4096 and array.__array_interface__["data"][0] % ALIGNMENT):
                     arguments[spec.name], byte_size = self._fill(spec, shape, requests)
                     copied += byte_size

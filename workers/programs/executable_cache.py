@@ -174,7 +174,8 @@ def _name(key: str) -> str:
 
 
 def _loaded(program: list[Any], placement: Placement, where: bool | tuple[int, ...]) -> jax.stages.Compiled:
-    on: dict[str, Any] = {}
+    # Said in any case: else it is loaded for all devices of its worker.
+    on: dict[str, Any] = {"execution_devices": jax.local_devices()[:1]}
     if placement.device is not None:
         on = {"backend": placement.device.client, "execution_devices": [placement.device]}
     elif placement.several is not None:
