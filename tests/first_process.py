@@ -26,7 +26,7 @@ from types import SimpleNamespace
 from typing import IO, Any, NoReturn
 
 from daemon import check
-from daemon.processes import child
+from daemon.processes import spawned
 from tests.prepared import Process, early
 
 #: What takes long to import.
@@ -143,7 +143,7 @@ def _become(
         sys.path[:] = [*before, *itertools.dropwhile(lambda path: not path.endswith(".zip"), sys.path)]
         _rename([sys.executable, "-m", *words])
         sys.argv = list(words)
-        child.subprocess = check.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _forked})
+        spawned.subprocess = check.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _forked})
         try:
             runpy.run_module(words[0], run_name="__main__", alter_sys=True)
             status = 0

@@ -134,6 +134,11 @@ def start(
     return Process(pid, os.fdopen(reader) if read_errors else None)
 
 
+def is_forked(pid: int) -> bool:
+    """Whether that process was forked off a first one, as its command line shows: ``first_process._rename``."""
+    return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"//")
+
+
 def run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """``python -m WORDS`` to its end, with what it wrote."""
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:

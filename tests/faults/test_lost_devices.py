@@ -72,6 +72,8 @@ def serving(stub: CudaStub, repository: Path, visible: str = "0") -> Iterator[Da
     folder.mkdir()
     with DaemonProcess(folder, [repository], {"workers": GPU_WORKERS}, environment=environment) as running:
         running.wait_ready()
+        # A device that is lost before is one that never was: the daemon would stop.
+        running.wait_log(r"ready: \d+ models")
         yield running
 
 
