@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import posix_ipc
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shm.channel import Channel, ChannelClosed, pair
@@ -546,6 +546,8 @@ records = st.one_of(
 
 
 @given(st.lists(records, max_size=8), st.binary(max_size=6), st.integers(0, 60), st.booleans())
+@example([FormSubmit(1, 4, (Slice(0, 0, 8),))], b"", 0, False)
+@example([FormSubmit(1, 4, (b"12345678",))], b"", 0, False)
 def test_whatever_comes_is_answered_or_given_back_as_it_came(
     wanted: list[Any], junk: bytes, cut: int, broken: bool
 ) -> None:
@@ -553,16 +555,7 @@ def test_whatever_comes_is_answered_or_given_back_as_it_came(
     native = Native()
     try:
         native.learn()
-        native.fast.learn_alone(
-            native.lane.fileno(),
-            4,
-            (object(), 1000, False, (), (-1,), None),
-            1,
-            (8,),
-            ((0, 0, 0),),
-            9,
-            lambda places: (-1, 0, 0, [repr(places).encode()]),
-        )
+        learn_places(native)
         datagram = b"\x01\xdc" + len(wanted).to_bytes(2, "big") + b"".join(map(encoder.encode, wanted))
         if broken:
             datagram = datagram[: max(1, len(datagram) - cut)] + junk
