@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -15,17 +17,13 @@ from tests.cuda_stub.library import CudaStub
 
 
 def free_ports(count: int) -> int:
-    """The first of so many that follow each other."""
+    """The first of so many that follow each other, below those that tests beside this one get, who ask for any."""
+    first_of_any = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
-        with socket.socket() as first:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            try:
-                for other in range(port + 1, port + count):
-                    with socket.socket() as following:
-                        following.bind(("127.0.0.1", other))
-            except OSError:
-                continue
+        port = random.randrange(first_of_any // 2, first_of_any - count)
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for number in range(port, port + count):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", number))
             return port
 
 
