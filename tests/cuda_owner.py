@@ -6,43 +6,40 @@ process of its own, on a real driver or on the tests' stand-in, and does what it
 
 from __future__ import annotations
 
+import os
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from tests import prepared
 
 
 class CudaOwner:
     """Regions by name. Use as a context manager."""
 
     def __init__(self, environment: dict[str, str]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.cuda_owner"],
-            cwd=Path(__file__).parent.parent,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        given, questions = os.pipe()
+        answers, output = os.pipe()
+        try:
+            self._process = prepared.start(["tests.cuda_owner"], environment=environment, given=given, output=output)
+        finally:
+            os.close(given)
+            os.close(output)
+        self._questions, self._answers = os.fdopen(questions, "wb"), os.fdopen(answers, "rb")
 
     def __enter__(self) -> CudaOwner:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
+        self._questions.close()
         self._process.wait()
-        self._process.stdout.close()
+        self._answers.close()
 
     def _ask(self, *question: Any) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        pickle.dump(question, self._process.stdin)
-        self._process.stdin.flush()
-        good, answer = pickle.load(self._process.stdout)
+        pickle.dump(question, self._questions)
+        self._questions.flush()
+        good, answer = pickle.load(self._answers)
         if not good:
             raise RuntimeError(answer)
         return answer
@@ -101,18 +98,19 @@ def main() -> None:
             clients[url] = grpcclient.InferenceServerClient(url)
         clients[url].register_cuda_shared_memory(name, cuda.get_raw_handle(regions[name]), 0, byte_size)
 
+    questions, answers = os.fdopen(0, "rb"), os.fdopen(1, "wb")
     verbs = {"create": create, "put": put, "get": get, "destroy": destroy, "register": register}
     while True:
         try:
-            verb, *arguments = pickle.load(sys.stdin.buffer)
+            verb, *arguments = pickle.load(questions)
         except EOFError:
             break
         try:
             answer = (True, verbs[verb](*arguments))
         except Exception as error:
             answer = (False, f"{type(error).__name__}: {error}")
-        pickle.dump(answer, sys.stdout.buffer)
-        sys.stdout.buffer.flush()
+        pickle.dump(answer, answers)
+        answers.flush()
     for name in list(regions):
         destroy(name)
 

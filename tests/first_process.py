@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import ctypes
 import fcntl
 import gc
@@ -41,6 +42,8 @@ _MODULES = (
     "workers.devices.device_cuda",
     "workers.imports.import_system",
 )
+#: The same for who uses the CUDA driver, which it does not open.
+_CUDA_MODULES = ("cuda.bindings.driver", "cuda.bindings.runtime")
 _ORDER_SIZE = 1 << 17
 #: Above all that a process may have.
 _NO_DESCRIPTOR = 1 << 20
@@ -50,6 +53,9 @@ def serve(orders: socket.socket) -> None:
     """Forks what pytest asks for until that is gone."""
     for module in _MODULES:
         importlib.import_module(module)
+    with contextlib.suppress(ImportError):
+        for module in _CUDA_MODULES:
+            importlib.import_module(module)
     _say_platform_late()
     gc.collect()
     gc.freeze()

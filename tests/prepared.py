@@ -101,6 +101,7 @@ def start(
     environment: Mapping[str, str] | None = None,
     cwd: Path = _ROOT,
     new_session: bool = False,
+    given: int | None = None,
     output: int = 1,
     errors: int = 2,
     read_errors: bool = False,
@@ -108,6 +109,7 @@ def start(
     """``python -m WORDS``, which has these descriptors by the numbers that they have here.
 
     Args:
+      given: what it reads; None: nothing.
       output, errors: where it writes; as this process.
       read_errors: its standard error is to be read here, and nobody reads its output.
     """
@@ -123,7 +125,8 @@ def start(
             "new_session": new_session,
             "fds": [0, 1, 2, *fds],
         }
-        pid = first.fork(order, [null, null if read_errors else output, writer, *fds])
+        standard = [null if given is None else given, null if read_errors else output, writer]
+        pid = first.fork(order, [*standard, *fds])
     except BaseException:
         if read_errors:
             os.close(reader)
