@@ -35,8 +35,6 @@ _log = logging.getLogger(__name__)
 #: What a control frame that is answered, and a call that is taken back, cost; one that is passed over costs 1.
 _CONTROL_COST = 4
 _RESET_COST = 8
-#: So long a client that broke the protocol has to read why.
-_LEAVE_SECONDS = 1.0
 _PING = b"tensord\0"
 _LAST_CALL = b"tensord!"
 
@@ -56,8 +54,6 @@ class Connection(FrameReader):
         #: When it was last of use to its client, and when it last had streams; loop time, as it was noticed.
         self._used_at = self._occupied_at = self._heard_at
         self._ending_at = 0.0
-        #: When our side of the connection was closed over what the client did; 0: it was not.
-        self._left_at = 0.0
         #: The last stream that GOAWAY said is looked at.
         self._last_told: int | None = None
 
@@ -215,16 +211,7 @@ class Connection(FrameReader):
 
     def _fail(self, violation: Violation) -> None:
         self._take_leave(violation)
-        transport = self._transport
-        assert transport is not None
-        if not self.is_plain or transport.is_closing():
-            self._close()
-            return
-        # Who is still sending would be reset, and what it has not read yet would be lost: the GOAWAY that says why.
-        self.phase = Phase.CLOSED
-        self._left_at = self.loop.time()
-        transport.pause_reading()
-        transport.write_eof()
+        self._close()
 
     def _take_leave(self, violation: Violation) -> None:
         _log.debug("closing a connection: %s", violation.reason)
@@ -241,7 +228,7 @@ class Connection(FrameReader):
     def announce_end(self) -> None:
         """No new streams, once the client can know of it: a PING tells when what was on its way has come."""
         if self.phase is Phase.OPENING:
-            self._close()
+            self.abort()
         elif self.phase is Phase.OPEN:
             self.phase = Phase.ANNOUNCED
             self._ending_at = self.loop.time()
@@ -264,7 +251,7 @@ class Connection(FrameReader):
     def asks_nothing(self) -> bool:
         """Whether it waits for no answer, nor for all of one to leave."""
         if self.phase is CLOSED or self._paused_since:
-            return self._left_at > 0
+            return False
         return all(stream.idle for stream in self.streams.values())
 
     @property
@@ -277,9 +264,6 @@ class Connection(FrameReader):
 
     def make_room(self) -> None:
         """Others need its place."""
-        if self.phase is CLOSED:
-            self.abort()
-            return
         self._take_leave(Violation(frames.NO_ERROR, "idle longest of too many connections"))
         self._close()
 
@@ -289,7 +273,7 @@ class Connection(FrameReader):
         if self._takes_too_little(now):
             return self.abort()
         if self.phase is CLOSED:
-            return self.abort() if self._left_at and now - self._left_at > _LEAVE_SECONDS else None
+            return None
         if self.phase is Phase.OPENING and now - self._opened_at > options.head_timeout:
             return self._close()
         for stream in list(self.streams.values()):

@@ -41,7 +41,7 @@ class Phase(enum.Enum):
     ANNOUNCED = "announced"
     #: No new streams; the open ones end, then the connection does.
     ENDING = "ending"
-    #: Nothing is read or written any more.
+    #: Nothing is read or written any more, but what was written and has not left.
     CLOSED = "closed"
 
 
@@ -103,6 +103,8 @@ class Outgoing(asyncio.Protocol):
         if not self._out:
             self._written()
         self.pump()
+        if self.phase is CLOSED:
+            self._see_out()
 
     def _read_again(self) -> None:
         """What the client sends is welcome again."""
@@ -211,10 +213,15 @@ class Outgoing(asyncio.Protocol):
         self.cut(stream.id, code)
 
     def _close(self) -> None:
+        """Ends the connection; what was written leaves first."""
         if self.phase is not Phase.CLOSED:
             self.phase = Phase.CLOSED
-            assert self._transport is not None
-            self._transport.close()
+            if not self._paused_since:
+                self._see_out()
+
+    def _see_out(self) -> None:
+        assert self._transport is not None
+        self.serving.lingering.see_out(self._transport)
 
     def abort(self) -> None:
         """Cuts the connection."""

@@ -69,15 +69,15 @@ class GrpcFront(Front):
         self._check = asyncio.create_task(self._check_connections())
 
     async def drain(self, grace_ns: int) -> None:
-        """No new connections; the open ones take no new calls and end after their last answer."""
+        """No new connections; the open ones take no new calls, end after their last answer, and close once that is taken."""
         now = time.monotonic_ns()
         deadline, last_call = now + grace_ns, now + min(_LAST_CALL_NS, grace_ns)
         await self._acceptor.close(min(_LAST_CALL_NS, grace_ns) / 1e9)
         self._serving.stopping = True
-        connections = self._serving.connections
+        connections, lingering = self._serving.connections, self._serving.lingering
         for connection in list(connections):
             connection.announce_end()
-        while connections and (now := time.monotonic_ns()) < deadline:
+        while (connections or lingering) and (now := time.monotonic_ns()) < deadline:
             if now >= last_call:
                 for connection in list(connections):
                     connection.stop()
@@ -97,3 +97,4 @@ class GrpcFront(Front):
             now = asyncio.get_running_loop().time()
             for connection in list(self._serving.connections):
                 connection.check(now)
+            self._serving.lingering.check(now)

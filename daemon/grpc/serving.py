@@ -9,6 +9,7 @@ from typing import Protocol
 from config.options import COMPRESSION_LEVELS, Grpc
 from daemon.control.tally import Seat
 from daemon.front.access import Rule
+from daemon.front.lingering_close import LingeringClose
 from daemon.front.longest_idle import Guest, LongestIdle
 from daemon.grpc.call import Call
 from daemon.grpc.stream import Stream
@@ -49,6 +50,8 @@ class Serving:
     collected: int = 0
     #: Who goes when there are too many of them.
     longest_idle: LongestIdle = field(init=False)
+    #: Those that are over, until their clients have closed as well.
+    lingering: LingeringClose = field(init=False)
     max_message: int = field(init=False)
     max_collected: int = field(init=False)
     #: zlib level of answers for clients that accept gzip; 0: none.
@@ -57,6 +60,7 @@ class Serving:
 
     def __post_init__(self) -> None:
         self.longest_idle = LongestIdle(self.connections, self.options.max_connections)
+        self.lingering = LingeringClose(self.options.min_rate)
         self.max_message = self.options.max_message_byte_size
         self.max_collected = max(self.options.max_receiving_byte_size, 2 * self.max_message)
         self.compression = COMPRESSION_LEVELS[self.options.response_compression]

@@ -13,6 +13,7 @@ from time import monotonic
 
 from daemon.front.body_reader import BodyReader
 from daemon.front.each import call_each
+from daemon.front.lingering_close import is_quiet
 from daemon.http.answering import Answering
 from daemon.http.cycle import Cycle
 from daemon.http.deadlines import Deadlines
@@ -48,6 +49,8 @@ class AnswerOrder:
         self.ended = False
         #: What arrives is thrown away.
         self.closing = False
+        #: Nothing more is written; the connection ends when everything that was has left.
+        self._hung_up = False
         self._refusal: bytes | None = None
         #: The one whose answer ends the connection because the server stops.
         self._ends_with: Exchange | Cycle | None = None
@@ -185,6 +188,8 @@ class AnswerOrder:
             self._give_turn()
         if not self.closing:
             self._steer_reading()
+        elif self._hung_up:
+            self._serving.lingering.see_out(self._transport)
 
     def pause_body(self, pause: bool) -> None:
         """The body that is arriving has no place, or has one."""
@@ -232,15 +237,21 @@ class AnswerOrder:
             self._hang_up()
 
     def _hang_up(self) -> None:
-        """Ends our side; the client may still be sending, and must not be reset before it has read the answer."""
-        self.closing = True
-        if self.ended or (self.receiving is None and not self.times.body_since and not self.times.head_since):
-            self._transport.close()
+        """Ends the connection; what was written leaves first."""
+        if self._hung_up:
             return
-        self.times.linger_since = monotonic()
-        if self._transport.can_write_eof():
-            self._transport.write_eof()
-        self.flow.resume_reading()
+        self.closing = self._hung_up = True
+        if self.ended:
+            self._transport.close()
+        elif not self.flow.write_paused:
+            self._serving.lingering.see_out(self._transport)
+
+    def leave(self) -> None:
+        """Ends it where nothing is asked: at once, if the client has all answers; many keep such open without looking at them."""
+        if is_quiet(self._transport) and not self._hung_up:
+            self._transport.close()
+        else:
+            self._hang_up()
 
     def lost(self) -> None:
         """The connection is gone."""

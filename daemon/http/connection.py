@@ -191,7 +191,7 @@ class Connection(asyncio.Protocol):
         """What the reader had to read is there."""
         order = self.order
         order.received_whole()
-        if order.flow.read_paused and not self.transport.is_closing():
+        if order.flow.read_paused and not (order.closing or self.transport.is_closing()):
             self.transport.pause_reading()  # it was resumed past the flow control, for this body
 
     # --------------------------------------------------------------------------------------------------- the rest
@@ -208,13 +208,15 @@ class Connection(asyncio.Protocol):
         late = order.times.late(http, now, self.transport.get_write_buffer_size(), order.received, order.closing)
         if late in _REFUSED:
             order.refuse(408, _REFUSED[late].format(http=http))
-        elif late is not None and not (late is Late.IDLE and order.requests):
+        elif late is Late.ANSWER:
             self.transport.abort()
+        elif late is Late.IDLE and not order.requests:
+            order.leave()
 
     def shutdown(self) -> None:
         """The server stops: an idle connection closes, a busy one after its last answer."""
         if self.idle:
-            self.transport.close()
+            self.order.leave()
         else:
             self.order.announce_end()
 
@@ -237,4 +239,4 @@ class Connection(asyncio.Protocol):
 
     def make_room(self) -> None:
         """Others need its place."""
-        self.transport.abort()
+        self.order.leave()

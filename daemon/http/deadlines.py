@@ -7,15 +7,10 @@ import enum
 from config.options import Http
 from daemon.front.pace import GRACE_SECONDS, Pace
 
-#: After a refusal the rest of what the client sends is thrown away for that long, so that it can read the answer.
-LINGER_SECONDS = 2.0
-
 
 class Late(enum.Enum):
     """What took too long."""
 
-    #: The client was refused and goes on sending, or does not close.
-    LINGER = "linger"
     #: It takes nothing of its answer.
     ANSWER = "answer"
     #: Its request line and headers are not whole.
@@ -31,14 +26,13 @@ class Late(enum.Enum):
 class Deadlines:
     """One connection's. Each time is since when it waits for that; 0: it does not."""
 
-    __slots__ = ("_pace", "body_since", "head_since", "idle_since", "linger_since", "stalled_since")
+    __slots__ = ("_pace", "body_since", "head_since", "idle_since", "stalled_since")
 
     def __init__(self, now: float) -> None:
         self.idle_since = now
         self.head_since = 0.0
         self.body_since = 0.0
         self.stalled_since = 0.0
-        self.linger_since = 0.0
         self._pace = Pace()
 
     def late(self, http: Http, now: float, unsent: int, received: int, refused: bool) -> Late | None:
@@ -49,8 +43,6 @@ class Deadlines:
           received: bytes of the body that is arriving; below 0: none is, or it is not the client who holds it up.
           refused: nothing more is expected from the client.
         """
-        if _over(self.linger_since, LINGER_SECONDS, now):
-            return Late.LINGER
         if self._pace.is_slow(self.stalled_since, unsent, now, http.write_timeout, http.min_rate):
             return Late.ANSWER
         if refused:

@@ -55,13 +55,13 @@ class HttpFront(Front):
         self._check = asyncio.create_task(self._check_connections())
 
     async def drain(self, grace_ns: int) -> None:
-        """No new connections; the open ones end after the answer they wait for."""
+        """No new connections; the open ones end after the answer they wait for, and close once that is taken."""
         self._serving.stopping = True
         now = time.monotonic_ns()
         deadline, last_call = now + grace_ns, now + min(_LAST_CALL_NS, grace_ns)
         await self._acceptor.close(min(_LAST_CALL_NS, grace_ns) / 1e9)
-        connections = self._connections
-        while connections and (now := time.monotonic_ns()) < deadline:
+        connections, lingering = self._connections, self._serving.lingering
+        while (connections or lingering) and (now := time.monotonic_ns()) < deadline:
             for connection in list(connections):
                 if now < last_call:
                     # A request may be on its way on a connection that looks idle.
@@ -85,3 +85,4 @@ class HttpFront(Front):
             now = time.monotonic()
             for connection in list(self._connections):
                 connection.check(now)
+            self._serving.lingering.check(now)

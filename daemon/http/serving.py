@@ -11,6 +11,7 @@ from config.options import COMPRESSION_LEVELS, Options
 from daemon.control.tally import Seat
 from daemon.front.access import Rule
 from daemon.front.forwarding import Forwarding
+from daemon.front.lingering_close import LingeringClose
 from daemon.front.longest_idle import LongestIdle
 from daemon.http.conversions import Conversions
 from daemon.http.heads import Heads
@@ -49,6 +50,8 @@ class Serving:
     collected_byte_size: int = 0
     #: Who goes when there are too many connections.
     longest_idle: LongestIdle = field(default_factory=lambda: LongestIdle((), 0))
+    #: Connections that are over, until their clients have closed as well.
+    lingering: LingeringClose = field(init=False)
     #: Every answer is the last of its connection.
     stopping: bool = False
     #: And a request that begins now is not taken any more.
@@ -61,6 +64,7 @@ class Serving:
         requests = self.options.requests
         self.makes_ids = requests.make_ids
         self.forms = HttpForms(requests.max_forms)
+        self.lingering = LingeringClose(http.min_rate)
         self.compression = COMPRESSION_LEVELS[http.response_compression]
         cuts = self.infer_rule is None and self.forwarding is None
         self.heads = Heads(http.max_head_byte_size, http.max_head_fields, cuts, requests.max_forms)

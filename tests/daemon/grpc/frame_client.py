@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from tritonclient.grpc import service_pb2
 
 from daemon.grpc import frames
 from shm.operations import Settle
-from tests.fakes import MIB, PATIENCE_SECONDS, EchoWorker, FrontProcess, front_process
+from tests.fakes import MIB, Client, EchoWorker, FrontProcess, front_process
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
@@ -62,11 +61,12 @@ class Answer:
 
 
 class FrameClient:
-    """One connection. ``settings``: pairs for the first SETTINGS frame."""
+    """One connection. ``settings``: pairs for the first SETTINGS frame. ``receive_buffer``: see ``Client``."""
 
-    def __init__(self, port: int, settings: tuple[tuple[int, int], ...] = (), hello: bool = True) -> None:
-        self.sock = socket.create_connection(("127.0.0.1", port), PATIENCE_SECONDS)
-        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def __init__(
+        self, port: int, settings: tuple[tuple[int, int], ...] = (), hello: bool = True, receive_buffer: int = 0
+    ) -> None:
+        self.sock = Client(port, receive_buffer).sock
         self._buffer = b""
         self._encoder = hpack.Encoder()
         self._decoder = hpack.Decoder()
@@ -208,9 +208,11 @@ class GrpcFrontProcess(FrontProcess):
 
 
 @contextlib.contextmanager
-def serving(workers: int = 1, **options: Any) -> Iterator[tuple[GrpcFrontProcess, list[EchoWorker]]]:
+def serving(
+    workers: int = 1, send_buffer: int = 0, **options: Any
+) -> Iterator[tuple[GrpcFrontProcess, list[EchoWorker]]]:
     """A front with workers that have the model ``echo``."""
-    with front_process(GrpcFrontProcess, **{"arenas": {"byte_size": MIB}, **options}) as front:
+    with front_process(GrpcFrontProcess, send_buffer, **{"arenas": {"byte_size": MIB}, **options}) as front:
         made = [front.worker() for _ in range(workers)]
         front.model(*made)
         yield front, made

@@ -130,7 +130,22 @@ def test_the_last_stream_of_an_ending_connection() -> None:
         outgoing.phase = Phase.ENDING
         outgoing.write(b"bye")
         await asyncio.sleep(0)
-        assert [name for name, _, _ in transport.mock_calls] == ["write", "close"]
+        assert [name for name, _, _ in transport.mock_calls] == ["write"]
         assert outgoing.phase is Phase.CLOSED
+        cast(Mock, outgoing.serving).lingering.see_out.assert_called_once_with(transport)
+
+    connection(test)
+
+
+def test_the_last_bytes_leave_before_the_connection_ends() -> None:
+    async def test(outgoing: Outgoing, transport: Mock) -> None:
+        transport.write.side_effect = lambda _: outgoing.pause_writing()
+        outgoing.phase = Phase.ENDING
+        outgoing.write(b"bye")
+        await asyncio.sleep(0)
+        see_out = cast(Mock, outgoing.serving).lingering.see_out
+        assert (outgoing.phase, see_out.call_count) == (Phase.CLOSED, 0)
+        outgoing.resume_writing()
+        see_out.assert_called_once_with(transport)
 
     connection(test)

@@ -6,7 +6,7 @@ import pytest
 
 from config.options import Http
 from daemon.front.pace import GRACE_SECONDS
-from daemon.http.deadlines import LINGER_SECONDS, Deadlines, Late
+from daemon.http.deadlines import Deadlines, Late
 
 HTTP = Http(head_timeout=10, body_timeout=60, write_timeout=30, keep_alive_timeout=75)
 
@@ -26,7 +26,6 @@ def started(**since: float) -> Deadlines:
         ("body", 60, Late.BODY),
         ("stalled", 30, Late.ANSWER),
         ("idle", 75, Late.IDLE),
-        ("linger", LINGER_SECONDS, Late.LINGER),
     ],
 )
 def test_each_has_its_own_limit(waits: str, limit: float, late: Late) -> None:
@@ -42,7 +41,6 @@ def test_nothing_is_waited_for() -> None:
 @pytest.mark.parametrize("waits", ["head", "body", "idle"])
 def test_nothing_is_expected_of_who_was_refused(waits: str) -> None:
     assert started(**{waits: 1.0}).late(HTTP, 1e6, 0, -1, True) is None
-    assert started(**{waits: 1.0, "linger": 1.0}).late(HTTP, 1e6, 0, -1, True) is Late.LINGER
 
 
 def test_who_takes_enough_of_its_answer_is_not_late() -> None:
