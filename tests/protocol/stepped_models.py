@@ -14,13 +14,16 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.repositories import write_model
 
-#: From the sum of what comes, ``count`` numbers in steps of one. 666 fails on the device, and the step to 555 takes half a
-#: second; a request with ``every`` answers so often only; one with ``ends`` false goes on until it has had all its steps.
+#: From the sum of what comes, ``count`` numbers in steps of one. 666 fails on the device, the step to 555 takes half a second,
+#: and the one to 777 waits for a file ``go`` beside the model. A request with ``every`` answers so often only; one with ``ends``
+#: false goes on until it has had all its steps.
 COUNTS = """
+    import pathlib
     import time
 
     import jax, jax.numpy as jnp, numpy as np
 
+    here = pathlib.Path(__file__).parent
     inputs = {"start": "INT32[length]"}
     outputs = {"y": "INT32[1]", "half": "FP32[2]"}
     buckets = {"length": (4, 16)}
@@ -34,6 +37,8 @@ COUNTS = """
             raise ValueError("the number of the beast")
         if (np.asarray(value)[np.asarray(active)] == 555).any():
             time.sleep(0.5)
+        while (np.asarray(value)[np.asarray(active)] == 777).any() and not (here / "go").exists():
+            time.sleep(0.01)
         return value
 
     def checked(value, active):
