@@ -7,6 +7,7 @@ large tensors come from stock clients (client.py), a process each.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -113,7 +114,7 @@ class Serving:
     def _small(self, device: str) -> None:
         """Small requests of one client; and of 32, whose batches' time in the worker is the statistics'."""
         a, b = np.arange(16, dtype=np.float32).reshape(1, 16), np.full((1, 16), 2, np.float32)
-        x = np.random.default_rng(0).random((1, 784), np.float32)
+        x, expected = _mlp()
         for protocol, request, kind in (
             ("http", closed_loop.infer_request, closed_loop.Connection),
             ("grpc", grpc_connection.infer_request, grpc_connection.GrpcConnection),
@@ -121,7 +122,7 @@ class Serving:
             small = request("addsub", [("INPUT0", a), ("INPUT1", b)], "OUTPUT0")
             self._row(device, protocol, Row(f"small-{protocol}-c1", 1, small, a + b, connection=kind))
         logits = request("mlp", [("x", x)], "logits")
-        self._row(device, "grpc", Near("mlp-grpc-c32", 32, logits, _logits(x), connection=kind))
+        self._row(device, "grpc", Near("mlp-grpc-c32", 32, logits, expected, connection=kind))
         self._note(
             f"in the worker, of a batch of mlp, on {device}", tried(lambda: _in_worker(self._addresses["http"], "mlp"))
         )
@@ -215,8 +216,10 @@ def _together(each: list[dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _logits(x: Any) -> Any:
-    """What ``mlp`` says of it, computed on the CPU in a process of its own: this one has no JAX."""
+@functools.cache
+def _mlp() -> tuple[Any, Any]:
+    """An input of ``mlp``, FP32[1, 784], and its logits, computed on the CPU in a process of its own: this one has no JAX."""
+    x = np.random.default_rng(0).random((1, 784), np.float32)
     code = (
         "import importlib.util, json, sys, jax, numpy as np\n"
         "spec = importlib.util.spec_from_file_location('mlp', 'bench/models/mlp/1/model.py')\n"
@@ -234,7 +237,7 @@ def _logits(x: Any) -> Any:
         text=True,
         check=True,
     )
-    return np.array(json.loads(done.stdout), np.float32)
+    return x, np.array(json.loads(done.stdout), np.float32)
 
 
 def _in_worker(address: str, model: str) -> dict[str, Any]:

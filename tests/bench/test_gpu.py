@@ -13,6 +13,7 @@ from pathlib import Path
 
 from bench.gpu import page
 from bench.server import ROOT
+from tests import run_folder
 from tests.cuda_stub.library import CudaStub
 
 
@@ -32,7 +33,11 @@ def test_dry(tmp_path: Path) -> None:
     folder.mkdir()
     stub = CudaStub(folder, delay_us=100)
     # Small programs have no other client of XLA there.
-    environment = os.environ | stub.gpu_environment | {"TENSORD_WORKERS_SINGLE_THREAD_FLOPS": "0"}
+    environment = os.environ | stub.gpu_environment
+    environment |= {
+        "TENSORD_WORKERS_SINGLE_THREAD_FLOPS": "0",
+        "TENSORD_EXECUTABLES_CACHE_DIRECTORY": run_folder.programs(),
+    }
     command = [sys.executable, "-m", "bench.gpu", "--out", str(tmp_path / "out"), "--seconds", "0.1", "--largest", "1"]
     command += [
         "--port",

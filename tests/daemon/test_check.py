@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests import prepared
+from tests import prepared, run_folder
 from tests.daemon_process import ROOT, DaemonProcess, wait_until
 from tests.repositories import ensemble, scale_model, write_model
 
@@ -140,6 +140,12 @@ MODELS: dict[str, tuple[str, str, str]] = {
     "unknown_backend": (DECLARED + GOOD, 'backend: "tensorrt"', "tensorrt"),
     "chooses_none": (DECLARED + GOOD, "version_policy { specific { versions: [7] } }", "no version is available"),
 }
+
+
+@pytest.fixture(autouse=True)
+def programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test writes where the user's own daemon keeps its programs."""
+    monkeypatch.setenv("TENSORD_EXECUTABLES_CACHE_DIRECTORY", run_folder.programs())
 
 
 def tensord_check(*arguments: str) -> tuple[int, dict[str, str], dict[str, str]]:
