@@ -72,6 +72,7 @@ class WorkerLoop:
                     return record
             if received is None:
                 self.worker.turn()
+                time.sleep(0.0005)  # what comes is made in another thread of this process
         raise AssertionError(f"no {kind.__name__} came")
 
     def load(self, path: Path) -> None:
