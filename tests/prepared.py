@@ -114,7 +114,6 @@ def start(
       read_errors: its standard error is to be read here, and nobody reads its output.
     """
     environment = dict(os.environ if environment is None else environment)
-    first = _first_for(environment)
     null = os.open(os.devnull, os.O_RDWR)
     reader, writer = os.pipe() if read_errors else (-1, os.dup(errors))
     try:
@@ -126,7 +125,9 @@ def start(
             "fds": [0, 1, 2, *fds],
         }
         standard = [null if given is None else given, null if read_errors else output, writer]
-        pid = first.fork(order, [*standard, *fds])
+        # Threads may ask at the same time: there is one first process for them, and who adopts is the whole process.
+        with _one_at_a_time:
+            pid = _first_for(environment).fork(order, [*standard, *fds])
     except BaseException:
         if read_errors:
             os.close(reader)
@@ -155,7 +156,6 @@ class _First:
     """A process that others are forked off, from the side of pytest."""
 
     def __init__(self, variables: Mapping[str, str]) -> None:
-        self._lock = threading.Lock()
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         others = {name: value for name, value in os.environ.items() if not name.startswith(_READ_EARLY)}
         with theirs:
@@ -176,7 +176,7 @@ class _First:
         atexit.register(self.end)
 
     def fork(self, order: Mapping[str, Any], fds: Sequence[int]) -> int:
-        with self._lock, _adopting():
+        with _adopting():
             socket.send_fds(self._orders, [json.dumps(order).encode()], fds)
             answer = self._orders.recv(64)
         assert answer, "the first process has ended"
@@ -194,6 +194,7 @@ class _First:
         self._process.wait()
 
 
+_one_at_a_time = threading.Lock()
 #: By those variables that they began with.
 _firsts: dict[frozenset[tuple[str, str]], _First] = {}
 
