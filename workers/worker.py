@@ -90,8 +90,7 @@ class Worker:
         self._staging: StagingPool | None = None
         if device_name.gpu is not None:
             try:
-                # Its process sees one device.
-                context = self._driver.context(0)
+                context = self._driver.context(0)  # its process sees one device
             except NoCuda as error:
                 # JAX found it nevertheless: XLA then copies what goes in and out.
                 _log.warning("neither CUDA regions nor page-locked memory: %s", error)
@@ -99,7 +98,6 @@ class Worker:
                 budget = PinnedBudget(options.workers.pinned_byte_size)
                 locking = WorkThread("page-locking", self._inbox)
                 self._staging = StagingPool(context, budget)
-                # The loop's.
                 locking.do(self._staging.prepare, lambda _: None)
                 self._cuda = CudaDevice(context, device, self._staging)
                 self._pinned = PinnedMemory(context, budget, locking)
@@ -158,6 +156,7 @@ class Worker:
             if fast_path.available
             else Poller(self._epoll, look_ns)
         )
+        self._gathers = False  # responses: it looks by itself
         #: When something is due without an event; None: nothing is.
         self._next_ns: int | None = 0
         #: When to exit although something is in flight; 0: not told to stop.
@@ -184,6 +183,8 @@ class Worker:
         """One turn of the loop, which begins with waiting for something to do. False: it was the last. Raises as ``run``."""
         for fd, events in self._wait():
             self._handle(fd, events)
+        if self._gathers:
+            self._inbox.run()
         now_ns = time.monotonic_ns()
         self._page.beat(now_ns)
         self._next_ns = self._dispatcher.run_due(now_ns)
@@ -214,15 +215,16 @@ class Worker:
 
     def _wait(self) -> list[tuple[int, int]]:
         """Returns events; what else came is taken care of."""
-        idle = self._next_ns is None and not self._stop_ns and self._dispatcher.idle
+        gathers = self._next_ns is not None and self._dispatcher.gathering
+        idle = (gathers or self._next_ns is None) and not self._stop_ns and self._dispatcher.idle
         idle = idle and not any(submitter.behind for submitter in self._submitters.values())
         timeout_ns = self._timeout_ns()
-        # Where responses are gathered the last turn said when to look: it is not idle then.
-        if not idle and self._dispatcher.gathering:
-            # Who looks for them takes the time of who makes them.
-            self._poller.sleep(timeout_ns)
-            timeout_ns = 0
-        woken = self._poller.wait(timeout_ns, idle)
+        if gathers is not self._gathers:
+            self._gathers = gathers
+            if self._inbox.look(gathers):
+                timeout_ns = 0
+        # Who spins takes the time of whoever makes them.
+        woken = self._poller.wait(timeout_ns, idle, gathers)
         for fd, answers in woken.unsent:
             self._submitters[fd].lane.adopt(answers)
             self._submitters[fd].unflushed = True

@@ -94,7 +94,7 @@ class CallCircles:
             return self._ensembles.steps(inner) or ()
         instances = version.loaded.instances
         for instance in instances:
-            if instance.running is not None and inner in instance.running.requests:
+            if any(inner in execution.requests for execution in instance.given):
                 return (instance,)
         sender = version.senders.get(inner)
         if sender is not None:

@@ -192,10 +192,10 @@ class FastPath(Poller):
         self._native.close(submitter.lane.fileno())
         self._seen = _NEVER
 
-    def wait(self, timeout_ns: int, idle: bool) -> Woken:
+    def wait(self, timeout_ns: int, idle: bool, sleeps: bool = False) -> Woken:
         if self._seen != self._changes():
             self._forget()
-        woken = Woken(*self._native.wait(max(0, timeout_ns), idle))
+        woken = Woken(*self._native.wait(max(0, timeout_ns), idle, sleeps))
         if self._forms:
             self._settle()
         return woken

@@ -56,22 +56,23 @@ class Poller:
     def close(self) -> None:
         """Lets go of everything that it was told."""
 
-    def wait(self, timeout_ns: int, idle: bool) -> Woken:
-        """Returns when something came, or the time is up. ``idle``: nothing waits in the worker: it may serve meanwhile."""
+    def wait(self, timeout_ns: int, idle: bool, sleeps: bool = False) -> Woken:
+        """Returns when something came, or the time is up.
+
+        Args:
+          idle: nothing waits in the worker: it may serve meanwhile.
+          sleeps: at once, without looking for events before.
+        """
         if timeout_ns <= 0:
             return Woken(self._epoll.poll(0), [], [])
         now_ns = time.monotonic_ns()
         until_ns = self._spin.begin(now_ns, now_ns - self._ended_ns)
-        events = self._look(min(until_ns, now_ns + timeout_ns)) if until_ns else []
+        events = self._look(min(until_ns, now_ns + timeout_ns)) if until_ns and not sleeps else []
         if not events:
             events = self._sleep(timeout_ns / 1e9)
         self._ended_ns = time.monotonic_ns()
         self._spin.end(self._ended_ns)
         return Woken(events, [], [])
-
-    def sleep(self, timeout_ns: int) -> None:
-        """Returns when something came, or the time is up, without looking for it."""
-        select.select([self._epoll.fileno()], [], [], timeout_ns / 1e9)
 
     def _look(self, until_ns: int) -> list[tuple[int, int]]:
         """Looks for events without sleeping; empty when none came in time."""

@@ -26,7 +26,7 @@ from workers.models.execution import Execution
 from workers.models.statistics import Failure
 from workers.requests.inner_request import InnerRequest, hand_over, kept
 from workers.requests.request import Request, named
-from workers.requests.response_kind import Described, EncodedResponse, ResponsesAlike, describe
+from workers.requests.response_kind import Described, EncodedResponses, ResponsesAlike, describe
 from workers.requests.response_sender import NOT_COMPLETED, ResponseSender, Sent
 from workers.requests.result import STREAMED, Response, Result
 
@@ -224,50 +224,37 @@ class Responses:
         return self._look_ns > 0
 
     def _take(self) -> None:
-        self._posted = False
         arrived = self._arrived
+        if not self._look_ns:
+            self._posted = False
         count = len(arrived)
         if count:
             self._posted, self._look_ns = True, self._clock() + _GATHER_NS
-        # In the order of each request; requests have none among each other.
-        runs: dict[ResponseSender[Request], deque[_Sent]] = {}
         for _ in range(count):
             sender, sent = arrived.popleft()
-            run = runs.get(sender)
-            if run is None:
-                runs[sender] = deque((sent,))
+            if sender in self._kept:
+                self._kept[sender][0].append(sent)
             else:
-                run.append(sent)
-        for sender, run in runs.items():
-            while run and sender not in self._kept:
-                if not sender.count or not self._respond_alike(sender, run):
-                    self._respond(sender, run.popleft())
-            if run:
-                self._kept[sender][0].extend(run)
+                self._respond(sender, sent)
 
-    def _respond_alike(self, sender: ResponseSender[Request], run: deque[_Sent]) -> bool:
-        """Queues those at the beginning that are encoded, and of one kind. False: the first is not."""
-        first = run[0][0]
-        if type(first) is not EncodedResponse or sender.is_cancelled:
-            return False
-        alike, records = first.alike, list[bytes]()
-        while run:
-            sent = run[0][0]
-            if type(sent) is not EncodedResponse or sent.alike is not alike:
-                break
-            run.popleft()
-            records.append(sent.record)
+    def _respond_encoded(self, sender: ResponseSender[Request], encoded: EncodedResponses) -> None:
+        """There is always room for them; the first response of a request is never among them."""
+        records = encoded.take()
+        if not records or sender.is_cancelled:
+            return
         request, now_ns = sender.request, self._clock()
-        request.submitter.lane.complete_rows(alike.kind.form, records)
+        request.submitter.lane.complete_rows(encoded.alike.kind.form, records)
         request.submitter.unflushed = True
         request.version.statistics.responded_more(sender, len(records), now_ns)
         sender.note_more(len(records), now_ns)
-        return True
 
     def _respond(self, sender: ResponseSender[Request], sent: _Sent) -> None:
         if sender.ended:
             return
         result, final, byte_size = sent
+        if isinstance(result, EncodedResponses):
+            self._respond_encoded(sender, result)
+            return
         request, now_ns = sender.request, self._clock()
         if sender.is_cancelled:
             if final:
@@ -288,7 +275,6 @@ class Responses:
         if final:
             self._end(sender, placed_ns, Failure.BACKEND if sender.failed else None)
         if request.sink is not None:
-            assert not isinstance(result, EncodedResponse)
             if final and request.timeline is not None:
                 self._note_end(sender, result)
             self._hand_over(request, result, final, byte_size)
@@ -309,16 +295,12 @@ class Responses:
             request.version.statistics.copied(copied)
         hand_over(request, result, None, final)
 
-    def _place(self, sender: ResponseSender[Request], result: Sent, final: bool) -> int | ServingError | None:
+    def _place(self, sender: ResponseSender[Request], result: Result | None, final: bool) -> int | ServingError | None:
         """Puts a response on the lane. Returns what it counts there; None: the arena is full; an error: what to send instead."""
         request = sender.request
         version, submitter = request.version, request.submitter
         if result is None:
             record = Completion(request.request_id)
-        elif isinstance(result, EncodedResponse):
-            submitter.lane.complete_rows(result.alike.kind.form, [result.record])
-            submitter.unflushed = True
-            return result.alike.byte_size
         elif isinstance(result, ServingError):
             record = msgspec.structs.replace(failure(request.request_id, result, version.version), final=final)
         else:

@@ -129,6 +129,7 @@ class Execution:
         if self.responder is None:
             return ResponseSender(request, Nobody(), self.began_ns)
         sender = self.responder.sender(request)
+        sender.begin(self.began_ns)
         self.senders.append(sender)
         return sender
 

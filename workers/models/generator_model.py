@@ -25,6 +25,8 @@ from workers.requests.response_sender import ResponseSender
 from workers.requests.result import STREAMED, Response, Result
 from workers.tensors.signature import Signature
 
+_END: Any = object()
+
 
 class GeneratorModel:
     """One version; its instances share the function and its parameters."""
@@ -119,9 +121,8 @@ class _Run:
         ``alone``: nothing else tells the loop that it is at its end.
         """
         sender, generator = self._sender, self._generator
-        for made in generator:
-            if sender.is_cancelled:
-                break
+        # Of one that was given ahead, and that nobody waits for by now, nothing runs.
+        while not sender.is_cancelled and (made := next(generator, _END)) is not _END:
             sender.send(self._model.response(self._request, made))
             if sender.is_full and self._resume is not None and sender.when_room(self._room):
                 return

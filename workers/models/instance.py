@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -38,7 +40,7 @@ class _Closing:
 
 
 class Instance:
-    """One execution thread. ``running`` and ``desk`` belong to the worker's loop."""
+    """One execution thread. ``given``, ``depth`` and ``desk`` belong to the worker's loop."""
 
     def __init__(
         self,
@@ -59,8 +61,10 @@ class Instance:
         self._create = create
         self._started = threading.Event()
         self._failure: BaseException | None = None
-        #: Between ``run`` and its ``done``.
-        self.running: Execution | None = None
+        #: Between ``run`` and their ``done``, and how many may be: where others wait behind the one that runs the thread need not
+        #: wait for the loop.
+        self.given: deque[Execution] = deque()
+        self.depth = 1
         #: It only holds the model.
         self.passive = False
         #: What it needs of the rate limiter, and how much its turns count.
@@ -80,8 +84,13 @@ class Instance:
 
     @property
     def busy(self) -> bool:
-        """Whether it was given something that is not done."""
-        return self.running is not None
+        """Whether it was given as much as it takes, and that is not done."""
+        return len(self.given) >= self.depth
+
+    @property
+    def running(self) -> Execution | None:
+        """What its thread is at, as far as the loop knows."""
+        return self.given[0] if self.given else None
 
     @property
     def thread(self) -> int:
@@ -90,6 +99,7 @@ class Instance:
 
     def run(self, execution: Execution, done: Callable[[Execution], None]) -> None:
         """Runs a batch there; ``done`` is called on the loop."""
+        self.given.append(execution)
         self._jobs.put((execution, done))
 
     def close(self, closed: Callable[[], None]) -> None:
@@ -118,6 +128,7 @@ class Instance:
                 del job
                 continue
             execution, done = job
+            execution.began_ns = time.monotonic_ns()
             execution.resume = self._jobs.put
             self._page.begin(
                 self.desk, [(request.submitter.peer, request.request_id) for request in execution.requests]
@@ -126,9 +137,15 @@ class Instance:
                 run(model, execution, self._check)
             finally:
                 self._page.end(self.desk)
-            self._inbox.post(functools.partial(done, execution))
+            # With another one to run at once it is not worth waking the loop, which would want Python's lock.
+            self._inbox.post(functools.partial(self._done, execution, done), soon=self._jobs.empty())
             # An idle thread keeps nothing of its last requests: a client's region stays mapped as long as an array of it lives.
             del job, execution, done
 
+    def _done(self, execution: Execution, done: Callable[[Execution], None]) -> None:
+        """On the loop."""
+        self.given.popleft()
+        done(execution)
+
     def __repr__(self) -> str:
-        return f"<Instance {self._thread.name} {'busy' if self.busy else 'free'}>"
+        return f"<Instance {self._thread.name} {'busy' if self.given else 'free'}>"

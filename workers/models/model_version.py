@@ -100,6 +100,13 @@ class ModelVersion:
         if loaded.ordered and len(loaded.instances) > 1:
             self.order = ResponseOrder()
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a batch may be taken before another one has run: nothing that comes meanwhile would join it, or overtake it."""
+        loaded = self.loaded
+        alone = len(loaded.instances) == 1 and not self.limited and self.sequences is None
+        return alone and not loaded.batch_rules.joins and loaded.queue_rules.plain
+
     def key(self, arrays: Mapping[str, Array]) -> Hashable:
         """What requests must have in common to run together."""
         compiled = self.jitted or self.loaded.stepped

@@ -70,11 +70,20 @@ class ResponsesByNumber:
 
     def add(self, first: int, waited_ns: Array) -> None:
         """Counts good responses of one request, from that number on, which took no time to place. ``waited_ns``: INT64[count]."""
-        if not len(self._counts):
-            self._counts, self._waited_ns = np.zeros((2, MAX_RESPONSES), np.int64)
+        self._open()
         which = slice(first, first + len(waited_ns))
         self._counts[which] += 1
         self._waited_ns[which] += waited_ns[: max(0, MAX_RESPONSES - first)]
+
+    def add_at_once(self, first: int, count: int, waited_ns: int) -> None:
+        """The same of ``count`` that came together, ``waited_ns`` after the one before them."""
+        self._open()
+        self._counts[first : first + count] += 1
+        self._waited_ns[first : first + 1] += waited_ns
+
+    def _open(self) -> None:
+        if not len(self._counts):
+            self._counts, self._waited_ns = np.zeros((2, MAX_RESPONSES), np.int64)
 
     def to_dict(self) -> dict[str, Any]:
         """``response_stats``."""

@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from shm.errors import ServingError
 from shm.figures import FIRST_RESPONSE_MS, Counts
 from shm.refusals import Refusal
@@ -204,9 +202,7 @@ class ModelStatistics:
 
     def responded_more(self, sender: ResponseSender[Request], count: int, now_ns: int) -> None:
         """Counts so many good responses that came at ``now_ns``, and were placed in no time; none of them the first."""
-        waited_ns = np.zeros(count, np.int64)
-        waited_ns[0] = max(0, now_ns - sender.last_ns)
-        self.responses.add(sender.count, waited_ns)
+        self.responses.add_at_once(sender.count, count, max(0, now_ns - sender.last_ns))
 
     def streamed(self, sender: ResponseSender[Request], now_ns: int, failure: Failure | None) -> None:
         """Counts a request that was answered by its sender and is at its end. ``failure``: why it failed, if it did."""

@@ -196,13 +196,15 @@ static int sleep_until(int epoll, struct epoll_event *ready, uint64_t until) {
 }
 
 /* Looks for events for a moment before it sleeps (_spin.h). */
-static int poll_until(fast_path_t *self, struct epoll_event *ready, uint64_t until) {
+static int poll_until(fast_path_t *self, struct epoll_event *ready, uint64_t until, int sleeps) {
     uint64_t since = now_ns(), look = 0, now = since;
     int found = 0;
     if (until > since)
         look = spin_begin(&self->spin, since, since - self->ended);
     if (look > until)
         look = until;
+    if (sleeps)
+        look = 0;
     while (now < look && self->together <= FEW && (found = epoll_wait(self->epoll, ready, MAX_EVENTS, 0)) == 0)
         now = spin_give_way();
     if (found == 0)
@@ -215,8 +217,8 @@ static int poll_until(fast_path_t *self, struct epoll_event *ready, uint64_t unt
 
 static PyObject *wait_for(fast_path_t *self, PyObject *arguments) {
     unsigned long long timeout;
-    int fast;
-    if (!PyArg_ParseTuple(arguments, "Kp", &timeout, &fast))
+    int fast, sleeps = 0;
+    if (!PyArg_ParseTuple(arguments, "Kp|p", &timeout, &fast, &sleeps))
         return NULL;
     PyObject *events = PyList_New(0), *datagrams = PyList_New(0), *unsent = PyList_New(0);
     int wrong = events == NULL || datagrams == NULL || unsent == NULL;
@@ -224,9 +226,14 @@ static PyObject *wait_for(fast_path_t *self, PyObject *arguments) {
     while (!wrong) {
         struct epoll_event ready[MAX_EVENTS];
         int found;
-        Py_BEGIN_ALLOW_THREADS
-        found = poll_until(self, ready, until);
-        Py_END_ALLOW_THREADS
+        if (timeout == 0) {
+            /* It takes less than to get Python's lock again where another thread is at work. */
+            found = epoll_wait(self->epoll, ready, MAX_EVENTS, 0);
+        } else {
+            Py_BEGIN_ALLOW_THREADS
+            found = poll_until(self, ready, until, sleeps);
+            Py_END_ALLOW_THREADS
+        }
         if (found < 0 && errno != EINTR) {
             PyErr_SetFromErrno(PyExc_OSError);
             wrong = 1;

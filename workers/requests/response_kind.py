@@ -6,7 +6,6 @@ a response ─▶ ResponseKind (once for a submitter) ─▶ another one of that
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
 
 from shm.arrays import DTYPES, Array, datatype_of
 from shm.forms import Form
@@ -100,8 +99,31 @@ class ResponsesAlike:
         return f"<ResponsesAlike {self.kind!r}>"
 
 
-class EncodedResponse(NamedTuple):
-    """A response that the thread which sent it has made ready for the lane; not the last one of its request."""
+class EncodedResponses:
+    """Responses to one request, alike and one after the other, that whoever sends them has made ready for the lane; none of
+    them the last one. While the loop has not come for them others join them.
+    """
 
-    alike: ResponsesAlike
-    record: bytes
+    __slots__ = ("_records", "alike", "taken")
+
+    def __init__(self, alike: ResponsesAlike, record: bytes) -> None:
+        self.alike = alike
+        self._records = [record]
+        #: The loop has come for them, or is about to.
+        self.taken = False
+
+    def join(self, record: bytes) -> bool:
+        """Adds one. False: the loop may not have seen it, and has to be told of them again."""
+        self._records.append(record)
+        return not self.taken
+
+    def take(self) -> list[bytes]:
+        """On the loop: what it has not taken yet."""
+        # Said before it looks: whoever adds one looks afterwards.
+        self.taken = True
+        records = self._records[:]
+        del self._records[: len(records)]
+        return records
+
+    def __repr__(self) -> str:
+        return f"<EncodedResponses {len(self._records)} of {self.alike!r}>"

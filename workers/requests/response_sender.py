@@ -20,7 +20,7 @@ import numpy as np
 from shm.arrays import Array
 from shm.errors import Internal, ServingError, Unavailable
 from shm.messages import RequestedOutput
-from workers.requests.response_kind import EncodedResponse, ResponsesAlike
+from workers.requests.response_kind import EncodedResponses, ResponsesAlike
 from workers.requests.result import Result
 
 #: Where a thread must not wait, because it answers other requests as well: so many times ``max_ahead`` may be ahead.
@@ -44,7 +44,7 @@ class Answered(Protocol):
 
 R = TypeVar("R", bound=Answered)
 #: A response on its way; None: only the mark that there is no further one.
-Sent = Result | EncodedResponse | None
+Sent = Result | EncodedResponses | None
 
 
 class Taker(Protocol):
@@ -77,8 +77,8 @@ class ResponseSender(Generic[R]):
     """One request's. ``send`` and what asks are for any thread; the rest is the loop's."""
 
     __slots__ = (
-        *("_again", "_alike", "_closed", "_holders", "_lock", "_on_room", "_posted", "_settled", "_taker"),
-        *("began_ns", "count", "counted", "ended", "failed", "first_ns", "last_ns"),
+        *("_again", "_alike", "_closed", "_encoded", "_holders", "_lock", "_on_room", "_posted", "_settled", "_taker"),
+        *("began_ns", "begun", "count", "counted", "ended", "failed", "first_ns", "last_ns"),
         *("plain", "request", "returned", "single"),
         "thread",
     )
@@ -106,13 +106,16 @@ class ResponseSender(Generic[R]):
         self.thread = 0
         #: Whether its outputs go into the record or the arena, and as they are.
         self.plain = not any(wanted.region or wanted.classification for wanted in request.outputs.values())
-        #: What encodes responses like the last one that was encoded where it was sent.
+        #: What encodes responses like the last one that was encoded where it was sent, and those that it was put with.
         self._alike: ResponsesAlike | None = None
+        self._encoded: EncodedResponses | None = None
         #: Responses that were placed, and whether the first of them was an error.
         self.count = 0
         self.failed = False
         #: Where responses leave without being noted here one by one: notes those that did.
         self.counted: Callable[[], None] | None = None
+        #: Its model has it; before that it was only given to its thread.
+        self.begun = False
         #: When the request began to run, its first response came (0: none did), and the last one was placed.
         self.began_ns = self.last_ns = began_ns
         self.first_ns = 0
@@ -137,6 +140,12 @@ class ResponseSender(Generic[R]):
         """Whether whoever sends waits for room, or rests."""
         return bool(self._on_room)
 
+    def begin(self, now_ns: int) -> None:
+        """Its model has it from now on. Not the first time: it goes round."""
+        if not self.begun:
+            self.begun = True
+            self.began_ns = self.last_ns = now_ns
+
     def send(self, result: Result | None, final: bool = False, wait: bool | None = None) -> None:
         """Sends a response, or with ``final`` and None only the mark that there is no further one.
 
@@ -151,20 +160,25 @@ class ResponseSender(Generic[R]):
                 raise SenderClosed
             sent: Sent = result
             size = 0
+            record: bytes | None = None
             if result is not None:
                 # What its model computed is let go of here, where it was made, and the loop has little to do with it. Not the
                 # first: who sends no other would find out for nothing what others are like.
                 several = self._posted > 0 and not (final or self.single)
-                if several and type(result) is dict and (encoded := self._encoded(result)):
-                    sent, size = encoded, encoded.alike.byte_size
+                if several and type(result) is dict and (record := self._record(result)) and self._alike:
+                    size = self._alike.byte_size
                 else:
                     size = _BYTE_SIZE + (0 if isinstance(result, ServingError) else _own(result))
                 if self._posted - self._settled >= self._taker.max_ahead:
                     late = self._wait(wait)
                     if late is not None:
-                        sent, final = late, True
+                        sent, final, record = late, True, None
             self._closed = final or (self.single and result is not None)
             self._posted += size
+            if record is not None:
+                self._put_encoded(record, size)
+                return
+            self._encoded = None
             self._taker.put(self, sent, self._closed, size)
 
     def fail(self, error: ServingError) -> None:
@@ -200,14 +214,24 @@ class ResponseSender(Generic[R]):
             self._again = again
             return self._holders > 0
 
-    def _encoded(self, result: dict[str, Array]) -> EncodedResponse | None:
-        """None: it is of a kind that the loop places, or has not met."""
+    def _put_encoded(self, record: bytes, size: int) -> None:
+        encoded = self._encoded
+        if encoded is not None and encoded.alike is self._alike and not encoded.taken:
+            if encoded.join(record):
+                return
+        else:
+            assert self._alike is not None
+            encoded = self._encoded = EncodedResponses(self._alike, record)
+        self._taker.put(self, encoded, False, size)
+
+    def _record(self, result: dict[str, Array]) -> bytes | None:
+        """Encoded; None: it is of a kind that the loop places, or has not met."""
         alike = self._alike
         record = None if alike is None else alike.record(result)
         if record is None:
             alike = self._alike = self._taker.alike(self, result)
             record = None if alike is None else alike.record(result)
-        return None if alike is None or record is None else EncodedResponse(alike, record)
+        return record
 
     def _wait(self, wait: bool | None) -> Unavailable | None:
         """Returns when there is room, or nobody is there. Not None: it may not wait, and too much is ahead."""

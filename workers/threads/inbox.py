@@ -15,24 +15,36 @@ class Inbox:
         self._calls: deque[Callable[[], None]] = deque()
         #: The loop was woken, and has not looked since.
         self._woken = False
+        #: The loop is about to look by itself.
+        self._looks = False
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def fileno(self) -> int:
         return self._fd
 
-    def post(self, call: Callable[[], None]) -> None:
-        """Queues a call and wakes the loop. Ignored once closed."""
+    def post(self, call: Callable[[], None], soon: bool = True) -> None:
+        """Queues a call and wakes the loop. Ignored once closed. ``soon``: False where the next time it looks will do."""
         self._calls.append(call)
         # Who drains says so before it looks.
-        if self._fd >= 0 and not self._woken:
+        if self._fd >= 0 and not self._woken and (soon or not self._looks):
             self._woken = True
             os.eventfd_write(self._fd, 1)
 
+    def look(self, looks: bool) -> bool:
+        """On the loop, before it waits. ``looks``: it will run them in a moment, whatever comes. Returns: it has to now."""
+        self._looks = looks
+        # Who posts looks after that: it is seen here, or wakes the loop.
+        return bool(self._calls) and not looks
+
     def drain(self) -> None:
-        """Runs what was posted so far."""
+        """The loop was woken: runs what was posted so far."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
         self._woken = False
+        self.run()
+
+    def run(self) -> None:
+        """Runs what was posted so far, whether that has woken the loop or is about to."""
         for _ in range(len(self._calls)):
             self._calls.popleft()()
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from config.model_config import empty
+from config.model_config import empty, parse_pbtxt
 from config.options import Arenas, Executables, Options, Regions
 from shm.arena import Arena
 from shm.control_records import Load
@@ -84,9 +84,10 @@ class Bench:
         self.submitter = Submitter(7, cast(Any, self.lane))
         self._number = 0
 
-    def load(self, name: str) -> ModelVersion:
+    def load(self, name: str, config: str = "") -> ModelVersion:
         path = self.folder / name
-        record = Load(name, 1, str(path), str(path / "1"), empty(name).SerializeToString())
+        message = parse_pbtxt(config, name) if config else empty(name)
+        record = Load(name, 1, str(path), str(path / "1"), message.SerializeToString())
         version = ModelVersion(self.loader.load(record))
         self.models.add(version)
         return version

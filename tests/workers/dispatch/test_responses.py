@@ -60,6 +60,9 @@ class Bench:
 
     def turn(self) -> None:
         posted, self.posted[:] = list(self.posted), []
+        # What came without a call is looked for after a moment.
+        self.now_ns += 1_000_000
+        self.responses.gather(self.now_ns)
         for call in posted:
             call()
 

@@ -44,3 +44,33 @@ def test_a_call_posted_by_a_call_waits_for_the_next_turn() -> None:
     inbox.drain()
     assert ran == ["first", "second"]
     inbox.close()
+
+
+def test_a_call_that_may_wait_does_not_wake_a_loop_that_looks() -> None:
+    inbox = Inbox()
+    ran: list[str] = []
+
+    def woken() -> bool:
+        return bool(select.select([inbox.fileno()], [], [], 0)[0])
+
+    assert not inbox.look(True)
+    inbox.post(lambda: ran.append("may wait"), soon=False)
+    assert not woken()
+    # A loop that is about to sleep sees it.
+    assert inbox.look(False)
+    inbox.run()
+    assert ran == ["may wait"]
+    assert not inbox.look(False)
+    inbox.post(lambda: ran.append("wakes"), soon=False)
+    assert woken()
+    inbox.drain()
+    assert not woken()
+    assert not inbox.look(True)
+    inbox.post(lambda: ran.append("soon"))
+    assert woken()
+    # It looks before it was told.
+    inbox.run()
+    assert ran == ["may wait", "wakes", "soon"]
+    inbox.drain()
+    assert not woken()
+    inbox.close()
