@@ -60,6 +60,9 @@ class InstanceTurns:
                     break
                 if instance.needs and not self._limiter.may_run(instance):
                     break
+                # Whose time may be up waits here, where that is seen: the run before it may take longer than the last one.
+                if instance.given and version.planner.next_tick_ns:
+                    break
                 self._run(version, instance, self._take(version, now_ns, number), now_ns)
         return now_ns if version.limited and self.withdraw(version, now_ns) else next_ns
 

@@ -136,3 +136,18 @@ def test_what_waits_behind_another_run_counts_as_waiting(bench: Bench) -> None:
     (bench.folder / "yields" / "open").touch()
     until(bench, lambda: not bench.submitter.in_flight)
     assert version.statistics.queue_ns - before >= held_ns
+
+
+def test_whose_time_may_be_up_is_not_given_ahead(bench: Bench) -> None:
+    """It is refused in time, although the run before it is longer than the one before that."""
+    after_a_short_run(bench, "yields")
+    held = bench.submit("yields", -1)
+    bench.turn()
+    until(bench, lambda: begun(bench, "yields"))
+    late = bench.submit("yields", 2, deadline_ns=time.monotonic_ns() + 20_000_000)
+    until(bench, lambda: late not in bench.submitter.in_flight)
+    assert [sent for sent in bench.sent() if sent[0] == late] == [(late, "UNAVAILABLE")]
+    assert held in bench.submitter.in_flight
+    (bench.folder / "yields" / "open").touch()
+    until(bench, lambda: not bench.submitter.in_flight)
+    assert begun(bench, "yields") == [-1]
