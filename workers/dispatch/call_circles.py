@@ -106,7 +106,8 @@ class CallCircles:
                 instances = (instances[live.slot.instance],)
         found: list[_Node] = []
         for instance in instances:
-            if instance.busy:
+            # Also of one that takes more: who may be refused in time is given no thread that is at work.
+            if instance.given:
                 found.append(instance)
                 continue
             holders = self._limiter.running if instance.needs else ()

@@ -32,7 +32,7 @@ from workers.requests.result import STREAMED, Response, Result
 
 _log = logging.getLogger(__name__)
 #: After responses came the loop is not woken for others, but looks for them after so long: a thread that makes one after the
-#: other is held up by every wake-up. A last response always wakes it.
+#: other is held up by every wake-up. A last response wakes it, unless the model returns with it and has another request at hand.
 _GATHER_NS = 1_000_000
 
 #: Stands for outputs where all that counts is that there are some.
