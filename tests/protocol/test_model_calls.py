@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import numpy as np
@@ -279,6 +280,39 @@ def test_a_model_that_waits_for_its_only_instance_is_told(http: httpclient.Infer
     said = run(http, "script", SELF)
     assert "Model script - Error when running inference: model 'script' waits for itself (script -> script)" in said
     assert run(http, "pair", SELF) == 1, "another instance is free"
+
+
+def test_one_that_waits_behind_another_with_a_deadline_is_told(
+    daemon: DaemonProcess, http: httpclient.InferenceServerClient, tmp_path: Path
+) -> None:
+    """1. A request holds the only instance. 2. One that may be refused in time waits. 3. The first asks its own model."""
+    for _ in range(5):
+        run(http, "script", "said = 1")
+    begun, go_on = tmp_path / "begun", tmp_path / "go_on"
+    held = f"""
+        open({str(begun)!r}, "w").close()
+        while not os.path.exists({str(go_on)!r}):
+            time.sleep(0.001)
+        said = script(self.name, "said = 1")
+    """
+
+    def hold() -> Any:
+        with httpclient.InferenceServerClient(daemon.url, network_timeout=PATIENCE) as client:
+            return run(client, "script", "import os\n" + dedent(held))
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool, grpcclient.InferenceServerClient(daemon.grpc_url) as grpc:
+        first = pool.submit(hold)
+        wait_until(begun.exists, "the first to run")
+        code = grpcclient.InferInput("code", [1], "BYTES")
+        code.set_data_from_numpy(np.array([b"said = 2"], np.object_))
+        second = pool.submit(grpc.infer, "script", [code], client_timeout=PATIENCE)
+        wait_until(
+            lambda: scrape(daemon.metrics_url).model("nv_inference_pending_request_count", "script") == 1,
+            "the second to wait",
+        )
+        go_on.touch()
+        assert "waits for itself (script -> script)" in first.result()
+        assert second.result().as_numpy("said")[0] == b"2"
 
 
 @pytest.mark.parametrize(
