@@ -254,6 +254,51 @@ def test_memory_freed_under_a_copy_that_takes_the_context_along(tmp_path: Path, 
         client.unregister_cuda_shared_memory()
 
 
+def test_where_memory_of_another_gpu_is_used(tmp_path: Path, repository: Path) -> None:
+    """
+    1. A model has the second GPU, a client's memory lies on the first. 2. A call by which the second one opens or copies it fails
+    for once. 3. The second GPU is lost at each of these calls in turn.
+    Result: each costs one request, which is told so. The region stays registered, and whoever takes the worker's place opens it
+    anew; the first GPU's worker goes on.
+    """
+    folder = tmp_path / "cuda"
+    folder.mkdir()
+    stub = CudaStub(folder, devices=2, delay_us=300, peers=True)
+    source = (repository / "scale" / "1" / "model.py").read_text()
+    repositories.write_model(repository, "second", source, "instance_group { kind: KIND_GPU gpus: [ 1 ] }")
+    with (
+        serving(stub, repository, "0,1") as daemon,
+        asking(daemon) as client,
+        CudaOwner(os.environ | stub.environment | {"CUDA_VISIBLE_DEVICES": "0,1"}) as owner,
+    ):
+        kept, lost = (worker.pid for worker in sorted(daemon.workers, key=lambda worker: worker.cmdline()[-1]))
+        handle = owner.create("g", 4096, 0)
+        client.register_cuda_shared_memory("g", handle, 0, 4096)
+        values = np.ones((1, 4), np.float32)
+        owner.put("g", np.zeros(16, np.uint8), values)
+
+        def ask() -> str:
+            given, wanted = in_region("x", "FP32", (1, 4), "g", 16, 16), out_region("y", "g", 16, 512)
+            try:
+                client.infer("second", [given], outputs=[wanted])
+            except InferenceServerException as error:
+                return f"{error.status()} {error.message()}"
+            assert np.array_equal(owner.get("g", np.float32, (1, 4), 512), 3 * values + 1)
+            return ""
+
+        stub.fail("cuIpcOpenMemHandle_v2", 2, of_workers=True)
+        assert re.match(r"400 shared memory region 'g' is on GPU 0, .* cannot open it \(CUDA_ERROR_OUT_OF_MEMORY\)", ask())
+        assert (ask(), lost in [worker.pid for worker in daemon.workers]) == ("", True)
+        for function in ("cuMemcpyDtoDAsync_v2", "cuIpcOpenMemHandle_v2", "cuMemGetAddressRange_v2"):
+            # The second GPU's worker opens it when it is first asked.
+            client.unregister_cuda_shared_memory("g")
+            client.register_cuda_shared_memory("g", handle, 0, 4096)
+            stub.fail(function, STICKY[0], of_workers=True)
+            assert ask().startswith("503 the GPU failed (CUDA_ERROR_ILLEGAL_ADDRESS); its worker is being restarted"), function
+            wait_until(lambda: ask() == "", "the replacement to serve", daemon)
+        assert kept in [worker.pid for worker in daemon.workers]
+        client.unregister_cuda_shared_memory()
+
 ONES = [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 1, 1, 1]}]
 
 
