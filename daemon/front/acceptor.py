@@ -2,7 +2,8 @@
 
 A new connection wakes every front. One that has clearly more connections than another leaves it to that one for a moment; if
 it still waits then, the other is busy, hung or dead, and the connection is taken after all. So connections are shared out evenly
-while all are well, and no front's trouble keeps a client waiting: docs/decisions/one-listening-socket.md.
+while all are well, and no front's trouble keeps a client waiting. In the place of one that has ended one is taken at once: where
+each request has a connection of its own, nobody waits for a better share. See docs/decisions/one-listening-socket.md.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from daemon.front.peer import owner_of
 _log = logging.getLogger(__name__)
 #: How long a connection is left to a front that has fewer, in seconds. A loop that turns needs less.
 _PATIENCE = 0.001
+#: Of those that have ended, so many are still made up for.
+_MOST_REPLACED = 16
 #: Until the next attempt after there was no descriptor or no memory for a connection, in seconds.
 _PAUSE = 0.1
 #: How often it is looked whether all that was taken is open, at the end.
@@ -50,6 +53,8 @@ class Acceptor:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._crowd = Crowd()
+        #: Connections that were taken, and those that have ended and were replaced.
+        self._taken = self._replaced = 0
         self._complained = False
         self._closed = False
 
@@ -81,7 +86,7 @@ class Acceptor:
 
     def _readable(self, listener: ListeningSocket) -> None:
         mine, least = self._seat.own() + len(self._opening), self._seat.least()
-        if least is not None and mine > least + (least >> 3):
+        if least is not None and mine > least + (least >> 3) and not self._replaces(mine):
             # Somebody else's.
             self._pause()
             self._timer = self._loop.call_later(_PATIENCE, self._resume)
@@ -92,6 +97,14 @@ class Acceptor:
         while taken < room and self._take(listener):
             taken += 1
         crowd.took(taken, room)
+
+    def _replaces(self, mine: int) -> bool:
+        """Whether a connection may be taken in the place of one that has ended, so that there are no more than there were."""
+        ended = self._taken - mine
+        if ended <= self._replaced:
+            return False
+        self._replaced = max(self._replaced + 1, ended - _MOST_REPLACED)
+        return True
 
     def _pause(self) -> None:
         if self._timer is not None:
@@ -131,5 +144,6 @@ class Acceptor:
             self._timer = self._loop.call_later(_PAUSE, self._resume)
             return False
         self._complained = False
+        self._taken += 1
         self._open(connection, owner_of(connection, address))
         return True

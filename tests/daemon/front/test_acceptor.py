@@ -171,6 +171,34 @@ async def test_lost_connections_count_no_more(shared: Shared) -> None:
     assert [await shared.next_row() for _ in range(2)] == [0, 0]
 
 
+async def test_in_the_place_of_one_that_ended(shared: Shared) -> None:
+    """One is taken at once, whoever has fewer; and no more than have ended."""
+    shared.tally.seat(1).serve(True)
+    taker = shared.taker(0)
+
+    async def was_left() -> bool:
+        """Whether the next one was first left to others."""
+        client, before, left = shared.connect(), len(taker.owners), False
+        while len(taker.owners) == before:
+            left = left or taker.acceptor.leaves_it
+            await asyncio.sleep(0)
+        assert await shared.row_of(client) == 0
+        return left
+
+    assert [await was_left() for _ in range(3)] == [False, True, True]
+    for _ in range(3):
+        for count in (1, 2):
+            for _ in range(count):
+                shared.clients.pop().close()
+                await taker.lost.acquire()
+            assert [await was_left() for _ in range(count)] == [False] * count
+        assert await was_left()
+        shared.clients.pop().close()
+        await taker.lost.acquire()
+        assert not await was_left()
+    assert len(taker.connections) == 6
+
+
 async def test_close_takes_who_has_connected(shared: Shared) -> None:
     """A client whose connect succeeded before the stop is served; the next one goes to others."""
     taker = shared.taker(0)
