@@ -287,17 +287,22 @@ def test_where_memory_of_another_gpu_is_used(tmp_path: Path, repository: Path) -
             return ""
 
         stub.fail("cuIpcOpenMemHandle_v2", 2, of_workers=True)
-        assert re.match(r"400 shared memory region 'g' is on GPU 0, .* cannot open it \(CUDA_ERROR_OUT_OF_MEMORY\)", ask())
+        assert re.match(
+            r"400 shared memory region 'g' is on GPU 0, .* cannot open it \(CUDA_ERROR_OUT_OF_MEMORY\)", ask()
+        )
         assert (ask(), lost in [worker.pid for worker in daemon.workers]) == ("", True)
         for function in ("cuMemcpyDtoDAsync_v2", "cuIpcOpenMemHandle_v2", "cuMemGetAddressRange_v2"):
             # The second GPU's worker opens it when it is first asked.
             client.unregister_cuda_shared_memory("g")
             client.register_cuda_shared_memory("g", handle, 0, 4096)
             stub.fail(function, STICKY[0], of_workers=True)
-            assert ask().startswith("503 the GPU failed (CUDA_ERROR_ILLEGAL_ADDRESS); its worker is being restarted"), function
+            assert ask().startswith("503 the GPU failed (CUDA_ERROR_ILLEGAL_ADDRESS); its worker is being restarted"), (
+                function
+            )
             wait_until(lambda: ask() == "", "the replacement to serve", daemon)
         assert kept in [worker.pid for worker in daemon.workers]
         client.unregister_cuda_shared_memory()
+
 
 ONES = [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 1, 1, 1]}]
 
