@@ -18,7 +18,7 @@ from daemon.processes.child import Child
 from shm import exit_status
 
 _log = logging.getLogger(__name__)
-#: Before the first readiness, this many deaths in one post mean that it will never be filled.
+#: While the daemon starts, this many deaths in a post that nobody has filled yet mean that nobody will.
 _MAX_START_DEATHS = 5
 
 
@@ -30,8 +30,8 @@ class Posts:
     ) -> None:
         """``is_needed``: whether that child's post is to be filled now.
 
-        ``give_up(child)`` is asked before the first readiness, after too many deaths or one that another start would repeat;
-        True: the daemon stops.
+        ``give_up(child)`` is asked where nobody in that post was ever ready, after too many deaths or one that another start
+        would repeat; True: the daemon stops.
         """
         self._options = options
         self._is_needed = is_needed
@@ -39,6 +39,8 @@ class Posts:
         self._chance = random.Random()
         self._histories: dict[str, Backoff] = {}
         self._restarts: Counter[str] = Counter()
+        #: Posts in which somebody was ready.
+        self._filled: set[str] = set()
 
     def deaths(self, name: str) -> int:
         """In the present series."""
@@ -61,7 +63,9 @@ class Posts:
             dead.name, Backoff(options.restart_delay, options.max_restart_delay, self._chance)
         )
         delay = history.died(time.monotonic_ns() - dead.started_ns, dead.ready)
-        if not dead.ready:
+        if dead.ready:
+            self._filled.add(dead.name)
+        elif dead.name not in self._filled:
             if dead.returncode == exit_status.NO_DEVICE and self._give_up(dead):
                 _log.critical("stopping: %s cannot use its device, as it says itself", dead.name)
                 return

@@ -304,6 +304,31 @@ def test_where_memory_of_another_gpu_is_used(tmp_path: Path, repository: Path) -
         client.unregister_cuda_shared_memory()
 
 
+def test_one_that_is_lost_while_another_one_loads(stub: CudaStub, repository: Path, tmp_path: Path) -> None:
+    """
+    1. The daemon starts, both GPUs are in use, and a model takes its time. 2. The GPU of another model falls off the bus.
+    Result: the daemon does not stop; it is ready when the model is there, and says which one is not.
+    """
+    source = (repository / "scale" / "1" / "model.py").read_text()
+    for name, gpu in (("slow", 0), ("second", 1)):
+        repositories.write_model(repository, name, source, f"instance_group {{ kind: KIND_GPU gpus: [ {gpu} ] }}")
+    given = tmp_path / "given"
+    slow = f"import pathlib, time\nwhile not pathlib.Path({str(given)!r}).exists():\n    time.sleep(0.01)\n"
+    (repository / "slow" / "1" / "model.py").write_text(slow + source)
+    environment = stub.gpu_environment | {"CUDA_VISIBLE_DEVICES": "0,1"}
+    folder = tmp_path / "daemon"
+    folder.mkdir()
+    with DaemonProcess(folder, [repository], {"workers": GPU_WORKERS}, environment=environment) as running:
+        running.wait_log("model 'second' version 1 is ready")
+        stub.lose(1)
+        running.wait_log(r"worker-1\] the worker ends, to be replaced: the GPU failed \(CUDA_ERROR_UNKNOWN\)")
+        running.wait_log(r"worker-1 \(process \d+\) exited with status \d+", 2)
+        given.touch()
+        running.wait_log(r"ready: 2 models \(scale 1, slow 1\).*; 1 of 3 models are not served: second")
+        with asking(running) as client:
+            small(client, 1)
+
+
 ONES = [{"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [1, 1, 1, 1]}]
 
 
