@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -197,6 +197,18 @@ def _complete_instances(message: ModelConfig, gpus: Sequence[int]) -> None:
             group.kind = kinds.KIND_GPU if gpus else kinds.KIND_CPU
         if group.kind == kinds.KIND_GPU and not group.gpus:
             group.gpus.extend(gpus)
+
+
+def with_gpus_of(config: bytes, others: Iterable[bytes]) -> bytes:
+    """A completed configuration in JSON, whose instance groups also name the GPUs that other workers have filled in."""
+    different = {each for each in others if each != config}
+    if not different:
+        return config
+    joined = msgspec.json.decode(config)
+    for other in map(msgspec.json.decode, different):
+        for group, theirs in zip(joined["instance_group"], other["instance_group"], strict=False):
+            group["gpus"] = sorted({*group["gpus"], *theirs["gpus"]})
+    return msgspec.json.encode(joined)
 
 
 # ------------------------------------------------------------------------------------------------------------- printing

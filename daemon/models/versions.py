@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from config.model_config import with_gpus_of
 from daemon.models.repository import FoundModel
 from shm.control_records import Load, Loaded, ModelState
 
@@ -85,7 +86,7 @@ class Version:
             self.reason,
             tuple(sorted(self.ready)),
             described.metadata,
-            described.config,
+            with_gpus_of(described.config, (each.config for each in self.ready.values())),
             described.repeatable,
             described.sticky,
             described.streams,

@@ -157,6 +157,20 @@ def test_gpu_instances_get_their_device() -> None:
     assert (group["name"], group["kind"], group["gpus"]) == ("m", "KIND_GPU", [3])
 
 
+def test_gpus_of_several_workers() -> None:
+    """Each has filled in its own, where none is given; a worker of the processor none."""
+    given = "instance_group [ { }, { gpus: [ 1 ] }, { kind: KIND_CPU } ]"
+    said = []
+    for gpus in ([], [2], [0]):
+        message = parsed(given)
+        model_config.complete(message, gpus)
+        said.append(model_config.to_json(message))
+    joined = json.loads(model_config.with_gpus_of(said[2], said))
+    assert [group["gpus"] for group in joined["instance_group"]] == [[0, 2], [1], []]
+    assert joined | {"instance_group": []} == json.loads(said[2]) | {"instance_group": []}
+    assert model_config.with_gpus_of(said[1], [said[1], said[1]]) is said[1]
+
+
 def test_sequences_get_tritons_defaults() -> None:
     message = parsed('name: "m" sequence_batching { }')
     model_config.complete(message)

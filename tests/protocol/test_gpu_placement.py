@@ -190,8 +190,10 @@ def test_cpu_workers_beside_gpu_workers(tmp_path: Path, repository: Path) -> Non
         for device, pid in pids.items():
             loaded = set(re.findall(rf"{pid} worker-\d\] model '(\w+)' version 1 is ready", daemon.log))
             assert loaded == {name for name, where in placed.items() if device in where}
-        (group, other) = client.get_model_config("open")["instance_group"]
-        assert (group["kind"], other["kind"]) == ("KIND_GPU", "KIND_CPU")
+        for name in ("both", "open"):
+            (group, other) = client.get_model_config(name)["instance_group"]
+            assert (group["kind"], group["gpus"]) == ("KIND_GPU", [0, 1])
+            assert (other["kind"], other["gpus"]) == ("KIND_CPU", [])
         client.register_cuda_shared_memory("g", owner.create("g", 4096, 0), 0, 4096)
         before = copied(client, "cpu"), copied(client, "both")
         for number in range(3):
