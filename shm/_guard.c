@@ -5,7 +5,9 @@
  * zeros from the faulting page to the end of the range, counts, and lets the access continue; whoever uses the range asks for the count
  * afterwards and throws the result away. A fault anywhere else is passed to the handler before us, or kills the process as it should.
  *
- *     slot      | start | end | faults |      start 0: the slot is free
+ *     slot      | start | end | faults | held |      start 0: the slot is free
+ *
+ * Held are ranges whose pages a device's driver has locked: the device goes on seeing these pages, whatever becomes of the object.
  *
  * The handler may run in any thread at any instruction: it takes no lock, allocates nothing, and reads only the table. The table is
  * written by one thread (Python's, which holds the GIL); `start` is published last and withdrawn first.
@@ -28,6 +30,7 @@ typedef struct {
     _Atomic uintptr_t start;
     _Atomic uintptr_t end;
     _Atomic unsigned long faults;
+    _Atomic int held;
 } slot_t;
 
 static slot_t slots[SLOTS];
@@ -111,6 +114,7 @@ static PyObject *guard_add(PyObject *module, PyObject *object) {
         if (atomic_load(&slots[i].start) != 0)
             continue;
         atomic_store(&slots[i].end, end);
+        atomic_store(&slots[i].held, 0);
         atomic_store(&slots[i].start, start);
         if (i >= atomic_load(&used))
             atomic_store(&used, i + 1);
@@ -155,11 +159,40 @@ static PyObject *guard_any(PyObject *module, PyObject *unused) {
     return PyBool_FromLong(atomic_load(&all_faults) != 0);
 }
 
+static PyObject *guard_hold(PyObject *module, PyObject *arguments) {
+    (void)module;
+    PyObject *number;
+    int held;
+    if (!PyArg_ParseTuple(arguments, "Op", &number, &held))
+        return NULL;
+    long slot = slot_of(number);
+    if (slot < 0)
+        return NULL;
+    atomic_store(&slots[slot].held, held);
+    Py_RETURN_NONE;
+}
+
+static PyObject *guard_may_be_missing(PyObject *module, PyObject *object) {
+    (void)module;
+    uintptr_t address = (uintptr_t)PyLong_AsVoidPtr(object);
+    if (PyErr_Occurred())
+        return NULL;
+    int top = atomic_load(&used);
+    for (int i = 0; i < top; i++) {
+        uintptr_t start = atomic_load(&slots[i].start);
+        if (start != 0 && start <= address && address < atomic_load(&slots[i].end))
+            return PyBool_FromLong(!atomic_load(&slots[i].held));
+    }
+    Py_RETURN_FALSE;
+}
+
 static PyMethodDef methods[] = {
     {"install", guard_install, METH_NOARGS, "Installs the SIGBUS handler. Idempotent."},
     {"add", guard_add, METH_O, "Guards the memory of a buffer, which must start on a page; returns its slot."},
     {"remove", guard_remove, METH_O, "Frees a slot. Nobody may touch the memory any more."},
     {"faults", guard_faults, METH_O, "How often the guarded memory was missing."},
+    {"hold", guard_hold, METH_VARARGS, "hold(slot, held): whether a driver has locked the pages of that slot."},
+    {"may_be_missing", guard_may_be_missing, METH_O, "Whether an address is in a guarded range that is not held."},
     {"any", guard_any, METH_NOARGS, "Whether any memory that is guarded now was missing."},
     {NULL, NULL, 0, NULL},
 };

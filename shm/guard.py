@@ -3,6 +3,9 @@
 ``Guarded`` wraps one mapping. Whoever reads or writes it takes ``faults`` before and compares after: a difference means that
 some of what was read were zeros and some of what was written went nowhere, so the result is void. The handler is in
 ``shm/_guard.c``, built with the package; where it could not be built ``available`` is False and a fault stays fatal.
+
+It helps whoever touches memory by a processor. A device's driver that is handed such memory may fail for good where pages are
+missing: it is handed only what it has locked before, and copies of the rest (``may_be_missing``).
 """
 
 from __future__ import annotations
@@ -26,6 +29,11 @@ def any_faults() -> bool:
     return available and _guard.any()
 
 
+def may_be_missing(address: int) -> bool:
+    """Whether the memory there is guarded and no driver has locked its pages."""
+    return available and _guard.may_be_missing(address)
+
+
 def install() -> None:
     """Installs the handler in this process, before the first region is mapped. A no-op where the extension is missing."""
     if available:
@@ -44,6 +52,11 @@ class Guarded:
     def faults(self) -> int:
         """How often a page of the mapping was missing so far."""
         return 0 if self._slot is None else _guard.faults(self._slot)
+
+    def hold(self, held: bool) -> None:
+        """A driver has locked the mapping's pages, or is about to unlock them. From any thread."""
+        if self._slot is not None:
+            _guard.hold(self._slot, held)
 
     def release(self) -> None:
         """Ends the guard, once nobody touches the memory any more. Idempotent."""

@@ -175,6 +175,11 @@ class Region:
         """
         return 0 if self._guard is None else self._guard.faults
 
+    def hold(self, held: bool) -> None:
+        """A GPU's driver has locked its pages, or is about to unlock them. From any thread."""
+        if self._guard is not None:
+            self._guard.hold(held)
+
     def write(self, offset: int, content: memoryview | bytes) -> None:
         """Writes contiguous bytes. Raises InvalidArgument: not wholly inside."""
         byte_size = len(content)

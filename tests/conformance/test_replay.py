@@ -117,11 +117,26 @@ def two_workers(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) 
         yield Replay(tmp_path_factory, running, fronts=2, workers=2)
 
 
+#: They say that the host has no GPU.
+WITHOUT_GPUS = {
+    "cfg_autocfg",
+    "api_ModelConfig_autocfg",
+    "shm_cuda_register_ok_shape",
+    "shm_grpc_CudaSharedMemoryRegister_byte_size_name_raw_handle",
+}
+
+
+def recorded() -> list[Any]:
+    """Every case, as a parameter."""
+    mark = pytest.mark.cpu_workers("it was recorded without GPUs")
+    return [pytest.param(case, marks=[mark] if case["id"] in WITHOUT_GPUS else []) for case in corpus.cases()]
+
+
 def named(case: corpus.Case) -> str:
     return f"{case['group']}-{case['id']}"
 
 
-@pytest.mark.parametrize("case", corpus.cases(), ids=named)
+@pytest.mark.parametrize("case", recorded(), ids=named)
 def test_recorded_case(case: corpus.Case, replay: Replay) -> None:
     judge(case, replay)
 

@@ -592,12 +592,22 @@ static CUresult device_side(CUdeviceptr pointer, uint64_t count) {
     return a || unified || !count ? SUCCESS : INVALID_VALUE;
 }
 
+/* Call with the lock held. */
+static int is_pinned(CUdeviceptr address) {
+    for (pinned_t *p = pinned; p; p = p->next)
+        if (address >= (CUdeviceptr)p->start && address < (CUdeviceptr)p->start + p->byte_size)
+            return 1;
+    return 0;
+}
+
+/* Page-locked memory stays the device's, whatever becomes of its object: what is gone of it here is passed over. Other memory whose
+ * pages are missing is a fault. */
 static int move(allocation_t *a, CUdeviceptr device, char *host, uint64_t count, int to_device) {
     off_t at = (off_t)(PAGE + device - (CUdeviceptr)a->block);
     while (count) {
         ssize_t moved = to_device ? pwrite(a->fd, host, count, at) : pread(a->fd, host, count, at);
         if (moved <= 0)
-            return 0;
+            return moved < 0 && errno == EFAULT && is_pinned((CUdeviceptr)host);
         host += moved, at += moved, count -= (uint64_t)moved;
     }
     return 1;

@@ -76,6 +76,9 @@ class XlaStream:
             pointers = [ctypes.c_uint64(one) for one in (address, ctypes.addressof(content))]
             # What another thread finds here has been recorded, and is recorded in the order in which it is copied.
             with self._lock:
+                if not self._driver.cuEventQuery(self._event):
+                    # All have come, and who follows them on the device never settles them.
+                    self._coming.clear()
                 try:
                     self._call("cuMemcpyAsync", *pointers, ctypes.c_size_t(size), self._stream)
                     self._call("cuEventRecord", self._event, self._stream)

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.daemon_process import DaemonProcess
 from tests.repositories import scale_model, write_model
@@ -29,6 +30,7 @@ SLOW = """
 X = {"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}
 
 
+@pytest.mark.cpu_workers("GPU workers compile by themselves")
 def test_a_compile_process_is_killed(tmp_path: Path) -> None:
     """
     1. A model is served; another one is being loaded, whose program takes long to compile.

@@ -1,4 +1,8 @@
-"""Clients that take their memory away: it costs them their own requests and nobody else anything."""
+"""Clients that take their memory away: it costs them their own requests and nobody else anything.
+
+A processor meets missing pages under the fault guard. A GPU's driver, of which the tests' stand-in assumes the worst, never may:
+it would cost everybody the device.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +22,36 @@ from tritonclient.utils import InferenceServerException
 
 from shm import guard
 from tests import repositories
+from tests.cuda_owner import CudaOwner
+from tests.cuda_stub.library import CudaStub
 from tests.daemon_process import PATIENCE, ROOT, DaemonProcess, wait_until
 from tests.faults.load import CheckedLoad
+from tests.on_stub import GPU_WORKERS
 
 pytestmark = pytest.mark.skipif(not guard.available, reason="the C extension was not built")
 
 SIZE = 1 << 20
+VALUES = np.arange(SIZE // 4, dtype=np.float32)
+#: Of an object with holes a GPU worker locks no pages.
+sparse = pytest.mark.parametrize("sparse", [False, True], ids=["backed", "sparse"])
+
+THROUGH = """
+    inputs = {"x": "FP32[n]"}
+    outputs = {"y": "FP32[n]"}
+    host = True
+
+    def create(path, config, device):
+        return (lambda params, inputs: {"y": inputs["x"]}), {}
+"""
 
 
 @contextlib.contextmanager
-def hostile_object(client: httpclient.InferenceServerClient) -> Iterator[tuple[str, Path]]:
-    """A region of a megabyte that is about to lose its memory."""
+def hostile_object(client: httpclient.InferenceServerClient, sparse: bool = False) -> Iterator[tuple[str, Path]]:
+    """A region of a megabyte that is about to lose its memory. ``sparse``: the second half of it was never written."""
     name = f"tensord-test-{uuid.uuid4().hex}"
     path = Path("/dev/shm", name)
-    path.write_bytes(np.arange(SIZE // 4, dtype=np.float32).tobytes())
+    path.write_bytes(VALUES[: len(VALUES) // (1 + sparse)].tobytes())
+    os.truncate(path, SIZE)
     client.register_system_shared_memory(name, "/" + name, SIZE)
     try:
         yield name, path
@@ -47,15 +67,27 @@ def whole(region: str) -> httpclient.InferInput:
 
 
 @pytest.fixture(scope="module")
-def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+def stub(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
+    return CudaStub(tmp_path_factory.mktemp("cuda"), delay_us=300)
+
+
+@pytest.fixture(scope="module", params=["cpu", "cuda"])
+def daemon(
+    request: pytest.FixtureRequest, leaves_nothing: None, stub: CudaStub, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DaemonProcess]:
     repository = repositories.echo_models(tmp_path_factory.mktemp("repository"), ["FP32"])
     repositories.scale_model(repository)
-    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository]) as running:
+    repositories.write_model(repository, "through", THROUGH)
+    options, environment = (
+        ({"workers": GPU_WORKERS}, stub.gpu_environment) if request.param == "cuda" else ({}, stub.environment)
+    )
+    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options, environment=environment) as running:
         running.wait_ready()
         yield running
 
 
-def test_a_truncated_input(daemon: DaemonProcess) -> None:
+@sparse
+def test_a_truncated_input(daemon: DaemonProcess, sparse: bool) -> None:
     """
     1. A region is registered and used. 2. Its owner truncates it and uses it again.
     Result: an error that says so, for that region alone; registering it again heals it; the worker is the same.
@@ -64,10 +96,10 @@ def test_a_truncated_input(daemon: DaemonProcess) -> None:
     with (
         httpclient.InferenceServerClient(daemon.url, network_timeout=PATIENCE) as client,
         CheckedLoad(daemon, 4) as load,
-        hostile_object(client) as (region, path),
+        hostile_object(client, sparse) as (region, path),
     ):
         values = client.infer("echo_fp32", [whole(region)]).as_numpy("y")
-        assert values.tolist() == list(range(SIZE // 4))
+        assert np.array_equal(values, np.where(sparse & (len(VALUES) // 2 <= VALUES), 0, VALUES))
         os.truncate(path, 4096)
         for _ in range(3):
             with pytest.raises(InferenceServerException, match=f"'{region}' lost its memory"):
@@ -81,20 +113,48 @@ def test_a_truncated_input(daemon: DaemonProcess) -> None:
     assert load.wrong == 0
 
 
-def test_a_truncated_output(daemon: DaemonProcess) -> None:
+@sparse
+def test_what_a_model_hands_through(daemon: DaemonProcess, stub: CudaStub, sparse: bool) -> None:
     """
-    1. The region named for the output is truncated to nothing before the request.
+    1. A model that computes on the host answers with its very input, a region's memory, into a region on a GPU. 2. The first
+    region is truncated. 3. It is asked again.
+    Result: an error that says so; the worker is the same.
+    """
+    workers = {worker.pid for worker in daemon.workers}
+    with (
+        httpclient.InferenceServerClient(daemon.url, network_timeout=PATIENCE) as client,
+        CudaOwner(os.environ | stub.environment) as owner,
+        hostile_object(client, sparse) as (region, path),
+    ):
+        client.register_cuda_shared_memory("gpu", owner.create("gpu", SIZE), 0, SIZE)
+        wanted = httpclient.InferRequestedOutput("y")
+        wanted.set_shared_memory("gpu", SIZE)
+        client.infer("through", [whole(region)], outputs=[wanted])
+        assert np.array_equal(owner.get("gpu", np.float32, VALUES.shape), np.fromfile(path, np.float32))
+        os.truncate(path, 4096)
+        with pytest.raises(InferenceServerException, match=f"'{region}' lost its memory"):
+            client.infer("through", [whole(region)], outputs=[wanted])
+        client.unregister_cuda_shared_memory("gpu")
+    assert {worker.pid for worker in daemon.workers} == workers
+
+
+@sparse
+def test_a_truncated_output(daemon: DaemonProcess, sparse: bool) -> None:
+    """
+    1. The region named for the output is used, and then truncated to nothing before the next request.
     Result: an error; nothing was written anywhere else.
     """
     with (
         httpclient.InferenceServerClient(daemon.url, network_timeout=PATIENCE) as client,
-        hostile_object(client) as (region, path),
+        hostile_object(client, sparse) as (region, path),
     ):
-        os.truncate(path, 0)
         body = httpclient.InferInput("x", [SIZE // 4], "FP32")
         body.set_data_from_numpy(np.ones(SIZE // 4, np.float32))
         wanted = httpclient.InferRequestedOutput("y")
         wanted.set_shared_memory(region, SIZE)
+        client.infer("echo_fp32", [body], outputs=[wanted])
+        assert (np.fromfile(path, np.float32) == 1).all()
+        os.truncate(path, 0)
         with pytest.raises(InferenceServerException, match="lost its memory"):
             client.infer("echo_fp32", [body], outputs=[wanted])
         assert path.stat().st_size == 0

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from shm import guard
+from shm.arrays import address_of
 from shm.errors import Unavailable
 from shm.regions import Region
 
@@ -70,6 +71,25 @@ def test_truncation_while_another_thread_reads() -> None:
     reader.join()
     assert values.sum() == 0
     region.close()
+
+
+def test_what_may_be_missing() -> None:
+    """Guarded memory, but for what a driver has locked; a range that takes another one's place is not locked."""
+    region, held = region_of(2 * PAGE), region_of(2 * PAGE)
+    held.hold(True)
+    start, end = address_of(region.view(0, 1)), address_of(region.view(2 * PAGE - 1, 1))
+    kept = address_of(held.view(0, 1))
+    own = np.zeros(1)
+    assert [guard.may_be_missing(each) for each in (start, end, kept, address_of(own))] == [True, True, False, False]
+    held.hold(False)
+    assert guard.may_be_missing(kept)
+    held.hold(True)
+    held.close()
+    held.hold(True)
+    for each in (region, region_of(2 * PAGE)):
+        assert guard.may_be_missing(address_of(each.view(0, 1)))
+        each.close()
+    assert not guard.may_be_missing(start)
 
 
 def test_each_region_counts_its_own() -> None:

@@ -601,6 +601,7 @@ def outputs_of_workers(control: Path) -> list[str]:
     return [worker["outputs"] for worker in tensorctl_status(control)["workers"]]
 
 
+@pytest.mark.cpu_workers("XLA on a GPU writes to memory of its own")
 @pytest.mark.parametrize("placed", [True, False])
 def test_the_operator_is_told_whether_outputs_are_written_in_place(
     start_daemon: Callable[..., DaemonProcess], tmp_path: Path, placed: bool

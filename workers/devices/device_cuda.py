@@ -4,6 +4,7 @@
     CUDA region otherwise, or on another GPU         ─▶ device to device into the staging buffer
     arena, system region, body; small                ─▶ brought together on the host (``host_staging.py``), one transfer into it
                                 large                ─▶ host to device into it; a transfer and nothing else where pages are locked
+    system region whose pages are not locked, large  ─▶ copied on the host first, and so on the way out (``client_memory.py``)
 
 The staging buffer is our own, one for all models, and belongs to the thread that runs them: a batch is computed before the next
 one is gathered. Whoever runs programs in another thread (the loader with a version's samples) has a ``CudaDevice`` of its own.
@@ -28,6 +29,7 @@ from shm.arrays import Array, address_of
 from shm.cuda_regions import Context, CudaError, CudaRegion, DeviceLost
 from shm.errors import Unavailable
 from workers.devices import dlpack
+from workers.devices.client_memory import may_be_written, standing
 from workers.devices.cuda_tensor import CudaTensor
 from workers.devices.device_array import DeviceArray
 from workers.devices.host_staging import TOGETHER, HostStaging, StagingPool
@@ -201,7 +203,7 @@ class CudaDevice:
                 self._copy_within(pointer + at, array)
                 at += array.nbytes
                 continue
-            host = np.ascontiguousarray(np.asarray(array))
+            host = standing(np.ascontiguousarray(np.asarray(array)))
             if not exact:
                 full = np.zeros((host.shape[0], *row_shape), dtype)
                 full[tuple(map(slice, host.shape))] = host
@@ -286,6 +288,7 @@ class CudaDevice:
         little = sum([array.nbytes for _, array in left]) <= TOGETHER
         found: dict[str, DeviceArray | Array] = {name: self._seen(made[name]) for name in places}
         kept: list[Any] = []
+        brought: list[tuple[memoryview, Array]] = []
         self.context.enter()
         try:
             for name, array in made.items():
@@ -295,13 +298,19 @@ class CudaDevice:
                     region, offset = place
                     region.copy(offset, pointer, array.nbytes)
                 elif place is not None:
-                    self.context.to_host(address_of(place), pointer, array.nbytes)
+                    target: memoryview | Array = place
+                    if not may_be_written(place):
+                        target = np.empty(array.nbytes, np.uint8)
+                        brought.append((place, target))
+                    self.context.to_host(address_of(target), pointer, array.nbytes)
                 elif little:
                     host = found[name] = np.empty(array.shape, array.dtype)
                     if host.nbytes:
                         self.context.to_host(address_of(host), pointer, host.nbytes)
         finally:
             self.context.synchronize()
+        for memory, content in brought:
+            memory[:] = content.data
         return {name: found[name] if name in found else self.keep(array) for name, array in made.items()}
 
     def close(self) -> None:

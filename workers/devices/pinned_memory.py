@@ -11,13 +11,15 @@ waits for it. Memory that is not locked yet, or never, works as well: the driver
 here until the driver has let go of it, whatever its owner closes meanwhile.
 
 Bounded by ``PinnedBudget``. RLIMIT_MEMLOCK says nothing about this: the driver does not charge it. If a client
-truncates an object whose pages are locked, the GPU goes on seeing the old pages, and the fault guard sees the rest.
+truncates an object whose pages are locked, the GPU goes on seeing the old pages, and the fault guard sees the rest. Of a client's
+memory the driver is handed only what is locked, which is why its region is told (``device_cuda.py``).
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 
 import numpy as np
 
@@ -32,12 +34,13 @@ _log = logging.getLogger(__name__)
 class _Memory:
     """A mapping that is to be locked."""
 
-    __slots__ = ("address", "byte_size", "locked", "unwanted", "view", "what")
+    __slots__ = ("address", "byte_size", "hold", "locked", "unwanted", "view", "what")
 
-    def __init__(self, view: memoryview, what: str) -> None:
+    def __init__(self, view: memoryview, what: str, hold: Callable[[bool], None] | None) -> None:
         self.address = _address(view)
         self.byte_size = view.nbytes
         self.what = what
+        self.hold = hold
         #: Keeps the mapping; the loop's.
         self.view = view
         #: The driver has it; the thread's.
@@ -58,9 +61,12 @@ class PinnedMemory:
         self._wanted: dict[int, _Memory] = {}
         self._told: set[str] = set()
 
-    def pin(self, view: memoryview, what: str) -> None:
-        """Has memory locked until ``unpin``. Where that cannot be the log says why, once a kind of reason."""
-        memory, budget = _Memory(view[:], what), self._budget
+    def pin(self, view: memoryview, what: str, hold: Callable[[bool], None] | None = None) -> None:
+        """Has memory locked until ``unpin``. Where that cannot be the log says why, once a kind of reason.
+
+        ``hold`` is told, in the thread, when it is locked and before it is unlocked.
+        """
+        memory, budget = _Memory(view[:], what, hold), self._budget
         if not budget.take(memory.byte_size):
             bound = "workers.pinned_byte_size"
             self._refuse(
@@ -97,11 +103,15 @@ class PinnedMemory:
         if not memory.unwanted:
             self._context.pin(memory.address, memory.byte_size)
             memory.locked = True
+            if memory.hold is not None:
+                memory.hold(True)
 
     def _unlock(self, memory: _Memory) -> None:
         if memory.locked:
             # An instance's thread may be copying for a front that is gone: its memory stays mapped, and now locked, as long.
             self._context.check()
+            if memory.hold is not None:
+                memory.hold(False)
             self._context.unpin(memory.address)
 
     # --------------------------------------------------------------------------------------------------- on the loop

@@ -18,6 +18,7 @@ from shm.errors import Internal, ServingError
 from shm.forms import Form
 from shm.messages import Completion, FormCompletion, Inline, RegionSlice, Slice, Tensor
 from shm.snapshot_region import SnapshotRegion
+from workers.devices.client_memory import may_be_written, standing
 from workers.devices.device_array import DeviceArray
 from workers.dispatch.classification import classify
 from workers.models.author_error import bounded
@@ -241,8 +242,10 @@ class _Queued:
             region.copy(offset, content.pointer, content.nbytes)
             return
         flat = np.frombuffer(content, np.uint8) if isinstance(content, bytes) else np.ascontiguousarray(content)
+        # It may be a client's memory that the model has handed through.
+        flat = standing(flat)
         self._sources.append(flat)
-        region.write(offset, flat.__array_interface__["data"][0], flat.nbytes)
+        region.write(offset, address_of(flat), flat.nbytes)
 
     def settle(self) -> None:
         """Returns when the bytes are there. Raises as ``write``."""
@@ -269,6 +272,9 @@ def _write(view: memoryview, content: Content) -> None:
     if isinstance(content, bytes):
         view[:] = content
     elif isinstance(content, DeviceArray):
-        content.copy_into(address_of(view))
+        if may_be_written(view):
+            content.copy_into(address_of(view))
+        else:
+            large_copy.copy(view, np.asarray(content))
     elif content.nbytes:
         large_copy.copy(view, content)

@@ -76,7 +76,7 @@ class RegionTable:
         kind = SnapshotRegion if access == "snapshot" else Region
         region = kind(record.name, record.key, fd, record.offset, record.byte_size)
         if self._pinned is not None and isinstance(region, Region) and region.backed:
-            self._pinned.pin(region.view(0, region.byte_size), "a region")
+            self._pinned.pin(region.view(0, region.byte_size), "a region", region.hold)
         self._adopt(region)
         return region, access
 

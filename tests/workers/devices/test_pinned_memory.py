@@ -14,7 +14,9 @@ import posix_ipc
 import pytest
 
 from config.options import Regions
+from shm import guard
 from shm.arena import Arena, ArenaMap
+from shm.arrays import address_of
 from shm.cuda_regions import Context, Driver
 from shm.operations import RegisterSystemRegion
 from shm.regions import Region
@@ -149,6 +151,12 @@ def maps() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:tensord")
 
 
+def missing(table: RegionTable, name: str) -> bool:
+    region = table.find(name)
+    assert isinstance(region, Region)
+    return guard.may_be_missing(address_of(region.view(0, 1)))
+
+
 def test_regions_while_they_are_registered(driver: Driver, loop: Loop) -> None:
     pinned, before = loop.pinned(64 * MIB), host().locked
     table = RegionTable(RegionPolicy(Regions()), driver, 0, pinned)
@@ -160,7 +168,10 @@ def test_regions_while_they_are_registered(driver: Driver, loop: Loop) -> None:
         with mmap.mmap(made.fd, 8192) as memory:
             memory[:] = bytes([1]) * 8192
         table.register(RegisterSystemRegion("full", name, 4096, 4096), None)
+        # Until its pages are locked, and where they are not, the driver is not handed a client's memory.
+        assert missing(table, "full")
         loop.settle()
+        assert (missing(table, "sparse"), missing(table, "full")) == (True, False)
         assert (loop.budget.byte_size, host().locked) == (4096, before + 4096)
         table.unregister("system", "full")
         assert loop.budget.byte_size == 0
