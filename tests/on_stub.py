@@ -7,6 +7,7 @@ waited for has not happened yet. A test for which the worker has to be a CPU's s
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,8 @@ def move(folder: Path, workers: dict[str, Any], environment: Mapping[str, str]) 
         return dict(environment)
     given = dict(environment)
     if "CUDA_STUB_DIR" not in environment:
-        made = folder / "gpus"
-        made.mkdir()
+        # Of each daemon that is started there.
+        made = Path(tempfile.mkdtemp(prefix="gpus-", dir=folder))
         given |= CudaStub(made, _DEVICES, _delay()).environment
     # Tests of every kind of model; plugin.py says of which kinds it cannot delay the results.
     given["CUDA_STUB_XLA_AT_ONCE"] = "1"

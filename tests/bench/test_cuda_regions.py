@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from bench.server import ROOT
 from tests.cuda_stub.library import CudaStub
 from tests.daemon_process import DaemonProcess
@@ -41,6 +43,7 @@ def test_with_one(tmp_path: Path) -> None:
         assert "GB/s" in line, line
 
 
+@pytest.mark.cpu_workers("those of GPUs have a driver")
 def test_a_server_without_cuda(tmp_path: Path) -> None:
     stub = CudaStub(tmp_path)
     with DaemonProcess(tmp_path, [ROOT / "bench" / "models"], IDENTITY) as daemon:

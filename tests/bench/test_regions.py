@@ -10,6 +10,7 @@ from bench import regions
 from tests.daemon_process import ROOT, DaemonProcess
 
 
+@pytest.mark.cpu_workers("by what they copy it is known")
 @pytest.mark.parametrize(("access", "other"), [("guarded", "snapshot"), ("snapshot", "guarded")])
 def test_the_access_is_what_is_said(
     start_daemon: Callable[..., DaemonProcess], capsys: pytest.CaptureFixture[str], access: str, other: str

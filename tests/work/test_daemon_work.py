@@ -161,6 +161,7 @@ def front_of(daemon: DaemonProcess, row: Row) -> psutil.Process:
 # -------------------------------------------------------------------------------------------------- what models count
 
 
+@pytest.mark.cpu_workers("what is copied for them; test_gpu_work.py counts what crosses the bus")
 @rows
 def test_copies_and_executions(daemon: DaemonProcess, row: Row, asker: Asker) -> None:
     count = 20
