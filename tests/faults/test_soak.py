@@ -130,6 +130,8 @@ def descriptors(pid: int) -> Descriptors:
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
             links.append(os.readlink(link))
+    # Memory of the stand-in for a GPU: a file for each allocation.
+    links = [link for link in links if f"/devices/{pid}-" not in link]
     # The type of a socket that keeps records apart, and behind it its state and its inode.
     entries = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     records = {f"socket:[{entry[6]}]" for entry in entries if entry[4] == f"{socket.SOCK_SEQPACKET:04x}"}

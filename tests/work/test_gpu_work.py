@@ -78,6 +78,7 @@ def several(tmp_path: Path) -> Iterator[tuple[CudaStub, DaemonProcess]]:
     environment = stub.gpu_environment | {"CUDA_VISIBLE_DEVICES": "0,1"}
     with DaemonProcess(tmp_path / "daemon", [repository], options, environment=environment) as running:
         running.wait_ready()
+        running.wait_log(r"is up on cuda:\d", 2)
         yield stub, running
 
 
