@@ -68,6 +68,8 @@ def start_gpu_daemon(
         started.append(made)
         made.start()
         made.wait_ready()
+        # Then every GPU has its worker.
+        made.wait_log(r"ready: \d+ models")
         return made
 
     yield start
