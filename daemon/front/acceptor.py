@@ -53,8 +53,8 @@ class Acceptor:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._crowd = Crowd()
-        #: Connections that were taken, and those that have ended and were replaced.
-        self._taken = self._replaced = 0
+        #: Connections that this front had when it last left one to others, with what it took then.
+        self._most = 0
         self._complained = False
         self._closed = False
 
@@ -100,11 +100,11 @@ class Acceptor:
 
     def _replaces(self, mine: int) -> bool:
         """Whether a connection may be taken in the place of one that has ended, so that there are no more than there were."""
-        ended = self._taken - mine
-        if ended <= self._replaced:
-            return False
-        self._replaced = max(self._replaced + 1, ended - _MOST_REPLACED)
-        return True
+        if mine < self._most:
+            self._most = min(self._most, mine + _MOST_REPLACED)
+            return True
+        self._most = mine
+        return False
 
     def _pause(self) -> None:
         if self._timer is not None:
@@ -125,6 +125,7 @@ class Acceptor:
         for listener in self._listeners:
             if self._timer is None:
                 self._take(listener)
+        self._most = max(self._most, self._seat.own() + len(self._opening))
 
     def _take(self, listener: ListeningSocket) -> bool:
         """Whether there was a connection to take."""
@@ -144,6 +145,5 @@ class Acceptor:
             self._timer = self._loop.call_later(_PAUSE, self._resume)
             return False
         self._complained = False
-        self._taken += 1
         self._open(connection, owner_of(connection, address))
         return True

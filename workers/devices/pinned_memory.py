@@ -7,8 +7,8 @@
     thread    └─▶ register with the driver (long)     └─▶ unregister ─▶ loop: the mapping may go
 
 Registering gigabytes takes the driver seconds, so all of it happens in a thread, one thing after the other; nothing on the loop
-waits for it. Memory that is not locked yet, or never, works as well: the driver copies it through its own. The mapping is kept
-here until the driver has let go of it, whatever its owner closes meanwhile.
+waits for it. Memory that is not locked yet, or never, works as well: of arenas the driver copies it through its own, of regions
+the host does. The mapping is kept here until the driver has let go of it, whatever its owner closes meanwhile.
 
 Bounded by ``PinnedBudget``. RLIMIT_MEMLOCK says nothing about this: the driver does not charge it. If a client
 truncates an object whose pages are locked, the GPU goes on seeing the old pages, and the fault guard sees the rest. Of a client's
@@ -21,8 +21,7 @@ import functools
 import logging
 from collections.abc import Callable
 
-import numpy as np
-
+from shm.arrays import address_of
 from shm.cuda_regions import Context, CudaError
 from shm.segment import Segment
 from workers.devices.pinned_budget import PinnedBudget
@@ -37,7 +36,7 @@ class _Memory:
     __slots__ = ("address", "byte_size", "hold", "locked", "unwanted", "view", "what")
 
     def __init__(self, view: memoryview, what: str, hold: Callable[[bool], None] | None) -> None:
-        self.address = _address(view)
+        self.address = address_of(view)
         self.byte_size = view.nbytes
         self.what = what
         self.hold = hold
@@ -79,7 +78,7 @@ class PinnedMemory:
 
     def unpin(self, view: memoryview) -> None:
         """It may be closed then: it stays mapped until the driver has let go of it. Memory that is not locked is no error."""
-        memory = self._wanted.pop(_address(view), None)
+        memory = self._wanted.pop(address_of(view), None)
         if memory is None:
             return
         memory.unwanted = True
@@ -138,8 +137,3 @@ class PinnedMemory:
 
     def __repr__(self) -> str:
         return f"<PinnedMemory {len(self._wanted)} pieces, {self._budget}>"
-
-
-def _address(view: memoryview) -> int:
-    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-    return address
