@@ -205,6 +205,7 @@ def with_gpus_of(config: bytes, others: Iterable[bytes]) -> bytes:
     if not different:
         return config
     joined = msgspec.json.decode(config)
+    # While another one is being loaded, some workers may still have the one before, with other groups.
     for other in map(msgspec.json.decode, different):
         for group, theirs in zip(joined["instance_group"], other["instance_group"], strict=False):
             group["gpus"] = sorted({*group["gpus"], *theirs["gpus"]})

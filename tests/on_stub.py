@@ -24,6 +24,11 @@ _DEVICES = 8
 _DELAY = 300
 
 
+def daemon_on(kind: str, stub: CudaStub) -> tuple[dict[str, Any], dict[str, str]]:
+    """Options and environment of a daemon with "cpu" or with "cuda" workers, beside clients with memory on the stub's GPUs."""
+    return ({"workers": GPU_WORKERS}, stub.gpu_environment) if kind == "cuda" else ({}, stub.environment)
+
+
 def add_option(parser: pytest.Parser) -> None:
     parser.addoption("--on-stub", action="store_true", help="daemons have GPU workers, on the stand-in for the driver")
     parser.addoption(

@@ -26,7 +26,7 @@ from tests.cuda_owner import CudaOwner
 from tests.cuda_stub.library import CudaStub
 from tests.daemon_process import PATIENCE, ROOT, DaemonProcess, wait_until
 from tests.faults.load import CheckedLoad
-from tests.on_stub import GPU_WORKERS
+from tests.on_stub import daemon_on
 
 pytestmark = pytest.mark.skipif(not guard.available, reason="the C extension was not built")
 
@@ -78,9 +78,7 @@ def daemon(
     repository = repositories.echo_models(tmp_path_factory.mktemp("repository"), ["FP32"])
     repositories.scale_model(repository)
     repositories.write_model(repository, "through", THROUGH)
-    options, environment = (
-        ({"workers": GPU_WORKERS}, stub.gpu_environment) if request.param == "cuda" else ({}, stub.environment)
-    )
+    options, environment = daemon_on(request.param, stub)
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options, environment=environment) as running:
         running.wait_ready()
         yield running

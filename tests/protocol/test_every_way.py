@@ -26,7 +26,7 @@ from tests import repositories
 from tests.cuda_owner import CudaOwner
 from tests.cuda_stub.library import CudaStub
 from tests.daemon_process import PATIENCE, DaemonProcess
-from tests.on_stub import GPU_WORKERS
+from tests.on_stub import daemon_on
 from tests.protocol.tensors import JSON_DATATYPES, TENSORS, Array, same
 
 _FIELDS = {"BOOL": "bool", "INT64": "int64", "UINT64": "uint64", "FP32": "fp32", "FP64": "fp64", "BYTES": "bytes"}
@@ -44,9 +44,7 @@ def daemon(
 ) -> Iterator[DaemonProcess]:
     repository = tmp_path_factory.mktemp("repository")
     repositories.echo_models(repository)
-    options, environment = (
-        ({"workers": GPU_WORKERS}, stub.gpu_environment) if request.param == "cuda" else ({}, stub.environment)
-    )
+    options, environment = daemon_on(request.param, stub)
     with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options, environment=environment) as running:
         running.wait_ready()
         yield running

@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from shm.arrays import Array
+from shm.arrays import Array, address_of
 from shm.cuda_regions import Context
+from workers.devices.client_memory import may_be_written
 
 
 class DeviceArray:
@@ -54,8 +55,16 @@ class DeviceArray:
         made = jax.block_until_ready(jax.device_put(np.asarray(self)))
         return DeviceArray(self._context, made, made.unsafe_buffer_pointer(), self.dtype, self.shape)
 
-    def copy_into(self, address: int) -> None:
-        """Copies to host memory; it is there on return. Raises DeviceLost."""
+    def copy_into(self, memory: memoryview) -> None:
+        """Copies to as many bytes of host memory, be it a client's; they are there on return. Raises DeviceLost."""
+        if not self.nbytes:
+            return
+        if may_be_written(memory):
+            self._fetch(address_of(memory))
+        else:
+            memory[:] = np.asarray(self).reshape(-1).view(np.uint8).data
+
+    def _fetch(self, address: int) -> None:
         if self.nbytes:
             self._context.enter()
             self._context.to_host(address, self.pointer, self.nbytes)
@@ -66,7 +75,7 @@ class DeviceArray:
         if copy is False:
             raise ValueError("GPU memory cannot be used by the host without a copy")
         array = np.empty(self.shape, self.dtype)
-        self.copy_into(array.__array_interface__["data"][0])
+        self._fetch(address_of(array))
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def tobytes(self) -> bytes:

@@ -18,7 +18,7 @@ from shm.errors import Internal, ServingError
 from shm.forms import Form
 from shm.messages import Completion, FormCompletion, Inline, RegionSlice, Slice, Tensor
 from shm.snapshot_region import SnapshotRegion
-from workers.devices.client_memory import may_be_written, standing
+from workers.devices.client_memory import standing
 from workers.devices.device_array import DeviceArray
 from workers.dispatch.classification import classify
 from workers.models.author_error import bounded
@@ -272,9 +272,6 @@ def _write(view: memoryview, content: Content) -> None:
     if isinstance(content, bytes):
         view[:] = content
     elif isinstance(content, DeviceArray):
-        if may_be_written(view):
-            content.copy_into(address_of(view))
-        else:
-            large_copy.copy(view, np.asarray(content))
+        content.copy_into(view)
     elif content.nbytes:
         large_copy.copy(view, content)
