@@ -10,12 +10,12 @@ sys.path.insert(0, str(_HERE))  # where an isolated build does not look
 
 
 def extension(room: str, name: str, *headers: str) -> Extension:
-    """``ROOM/NAME.c`` as ``ROOM.NAME``; where it cannot be compiled the package still installs."""
-    from shm.extensions import sources
+    """``tensord/ROOM/NAME.c`` as ``tensord.ROOM.NAME``; where it cannot be compiled the package still installs."""
+    from tensord.shm.extensions import sources
 
-    files = [f"{room}/{file}" for file in (f"{name}.c", *headers)]
+    files = [f"tensord/{room}/{file}" for file in (f"{name}.c", *headers)]
     return Extension(
-        f"{room.replace('/', '.')}.{name}",
+        f"tensord.{room.replace('/', '.')}.{name}",
         files[:1],
         depends=files[1:],
         # Whoever imports it sees whether it is of the sources beside it.

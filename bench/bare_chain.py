@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from workers.devices.device import DeviceName
-from workers.imports.model_imports import ModelImports
+from tensord.workers.devices.device import DeviceName
+from tensord.workers.imports.model_imports import ModelImports
 
 _MODELS = Path(__file__).parent / "models"
 #: Of each model: the shapes of one request's inputs, and the elements of its outputs.

@@ -19,18 +19,18 @@ from typing import Any
 
 import numpy as np
 
-from config import model_config
-from config.options import Lanes, Options
-from shm.arena import Arena
-from shm.channel import Channel, pair
-from shm.control_records import FromWorker, LaneOpened, Load, Loaded, ToWorkerControl
-from shm.forms import Forms, own_contents, request_template
-from shm.lane import SubmitterLane
-from shm.messages import FormSubmit, Inline, Submit, Tensor
-from shm.record import Record, decoder
-from workers.devices.device import DeviceName
-from workers.models.model_version import ModelVersion
-from workers.worker import Worker
+from tensord.config import model_config
+from tensord.config.options import Lanes, Options
+from tensord.shm.arena import Arena
+from tensord.shm.channel import Channel, pair
+from tensord.shm.control_records import FromWorker, LaneOpened, Load, Loaded, ToWorkerControl
+from tensord.shm.forms import Forms, own_contents, request_template
+from tensord.shm.lane import SubmitterLane
+from tensord.shm.messages import FormSubmit, Inline, Submit, Tensor
+from tensord.shm.record import Record, decoder
+from tensord.workers.devices.device import DeviceName
+from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.worker import Worker
 
 MODELS = Path(__file__).parent / "models"
 MEMBERS = (("pre", "pixels", "x"), ("mlp", "x", "logits"), ("post", "logits", "probabilities"))

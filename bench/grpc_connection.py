@@ -19,7 +19,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2
 
 from bench.closed_loop import Connection, Row, binary_rows
-from daemon.grpc import frames
+from tensord.daemon.grpc import frames
 
 #: Bytes of answers that the server may send ahead on a connection, and how many may have come before it is granted them again.
 WINDOW = 64 << 20

@@ -7,8 +7,8 @@ of steps with a sequence of its own. Every answer is compared. The figures are p
 request, medians of the rounds, and the median ratio; they mind a busy machine less than the clock does. Nobody looks before it
 sleeps (``lanes.spin_us = 0``), because that time belongs to no request.
 
-Then the probe: what ``daemon.submit.routing`` takes to find the worker of a living sequence, with real pages in this process, in
-processor time of the best and of the median round.
+Then the probe: what ``tensord.daemon.submit.routing`` takes to find the worker of a living sequence, with real pages in this
+process, in processor time of the best and of the median round.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from bench import closed_loop, grpc_connection
 from bench.closed_loop import Connection, Row
 from bench.fronts import Run, Server, closed
 from bench.server import ROOT, serving
-from daemon.submit.pending import Calling, Pending, Worker
-from daemon.submit.routing import Routing
-from shm.control_records import ModelState
-from shm.forms import Form
-from shm.messages import FormSubmit, Inline, Submit, Tensor
-from shm.sequence_keys import SequenceKeys
-from shm.sequence_page import SequencePage
+from tensord.daemon.submit.pending import Calling, Pending, Worker
+from tensord.daemon.submit.routing import Routing
+from tensord.shm.control_records import ModelState
+from tensord.shm.forms import Form
+from tensord.shm.messages import FormSubmit, Inline, Submit, Tensor
+from tensord.shm.sequence_keys import SequenceKeys
+from tensord.shm.sequence_page import SequencePage
 
 HTTP, GRPC = "127.0.0.1:18105", "127.0.0.1:18106"
 _MODEL = """

@@ -103,7 +103,9 @@ def children(pid: int) -> dict[int, str]:
     # Any thread may have started it.
     for child in "".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")).split():
         words = Path(f"/proc/{child}/cmdline").read_bytes().decode().split("\0")
-        found[int(child)] = words[words.index("-m") + 1] if "-m" in words else Path(words[0]).name
+        module = words[words.index("-m") + 1] if "-m" in words else Path(words[0]).name
+        # Older checkouts, which are measured too, have the packages by those names alone.
+        found[int(child)] = module.removeprefix("tensord.")
     return found
 
 

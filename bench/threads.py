@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from workers.devices.device import DeviceName
-from workers.imports.model_imports import ModelImports
+from tensord.workers.devices.device import DeviceName
+from tensord.workers.imports.model_imports import ModelImports
 
 if TYPE_CHECKING:
-    from workers.programs.placement import Placement
+    from tensord.workers.programs.placement import Placement
 
 _MODEL = Path(__file__).parent / "models" / "mlp" / "1" / "model.py"
 _RUNS = 100
@@ -64,9 +64,9 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     name = DeviceName("cpu", 0)
     name.prepare_environment()
-    from workers.devices.device_cpu import thread_count
-    from workers.devices.single_thread import SingleThreadDevice, share
-    from workers.programs.placement import Placement
+    from tensord.workers.devices.device_cpu import thread_count
+    from tensord.workers.devices.single_thread import SingleThreadDevice, share
+    from tensord.workers.programs.placement import Placement
 
     usual, single = name.open(), SingleThreadDevice(0).open()
     if single is None:

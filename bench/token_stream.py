@@ -16,7 +16,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2
 
 from bench.grpc_connection import HELLO, WINDOW, headers
-from daemon.grpc import frames
+from tensord.daemon.grpc import frames
 
 #: In every response, and in the last one of a request.
 _RESPONSE = b"\x0a\x06writer"

@@ -18,7 +18,7 @@ import sys
 import time
 
 from bench.server import ROOT
-from shm import channel
+from tensord.shm import channel
 
 
 def round_trips(ours: int, theirs: int, count: int) -> list[float]:

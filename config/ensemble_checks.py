@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from config import ensemble_fusion
-from config.model_config import ModelConfig
-from shm.errors import InvalidArgument
+from tensord.config import ensemble_fusion
+from tensord.config.model_config import ModelConfig
+from tensord.shm.errors import InvalidArgument
 
 PLATFORM = "ensemble"
 #: Of one ensemble, so that what a request costs stays bounded.

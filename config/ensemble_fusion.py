@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from config.model_config import ModelConfig
-from shm.errors import InvalidArgument
+from tensord.config.model_config import ModelConfig
+from tensord.shm.errors import InvalidArgument
 
 PARAMETER = "tensord_fuse"
 _VALUES = {"true": True, "1": True, "false": False, "0": False}

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from config import ensemble_fusion
-from config.model_config import ModelConfig, data_type_name
-from shm.errors import InvalidArgument
+from tensord.config import ensemble_fusion
+from tensord.config.model_config import ModelConfig, data_type_name
+from tensord.shm.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from config import accounts, core_list, header_pattern, rate_limits, restrictions, service_links
-from config.options import Options, Section
+from tensord.config import accounts, core_list, header_pattern, rate_limits, restrictions, service_links
+from tensord.config.options import Options, Section
 
 PREFIX = "TENSORD_"
 #: Read by the command line itself: which file to load.

@@ -19,13 +19,13 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from logging.handlers import WatchedFileHandler
 
-from config.options import Log
+from tensord.config.options import Log
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 #: syslog's numbers (sd-daemon(3)): what journald reads at the beginning of a line.
 _PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
 #: Whose debug messages the first verbose level shows ("model": those of Triton Python models); libraries' come with the second.
-_OURS = ("config", "daemon", "shm", "workers", "model")
+_OURS = ("tensord", "model")
 #: They report every selector they open, every program they compile.
 _TALKATIVE = ("asyncio", "jax")
 

@@ -1,7 +1,7 @@
 """What can be wrong in a model's configuration, and between its fields.
 
 Its one rule: whatever an operator or a client wrote is refused here, with the model and the place named, before any process acts
-on it. ``config.model_fields`` says which fields are refused altogether.
+on it. ``tensord.config.model_fields`` says which fields are refused altogether.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from config import ensemble_checks, model_fields, ragged_checks, sequence_checks, state_checks
-from config.model_config import ModelConfig, data_type_name, model_config_pb2
-from shm.datatypes import MAX_RANK, from_model_config
-from shm.errors import InvalidArgument, Unsupported
+from tensord.config import ensemble_checks, model_fields, ragged_checks, sequence_checks, state_checks
+from tensord.config.model_config import ModelConfig, data_type_name, model_config_pb2
+from tensord.shm.datatypes import MAX_RANK, from_model_config
+from tensord.shm.errors import InvalidArgument, Unsupported
 
 #: Back ends this server runs.
 BACKENDS = ("jax", "python")

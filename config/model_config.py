@@ -1,8 +1,8 @@
 """A model's configuration: Triton's published ModelConfig message, read from config.pbtxt or JSON, completed and printed.
 
-The compiled message comes with tritonclient; no parser of ours. ``config.model_checks`` refuses what is wrong in it, and
-``config.model_fields`` says what becomes of each field. The message type has no static type of its own, hence ``ModelConfig`` is
-``Any``.
+The compiled message comes with tritonclient; no parser of ours. ``tensord.config.model_checks`` refuses what is wrong in it, and
+``tensord.config.model_fields`` says what becomes of each field. The message type has no static type of its own, hence
+``ModelConfig`` is ``Any``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from google.protobuf import text_format
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError
 
-from shm.datatypes import from_model_config
-from shm.errors import InvalidArgument
+from tensord.shm.datatypes import from_model_config
+from tensord.shm.errors import InvalidArgument
 
 ModelConfig: TypeAlias = Any
 
@@ -141,7 +141,7 @@ def _kind(value: Any) -> str:
 
 
 def from_bytes(content: bytes) -> ModelConfig:
-    """Decodes the serialised message that ``shm.control_records.Load`` carries. Raises InvalidArgument: it is none."""
+    """Decodes the serialised message that ``tensord.shm.control_records.Load`` carries. Raises InvalidArgument: it is none."""
     message = empty()
     try:
         message.ParseFromString(content)

@@ -12,10 +12,10 @@ from typing import Any
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from config.model_config import ModelConfig, is_map
-from shm.errors import Unsupported
+from tensord.config.model_config import ModelConfig, is_map
+from tensord.shm.errors import Unsupported
 
-#: Leaves. What is wrong in one is refused by ``config.model_checks``, or by the worker that loads the model.
+#: Leaves. What is wrong in one is refused by ``tensord.config.model_checks``, or by the worker that loads the model.
 HONOURED = frozenset(
     {
         "name",

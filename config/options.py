@@ -1,4 +1,4 @@
-"""The daemon's options as one frozen value. ``config.layers`` fills it from default.toml < file < environment < flags.
+"""The daemon's options as one frozen value. ``tensord.config.layers`` fills it from default.toml < file < environment < flags.
 
 The field comments of ``config/default.toml`` are the reference for operators; here stand types and bounds, which msgspec
 enforces. Sizes are bytes, times seconds unless the name says otherwise. Only operators write these; nothing here is ever
@@ -19,12 +19,12 @@ SocketMode = Annotated[str, Meta(pattern="^0[0-7]{3}$", description="octal permi
 #: What a record to a child process can hold.
 _LARGEST = (1 << 63) - 1
 Count = Annotated[int, Meta(ge=1, le=_LARGEST)]
-#: As the numbers that kinds of requests have on a lane (``shm.forms``).
+#: As the numbers that kinds of requests have on a lane (``tensord.shm.forms``).
 Forms = Annotated[int, Meta(ge=0, le=1024)]
 CountOrNone = Annotated[int, Meta(ge=0, le=_LARGEST)]
 ByteSize = Annotated[int, Meta(ge=0, le=_LARGEST)]
 ArenaSize = Annotated[int, Meta(ge=1 << 20, le=1 << 40)]
-#: Of one protocol: each has a row of the page they share (``daemon.control.tally``).
+#: Of one protocol: each has a row of the page they share (``tensord.daemon.control.tally``).
 MAX_PROCESSES = 64
 Processes = Annotated[int, Meta(ge=1, le=MAX_PROCESSES)]
 #: Bounded, so that every time is also a number of nanoseconds.
@@ -87,7 +87,7 @@ class Http(Section, frozen=True):
     keep_alive_timeout: Seconds = 75.0
     #: A client that has ended its sending side gets the answers to what it sent; else it is gone, and its requests are cancelled.
     answer_half_closed: bool = False
-    #: "GROUP[,GROUP...]:KEY=VALUE" each: these calls need the header KEY with VALUE (config.restrictions).
+    #: "GROUP[,GROUP...]:KEY=VALUE" each: these calls need the header KEY with VALUE (tensord.config.restrictions).
     restricted_api: tuple[str, ...] = ()
     #: Headers whose names it matches become parameters of the request (RE2, any case); "": none.
     header_forward_pattern: str = ""
@@ -252,7 +252,8 @@ class RateLimit(Section, frozen=True):
     """Resources that instances of models share: an instance executes only while it has what it needs."""
 
     mode: Literal["off", "execution_count"] = "off"
-    #: "NAME:COUNT" or "NAME:COUNT:DEVICE" each (config.rate_limits); of others there is as much as any one instance needs.
+    #: "NAME:COUNT" or "NAME:COUNT:DEVICE" each (tensord.config.rate_limits); of others there is as much as any one instance
+    #: needs.
     resources: tuple[str, ...] = ()
 
 
@@ -311,7 +312,7 @@ class Supervisor(Section, frozen=True):
     restart_delay: Seconds = 0.1
     max_restart_delay: Seconds = 10.0
     start_timeout: Seconds = 120.0
-    #: Unix socket for tensorctl; "": where tensorctl looks by itself (daemon.control.runtime_directory).
+    #: Unix socket for tensorctl; "": where tensorctl looks by itself (tensord.daemon.control.runtime_directory).
     control_socket: str = ""
 
 

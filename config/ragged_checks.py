@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from config.model_config import ModelConfig, data_type_name
-from shm.errors import InvalidArgument
+from tensord.config.model_config import ModelConfig, data_type_name
+from tensord.shm.errors import InvalidArgument
 
 _DATATYPES = ("TYPE_INT32", "TYPE_FP32")
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from config.options import RateLimit
+from tensord.config.options import RateLimit
 
 #: As ModelConfig holds it.
 _MAX_COUNT = (1 << 32) - 1

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from config.model_config import ModelConfig, model_config_pb2
-from shm.errors import InvalidArgument
+from tensord.config.model_config import ModelConfig, model_config_pb2
+from tensord.shm.errors import InvalidArgument
 
 _VALUES = ("int32_false_true", "fp32_false_true", "bool_false_true")
 _CORRID_TYPES = ("TYPE_UINT64", "TYPE_INT64", "TYPE_UINT32", "TYPE_INT32", "TYPE_STRING")

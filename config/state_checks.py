@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from config.model_config import ModelConfig, data_type_name
-from shm.datatypes import MAX_RANK, from_model_config
-from shm.errors import InvalidArgument, Unsupported
+from tensord.config.model_config import ModelConfig, data_type_name
+from tensord.shm.datatypes import MAX_RANK, from_model_config
+from tensord.shm.errors import InvalidArgument, Unsupported
 
 
 def check(message: ModelConfig, whole: bool) -> None:

@@ -1,6 +1,6 @@
 """Whether models load: each is tried in a process of its own, by a worker's own code, and nothing is served.
 
-    found in the repositories ─▶ python -m workers.check, bounded in time ─▶ good, or the reason, or how the process ended
+    found in the repositories ─▶ python -m tensord.workers.check, bounded in time ─▶ good, or the reason, or how the process ended
     an ensemble               ─▶ its configuration beside those of its members, once they were tried
 
 Whatever a model does to its process, its neighbours and this one are not touched.
@@ -23,18 +23,18 @@ from pathlib import Path
 
 import msgspec
 
-from config import ensemble_fusion, ensemble_graph, model_config
-from config.model_config import ModelConfig
-from config.options import Options
-from daemon.models import ensembles
-from daemon.models.repository import FoundModel
-from daemon.processes.child import describe_exit
-from daemon.processes.devices import Device
-from daemon.processes.spawned import child_environment
-from daemon.progress_bar import ProgressBar
-from shm.check import CheckLoads, LoadLine, LoadOutcome, LoadStep
-from shm.errors import InvalidArgument
-from shm.footprint import Footprint
+from tensord.config import ensemble_fusion, ensemble_graph, model_config
+from tensord.config.model_config import ModelConfig
+from tensord.config.options import Options
+from tensord.daemon.models import ensembles
+from tensord.daemon.models.repository import FoundModel
+from tensord.daemon.processes.child import describe_exit
+from tensord.daemon.processes.devices import Device
+from tensord.daemon.processes.spawned import child_environment
+from tensord.daemon.progress_bar import ProgressBar
+from tensord.shm.check import CheckLoads, LoadLine, LoadOutcome, LoadStep
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.footprint import Footprint
 
 #: At a time: each needs a core and the memory of its model.
 _MAX_PROCESSES = 4
@@ -204,7 +204,7 @@ class _Attempt:
             asked.write(msgspec.msgpack.encode(CheckLoads(msgspec.Raw(options), self._loads)))
             asked.seek(0)
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "workers.check", "--device", device.name],
+                [sys.executable, "-P", "-m", "tensord.workers.check", "--device", device.name],
                 stdin=asked,
                 stdout=self._answers,
                 stderr=self._printed,

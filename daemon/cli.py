@@ -17,22 +17,22 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from config import layers, log, service_links
-from config.layers import ConfigurationError
-from config.options import Options
-from daemon import flags
-from daemon.processes import spawned
-from daemon.processes.devices import Device, NoDevice, find_devices
-from daemon.tracing import trace_file
-from shm.errors import InvalidArgument
+from tensord.config import layers, log, service_links
+from tensord.config.layers import ConfigurationError
+from tensord.config.options import Options
+from tensord.daemon import flags
+from tensord.daemon.processes import spawned
+from tensord.daemon.processes.devices import Device, NoDevice, find_devices
+from tensord.daemon.tracing import trace_file
+from tensord.shm.errors import InvalidArgument
 
 if TYPE_CHECKING:
     # Each command imports what only it needs, ``serve`` once its workers import theirs.
-    from daemon.models.repository import FoundModel
-    from shm.footprint import Footprint
+    from tensord.daemon.models.repository import FoundModel
+    from tensord.shm.footprint import Footprint
 
 _log = logging.getLogger(__name__)
-#: Flags are ours to parse (see ``daemon.flags``), --config and --help are click's.
+#: Flags are ours to parse (see ``tensord.daemon.flags``), --config and --help are click's.
 _PASS_ON = {"ignore_unknown_options": True, "allow_interspersed_args": True, "help_option_names": ["-h", "--help"]}
 
 
@@ -104,8 +104,8 @@ def serve(config: Path | None, watch: bool, arguments: tuple[str, ...]) -> None:
         _fail(f"cannot start: {error}", status=1)
     import asyncio
 
-    from daemon.processes.listening import ListenError
-    from daemon.supervisor import Supervisor
+    from tensord.daemon.processes.listening import ListenError
+    from tensord.daemon.supervisor import Supervisor
 
     supervisor = Supervisor(
         options, lambda: layers.load(config, os.environ, flags.parse(arguments)), os.environ, workers
@@ -142,11 +142,11 @@ def check(
     """
     if arguments and not arguments[0].startswith("-"):
         config, arguments = Path(arguments[0]), arguments[1:]
-    from daemon import check as model_check
-    from daemon.check import Verdict
-    from daemon.models import repository
-    from daemon.progress_bar import ProgressBar
-    from shm.footprint import Footprint
+    from tensord.daemon import check as model_check
+    from tensord.daemon.check import Verdict
+    from tensord.daemon.models import repository
+    from tensord.daemon.progress_bar import ProgressBar
+    from tensord.shm.footprint import Footprint
 
     options = _options(config, arguments)
     try:
@@ -202,7 +202,7 @@ def _scaled(number: float, step: int, unit: str) -> str:
 
 def _placed(model: FoundModel, devices: Sequence[Device], options: Options) -> FoundModel:
     """The model with the workers that would load it, or with why none can."""
-    from daemon.models import repository
+    from tensord.daemon.models import repository
 
     try:
         return repository.placed(model, [device.name for device in devices], options)
@@ -214,7 +214,7 @@ def _placed(model: FoundModel, devices: Sequence[Device], options: Options) -> F
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 def init_model(folder: Path) -> None:
     """Write a model to begin with into FOLDER, whose name is the model's, such as models/mine."""
-    from daemon import first_model
+    from tensord.daemon import first_model
 
     try:
         click.echo(first_model.write(folder), nl=False)
@@ -234,8 +234,8 @@ def export_model(model: Path, folder: Path, platforms: str) -> None:
     The newest version becomes a program of jax.export with its parameters beside it, which any tensord serves, and any JAX calls.
     That runs the model's code as whoever runs this.
     """
-    from daemon import export as exporting
-    from daemon.models import repository
+    from tensord.daemon import export as exporting
+    from tensord.daemon.models import repository
 
     options = _options(None, ())
     try:

@@ -1,7 +1,7 @@
 """``tensorctl``: the operator's questions to a running daemon, over its control socket.
 
 The socket is ``--socket``, else ``TENSORCTL_SOCKET``, else the first that answers where daemons have theirs by default
-(``daemon.control.runtime_directory``). Exit status: 0 done, 1 the daemon refused, 2 it cannot be reached.
+(``tensord.daemon.control.runtime_directory``). Exit status: 0 done, 1 the daemon refused, 2 it cannot be reached.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import click
 
-from daemon.control.runtime_directory import searched
+from tensord.daemon.control.runtime_directory import searched
 
 _PROCESS_COLUMNS = (
     *("name", "pid", "ready", "connections", "device", "cores", "threads", "state", "outputs", "uptime_s", "deaths"),

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import msgspec
 
-from config.options import Options
-from daemon.models.repository import FoundModel
-from daemon.processes.child import describe_exit
-from daemon.processes.devices import Device
-from daemon.processes.spawned import child_environment
-from shm.check import CheckLoads, LoadOutcome
-from shm.errors import InvalidArgument
+from tensord.config.options import Options
+from tensord.daemon.models.repository import FoundModel
+from tensord.daemon.processes.child import describe_exit
+from tensord.daemon.processes.devices import Device
+from tensord.daemon.processes.spawned import child_environment
+from tensord.shm.check import CheckLoads, LoadOutcome
+from tensord.shm.errors import InvalidArgument
 
 
 def export(model: FoundModel, options: Options, device: Device, folder: Path, platforms: str) -> None:
@@ -28,7 +28,7 @@ def export(model: FoundModel, options: Options, device: Device, folder: Path, pl
     asked = CheckLoads(msgspec.Raw(msgspec.msgpack.encode(options)), (model.load(model.chosen[-1]),))
     arguments = ["--device", device.name, "--folder", os.path.abspath(folder), "--platforms", platforms]
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "workers.export", *arguments],
+        [sys.executable, "-P", "-m", "tensord.workers.export", *arguments],
         input=msgspec.msgpack.encode(asked),
         stdout=subprocess.PIPE,
         env=child_environment(device.environment),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from daemon.models.repository import NAME
-from shm.errors import InvalidArgument
+from tensord.daemon.models.repository import NAME
+from tensord.shm.errors import InvalidArgument
 
 _MODEL = '''\
 """{name}: multiplies a row of four numbers with a matrix. Change what it takes, what it gives, and the function."""

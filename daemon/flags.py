@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from config.layers import ConfigurationError, Setting
+from tensord.config.layers import ConfigurationError, Setting
 
 
 @dataclass(frozen=True, slots=True)

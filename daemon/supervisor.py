@@ -22,39 +22,48 @@ from typing import Any
 
 import msgspec
 
-from config import log
-from config.layers import ConfigurationError
-from config.options import Log, Options
-from daemon.control.log_settings import LogSettings
-from daemon.metrics.collection import Collection
-from daemon.metrics.endpoint import Endpoint
-from daemon.models.changes import Models
-from daemon.models.polling import Polling
-from daemon.operator import model_list, process_list
-from daemon.operator.configuration import Configuration
-from daemon.operator.control_socket import ControlSocket
-from daemon.operator.operations import Operations
-from daemon.processes.child import Child, Front, Worker
-from daemon.processes.devices import Device
-from daemon.processes.fronts import Fronts
-from daemon.processes.gpu_watcher import GpuWatcher
-from daemon.processes.notify import Notifier
-from daemon.processes.phase import Phase
-from daemon.processes.posts import Posts
-from daemon.processes.shutdown import Shutdown
-from daemon.processes.spawned import WORKER, Spawned
-from daemon.processes.tasks import Tasks
-from daemon.processes.watchdog import Watchdog
-from daemon.processes.worker_pool import WorkerPool
-from daemon.progress_bar import ProgressBar
-from daemon.regions.region_registry import RegionRegistry
-from daemon.regions.region_socket import RegionSocket
-from daemon.tracing.trace_settings import TraceSettings
-from shm import descriptors
-from shm.channel import pair
-from shm.control_records import Call, LaneOpened, Loaded, LogChanged, ModelGone, ModelState, Unloaded, WorkerFenced
-from shm.errors import ServingError
-from shm.progress import Loading, Readiness
+from tensord.config import log
+from tensord.config.layers import ConfigurationError
+from tensord.config.options import Log, Options
+from tensord.daemon.control.log_settings import LogSettings
+from tensord.daemon.metrics.collection import Collection
+from tensord.daemon.metrics.endpoint import Endpoint
+from tensord.daemon.models.changes import Models
+from tensord.daemon.models.polling import Polling
+from tensord.daemon.operator import model_list, process_list
+from tensord.daemon.operator.configuration import Configuration
+from tensord.daemon.operator.control_socket import ControlSocket
+from tensord.daemon.operator.operations import Operations
+from tensord.daemon.processes.child import Child, Front, Worker
+from tensord.daemon.processes.devices import Device
+from tensord.daemon.processes.fronts import Fronts
+from tensord.daemon.processes.gpu_watcher import GpuWatcher
+from tensord.daemon.processes.notify import Notifier
+from tensord.daemon.processes.phase import Phase
+from tensord.daemon.processes.posts import Posts
+from tensord.daemon.processes.shutdown import Shutdown
+from tensord.daemon.processes.spawned import WORKER, Spawned
+from tensord.daemon.processes.tasks import Tasks
+from tensord.daemon.processes.watchdog import Watchdog
+from tensord.daemon.processes.worker_pool import WorkerPool
+from tensord.daemon.progress_bar import ProgressBar
+from tensord.daemon.regions.region_registry import RegionRegistry
+from tensord.daemon.regions.region_socket import RegionSocket
+from tensord.daemon.tracing.trace_settings import TraceSettings
+from tensord.shm import descriptors
+from tensord.shm.channel import pair
+from tensord.shm.control_records import (
+    Call,
+    LaneOpened,
+    Loaded,
+    LogChanged,
+    ModelGone,
+    ModelState,
+    Unloaded,
+    WorkerFenced,
+)
+from tensord.shm.errors import ServingError
+from tensord.shm.progress import Loading, Readiness
 
 _log = logging.getLogger(__name__)
 #: Workers get at least this to exit once the fronts are done.
@@ -65,8 +74,8 @@ _WORKER_GRACE = 2.0
 class Programs:
     """What the children run, as ``python -m`` takes it."""
 
-    http: str = "daemon.http"
-    grpc: str = "daemon.grpc"
+    http: str = "tensord.daemon.http"
+    grpc: str = "tensord.daemon.grpc"
     worker: str = WORKER
 
 

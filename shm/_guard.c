@@ -198,7 +198,7 @@ static PyMethodDef methods[] = {
 };
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "shm._guard", "Turns SIGBUS in registered ranges into a count.", -1, methods, NULL, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "tensord.shm._guard", "Turns SIGBUS in registered ranges into a count.", -1, methods, NULL, NULL, NULL, NULL,
 };
 
 PyMODINIT_FUNC PyInit__guard(void) {

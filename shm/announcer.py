@@ -7,10 +7,10 @@ first use ─▶ SegmentOpened with its descriptor ─▶ mapped there ─▶ cl
 
 from __future__ import annotations
 
-from shm import descriptors
-from shm.arena import Arena
-from shm.channel import Channel
-from shm.messages import SegmentClosed, SegmentOpened
+from tensord.shm import descriptors
+from tensord.shm.arena import Arena
+from tensord.shm.channel import Channel
+from tensord.shm.messages import SegmentClosed, SegmentOpened
 
 
 class Announcer:

@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shm import descriptors
-from shm.errors import InvalidArgument, Unavailable
-from shm.messages import Slice
-from shm.segment import Segment
+from tensord.shm import descriptors
+from tensord.shm.errors import InvalidArgument, Unavailable
+from tensord.shm.messages import Slice
+from tensord.shm.segment import Segment
 
 #: What XLA:CPU needs to use a tensor in place, or to write an output there.
 ALIGNMENT = 64

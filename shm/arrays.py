@@ -15,8 +15,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from shm.datatypes import element_count
-from shm.errors import InvalidArgument
+from tensord.shm.datatypes import element_count
+from tensord.shm.errors import InvalidArgument
 
 Array = npt.NDArray[Any]
 

@@ -24,9 +24,9 @@ from typing import Any
 
 import msgspec
 
-from shm import descriptors
-from shm.errors import InvalidArgument
-from shm.record import Record, encoder
+from tensord.shm import descriptors
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.record import Record, encoder
 
 MAX_DATAGRAM = 64 << 10
 #: What of it is left for records.

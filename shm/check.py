@@ -1,25 +1,25 @@
-"""What crosses from ``daemon.check`` to a process that only tries to load a model, and back. Pure values."""
+"""What crosses from ``tensord.daemon.check`` to a process that only tries to load a model, and back. Pure values."""
 
 from __future__ import annotations
 
 import msgspec
 
-from shm.control_records import Load
-from shm.footprint import Footprint
-from shm.record import Record
+from tensord.shm.control_records import Load
+from tensord.shm.footprint import Footprint
+from tensord.shm.record import Record
 
 
 class CheckLoads(Record, frozen=True, tag="check"):
-    """To a process that only tries what a worker would load (``workers.check``)."""
+    """To a process that only tries what a worker would load (``tensord.workers.check``)."""
 
-    #: ``config.options.Options`` as msgpack.
+    #: ``tensord.config.options.Options`` as msgpack.
     options: msgspec.Raw
     #: Versions of one model.
     loads: tuple[Load, ...]
 
 
 class LoadStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="at"):
-    """One line of JSON from it: what it is at, as in ``shm.progress.Loading``."""
+    """One line of JSON from it: what it is at, as in ``tensord.shm.progress.Loading``."""
 
     at: str
 

@@ -1,6 +1,6 @@
 """The records of a control channel: what the supervisor and its children, fronts and workers, say to each other.
 
-Pure values, no I/O: ``shm.channel`` carries them; ``shm.record`` says what they all are.
+Pure values, no I/O: ``tensord.shm.channel`` carries them; ``tensord.shm.record`` says what they all are.
 
                 supervisor --> front                     front --> supervisor
     control     Start Serve Stop LaneOpened              ChildReady Call Seen
@@ -13,21 +13,21 @@ Pure values, no I/O: ``shm.channel`` carries them; ``shm.record`` says what they
                 Call Reply LogChanged                    Unloaded Loading Call
 
 A Call, by a front, by a worker or to one, is answered by one Reply with the same ``call_id``; what it asks for is in
-``shm.operations``.
+``tensord.shm.operations``.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from shm.footprint import Footprint
-from shm.operations import ANONYMOUS, Operation, Peer
-from shm.progress import Loading, Readiness
-from shm.record import Record
+from tensord.shm.footprint import Footprint
+from tensord.shm.operations import ANONYMOUS, Operation, Peer
+from tensord.shm.progress import Loading, Readiness
+from tensord.shm.record import Record
 
 
 class Start(Record, frozen=True, tag="start"):
-    """First record to a child: who it is and the whole validated configuration (``config.options.Options`` as msgpack)."""
+    """First record to a child: who it is and the whole configuration (``tensord.config.options.Options`` as msgpack)."""
 
     #: Unique per process start; the child repeats it in ChildReady, so answers of a predecessor are never mistaken.
     incarnation: int
@@ -45,7 +45,8 @@ class Stop(Record, frozen=True, tag="stop"):
 class ChildReady(Record, frozen=True, tag="ready"):
     """The child does its work: a front serves clients, a worker its control channel.
 
-    A worker's carries two descriptors: its status page (``shm.status_page``) and its sequence page (``shm.sequence_page``).
+    A worker's carries two descriptors: its status page (``tensord.shm.status_page``) and its sequence page
+    (``tensord.shm.sequence_page``).
     """
 
     incarnation: int
@@ -73,7 +74,8 @@ class LaneOpened(Record, frozen=True, tag="lane"):
     """One end of a lane's SEQPACKET pair travels with this record.
 
     To a front: ``peer`` is the worker's incarnation, ``device`` its name ("cpu:0", "cuda:1"), and two further descriptors are
-    that worker's status page (``shm.status_page``) and its sequence page. To a worker: ``peer`` is the submitter's incarnation.
+    that worker's status page (``tensord.shm.status_page``) and its sequence page. To a worker: ``peer`` is the submitter's
+    incarnation.
     """
 
     peer: int
@@ -81,7 +83,7 @@ class LaneOpened(Record, frozen=True, tag="lane"):
 
 
 class LogChanged(Record, frozen=True, tag="log"):
-    """Log that way from now on. ``options`` is ``config.options.Log`` as msgpack; ``name`` is the receiver's, as in Start."""
+    """Log that way from now on. ``options``: ``tensord.config.options.Log`` as msgpack; ``name``: the receiver's, as in Start."""
 
     name: str
     options: msgspec.Raw
@@ -90,8 +92,8 @@ class LogChanged(Record, frozen=True, tag="log"):
 class TraceChanged(Record, frozen=True, tag="trace"):
     """Sample requests for a model, or ("") for all models without settings of their own, that way from now on.
 
-    Where anything is traced descriptors come along: whose turn it is (``daemon.tracing.trace_turn``), and under a limit the
-    number of traces left (``daemon.tracing.trace_budget``).
+    Where anything is traced descriptors come along: whose turn it is (``tensord.daemon.tracing.trace_turn``), and under a limit
+    the number of traces left (``tensord.daemon.tracing.trace_budget``).
     """
 
     model: str

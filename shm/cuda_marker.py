@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from shm.cuda_regions import Context, CudaError, DeviceLost
+from tensord.shm.cuda_regions import Context, CudaError, DeviceLost
 
 
 class Marker:

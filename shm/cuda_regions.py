@@ -17,9 +17,9 @@ import threading
 import weakref
 from typing import Any
 
-from shm.cuda_calls import LastingCalls
-from shm.errors import InvalidArgument, Unavailable
-from shm.regions import check_range
+from tensord.shm.cuda_calls import LastingCalls
+from tensord.shm.errors import InvalidArgument, Unavailable
+from tensord.shm.regions import check_range
 
 _HANDLE_SIZE = 64
 #: Errors of the driver after which nothing in this process's context works any more: CUDA calls them sticky.
@@ -281,7 +281,7 @@ class _Stream:
 class CudaRegion:
     """A registered allocation of a client, opened in this worker.
 
-    Like ``shm.regions.Region`` it is closed when ``leases`` is 0; unlike it, its bytes are reached by copies only.
+    Like ``tensord.shm.regions.Region`` it is closed when ``leases`` is 0; unlike it, its bytes are reached by copies only.
     """
 
     #: No page of it can be missing here.

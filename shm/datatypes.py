@@ -1,4 +1,4 @@
-"""The protocol's datatypes: names, element sizes and the arithmetic on shapes. No numpy here (see ``shm.arrays``).
+"""The protocol's datatypes: names, element sizes and the arithmetic on shapes. No numpy here (see ``tensord.shm.arrays``).
 
 Every size that comes from a client passes through ``element_count`` or ``byte_size``: Python integers, capped, so that no
 product can overflow and nothing is allocated before it is known to fit.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shm.errors import InvalidArgument
+from tensord.shm.errors import InvalidArgument
 
 #: Bytes per element; None where an element's length varies (BYTES: u32 little-endian length, then the bytes).
 ELEMENT_SIZES: dict[str, int | None] = {

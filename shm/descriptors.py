@@ -12,7 +12,7 @@ import os
 import resource
 from collections.abc import Iterable, Iterator
 
-from shm.errors import Unavailable
+from tensord.shm.errors import Unavailable
 
 #: Kept for requests and connections, where the limit is not so small that a quarter of it is less.
 _RESERVE = 256

@@ -1,4 +1,4 @@
-"""The one exception family. Which HTTP status or gRPC code each becomes is known only to ``daemon.front.status``.
+"""The one exception family. Which HTTP status or gRPC code each becomes is known only to ``tensord.daemon.front.status``.
 
 Across processes go ``code`` and text, never a pickled exception: ``ServingError.code`` out, ``from_code`` in.
 """

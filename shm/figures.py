@@ -1,4 +1,4 @@
-"""What a worker counts, in the form the supervisor asks for it (``shm.operations.WorkerFigures``): for metrics.
+"""What a worker counts, in the form the supervisor asks for it (``tensord.shm.operations.WorkerFigures``): for metrics.
 
 Statistics, which clients read, begin anew whenever a version is loaded. These go on where a load replaces another one, and say
 when they began, so that whoever adds them up can tell counters that began anew from those that stand still.
@@ -34,7 +34,7 @@ class Counts(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields
     compute_output_ns: int = 0
     #: Bytes of tensors (docs/data-plane.md).
     copied_byte_size: int = 0
-    #: Refused for want of room, before they ran or with what they came to (``shm.refusals``); in no statistics.
+    #: Refused for want of room, before they ran or with what they came to (``tensord.shm.refusals``); in no statistics.
     queue_full: int = 0
     compiling: int = 0
     answer_room: int = 0

@@ -19,10 +19,20 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from shm.channel import Channel
-from shm.errors import InvalidArgument
-from shm.messages import Completion, Content, FormCompletion, FormSubmit, Inline, RegionSlice, Slice, Submit, Tensor
-from shm.record import Record, encoder
+from tensord.shm.channel import Channel
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.messages import (
+    Completion,
+    Content,
+    FormCompletion,
+    FormSubmit,
+    Inline,
+    RegionSlice,
+    Slice,
+    Submit,
+    Tensor,
+)
+from tensord.shm.record import Record, encoder
 
 #: Forms of one sender that have a number at the same time.
 MAX_FORMS = 1024

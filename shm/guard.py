@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import mmap
 
-from shm.extensions import check
+from tensord.shm.extensions import check
 
 try:
-    from shm import _guard
+    from tensord.shm import _guard
 
     check(_guard)
 except ImportError:  # not built, or not from these sources

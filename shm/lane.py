@@ -21,13 +21,13 @@ import socket
 from collections.abc import Iterable
 from typing import Any, cast
 
-from shm import descriptors
-from shm.announcer import Announcer
-from shm.arena import Arena, ArenaMap, Lease, LeaseKey, OnSegment
-from shm.channel import Channel, DescriptorsLost
-from shm.errors import InvalidArgument, Unavailable
-from shm.forms import Form, Forms, HeardForms, SaidForms, own_count
-from shm.messages import (
+from tensord.shm import descriptors
+from tensord.shm.announcer import Announcer
+from tensord.shm.arena import Arena, ArenaMap, Lease, LeaseKey, OnSegment
+from tensord.shm.channel import Channel, DescriptorsLost
+from tensord.shm.errors import InvalidArgument, Unavailable
+from tensord.shm.forms import Form, Forms, HeardForms, SaidForms, own_count
+from tensord.shm.messages import (
     AnswerForm,
     Cancel,
     Completion,
@@ -44,7 +44,7 @@ from shm.messages import (
     ToSubmitter,
     ToWorker,
 )
-from shm.record import decoder
+from tensord.shm.record import decoder
 
 _FROM_WORKER = decoder(ToSubmitter)
 _FROM_SUBMITTER = decoder(ToWorker)
@@ -58,7 +58,7 @@ class SubmitterLane:
     """The submitter's end. ``arena`` is the submitter's own, shared by its lanes, and outlives this lane."""
 
     def __init__(self, sock: socket.socket, arena: Arena, writable: bool = False) -> None:
-        """``writable``: the worker has a GPU, and page-locks the arena (``shm.segment``)."""
+        """``writable``: the worker has a GPU, and page-locks the arena (``tensord.shm.segment``)."""
         self._channel = Channel(sock, _FROM_WORKER)
         look = select.poll()
         look.register(sock, select.POLLIN)
@@ -218,7 +218,7 @@ class WorkerLane:
         on_segment: OnSegment | None = None,
         writable: bool = False,
     ) -> None:
-        """``on_segment``: told of every segment of both arenas. ``writable``: they are to be page-locked (``shm.segment``)."""
+        """``on_segment``: told of every segment of both arenas. ``writable``: page-lock them (``tensord.shm.segment``)."""
         self._channel = Channel(sock, _FROM_SUBMITTER)
         self._arena = Arena(byte_size, max_byte_size, keep_byte_size, on_segment)
         self._announcer = Announcer(self._channel, self._arena, False)
@@ -257,7 +257,8 @@ class WorkerLane:
         return None if received is None else self._apply(*received)
 
     def read(self, content: bytes, fds: list[int], flags: int) -> list[RequestRecord]:
-        """What a datagram holds that ``workers.dispatch.fast_path`` received, as from ``receive``; ``flags``: ``recvmsg``'s.
+        """What a datagram holds that ``tensord.workers.dispatch.fast_path`` received, as from ``receive``; ``flags``:
+        ``recvmsg``'s.
 
         Raises: InvalidArgument: malformed, or a lease given back that is not on loan.
         """
@@ -311,7 +312,7 @@ class WorkerLane:
         self._channel.put(self._announced(record.request_id, record.lease) or record)
 
     def answer_form(self, template: Completion) -> Form[Completion]:
-        """The form of answers like that (``shm.forms.answer_template``)."""
+        """The form of answers like that (``tensord.shm.forms.answer_template``)."""
         return self._forms.form(template)
 
     def complete_formed(self, form: Form[Completion], record: FormCompletion) -> None:

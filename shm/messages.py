@@ -1,7 +1,7 @@
 """The records of a lane: requests and their answers between a submitter and a worker, and where their tensors are.
 
-Pure values, no I/O: ``shm.channel`` carries them; ``shm.record`` says what they all are, ``shm.control_records`` what travels
-between the supervisor and its children.
+Pure values, no I/O: ``tensord.shm.channel`` carries them; ``tensord.shm.record`` says what they all are,
+``tensord.shm.control_records`` what travels between the supervisor and its children.
 
                 submitter --> worker                     worker --> submitter
     lane        SegmentOpened, -Closed, -Refused         SegmentOpened, -Closed, -Refused
@@ -15,7 +15,7 @@ from typing import Annotated
 
 import msgspec
 
-from shm.record import Record
+from tensord.shm.record import Record
 
 Parameter = bool | int | float | str
 #: Which sequence a request belongs to; 0 and "": to none. 5 and "5" are two. A string has at most that many bytes.
@@ -195,7 +195,7 @@ class Completion(Record, frozen=True, tag="C"):
 
 
 class RequestForm(Record, frozen=True, tag="Q+"):
-    """What requests of one kind have in common (``shm.forms``); from now on the number stands for it.
+    """What requests of one kind have in common (``tensord.shm.forms``); from now on the number stands for it.
 
     ``submit`` is one of them without what each has of its own: everything that a FormSubmit says.
     """

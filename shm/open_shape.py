@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shm.datatypes import ELEMENT_SIZES, element_count
-from shm.errors import InvalidArgument
+from tensord.shm.datatypes import ELEMENT_SIZES, element_count
+from tensord.shm.errors import InvalidArgument
 
 OPEN = -1
 

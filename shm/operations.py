@@ -1,4 +1,4 @@
-"""What is asked by calls: of the supervisor by a front, and of a worker by the supervisor (``shm.control_records.Call``).
+"""What is asked by calls: of the supervisor by a front, and of a worker by the supervisor (``tensord.shm.control_records.Call``).
 
 Each says what its Reply holds. Who asks is a ``Peer``, which comes with the call.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from shm.record import Record
-from shm.settings import ChangeLog, ChangeTrace
+from tensord.shm.record import Record
+from tensord.shm.settings import ChangeLog, ChangeTrace
 
 #: What is answered where an operation met a defect of ours.
 FAILED = "the server failed to carry out the operation"
@@ -55,7 +55,7 @@ class ModelStatistics(Record, frozen=True, tag="c.stats"):
 
 
 class Peer(Record, frozen=True, tag="peer"):
-    """Who asks. Filled in from the socket (``daemon.front.peer``), never from what the client says."""
+    """Who asks. Filled in from the socket (``tensord.daemon.front.peer``), never from what the client says."""
 
     #: "tcp": only the address is known.  "unix": the kernel vouches for the rest.  "operator": the control socket.
     kind: str = "tcp"
@@ -84,7 +84,7 @@ class RegisterSystemRegion(Record, frozen=True, tag="c.reg"):
     key: str
     offset: int
     byte_size: int
-    #: How workers use it: "guarded", "snapshot" or "sealed" (``shm.regions``). "": the first worker decides by policy.
+    #: How workers use it: "guarded", "snapshot" or "sealed" (``tensord.shm.regions``). "": the first worker decides by policy.
     access: str = ""
     #: Whoever asks must have access to the object itself: the daemon lends nobody its own.
     peer: Peer = ANONYMOUS
@@ -133,7 +133,7 @@ class RegionRecords(Record, frozen=True, tag="c.regrec"):
 
 
 class WorkerFigures(Record, frozen=True, tag="c.figures"):
-    """Asked of a worker. Reply: ``shm.figures.Figures`` as JSON."""
+    """Asked of a worker. Reply: ``tensord.shm.figures.Figures`` as JSON."""
 
 
 class RegionStatus(Record, frozen=True, tag="c.regstat"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shm.record import Record
+from tensord.shm.record import Record
 
 
 class Readiness(Record, frozen=True, tag="readiness"):

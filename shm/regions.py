@@ -1,17 +1,18 @@
 """A client's POSIX shared memory: opened carefully, mapped in workers only, held as long as a request uses it.
 
 The object belongs to somebody else. ``open_object`` accepts regular files of the shared-memory file system and nothing else: no
-path, no symbolic link, no FIFO, device or directory, no semaphore; whose are welcome is ``workers.regions.region_policy``'s
-business. The descriptor is kept for the region's life; the name is never opened again: the client may unlink or reuse it.
+path, no symbolic link, no FIFO, device or directory, no semaphore; whose are welcome is
+``tensord.workers.regions.region_policy``'s business. The descriptor is kept for the region's life; the name is never opened
+again: the client may unlink or reuse it.
 
     shared-memory object   | ...... | offset ......... offset + byte_size | ...... |
     Region.view                     | 0 ...................... byte_size |
 
 Three ways to use one (docs/shared-memory.md has what each costs and promises):
 
-    guarded    mapped; what goes missing under it turns into zeros and an error (``shm.guard``)
+    guarded    mapped; what goes missing under it turns into zeros and an error (``tensord.shm.guard``)
     sealed     mapped; a memfd that its owner cannot shrink any more, handed over by descriptor
-    snapshot   not mapped: read and written with system calls (``shm.snapshot_region``)
+    snapshot   not mapped: read and written with system calls (``tensord.shm.snapshot_region``)
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ import weakref
 
 import posix_ipc
 
-from shm import descriptors, guard
-from shm.errors import Internal, InvalidArgument, Unavailable
+from tensord.shm import descriptors, guard
+from tensord.shm.errors import Internal, InvalidArgument, Unavailable
 
 _KEY = re.compile(r"/?[A-Za-z0-9_][A-Za-z0-9._-]{0,200}", re.ASCII)
 #: Named semaphores lie in the same folder.

@@ -22,8 +22,8 @@ import mmap
 import os
 from collections.abc import Callable
 
-from shm import descriptors
-from shm.errors import InvalidArgument, Unavailable
+from tensord.shm import descriptors
+from tensord.shm.errors import InvalidArgument, Unavailable
 
 F_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h, since 5.1; the fcntl module has no name for it
 _READER_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW

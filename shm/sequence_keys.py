@@ -8,7 +8,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from struct import Struct
 
-from shm.messages import SequenceId
+from tensord.shm.messages import SequenceId
 
 #: Neither half is 0.
 Key = tuple[int, int]

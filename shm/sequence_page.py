@@ -7,7 +7,7 @@ Nameless and sealed like every segment. Only the worker writes, nobody locks. Wo
 
 It is an open-addressed hash table. A key stands at its home, the top bits of ``low * multiplier``, or behind it with nothing free
 between; whoever picks the ids of sequences cannot know the multiplier, so cannot make these ways long. What is behind a removed
-entry moves up, so they stay short however many ids come and go. Two kinds of keys (``shm.sequence_keys``), two of values:
+entry moves up, so they stay short however many ids come and go. Two kinds of keys (``tensord.shm.sequence_keys``), two of values:
 
     a sequence         since (CLOCK_MONOTONIC ns) << 2 | SequenceState
     a model version    edition << 42 | free slots << 22 | backlog << 2 | 0
@@ -27,9 +27,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from shm.errors import InvalidArgument
-from shm.segment import Segment
-from shm.sequence_keys import Key
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.segment import Segment
+from tensord.shm.sequence_keys import Key
 
 _LAYOUT = 1
 _HEADER, _ENTRY = 4, 3

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import os
 
-from shm.errors import InvalidArgument
-from shm.regions import check_object_range, check_range
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.regions import check_object_range, check_range
 
 
 class SnapshotRegion:
-    """A registered range of a client's object, behind a descriptor. Leases are as ``shm.regions.Region``'s."""
+    """A registered range of a client's object, behind a descriptor. Leases are as ``tensord.shm.regions.Region``'s."""
 
     #: It has no memory that could go missing: every call finds out for itself.
     faults = 0
@@ -31,7 +31,7 @@ class SnapshotRegion:
         self.name = name
         self.key = key
         self.fd = fd
-        #: As ``shm.regions.Region``'s.
+        #: As ``tensord.shm.regions.Region``'s.
         self.file = (found.st_dev, found.st_ino)
         self.offset = offset
         self.byte_size = byte_size

@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-from shm.segment import Segment
+from tensord.shm.segment import Segment
 
 _WORDS = 512
 #: More execution threads than this share no desk: what they run is not recorded.
@@ -72,7 +72,7 @@ class StatusPage:
 
     @property
     def memory(self) -> memoryview:
-        """The page itself, for who writes it outside of Python (``workers.dispatch.fast_path``)."""
+        """The page itself, for who writes it outside of Python (``tensord.workers.dispatch.fast_path``)."""
         return self._segment.view
 
     def set_state(self, state: WorkerState, now_ns: int) -> None:

@@ -1,20 +1,20 @@
-"""tensord for those who use it: what a program or a model imports of it.
+"""tensord serves JAX models to programs on the same machine.
 
-The server itself is in four packages of other names (``config``, ``daemon``, ``shm``, ``workers``), which are nobody else's to
-import. This module imports nothing of them: it is what runs first, and they may have been overwritten.
+Programs and models import ``tensord.testing``, ``tensord.models`` and ``__version__``. The server's own packages are beside them
+(``tensord.config``, ``tensord.daemon``, ``tensord.shm``, ``tensord.workers``): they change without notice. Importing this
+package imports none of them.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 
+def __getattr__(name: str) -> str:
+    """Computes ``__version__``, the installed distribution's, when it is first asked for: every process imports this package."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib.metadata
 
-def _version() -> str:
     try:
         return importlib.metadata.version("tensord")
     except importlib.metadata.PackageNotFoundError:
         return "unknown (not installed)"
-
-
-#: Of the distribution that is installed.
-__version__ = _version()

@@ -1,27 +1,15 @@
-"""``tensord`` and ``tensorctl``, once it is known that what they import is ours; ``python -m tensord`` is the first.
+"""``python -m tensord`` is the command ``tensord``."""
 
-They stand here because no other distribution has a package of this name: in one of ours, another's ``__init__.py`` would run
-before anything could be said of it.
-"""
+import os
+import sys
+from pathlib import Path
 
-from tensord import installation
+from tensord.daemon.cli import main
 
-
-def tensord() -> None:
-    """The daemon's command line."""
-    installation.check("tensord")
-    from daemon.cli import main
-
-    main(prog_name="tensord")
-
-
-def tensorctl() -> None:
-    """The operator's."""
-    installation.check("tensorctl")
-    from daemon.ctl import main
-
-    main(prog_name="tensorctl")
-
+_ROOT = str(Path(__file__).parents[1])
 
 if __name__ == "__main__":
-    tensord()
+    # Found in the current folder, as in a checkout: the processes that it starts, which do not look there, run the same code.
+    if not sys.flags.safe_path and sys.path[0] == _ROOT:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
+    main(prog_name="tensord")

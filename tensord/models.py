@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from shm.arrays import Array
-from shm.errors import Cancelled, InvalidArgument, NotFound, ServingError, Unavailable
 from tensord.parameter_files import load
+from tensord.shm.arrays import Array
+from tensord.shm.errors import Cancelled, InvalidArgument, NotFound, ServingError, Unavailable
 
 if TYPE_CHECKING:
-    from workers.calls.asking import Asked, Pending
-    from workers.calls.own_metrics import Counter, Gauge, Histogram
+    from tensord.workers.calls.asking import Asked, Pending
+    from tensord.workers.calls.own_metrics import Counter, Gauge, Histogram
 
 __all__ = [
     "Cancelled",
@@ -57,10 +57,10 @@ def export(
 
     Returns: the folder.
 
-    Raises: shm.errors.InvalidArgument: a declaration is wrong, or the function cannot be exported; it says why.
+    Raises: tensord.shm.errors.InvalidArgument: a declaration is wrong, or the function cannot be exported; it says why.
     """
     # Imported here: ``load`` needs no JAX.
-    from workers.declarations.exporting import export_model
+    from tensord.workers.declarations.exporting import export_model
 
     return export_model(folder, function, parameters, inputs, max_batch_size, buckets, platforms)
 
@@ -83,7 +83,7 @@ def call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **o
 
 def begin(model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]) -> Pending:
     """As ``call``, without waiting: ``result()`` does. Several that were begun share batches of the model they are for."""
-    from workers.calls.asking import begin as begun
+    from tensord.workers.calls.asking import begin as begun
 
     return begun(model, inputs, outputs, **own)
 
@@ -92,7 +92,7 @@ def stream(
     model: str, inputs: Mapping[str, Any], outputs: Sequence[str] = (), **own: Unpack[Asked]
 ) -> Iterator[dict[str, Array]]:
     """As ``call``, of a model with any number of responses: one by one, as they come. Closed, it ends the call."""
-    from workers.calls.asking import stream as streamed
+    from tensord.workers.calls.asking import stream as streamed
 
     return streamed(model, inputs, outputs, **own)
 
@@ -106,21 +106,21 @@ def load_model(name: str, config: str = "", files: Mapping[str, bytes] | None = 
 
     Raises: ServingError: why it could not be loaded; or no model of a server runs this.
     """
-    from workers.calls.other_models import load
+    from tensord.workers.calls.other_models import load
 
     load(name, config, files)
 
 
 def unload_model(name: str, dependents: bool = False) -> None:
     """Has the server begin to take a model away, and with ``dependents`` what it consists of. Raises as ``load_model``."""
-    from workers.calls.other_models import unload
+    from tensord.workers.calls.other_models import unload
 
     unload(name, dependents)
 
 
 def is_ready(name: str, version: int = 0) -> bool:
     """Whether the server answers requests for that version of a model, or for any (0). Raises as ``load_model``."""
-    from workers.calls.other_models import is_ready
+    from tensord.workers.calls.other_models import is_ready
 
     return is_ready(name, version)
 
@@ -130,14 +130,14 @@ def counter(name: str, description: str = "", labels: Mapping[str, str] | None =
 
     Raises: InvalidArgument: the name or a label cannot be one, or it is there as another kind; or no model runs this.
     """
-    from workers.calls.own_metrics import Counter
+    from tensord.workers.calls.own_metrics import Counter
 
     return Counter(name, description, labels)
 
 
 def gauge(name: str, description: str = "", labels: Mapping[str, str] | None = None) -> Gauge:
     """As ``counter``, of something that goes up and down: ``set(to)`` besides."""
-    from workers.calls.own_metrics import Gauge
+    from tensord.workers.calls.own_metrics import Gauge
 
     return Gauge(name, description, labels)
 
@@ -146,6 +146,6 @@ def histogram(
     name: str, buckets: Sequence[float], description: str = "", labels: Mapping[str, str] | None = None
 ) -> Histogram:
     """As ``counter``, of values by size: ``observe(value)``. ``buckets``: their upper bounds, growing."""
-    from workers.calls.own_metrics import Histogram
+    from tensord.workers.calls.own_metrics import Histogram
 
     return Histogram(name, description, labels, buckets)

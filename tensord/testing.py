@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING, Any, Unpack
 import msgspec
 import numpy as np
 
-from config import ensemble_graph, layers, model_config
-from daemon.models.repository import FoundModel, find
-from shm.arrays import DTYPES, Array, datatype_of
-from shm.errors import InvalidArgument, NotFound, ServingError, Unavailable
-from shm.messages import Parameter, Submit
+from tensord.config import ensemble_graph, layers, model_config
+from tensord.daemon.models.repository import FoundModel, find
+from tensord.shm.arrays import DTYPES, Array, datatype_of
+from tensord.shm.errors import InvalidArgument, NotFound, ServingError, Unavailable
+from tensord.shm.messages import Parameter, Submit
 
 if TYPE_CHECKING:
     import jax
 
-    from workers.calls.asking import Own
-    from workers.local_worker import Answers, LocalWorker
-    from workers.models.model_version import ModelVersion
+    from tensord.workers.calls.asking import Own
+    from tensord.workers.local_worker import Answers, LocalWorker
+    from tensord.workers.models.model_version import ModelVersion
 
 __all__ = ["InvalidArgument", "Model", "ModelSequence", "NotFound", "ServingError", "Tensor", "Unavailable", "load"]
 
@@ -72,7 +72,7 @@ def load(
     # JAX is imported here: whoever only imports this module may still set its environment.
     import jax
 
-    from workers.local_worker import LocalWorker
+    from tensord.workers.local_worker import LocalWorker
 
     options = layers.load(None if config is None else Path(config), os.environ)
     path = Path(folder).absolute()
@@ -246,7 +246,7 @@ def _array(name: str, value: Any, datatype: str | None) -> Array:
     else:
         made = np.array(value)
     if datatype_of(made.dtype) == "BYTES":
-        from workers.tensors.strings import strings
+        from tensord.workers.tensors.strings import strings
 
         made = strings(made)
     elif datatype_of(made.dtype) is None:

@@ -13,13 +13,13 @@ import jax
 import pytest
 from hypothesis import HealthCheck, settings
 
-from daemon.grpc.server import GrpcFront
-from shm.extensions import STALE, missing
+from tensord.daemon.grpc.server import GrpcFront
+from tensord.shm.extensions import STALE, missing
+from tensord.workers.native.extensions import PARTS
 from tests import on_stub, run_folder
 from tests.cuda_owner import CudaOwner
 from tests.cuda_stub.library import CudaStub
 from tests.daemon_process import DaemonProcess, nothing_left_behind
-from workers.native.extensions import PARTS
 
 # No test asserts a time, on a busy machine least of all. The same examples everywhere, so that a change is judged by what it
 # changes; `make test ARGS=--hypothesis-profile=search` looks for others.

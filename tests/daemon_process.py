@@ -197,11 +197,11 @@ class DaemonProcess:
 
     @property
     def workers(self) -> list[psutil.Process]:
-        return self.children("workers")
+        return self.children("tensord.workers")
 
     @property
     def fronts(self) -> list[psutil.Process]:
-        return self.children("daemon.http")
+        return self.children("tensord.daemon.http")
 
     def get(self, path: str) -> tuple[int, bytes]:
         """Status and body of a GET."""
@@ -244,7 +244,7 @@ class DaemonProcess:
 
 def tensorctl_status(control: Path) -> dict[str, Any]:
     """What ``tensorctl status`` says of the daemon with that control socket."""
-    command = [sys.executable, "-m", "daemon.ctl", "--socket", str(control), "--json", "status"]
+    command = [sys.executable, "-m", "tensord.daemon.ctl", "--socket", str(control), "--json", "status"]
     return dict(json.loads(subprocess.check_output(command, cwd=ROOT)))
 
 

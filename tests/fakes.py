@@ -1,6 +1,6 @@
 """A front process between a supervisor and workers that do just what a test says, and a client that sends raw bytes.
 
-Client ══ TCP ══ python -m daemon.http ══ control ══ FrontProcess (the supervisor's end)
+Client ══ TCP ══ python -m tensord.daemon.http ══ control ══ FrontProcess (the supervisor's end)
                         ╚════════ lane ════════════ EchoWorker
 """
 
@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from config.options import Options
-from daemon.control.tally import Tally
-from shm import stack_report
-from shm.channel import Channel, pair
-from shm.control_records import (
+from tensord.config.options import Options
+from tensord.daemon.control.tally import Tally
+from tensord.shm import stack_report
+from tensord.shm.channel import Channel, pair
+from tensord.shm.control_records import (
     Call,
     ChildReady,
     FromFront,
@@ -35,9 +35,9 @@ from shm.control_records import (
     Stop,
     WorkerFenced,
 )
-from shm.forms import HeardForms, answer_template, own_contents, whole_answer, whole_request
-from shm.lane import WorkerLane
-from shm.messages import (
+from tensord.shm.forms import HeardForms, answer_template, own_contents, whole_answer, whole_request
+from tensord.shm.lane import WorkerLane
+from tensord.shm.messages import (
     Cancel,
     Completion,
     FormCompletion,
@@ -49,11 +49,11 @@ from shm.messages import (
     Taken,
     Tensor,
 )
-from shm.operations import Settle
-from shm.progress import Readiness
-from shm.record import Record, decoder
-from shm.sequence_page import SequencePage
-from shm.status_page import StatusPage
+from tensord.shm.operations import Settle
+from tensord.shm.progress import Readiness
+from tensord.shm.record import Record, decoder
+from tensord.shm.sequence_page import SequencePage
+from tensord.shm.status_page import StatusPage
 from tests import prepared
 
 MIB = 1 << 20
@@ -220,7 +220,7 @@ class EchoWorker:
 class FrontProcess:
     """A real front process, and the supervisor's end of its control channel."""
 
-    program = "daemon.http"
+    program = "tensord.daemon.http"
 
     def __init__(self, options: Options, send_buffer: int = 0) -> None:
         """``send_buffer``: bytes the front's side of a connection holds at most; 0: as many as the kernel gives it."""

@@ -26,21 +26,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, NoReturn
 
-from daemon import check
-from daemon.processes import spawned
+from tensord.daemon import check
+from tensord.daemon.processes import spawned
 from tests.prepared import Process, early
 
 #: What takes long to import.
 _MODULES = (
-    "daemon.cli",
-    "daemon.supervisor",
-    "daemon.http.server",
-    "daemon.grpc.server",
-    "workers.check",
-    "workers.loading.loader",
-    "workers.worker",
-    "workers.devices.device_cuda",
-    "workers.imports.import_system",
+    "tensord.daemon.cli",
+    "tensord.daemon.supervisor",
+    "tensord.daemon.http.server",
+    "tensord.daemon.grpc.server",
+    "tensord.workers.check",
+    "tensord.workers.loading.loader",
+    "tensord.workers.worker",
+    "tensord.workers.devices.device_cuda",
+    "tensord.workers.imports.import_system",
 )
 #: The same for who uses the CUDA driver, which it does not open.
 _CUDA_MODULES = ("cuda.bindings.driver", "cuda.bindings.runtime")
@@ -89,7 +89,7 @@ def _say_platform_late() -> None:
     """Workers set it in their environment before they import JAX, which has been imported here."""
     import jax
 
-    from workers.devices.device import DeviceName
+    from tensord.workers.devices.device import DeviceName
 
     prepare = DeviceName.prepare_environment
 

@@ -16,10 +16,18 @@ OURS = {
     "shm": {"shm"},
     "config": {"config", "shm.datatypes", "shm.errors"},
     "daemon": {"daemon", "config", "shm"},
-    # Commands hand over, once it is known that what they hand over to is ours; for authors of models it calls the worker's code,
-    # with what the daemon reads of their folders.
+    # ``python -m tensord`` is the daemon's command; for authors of models it calls the worker's code, with what the daemon reads
+    # of their folders.
     "tensord": {
-        *("tensord", "config", "shm.arrays", "shm.errors", "shm.messages", "daemon.cli", "daemon.ctl"),
+        *(
+            "tensord",
+            "config",
+            "shm.arrays",
+            "shm.errors",
+            "shm.messages",
+            "daemon.cli",
+            "daemon.ctl",
+        ),
         *(
             "daemon.models.repository",
             "workers.declarations.exporting",
@@ -27,7 +35,12 @@ OURS = {
             "workers.local_worker",
         ),
         "workers.requests.inner_request",
-        *("workers.calls.asking", "workers.calls.other_models", "workers.calls.own_metrics", "workers.tensors.strings"),
+        *(
+            "workers.calls.asking",
+            "workers.calls.other_models",
+            "workers.calls.own_metrics",
+            "workers.tensors.strings",
+        ),
     },
     "workers": {"workers", "config", "shm", "tensord.parameter_files"},
 }
@@ -123,11 +136,17 @@ def imports(path: Path) -> set[str]:
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            found |= {within(alias.name) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found.add(str(node.module))
+            found.add(within(str(node.module)))
     return found
+
+
+def within(name: str) -> str:
+    """``tensord.daemon.http`` -> ``daemon.http``, as the folder is called; ``tensord.testing`` and foreign names stay."""
+    rest = name.removeprefix("tensord.")
+    return name if rest.partition(".")[0] not in ROOMS else rest
 
 
 def inside(name: str, package: str) -> bool:
@@ -177,7 +196,7 @@ def test_rooms_use_lower_ones_only() -> None:
 def test_the_walk_sees_an_import(tmp_path: Path) -> None:
     """The fence can fail: it finds imports inside functions as well."""
     module = tmp_path / "m.py"
-    module.write_text("def f():\n    import jax.numpy\n    from workers.worker import Worker\n")
+    module.write_text("def f():\n    import jax.numpy\n    from tensord.workers.worker import Worker\n")
     assert imports(module) == {"jax.numpy", "workers.worker"}
 
 
@@ -197,10 +216,11 @@ def arrows(tree: ast.AST, known: Iterable[str]) -> set[str]:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            found |= {within(alias.name) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            inside_it = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= inside_it & set(known) or {str(node.module)}
+            module = within(str(node.module))
+            inside_it = {within(f"{module}.{alias.name}") for alias in node.names}
+            found |= inside_it & set(known) or {module}
         else:
             found |= arrows(node, known)
     return found & set(known)

@@ -14,7 +14,7 @@ def test_all_processes_of_a_daemon_are_forked(tmp_path: Path, start_daemon: Call
     wait_until(lambda: len(daemon.workers) == 2, "both workers", daemon)
     daemon.wait_ready()
     (front,) = daemon.fronts
-    (grpc,) = daemon.children("daemon.grpc")
+    (grpc,) = daemon.children("tensord.daemon.grpc")
     first, second = daemon.workers
     assert all(map(prepared.is_forked, (daemon.pid, front.pid, grpc.pid, first.pid, second.pid)))
     first.kill()

@@ -13,18 +13,18 @@ import sys
 
 import msgspec
 
-from config import core_list, log
-from config.options import Options
-from shm import exit_status, heap, stack_report
-from shm.channel import Channel, ChannelClosed
-from shm.control_records import Start, ToWorkerControl
-from shm.cuda_regions import DeviceLost
-from shm.parent import die_with_parent
-from shm.record import decoder
-from workers.devices import device_cpu
-from workers.devices.device import DeviceName, NoDevice
+from tensord.config import core_list, log
+from tensord.config.options import Options
+from tensord.shm import exit_status, heap, stack_report
+from tensord.shm.channel import Channel, ChannelClosed
+from tensord.shm.control_records import Start, ToWorkerControl
+from tensord.shm.cuda_regions import DeviceLost
+from tensord.shm.parent import die_with_parent
+from tensord.shm.record import decoder
+from tensord.workers.devices import device_cpu
+from tensord.workers.devices.device import DeviceName, NoDevice
 
-_log = logging.getLogger("workers")
+_log = logging.getLogger("tensord.workers")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: The outputs of several requests of 16 MiB.
 _KEPT_BYTE_SIZE = 256 << 20
@@ -33,7 +33,7 @@ _KEPT_BYTE_SIZE = 256 << 20
 def main() -> None:
     die_with_parent()
     _outlive_signals()
-    parser = argparse.ArgumentParser(prog="workers", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tensord.workers", description=__doc__)
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--device", type=DeviceName.parse, required=True)
     parser.add_argument("--cores", type=core_list.parse, default=(), help="near its GPU")
@@ -47,9 +47,9 @@ def main() -> None:
     # Until ``Worker.run``: what is imported stays, and looking at it again and again takes 80 of its 750 ms (measured).
     gc.disable()
     # Imported after the environment is set, and before waiting: the supervisor scans its repositories meanwhile.
-    from workers.devices import device_cuda
-    from workers.imports import import_system
-    from workers.worker import Worker
+    from tensord.workers.devices import device_cuda
+    from tensord.workers.imports import import_system
+    from tensord.workers.worker import Worker
 
     try:
         start = _receive_start(channel)

@@ -1,9 +1,10 @@
-"""``python -m workers.check --device cpu:0``: loads versions of one model as a worker does, serves nothing, and ends.
+"""``python -m tensord.workers.check --device cpu:0``: loads versions of one model as a worker does, serves nothing, and ends.
 
     stdin   CheckLoads: the configuration, and what to load, one version after the other
     stdout  LoadSteps, and one LoadOutcome a version that is done
 
-Started by ``daemon.check``, which knows by a missing line which version ended the process. What the model prints goes to stderr.
+Started by ``tensord.daemon.check``, which knows by a missing line which version ended the process. What the model prints goes
+to stderr.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from config import log
-from config.options import Options
-from shm.check import CheckLoads, LoadLine, LoadOutcome, LoadStep
-from shm.control_records import Load
-from shm.errors import ServingError, Unavailable
-from shm.operations import NOT_EXPLICIT, LoadModel, ModelReady, UnloadModel
-from shm.parent import die_with_parent
-from shm.progress import Loading
-from shm.status_page import StatusPage
-from workers.devices import device_cpu
-from workers.devices.device import DeviceName, NoDevice
+from tensord.config import log
+from tensord.config.options import Options
+from tensord.shm.check import CheckLoads, LoadLine, LoadOutcome, LoadStep
+from tensord.shm.control_records import Load
+from tensord.shm.errors import ServingError, Unavailable
+from tensord.shm.operations import NOT_EXPLICIT, LoadModel, ModelReady, UnloadModel
+from tensord.shm.parent import die_with_parent
+from tensord.shm.progress import Loading
+from tensord.shm.status_page import StatusPage
+from tensord.workers.devices import device_cpu
+from tensord.workers.devices.device import DeviceName, NoDevice
 
 if TYPE_CHECKING:
-    from workers.calls.call import Call
-    from workers.calls.caller import ModelPort
-    from workers.loading.loader import Loader
+    from tensord.workers.calls.call import Call
+    from tensord.workers.calls.caller import ModelPort
+    from tensord.workers.loading.loader import Loader
 
 
 class Apart:
@@ -65,7 +66,7 @@ def main() -> None:
     die_with_parent()
     # A crash is told by how the process ended: nobody looks for its memory.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    parser = argparse.ArgumentParser(prog="workers.check", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tensord.workers.check", description=__doc__)
     parser.add_argument("--device", type=DeviceName.parse, required=True)
     device_name: DeviceName = parser.parse_args().device
     sys.argv[1:] = []
@@ -79,10 +80,10 @@ def main() -> None:
     log.configure(msgspec.structs.replace(options.log, file=""), "check")
 
     # Imported after the environment is set.
-    from workers.devices import device_cuda
-    from workers.imports import import_system
-    from workers.loading.loader import Loader
-    from workers.threads.inbox import Inbox
+    from tensord.workers.devices import device_cuda
+    from tensord.workers.imports import import_system
+    from tensord.workers.loading.loader import Loader
+    from tensord.workers.threads.inbox import Inbox
 
     if device_name.platform == "cpu":
         device_cpu.limit_threads(options.workers.threads)

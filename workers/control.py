@@ -20,15 +20,15 @@ from typing import Any
 
 import msgspec
 
-from config import log
-from config.options import Log
-from shm import descriptors
-from shm.channel import Channel, DescriptorsLost
-from shm.control_records import Call, LaneOpened, Load, Loaded, LogChanged, Reply, Stop, Unload, Unloaded
-from shm.cuda_regions import DeviceLost
-from shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
-from shm.figures import Figures
-from shm.operations import (
+from tensord.config import log
+from tensord.config.options import Log
+from tensord.shm import descriptors
+from tensord.shm.channel import Channel, DescriptorsLost
+from tensord.shm.control_records import Call, LaneOpened, Load, Loaded, LogChanged, Reply, Stop, Unload, Unloaded
+from tensord.shm.cuda_regions import DeviceLost
+from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
+from tensord.shm.figures import Figures
+from tensord.shm.operations import (
     AwaitRegion,
     ModelStatistics,
     RegionRecords,
@@ -37,16 +37,16 @@ from shm.operations import (
     UnregisterRegion,
     WorkerFigures,
 )
-from shm.progress import Loading
-from workers.daemon_operations import DaemonOperations
-from workers.loading.ensemble_members import joined
-from workers.loading.loader import Loader
-from workers.models.loaded_model import LoadedModel
-from workers.models.model_table import ModelTable
-from workers.models.model_version import ModelVersion
-from workers.programs.load_progress import LoadProgress
-from workers.regions.region_table import RegionTable
-from workers.threads.work_thread import WorkThread
+from tensord.shm.progress import Loading
+from tensord.workers.daemon_operations import DaemonOperations
+from tensord.workers.loading.ensemble_members import joined
+from tensord.workers.loading.loader import Loader
+from tensord.workers.models.loaded_model import LoadedModel
+from tensord.workers.models.model_table import ModelTable
+from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.programs.load_progress import LoadProgress
+from tensord.workers.regions.region_table import RegionTable
+from tensord.workers.threads.work_thread import WorkThread
 
 _log = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ import itertools
 import queue
 from collections.abc import Callable
 
-from shm.channel import Channel
-from shm.control_records import Call, Reply
-from shm.errors import Unavailable, from_code
-from shm.operations import LoadModel, ModelReady, UnloadModel
-from workers.calls.caller import ModelPort
-from workers.threads.inbox import Inbox
-from workers.threads.work_thread import WorkThread
+from tensord.shm.channel import Channel
+from tensord.shm.control_records import Call, Reply
+from tensord.shm.errors import Unavailable, from_code
+from tensord.shm.operations import LoadModel, ModelReady, UnloadModel
+from tensord.workers.calls.caller import ModelPort
+from tensord.workers.threads.inbox import Inbox
+from tensord.workers.threads.work_thread import WorkThread
 
 #: Loads that may wait for others at a time.
 _MAX_WAITING = 16

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 
-from config.options import Options
-from shm.sequence_page import SequencePage
-from shm.status_page import StatusPage
-from workers.dispatch.dispatcher import Dispatcher
-from workers.models.loaded_model import LoadedModel
-from workers.models.model_table import ModelTable
-from workers.models.model_version import ModelVersion
-from workers.models.sequence_register import SequenceRegister
-from workers.programs.run_errors import CheckDevice, works
-from workers.regions.region_table import RegionTable
-from workers.threads.inbox import Inbox
-from workers.threads.work_thread import WorkThread
+from tensord.config.options import Options
+from tensord.shm.sequence_page import SequencePage
+from tensord.shm.status_page import StatusPage
+from tensord.workers.dispatch.dispatcher import Dispatcher
+from tensord.workers.models.loaded_model import LoadedModel
+from tensord.workers.models.model_table import ModelTable
+from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.models.sequence_register import SequenceRegister
+from tensord.workers.programs.run_errors import CheckDevice, works
+from tensord.workers.regions.region_table import RegionTable
+from tensord.workers.threads.inbox import Inbox
+from tensord.workers.threads.work_thread import WorkThread
 
 
 class Engine:

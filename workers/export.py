@@ -1,4 +1,5 @@
-"""``python -m workers.export --device cpu:0``: writes a model version with a model.py as one without (``tensord export``).
+"""``python -m tensord.workers.export --device cpu:0``: writes a model version with a model.py as one without (``tensord
+export``).
 
 stdin   CheckLoads: the configuration, and the version to export
 stdout  one LoadOutcome: why it cannot be
@@ -13,17 +14,17 @@ from pathlib import Path
 
 import msgspec
 
-from config import log
-from config.options import Options
-from shm.check import CheckLoads, LoadOutcome
-from shm.errors import ServingError
-from shm.parent import die_with_parent
-from workers.devices.device import DeviceName
+from tensord.config import log
+from tensord.config.options import Options
+from tensord.shm.check import CheckLoads, LoadOutcome
+from tensord.shm.errors import ServingError
+from tensord.shm.parent import die_with_parent
+from tensord.workers.devices.device import DeviceName
 
 
 def main() -> None:
     die_with_parent()
-    parser = argparse.ArgumentParser(prog="workers.export", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tensord.workers.export", description=__doc__)
     parser.add_argument("--device", type=DeviceName.parse, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--platforms", default="")
@@ -36,8 +37,8 @@ def main() -> None:
     log.configure(msgspec.structs.replace(options.log, file=""), "export")
 
     # Imported after the environment is set.
-    from workers.imports import import_system
-    from workers.loading.exported_version import export_version
+    from tensord.workers.imports import import_system
+    from tensord.workers.loading.exported_version import export_version
 
     import_system.prepare()
     reason = ""

@@ -21,31 +21,31 @@ from typing import TypeVar
 
 import jax
 
-from config.options import Options
-from shm.arrays import Array
-from shm.channel import pair
-from shm.control_records import Load
-from shm.cuda_regions import Driver
-from shm.errors import Internal, ServingError, Unavailable
-from shm.lane import WorkerLane
-from shm.messages import Submit
-from shm.status_page import DESKS
-from workers.dispatch.inner_arrival import validate_inner
-from workers.engine import Engine
-from workers.imports import import_system
-from workers.loading.ensemble_members import joined
-from workers.loading.loader import Loader
-from workers.models.loaded_model import LoadedModel
-from workers.models.model_version import ModelVersion
-from workers.programs.executable_cache import ExecutableCache, cache_directory
-from workers.programs.load_progress import LoadProgress
-from workers.regions.region_policy import RegionPolicy
-from workers.regions.region_table import RegionTable
-from workers.requests.inner_request import InnerRequest
-from workers.requests.request import Moments, Request, controls_of
-from workers.requests.result import Result
-from workers.requests.submitter import Submitter
-from workers.threads.inbox import Inbox
+from tensord.config.options import Options
+from tensord.shm.arrays import Array
+from tensord.shm.channel import pair
+from tensord.shm.control_records import Load
+from tensord.shm.cuda_regions import Driver
+from tensord.shm.errors import Internal, ServingError, Unavailable
+from tensord.shm.lane import WorkerLane
+from tensord.shm.messages import Submit
+from tensord.shm.status_page import DESKS
+from tensord.workers.dispatch.inner_arrival import validate_inner
+from tensord.workers.engine import Engine
+from tensord.workers.imports import import_system
+from tensord.workers.loading.ensemble_members import joined
+from tensord.workers.loading.loader import Loader
+from tensord.workers.models.loaded_model import LoadedModel
+from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.programs.executable_cache import ExecutableCache, cache_directory
+from tensord.workers.programs.load_progress import LoadProgress
+from tensord.workers.regions.region_policy import RegionPolicy
+from tensord.workers.regions.region_table import RegionTable
+from tensord.workers.requests.inner_request import InnerRequest
+from tensord.workers.requests.request import Moments, Request, controls_of
+from tensord.workers.requests.result import Result
+from tensord.workers.requests.submitter import Submitter
+from tensord.workers.threads.inbox import Inbox
 
 _log = logging.getLogger(__name__)
 _TURN_NS = 1_000_000_000

@@ -21,43 +21,43 @@ from typing import Any
 
 import jax
 
-from config.options import Options
-from shm.channel import Channel, ChannelClosed, DescriptorsLost
-from shm.control_records import ChildReady
-from shm.cuda_regions import DeviceLost, Driver, NoCuda
-from shm.errors import InvalidArgument
-from shm.extensions import missing
-from shm.lane import RequestRecord, WorkerLane
-from shm.messages import Cancel, RequestForm, Taken
-from shm.status_page import DESKS, Outputs, WorkerState
-from workers.control import Control
-from workers.daemon_operations import DaemonOperations
-from workers.devices.device import DeviceName
-from workers.devices.device_cuda import CudaDevice
-from workers.devices.host_staging import StagingPool
-from workers.devices.idle_look import IdleLook
-from workers.devices.pinned_budget import PinnedBudget
-from workers.devices.pinned_memory import PinnedMemory
-from workers.dispatch import fast_path
-from workers.dispatch.dispatcher import FIRST_INSTANCE_DESK
-from workers.dispatch.fast_path import FastPath
-from workers.dispatch.jitted_turns import LOOP_DESK
-from workers.dispatch.poller import Datagram, Poller
-from workers.engine import Engine
-from workers.loading.loader import Loader
-from workers.models.loaded_model import LoadedModel
-from workers.models.model_version import ModelVersion
-from workers.native import extensions, output_memory
-from workers.programs.outside_compiler import outside_compiler
-from workers.programs.run_errors import works
-from workers.regions.region_policy import RegionPolicy
-from workers.regions.region_table import RegionTable
-from workers.requests.known_form import KnownForm
-from workers.requests.request import Request
-from workers.requests.response_cache import ResponseCache
-from workers.requests.submitter import Submitter
-from workers.threads.inbox import Inbox
-from workers.threads.work_thread import WorkThread
+from tensord.config.options import Options
+from tensord.shm.channel import Channel, ChannelClosed, DescriptorsLost
+from tensord.shm.control_records import ChildReady
+from tensord.shm.cuda_regions import DeviceLost, Driver, NoCuda
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.extensions import missing
+from tensord.shm.lane import RequestRecord, WorkerLane
+from tensord.shm.messages import Cancel, RequestForm, Taken
+from tensord.shm.status_page import DESKS, Outputs, WorkerState
+from tensord.workers.control import Control
+from tensord.workers.daemon_operations import DaemonOperations
+from tensord.workers.devices.device import DeviceName
+from tensord.workers.devices.device_cuda import CudaDevice
+from tensord.workers.devices.host_staging import StagingPool
+from tensord.workers.devices.idle_look import IdleLook
+from tensord.workers.devices.pinned_budget import PinnedBudget
+from tensord.workers.devices.pinned_memory import PinnedMemory
+from tensord.workers.dispatch import fast_path
+from tensord.workers.dispatch.dispatcher import FIRST_INSTANCE_DESK
+from tensord.workers.dispatch.fast_path import FastPath
+from tensord.workers.dispatch.jitted_turns import LOOP_DESK
+from tensord.workers.dispatch.poller import Datagram, Poller
+from tensord.workers.engine import Engine
+from tensord.workers.loading.loader import Loader
+from tensord.workers.models.loaded_model import LoadedModel
+from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.native import extensions, output_memory
+from tensord.workers.programs.outside_compiler import outside_compiler
+from tensord.workers.programs.run_errors import works
+from tensord.workers.regions.region_policy import RegionPolicy
+from tensord.workers.regions.region_table import RegionTable
+from tensord.workers.requests.known_form import KnownForm
+from tensord.workers.requests.request import Request
+from tensord.workers.requests.response_cache import ResponseCache
+from tensord.workers.requests.submitter import Submitter
+from tensord.workers.threads.inbox import Inbox
+from tensord.workers.threads.work_thread import WorkThread
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import numpy as np
 from tritonclient.grpc import service_pb2
 
 from bench.attackers.target import Target, drain, pile_up
-from daemon.grpc import frames
+from tensord.daemon.grpc import frames
 
 _SERVICE = "/inference.GRPCInferenceService/"
 _MIB = 1 << 20

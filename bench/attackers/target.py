@@ -14,7 +14,7 @@ from pathlib import Path
 import tritonclient.http as httpclient
 
 from bench.helper import object_name
-from daemon.grpc import frames
+from tensord.daemon.grpc import frames
 
 
 @dataclass

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from typing import Any
 
-from daemon.processes.devices import usable_gpus
+from tensord.daemon.processes.devices import usable_gpus
 
 _PACKAGES = (
     "tensord", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "cuda-bindings", "cuda-python", "numpy", "ml-dtypes",

@@ -51,7 +51,7 @@ def _start(fraction: str = "0.1") -> tuple[Any, Any, Callable[..., Any]]:
     os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu")
     import jax
 
-    from workers.devices import dlpack
+    from tensord.workers.devices import dlpack
 
     device = jax.devices("cuda")[0]
     jax.block_until_ready(jax.numpy.ones(8) + 1)

@@ -9,7 +9,7 @@ from tritonclient.grpc import service_pb2
 
 from bench.grpc_connection import HELLO, call, headers
 from bench.vary.step import Step
-from daemon.grpc import frames
+from tensord.daemon.grpc import frames
 
 #: Makes a message of model, id, inputs and the outputs' names.
 Writer = Callable[[str, str, Mapping[str, np.ndarray], tuple[str, ...]], bytes]

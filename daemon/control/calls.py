@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from daemon.control.channel import ControlChannel
-from shm.control_records import Call, Reply
-from shm.errors import Unavailable, from_code
-from shm.operations import ANONYMOUS, Operation, Peer
+from tensord.daemon.control.channel import ControlChannel
+from tensord.shm.control_records import Call, Reply
+from tensord.shm.errors import Unavailable, from_code
+from tensord.shm.operations import ANONYMOUS, Operation, Peer
 
 #: Questions waiting for their answers; a client that floods the control endpoints is refused, not queued.
 _LIMIT = 1024

@@ -10,11 +10,11 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from shm import descriptors
-from shm.channel import Channel, ChannelClosed, DescriptorsLost
-from shm.control_records import Reply
-from shm.errors import InvalidArgument
-from shm.record import Record
+from tensord.shm import descriptors
+from tensord.shm.channel import Channel, ChannelClosed, DescriptorsLost
+from tensord.shm.control_records import Reply
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.record import Record
 
 _log = logging.getLogger(__name__)
 #: Datagrams taken per wake-up, so that one busy peer cannot starve the loop.

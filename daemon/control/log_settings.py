@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from config.options import Log
-from shm.settings import ChangeLog
+from tensord.config.options import Log
+from tensord.shm.settings import ChangeLog
 
 #: What ``log_format`` may be.
 FORMATS = ("default", "ISO8601", "json")

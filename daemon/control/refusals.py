@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from shm.errors import ServingError
-from shm.refusals import Refusal, RefusalLog
+from tensord.shm.errors import ServingError
+from tensord.shm.refusals import Refusal, RefusalLog
 
-#: Those of fronts, in the order of their words in a tally (``daemon.control.tally``).
+#: Those of fronts, in the order of their words in a tally (``tensord.daemon.control.tally``).
 OF_FRONTS = (
     Refusal.REQUEST_ROOM,
     Refusal.BODIES,

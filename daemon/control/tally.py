@@ -4,7 +4,7 @@ A client's connection is taken by whichever front is quickest, so they have to k
 keep one limit together, without asking anybody. Nameless and sealed against resizing. Layout, u64 each:
 
     row k at word 16 * k:   serves (0 or 1), connections, forms, forms minted, forms evicted,
-                            refused requests by reason (``daemon.control.refusals.OF_FRONTS``)
+                            refused requests by reason (``tensord.daemon.control.refusals.OF_FRONTS``)
                             a row is two cache lines; only its front writes it
 
 The supervisor clears what a front that is dead had, before its replacement starts; what only grows goes on being counted.
@@ -17,9 +17,9 @@ import mmap
 import os
 from itertools import compress
 
-from config.options import MAX_PROCESSES
-from daemon.control.refusals import OF_FRONTS
-from shm.refusals import Refusal
+from tensord.config.options import MAX_PROCESSES
+from tensord.daemon.control.refusals import OF_FRONTS
+from tensord.shm.refusals import Refusal
 
 _WORDS = 16
 #: Where a row's counts of forms begin, and those of refused requests.

@@ -13,10 +13,10 @@ import logging
 import socket
 from collections.abc import Callable, Sequence, Sized
 
-from daemon.control.tally import Seat
-from daemon.front.crowd import Crowd
-from daemon.front.listening_socket import ListeningSocket
-from daemon.front.peer import owner_of
+from tensord.daemon.control.tally import Seat
+from tensord.daemon.front.crowd import Crowd
+from tensord.daemon.front.listening_socket import ListeningSocket
+from tensord.daemon.front.peer import owner_of
 
 _log = logging.getLogger(__name__)
 #: How long a connection is left to a front that has fewer, in seconds. A loop that turns needs less.
@@ -27,7 +27,8 @@ _MOST_REPLACED = 16
 _PAUSE = 0.1
 #: How often it is looked whether all that was taken is open, at the end.
 _OPENING_POLL_SECONDS = 0.005
-#: Taken at the end at most: no more can have waited (``daemon.processes.listening``), and a flood must not put the end off.
+#: Taken at the end at most: no more can have waited (``tensord.daemon.processes.listening``), and a flood must not put the end
+#: off.
 _MAX_WAITING = 1024
 
 

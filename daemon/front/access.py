@@ -10,8 +10,8 @@ import hmac
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from config.restrictions import Restriction
-from shm.errors import Unavailable
+from tensord.config.restrictions import Restriction
+from tensord.shm.errors import Unavailable
 
 #: Call, by its name in gRPC's service where it has one -> group.
 CALLS: Mapping[str, str] = {

@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
-from config.options import Options
-from daemon.control.calls import Calls
-from daemon.submit.model_table import ModelTable
-from shm.errors import InvalidArgument
-from shm.operations import (
+from tensord.config.options import Options
+from tensord.daemon.control.calls import Calls
+from tensord.daemon.submit.model_table import ModelTable
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.operations import (
     ANONYMOUS,
     LoadModel,
     ModelStatistics,
@@ -30,7 +30,7 @@ from shm.operations import (
     UnloadModel,
     UnregisterRegion,
 )
-from shm.settings import ChangeLog, ChangeTrace
+from tensord.shm.settings import ChangeLog, ChangeTrace
 
 #: What works, in Triton's order and spelling.
 EXTENSIONS = (
@@ -75,7 +75,7 @@ class Endpoints:
     # ------------------------------------------------------------------------------------------------ health
 
     async def unreadiness(self) -> str:
-        """Why the daemon is not ready, naming the models; "": it is. See ``shm.progress.Readiness``."""
+        """Why the daemon is not ready, naming the models; "": it is. See ``tensord.shm.progress.Readiness``."""
         if self.stopping:
             return "the server is stopping"
         readiness = self._table.readiness
@@ -213,5 +213,5 @@ class Endpoints:
             await self._calls.ask(ChangeTrace(model))
 
     async def trace_settings(self, wanted: ChangeTrace) -> bytes:
-        """Changes what is given (``daemon.tracing.trace_settings.parse``), and answers the settings then in force as JSON."""
+        """Changes the given settings (``tensord.daemon.tracing.trace_settings.parse``). Answers those then in force, as JSON."""
         return await self._calls.ask(wanted)

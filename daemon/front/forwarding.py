@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from config import header_pattern
-from shm.errors import InvalidArgument
+from tensord.config import header_pattern
+from tensord.shm.errors import InvalidArgument
 
 #: Parameters that the server takes for itself, and so cannot be headers.
 _RESERVED = frozenset(

@@ -20,7 +20,7 @@ import struct
 import termios
 from time import monotonic
 
-from daemon.front.pace import Pace
+from tensord.daemon.front.pace import Pace
 
 #: For a client that takes nothing more and does not close.
 LINGER_SECONDS = 5.0

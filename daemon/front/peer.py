@@ -13,8 +13,8 @@ import socket
 import struct
 from collections.abc import Iterator
 
-from daemon.front.connection_end import ConnectionEnd
-from shm.operations import ANONYMOUS, Peer
+from tensord.daemon.front.connection_end import ConnectionEnd
+from tensord.shm.operations import ANONYMOUS, Peer
 
 _CREDENTIALS = struct.Struct("iII")
 #: asm-generic/socket.h; the socket module has no names for them. SO_PEERPIDFD is there since Linux 6.5.

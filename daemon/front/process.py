@@ -21,18 +21,18 @@ from typing import Any, ClassVar
 import msgspec
 import uvloop
 
-from config import log
-from config.options import Log, Options
-from daemon.control.calls import Calls
-from daemon.control.channel import ControlChannel
-from daemon.control.tally import Tally
-from daemon.front.endpoints import Endpoints
-from daemon.submit.model_table import ModelTable
-from daemon.submit.submitter import Submitter
-from daemon.tracing.tracer import Tracer
-from shm import heap, stack_report
-from shm.channel import Channel
-from shm.control_records import (
+from tensord.config import log
+from tensord.config.options import Log, Options
+from tensord.daemon.control.calls import Calls
+from tensord.daemon.control.channel import ControlChannel
+from tensord.daemon.control.tally import Tally
+from tensord.daemon.front.endpoints import Endpoints
+from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.submitter import Submitter
+from tensord.daemon.tracing.tracer import Tracer
+from tensord.shm import heap, stack_report
+from tensord.shm.channel import Channel
+from tensord.shm.control_records import (
     ChildReady,
     LaneOpened,
     LogChanged,
@@ -50,10 +50,10 @@ from shm.control_records import (
     TraceCleared,
     WorkerFenced,
 )
-from shm.extensions import missing
-from shm.parent import die_with_parent
-from shm.progress import Readiness
-from shm.record import decoder
+from tensord.shm.extensions import missing
+from tensord.shm.parent import die_with_parent
+from tensord.shm.progress import Readiness
+from tensord.shm.record import decoder
 
 #: A few requests of some MiB as JSON: the text, its values, the text of the answer.
 _KEPT_BYTE_SIZE = 64 << 20

@@ -14,7 +14,7 @@ import select
 from select import EPOLLIN
 from socket import SocketType
 
-from daemon.front.socket_transport import SocketTransport
+from tensord.daemon.front.socket_transport import SocketTransport
 
 _log = logging.getLogger(__name__)
 #: Sockets of one look; the others come with the next.

@@ -5,8 +5,8 @@ Source: Triton's HttpCodeFromError and GrpcStatusUtil, as recorded against a rea
 
 from __future__ import annotations
 
-from daemon.front.access import Restricted
-from shm.errors import ServingError
+from tensord.daemon.front.access import Restricted
+from tensord.shm.errors import ServingError
 
 #: code -> (HTTP status, gRPC status name)
 _TABLE: dict[str, tuple[int, str]] = {

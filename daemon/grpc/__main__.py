@@ -1,4 +1,4 @@
-"""``python -m daemon.grpc``: the gRPC front, started by the supervisor with its control channel and listening socket."""
+"""``python -m tensord.daemon.grpc``: the gRPC front, started by the supervisor with its control channel and listening socket."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import gc
 if __name__ == "__main__":
     # Until the front serves: what is imported stays, and looking at it again and again is a tenth of the time (measured).
     gc.disable()
-    from daemon.front import process
-    from daemon.grpc.server import GrpcFront
+    from tensord.daemon.front import process
+    from tensord.daemon.grpc.server import GrpcFront
 
-    process.main("daemon.grpc", "The gRPC front. Started by the supervisor only.", GrpcFront)
+    process.main("tensord.daemon.grpc", "The gRPC front. Started by the supervisor only.", GrpcFront)

@@ -1,5 +1,5 @@
-from daemon.grpc.walk import Begun, Walked
-from shm.messages import Buffer
+from tensord.daemon.grpc.walk import Begun, Walked
+from tensord.shm.messages import Buffer
 
 def walk(content: Buffer, start: int, end: int, inline: int, /) -> Walked | None: ...
 def walk_beginning(content: Buffer, start: int, end: int, /) -> Begun | None: ...

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from daemon.grpc import response_codec
-from shm.forms import no_view
-from shm.messages import Buffer, Completion, Content, Inline, Slice
+from tensord.daemon.grpc import response_codec
+from tensord.shm.forms import no_view
+from tensord.shm.messages import Buffer, Completion, Content, Inline, Slice
 
 
 class AnswerForm:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from daemon.grpc.reception import Phase, Reception
-from shm.messages import Buffer
+from tensord.daemon.grpc.reception import Phase, Reception
+from tensord.shm.messages import Buffer
 
 
 class ArrivingMessage:

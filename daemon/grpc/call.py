@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from daemon.grpc.reception import Reception
-from shm.messages import Buffer
+from tensord.daemon.grpc.reception import Reception
+from tensord.shm.messages import Buffer
 
 
 class Call(ABC):

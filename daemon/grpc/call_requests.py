@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from daemon.grpc.message_forms import MessageForm
-from daemon.grpc.request_codec import DecodedHead
-from daemon.submit.accounts import Account
-from daemon.submit.inference import Inference, InferenceRequest
-from daemon.submit.pending import Pending
-from daemon.submit.submitter import Submitter
-from daemon.tracing.tracer import Trace
-from shm.lane import SubmitterLane
-from shm.messages import Completion, FormCompletion
+from tensord.daemon.grpc.message_forms import MessageForm
+from tensord.daemon.grpc.request_codec import DecodedHead
+from tensord.daemon.submit.accounts import Account
+from tensord.daemon.submit.inference import Inference, InferenceRequest
+from tensord.daemon.submit.pending import Pending
+from tensord.daemon.submit.submitter import Submitter
+from tensord.daemon.tracing.tracer import Trace
+from tensord.shm.lane import SubmitterLane
+from tensord.shm.messages import Completion, FormCompletion
 
 
 class Caller(Protocol):

@@ -1,12 +1,12 @@
-"""gRPC status numbers by their names. Which error becomes which is ``daemon.front.status``' one table.
+"""gRPC status numbers by their names. Which error becomes which is ``tensord.daemon.front.status``' one table.
 
 Source: gRPC's statuscodes.md.
 """
 
 from __future__ import annotations
 
-from daemon.front.status import grpc_status
-from shm.errors import ServingError
+from tensord.daemon.front.status import grpc_status
+from tensord.shm.errors import ServingError
 
 (
     OK,

@@ -19,17 +19,17 @@ import asyncio
 import logging
 from typing import cast
 
-from daemon.front.connection_end import ConnectionEnd
-from daemon.front.each import call_each
-from daemon.grpc import frames
-from daemon.grpc.data_frames import CONNECTION_WINDOW, STREAM_WINDOW
-from daemon.grpc.frame_reader import FRAME_SIZE, FrameReader
-from daemon.grpc.frames import DATA, HEADERS, STREAM_ID, WINDOW_UPDATE, Violation
-from daemon.grpc.outgoing import CLOSED, TLS_BUFFER, Phase
-from daemon.grpc.pings import Pings, Sign
-from daemon.grpc.serving import Serving
-from daemon.grpc.stream import Stream
-from daemon.grpc.stream_numbers import Past
+from tensord.daemon.front.connection_end import ConnectionEnd
+from tensord.daemon.front.each import call_each
+from tensord.daemon.grpc import frames
+from tensord.daemon.grpc.data_frames import CONNECTION_WINDOW, STREAM_WINDOW
+from tensord.daemon.grpc.frame_reader import FRAME_SIZE, FrameReader
+from tensord.daemon.grpc.frames import DATA, HEADERS, STREAM_ID, WINDOW_UPDATE, Violation
+from tensord.daemon.grpc.outgoing import CLOSED, TLS_BUFFER, Phase
+from tensord.daemon.grpc.pings import Pings, Sign
+from tensord.daemon.grpc.serving import Serving
+from tensord.daemon.grpc.stream import Stream
+from tensord.daemon.grpc.stream_numbers import Past
 
 _log = logging.getLogger(__name__)
 #: What a control frame that is answered, and a call that is taken back, cost; one that is passed over costs 1.

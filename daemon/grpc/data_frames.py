@@ -1,20 +1,20 @@
 """A connection's incoming DATA: the windows it has to keep to, and the way of its payload to where it belongs.
 
 A payload may arrive in any number of reads. What of it belongs to a tensor that has its place already is read there straight
-from the socket (``daemon.front.body_reader``); everything else goes through ``Stream.receive``.
+from the socket (``tensord.daemon.front.body_reader``); everything else goes through ``Stream.receive``.
 Source: RFC 9113, sections 5.2, 6.1 and 6.9.
 """
 
 from __future__ import annotations
 
-from daemon.front.body_reader import DIRECT_BYTE_SIZE, BodyReader
-from daemon.grpc import frames
-from daemon.grpc.frame_payload import FramePayload
-from daemon.grpc.frames import END_STREAM, Violation
-from daemon.grpc.outgoing import Outgoing, Phase
-from daemon.grpc.serving import Serving
-from daemon.grpc.stream import Stream
-from daemon.grpc.stream_numbers import Past
+from tensord.daemon.front.body_reader import DIRECT_BYTE_SIZE, BodyReader
+from tensord.daemon.grpc import frames
+from tensord.daemon.grpc.frame_payload import FramePayload
+from tensord.daemon.grpc.frames import END_STREAM, Violation
+from tensord.daemon.grpc.outgoing import Outgoing, Phase
+from tensord.daemon.grpc.serving import Serving
+from tensord.daemon.grpc.stream import Stream
+from tensord.daemon.grpc.stream_numbers import Past
 
 #: What a client may send, of a stream and of all together, before it is granted again.
 STREAM_WINDOW = 4 << 20

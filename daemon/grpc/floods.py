@@ -11,7 +11,7 @@ Source: RFC 9113, section 10.5; what it counts is what Envoy bounds (max_inbound
 
 from __future__ import annotations
 
-from daemon.grpc.frames import ENHANCE_YOUR_CALM, Violation
+from tensord.daemon.grpc.frames import ENHANCE_YOUR_CALM, Violation
 
 #: Frames of a connection that are looked at in one turn of the loop: many calls' worth, and well below a millisecond's if empty.
 FRAMES_A_TURN = 256

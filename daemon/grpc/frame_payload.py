@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class FramePayload:
-    """What ``daemon.front.body_reader`` reads for a connection.
+    """What ``tensord.daemon.front.body_reader`` reads for a connection.
 
     Args:
       place: where it goes; of both the frame and the tensor at least so much is still to come.

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from daemon.front.body_reader import DIRECT_BYTE_SIZE
-from daemon.grpc import frames
-from daemon.grpc.floods import CALL_COST, FRAMES_A_TURN, Floods
-from daemon.grpc.frames import (
+from tensord.daemon.front.body_reader import DIRECT_BYTE_SIZE
+from tensord.daemon.grpc import frames
+from tensord.daemon.grpc.floods import CALL_COST, FRAMES_A_TURN, Floods
+from tensord.daemon.grpc.frames import (
     DATA,
     END_HEADERS,
     END_STREAM,
@@ -28,9 +28,9 @@ from daemon.grpc.frames import (
     read_head,
     read_update,
 )
-from daemon.grpc.header_frames import HeaderFrames
-from daemon.grpc.outgoing import CLOSED, ENDING, OPENING, Phase
-from daemon.grpc.serving import Serving
+from tensord.daemon.grpc.header_frames import HeaderFrames
+from tensord.daemon.grpc.outgoing import CLOSED, ENDING, OPENING, Phase
+from tensord.daemon.grpc.serving import Serving
 
 #: Frames we take; larger than the default, so that large tensors come in fewer pieces.
 FRAME_SIZE = 4 << 20

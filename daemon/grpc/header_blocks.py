@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import hpack
 from hpack.table import HeaderTable
 
-from daemon.grpc import header_rules
-from daemon.grpc.frames import COMPRESSION_ERROR, ENHANCE_YOUR_CALM, Violation
-from daemon.grpc.header_rules import Fields
+from tensord.daemon.grpc import header_rules
+from tensord.daemon.grpc.frames import COMPRESSION_ERROR, ENHANCE_YOUR_CALM, Violation
+from tensord.daemon.grpc.header_rules import Fields
 
 _MAX_REMEMBERED = 256
 _UNITS_NS = {"H": 3600 * 10**9, "M": 60 * 10**9, "S": 10**9, "m": 10**6, "u": 1000, "n": 1}

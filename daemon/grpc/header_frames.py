@@ -7,19 +7,19 @@ Source: RFC 9113, sections 4.3, 5.1, 6.2 and 8.1.
 
 from __future__ import annotations
 
-from daemon.front.access import Restricted
-from daemon.grpc import frames
-from daemon.grpc.codes import UNAVAILABLE, UNIMPLEMENTED
-from daemon.grpc.data_frames import DataFrames
-from daemon.grpc.floods import HEADER_BYTES_A_FRAME
-from daemon.grpc.frames import END_HEADERS, END_STREAM, Violation
-from daemon.grpc.header_blocks import CallHead, HeaderBlocks
-from daemon.grpc.header_rules import Malformed
-from daemon.grpc.measured_stream import MeasuredStream
-from daemon.grpc.outgoing import ENDING
-from daemon.grpc.serving import Serving
-from daemon.grpc.stream import Stream
-from daemon.grpc.stream_numbers import Past
+from tensord.daemon.front.access import Restricted
+from tensord.daemon.grpc import frames
+from tensord.daemon.grpc.codes import UNAVAILABLE, UNIMPLEMENTED
+from tensord.daemon.grpc.data_frames import DataFrames
+from tensord.daemon.grpc.floods import HEADER_BYTES_A_FRAME
+from tensord.daemon.grpc.frames import END_HEADERS, END_STREAM, Violation
+from tensord.daemon.grpc.header_blocks import CallHead, HeaderBlocks
+from tensord.daemon.grpc.header_rules import Malformed
+from tensord.daemon.grpc.measured_stream import MeasuredStream
+from tensord.daemon.grpc.outgoing import ENDING
+from tensord.daemon.grpc.serving import Serving
+from tensord.daemon.grpc.stream import Stream
+from tensord.daemon.grpc.stream_numbers import Past
 
 #: Frames that one header block may come in.
 _MAX_PIECES = 64

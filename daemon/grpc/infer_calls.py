@@ -6,26 +6,26 @@ from collections.abc import Callable
 from functools import partial
 from time import monotonic_ns
 
-from daemon.front import request_id
-from daemon.front.forwarding import Forwarding
-from daemon.grpc.call_requests import Caller, FormedCallRequest
-from daemon.grpc.message_forms import MessageForm, MessageForms
-from daemon.grpc.reception import Reception
-from daemon.grpc.request_fields import RefusedRequest
-from daemon.grpc.request_reader import RequestReader, Understood
-from daemon.grpc.stream import Stream
-from daemon.grpc.walk import walk
-from daemon.submit.accounts import Account
-from daemon.submit.inference import InferenceRequest
-from daemon.submit.model_table import ModelTable
-from daemon.submit.scheduling import UNSCHEDULED, Scheduling
-from daemon.submit.submitter import Submitter
-from daemon.tracing.tracer import Trace, Tracer
-from shm.arena import ALIGNMENT, Lease
-from shm.errors import ServingError
-from shm.forms import MAX_FORMS
-from shm.lane import SubmitterLane
-from shm.messages import Buffer, Completion, Content, FormSubmit, Slice
+from tensord.daemon.front import request_id
+from tensord.daemon.front.forwarding import Forwarding
+from tensord.daemon.grpc.call_requests import Caller, FormedCallRequest
+from tensord.daemon.grpc.message_forms import MessageForm, MessageForms
+from tensord.daemon.grpc.reception import Reception
+from tensord.daemon.grpc.request_fields import RefusedRequest
+from tensord.daemon.grpc.request_reader import RequestReader, Understood
+from tensord.daemon.grpc.stream import Stream
+from tensord.daemon.grpc.walk import walk
+from tensord.daemon.submit.accounts import Account
+from tensord.daemon.submit.inference import InferenceRequest
+from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
+from tensord.daemon.submit.submitter import Submitter
+from tensord.daemon.tracing.tracer import Trace, Tracer
+from tensord.shm.arena import ALIGNMENT, Lease
+from tensord.shm.errors import ServingError
+from tensord.shm.forms import MAX_FORMS
+from tensord.shm.lane import SubmitterLane
+from tensord.shm.messages import Buffer, Completion, Content, FormSubmit, Slice
 
 #: Whole; one that is no buffer has a lease.
 Message = Buffer | Reception

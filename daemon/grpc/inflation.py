@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import zlib
 
-from daemon.grpc.codes import INTERNAL, RESOURCE_EXHAUSTED, UNIMPLEMENTED
-from shm.messages import Buffer
+from tensord.daemon.grpc.codes import INTERNAL, RESOURCE_EXHAUSTED, UNIMPLEMENTED
+from tensord.shm.messages import Buffer
 
 
 class Refused(Exception):

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from config.options import Grpc
-from daemon.front.connection_end import ConnectionEnd
-from daemon.grpc.step_order import StepOrder
-from daemon.submit.accounts import Account
-from shm.messages import Buffer
+from tensord.config.options import Grpc
+from tensord.daemon.front.connection_end import ConnectionEnd
+from tensord.daemon.grpc.step_order import StepOrder
+from tensord.daemon.submit.accounts import Account
+from tensord.shm.messages import Buffer
 
 
 class Bounds(Protocol):

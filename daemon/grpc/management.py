@@ -1,6 +1,6 @@
 """The rest of inference.GRPCInferenceService: health, metadata, configuration, statistics, repository, regions.
 
-What they answer is the business of ``daemon.front.endpoints``; here stand messages. Source: grpc_service.proto.
+What they answer is the business of ``tensord.daemon.front.endpoints``; here stand messages. Source: grpc_service.proto.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 from tritonclient.grpc import service_pb2
 
-from daemon.control import log_settings
-from daemon.front.endpoints import Endpoints
-from daemon.front.peer import end_of, peer_of
-from daemon.grpc.call import Call
-from daemon.grpc.link import Link
-from daemon.grpc.request_codec import read_version
-from daemon.grpc.stream import Stream
-from daemon.grpc.unary import Unary
-from daemon.tracing import trace_settings
-from shm.errors import InvalidArgument, NotFound, Unsupported
-from shm.settings import ChangeLog
+from tensord.daemon.control import log_settings
+from tensord.daemon.front.endpoints import Endpoints
+from tensord.daemon.front.peer import end_of, peer_of
+from tensord.daemon.grpc.call import Call
+from tensord.daemon.grpc.link import Link
+from tensord.daemon.grpc.request_codec import read_version
+from tensord.daemon.grpc.stream import Stream
+from tensord.daemon.grpc.unary import Unary
+from tensord.daemon.tracing import trace_settings
+from tensord.shm.errors import InvalidArgument, NotFound, Unsupported
+from tensord.shm.settings import ChangeLog
 
 SERVICE = "inference.GRPCInferenceService"
 #: Log setting -> field of ChangeLog, its kind of parameter, and how Triton calls that.

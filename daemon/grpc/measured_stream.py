@@ -6,10 +6,10 @@ Source: RFC 9113, section 8.1.1.
 
 from __future__ import annotations
 
-from daemon.grpc.frames import PROTOCOL_ERROR
-from daemon.grpc.header_blocks import CallHead
-from daemon.grpc.link import Link
-from daemon.grpc.stream import Stream
+from tensord.daemon.grpc.frames import PROTOCOL_ERROR
+from tensord.daemon.grpc.header_blocks import CallHead
+from tensord.daemon.grpc.link import Link
+from tensord.daemon.grpc.stream import Stream
 
 
 class MeasuredStream(Stream):

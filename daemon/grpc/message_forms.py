@@ -7,16 +7,16 @@ asked again whenever any model has changed.
 
 from __future__ import annotations
 
-from daemon.front.memo import Memo
-from daemon.grpc.answer_form import AnswerForm
-from daemon.grpc.request_codec import DecodedHead, decode_scheduling
-from daemon.submit.inference import form_of
-from daemon.submit.model_table import ModelTable
-from daemon.submit.scheduling import UNSCHEDULED, Scheduling
-from daemon.submit.submitter import Submitter
-from shm.errors import NotFound
-from shm.forms import MAX_FORMS, Form
-from shm.messages import Completion, Submit
+from tensord.daemon.front.memo import Memo
+from tensord.daemon.grpc.answer_form import AnswerForm
+from tensord.daemon.grpc.request_codec import DecodedHead, decode_scheduling
+from tensord.daemon.submit.inference import form_of
+from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
+from tensord.daemon.submit.submitter import Submitter
+from tensord.shm.errors import NotFound
+from tensord.shm.forms import MAX_FORMS, Form
+from tensord.shm.messages import Completion, Submit
 
 
 class MessageForm:

@@ -10,17 +10,17 @@ import asyncio
 import enum
 from collections.abc import Callable
 
-from daemon.front.each import call_each
-from daemon.front.pace import Pace
-from daemon.grpc import frames
-from daemon.grpc.frames import MAX_WINDOW, STREAM_ID, Violation
-from daemon.grpc.reply import Reply
-from daemon.grpc.serving import Serving
-from daemon.grpc.step_order import StepOrder
-from daemon.grpc.stream import Stream
-from daemon.grpc.stream_numbers import Past, StreamNumbers
-from daemon.submit.accounts import Account
-from shm.messages import Buffer
+from tensord.daemon.front.each import call_each
+from tensord.daemon.front.pace import Pace
+from tensord.daemon.grpc import frames
+from tensord.daemon.grpc.frames import MAX_WINDOW, STREAM_ID, Violation
+from tensord.daemon.grpc.reply import Reply
+from tensord.daemon.grpc.serving import Serving
+from tensord.daemon.grpc.step_order import StepOrder
+from tensord.daemon.grpc.stream import Stream
+from tensord.daemon.grpc.stream_numbers import Past, StreamNumbers
+from tensord.daemon.submit.accounts import Account
+from tensord.shm.messages import Buffer
 
 #: What may be handed to the transport at once; mostly views of the arena. A 1 MiB answer and its end leave in one call.
 WRITE_BUFFER = 4 << 20

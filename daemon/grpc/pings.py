@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import enum
 
-from config.options import Grpc
-from daemon.grpc.frames import ENHANCE_YOUR_CALM, Violation
+from tensord.config.options import Grpc
+from tensord.daemon.grpc.frames import ENHANCE_YOUR_CALM, Violation
 
 
 class Sign(enum.Enum):

@@ -7,8 +7,8 @@
 lease    | tensor | pad | tensor | pad | ...      pad = up to the next 64 bytes, what an executable needs to use it in place
 
 Until it is PLACED, whoever feeds it keeps the pieces as well, and may go on without it. What it does is what
-``daemon.http.reception`` does for a body; only here each tensor says how long it is just before it comes, and the head may go on
-behind the tensors.
+``tensord.daemon.http.reception`` does for a body; only here each tensor says how long it is just before it comes, and the head
+may go on behind the tensors.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import enum
 import logging
 from collections.abc import Callable
 
-from daemon.grpc.request_fields import ArrivingFields, RefusedRequest
-from daemon.grpc.walk import walk_beginning
-from daemon.submit.accounts import Account
-from daemon.submit.submitter import Submitter
-from shm.arena import ALIGNMENT, Lease
-from shm.errors import DEFECT, Internal, ServingError
-from shm.messages import Slice
+from tensord.daemon.grpc.request_fields import ArrivingFields, RefusedRequest
+from tensord.daemon.grpc.walk import walk_beginning
+from tensord.daemon.submit.accounts import Account
+from tensord.daemon.submit.submitter import Submitter
+from tensord.shm.arena import ALIGNMENT, Lease
+from tensord.shm.errors import DEFECT, Internal, ServingError
+from tensord.shm.messages import Slice
 
 _log = logging.getLogger(__name__)
 #: For every so many bytes of a message with several tensors the lease has room for one pad; smaller tensors may go without.

@@ -15,13 +15,13 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from daemon.front.each import call_each
-from daemon.front.pace import Pace
-from daemon.grpc import frames, header_blocks
-from daemon.grpc.codes import OK
-from daemon.grpc.header_blocks import CallHead
-from daemon.grpc.link import Link
-from shm.messages import Buffer
+from tensord.daemon.front.each import call_each
+from tensord.daemon.front.pace import Pace
+from tensord.daemon.grpc import frames, header_blocks
+from tensord.daemon.grpc.codes import OK
+from tensord.daemon.grpc.header_blocks import CallHead
+from tensord.daemon.grpc.link import Link
+from tensord.shm.messages import Buffer
 
 #: Before each message, either way: whether it is compressed, and its length.
 PREFIX = struct.Struct(">BI")

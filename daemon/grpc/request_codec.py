@@ -13,13 +13,13 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from daemon.grpc.request_tensors import content, requested
-from daemon.submit.inference import Content, InferenceRequest
-from daemon.submit.model_table import ModelTable, parse_version
-from daemon.submit.scheduling import KEYS, UNSCHEDULED, Scheduling
-from shm.datatypes import wire_name
-from shm.errors import InvalidArgument, ServingError, Unsupported
-from shm.messages import MAX_SEQUENCE_ID, Parameter, RegionSlice, RequestedOutput
+from tensord.daemon.grpc.request_tensors import content, requested
+from tensord.daemon.submit.inference import Content, InferenceRequest
+from tensord.daemon.submit.model_table import ModelTable, parse_version
+from tensord.daemon.submit.scheduling import KEYS, UNSCHEDULED, Scheduling
+from tensord.shm.datatypes import wire_name
+from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
+from tensord.shm.messages import MAX_SEQUENCE_ID, Parameter, RegionSlice, RequestedOutput
 
 _INT64 = (1 << 63) - 1
 

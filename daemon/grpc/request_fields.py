@@ -9,8 +9,8 @@ Source: grpc_service.proto; protobuf's encoding specification.
 
 from __future__ import annotations
 
-from shm.errors import InvalidArgument, ServingError
-from shm.messages import Buffer
+from tensord.shm.errors import InvalidArgument, ServingError
+from tensord.shm.messages import Buffer
 
 #: More raw tensors than any model takes; each costs two bytes on the wire and far more here.
 MAX_RAWS = 1 << 16

@@ -12,16 +12,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from daemon.grpc.message_forms import MessageForms
-from daemon.grpc.reception import Reception
-from daemon.grpc.request_codec import DecodedHead, decode_head
-from daemon.grpc.request_fields import RefusedRequest, split
-from daemon.grpc.walk import walk
-from daemon.submit.inference import Content, InferenceRequest
-from daemon.submit.model_table import ModelTable
-from shm.control_records import ModelState
-from shm.errors import InvalidArgument, ServingError
-from shm.messages import Buffer
+from tensord.daemon.grpc.message_forms import MessageForms
+from tensord.daemon.grpc.reception import Reception
+from tensord.daemon.grpc.request_codec import DecodedHead, decode_head
+from tensord.daemon.grpc.request_fields import RefusedRequest, split
+from tensord.daemon.grpc.walk import walk
+from tensord.daemon.submit.inference import Content, InferenceRequest
+from tensord.daemon.submit.model_table import ModelTable
+from tensord.shm.control_records import ModelState
+from tensord.shm.errors import InvalidArgument, ServingError
+from tensord.shm.messages import Buffer
 
 #: What a request's head says, the request, and what its model is.
 Understood = tuple[DecodedHead, InferenceRequest, ModelState]

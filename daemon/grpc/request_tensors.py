@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from daemon.submit.inference import Content
-from shm.arrays import DTYPES, byte_content
-from shm.datatypes import ELEMENT_SIZES, element_count
-from shm.errors import InvalidArgument
-from shm.messages import RegionSlice, RequestedOutput
+from tensord.daemon.submit.inference import Content
+from tensord.shm.arrays import DTYPES, byte_content
+from tensord.shm.datatypes import ELEMENT_SIZES, element_count
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.messages import RegionSlice, RequestedOutput
 
 #: Datatype of a contents field, and the datatypes that may come in it.
 _CONTENTS = {

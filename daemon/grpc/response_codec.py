@@ -15,7 +15,7 @@ import functools
 import struct
 from collections.abc import Callable
 
-from shm.messages import Buffer, Completion, Inline, Parameter, Slice
+from tensord.shm.messages import Buffer, Completion, Inline, Parameter, Slice
 
 _double = struct.Struct("<d").pack
 _UINT64 = (1 << 64) - 1

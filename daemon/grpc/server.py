@@ -10,24 +10,24 @@ import time
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
-from config import restrictions
-from config.options import Options
-from daemon.front.acceptor import Acceptor
-from daemon.front.access import grpc_access
-from daemon.front.endpoints import Endpoints
-from daemon.front.forwarding import Forwarding
-from daemon.front.process import Front
-from daemon.grpc import tls
-from daemon.grpc.call import Call
-from daemon.grpc.connection import Connection
-from daemon.grpc.infer_calls import InferCalls
-from daemon.grpc.management import SERVICE, Management
-from daemon.grpc.opening import Opening
-from daemon.grpc.serving import Serving
-from daemon.grpc.standard_services import StandardServices
-from daemon.grpc.stream import Stream
-from daemon.grpc.stream_infer import StreamInfer
-from daemon.grpc.unary_infer import UnaryInfer
+from tensord.config import restrictions
+from tensord.config.options import Options
+from tensord.daemon.front.acceptor import Acceptor
+from tensord.daemon.front.access import grpc_access
+from tensord.daemon.front.endpoints import Endpoints
+from tensord.daemon.front.forwarding import Forwarding
+from tensord.daemon.front.process import Front
+from tensord.daemon.grpc import tls
+from tensord.daemon.grpc.call import Call
+from tensord.daemon.grpc.connection import Connection
+from tensord.daemon.grpc.infer_calls import InferCalls
+from tensord.daemon.grpc.management import SERVICE, Management
+from tensord.daemon.grpc.opening import Opening
+from tensord.daemon.grpc.serving import Serving
+from tensord.daemon.grpc.standard_services import StandardServices
+from tensord.daemon.grpc.stream import Stream
+from tensord.daemon.grpc.stream_infer import StreamInfer
+from tensord.daemon.grpc.unary_infer import UnaryInfer
 
 _log = logging.getLogger(__name__)
 _CHECK_SECONDS = 1.0
@@ -39,7 +39,7 @@ _LAST_CALL_NS = 250_000_000
 class GrpcFront(Front):
     """A front that speaks gRPC."""
 
-    parts: ClassVar[Mapping[str, str]] = {"daemon.grpc._walk": "messages are walked over in Python"}
+    parts: ClassVar[Mapping[str, str]] = {"tensord.daemon.grpc._walk": "messages are walked over in Python"}
 
     async def open(self, options: Options, endpoints: Endpoints) -> None:
         pattern = options.grpc.header_forward_pattern

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from config.options import COMPRESSION_LEVELS, Grpc
-from daemon.control.tally import Seat
-from daemon.front.access import Rule
-from daemon.front.lingering_close import LingeringClose
-from daemon.front.longest_idle import Guest, LongestIdle
-from daemon.grpc.call import Call
-from daemon.grpc.stream import Stream
-from daemon.submit.accounts import Accounts
+from tensord.config.options import COMPRESSION_LEVELS, Grpc
+from tensord.daemon.control.tally import Seat
+from tensord.daemon.front.access import Rule
+from tensord.daemon.front.lingering_close import LingeringClose
+from tensord.daemon.front.longest_idle import Guest, LongestIdle
+from tensord.daemon.grpc.call import Call
+from tensord.daemon.grpc.stream import Stream
+from tensord.daemon.submit.accounts import Accounts
 
 
 class Client(Guest, Protocol):

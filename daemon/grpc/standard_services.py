@@ -13,13 +13,13 @@ from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from daemon.front.endpoints import Endpoints
-from daemon.grpc.call import Call
-from daemon.grpc.codes import INVALID_ARGUMENT, OK
-from daemon.grpc.management import SERVICE
-from daemon.grpc.stream import Stream
-from daemon.grpc.unary import Unary
-from shm.messages import Buffer
+from tensord.daemon.front.endpoints import Endpoints
+from tensord.daemon.grpc.call import Call
+from tensord.daemon.grpc.codes import INVALID_ARGUMENT, OK
+from tensord.daemon.grpc.management import SERVICE
+from tensord.daemon.grpc.stream import Stream
+from tensord.daemon.grpc.unary import Unary
+from tensord.shm.messages import Buffer
 
 _HEALTH = "grpc.health.v1.Health"
 _REFLECTIONS = ("grpc.reflection.v1alpha.ServerReflection", "grpc.reflection.v1.ServerReflection")

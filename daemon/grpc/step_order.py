@@ -15,8 +15,8 @@ from typing import Protocol
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
-from daemon.grpc.walk import fields
-from shm.messages import Buffer, SequenceId
+from tensord.daemon.grpc.walk import fields
+from tensord.shm.messages import Buffer, SequenceId
 
 #: Model and correlation id.
 Sequence = tuple[str, SequenceId]

@@ -13,16 +13,16 @@ import asyncio
 import logging
 import time
 
-from daemon.front.pace import GRACE_SECONDS
-from daemon.grpc import frames
-from daemon.grpc.arriving_message import ArrivingMessage
-from daemon.grpc.call import Call
-from daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, RESOURCE_EXHAUSTED, UNAVAILABLE
-from daemon.grpc.inflation import Refused, inflated
-from daemon.grpc.reception import Reception
-from daemon.grpc.reply import PREFIX, Reply, read_prefix
-from shm.errors import DEFECT
-from shm.messages import Buffer
+from tensord.daemon.front.pace import GRACE_SECONDS
+from tensord.daemon.grpc import frames
+from tensord.daemon.grpc.arriving_message import ArrivingMessage
+from tensord.daemon.grpc.call import Call
+from tensord.daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, RESOURCE_EXHAUSTED, UNAVAILABLE
+from tensord.daemon.grpc.inflation import Refused, inflated
+from tensord.daemon.grpc.reception import Reception
+from tensord.daemon.grpc.reply import PREFIX, Reply, read_prefix
+from tensord.shm.errors import DEFECT
+from tensord.shm.messages import Buffer
 
 _log = logging.getLogger(__name__)
 #: Larger messages that do not come in one piece may go to where a worker reads them while they arrive.

@@ -12,21 +12,21 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from daemon.front.each import call_each
-from daemon.grpc import response_codec
-from daemon.grpc.call import Call, kept
-from daemon.grpc.call_requests import CallRequest, FormedCallRequest
-from daemon.grpc.codes import INTERNAL, OK, number
-from daemon.grpc.infer_calls import InferCalls, Message, Sent
-from daemon.grpc.reception import Reception
-from daemon.grpc.request_fields import RefusedRequest, client_id_of
-from daemon.grpc.stream import Stream
-from daemon.submit.accounts import Account
-from daemon.submit.inference import InferenceRequest, begin
-from daemon.tracing.tracer import Trace
-from shm.errors import DEFECT, ServingError
-from shm.lane import SubmitterLane
-from shm.messages import Buffer, Completion, FormCompletion, Slice
+from tensord.daemon.front.each import call_each
+from tensord.daemon.grpc import response_codec
+from tensord.daemon.grpc.call import Call, kept
+from tensord.daemon.grpc.call_requests import CallRequest, FormedCallRequest
+from tensord.daemon.grpc.codes import INTERNAL, OK, number
+from tensord.daemon.grpc.infer_calls import InferCalls, Message, Sent
+from tensord.daemon.grpc.reception import Reception
+from tensord.daemon.grpc.request_fields import RefusedRequest, client_id_of
+from tensord.daemon.grpc.stream import Stream
+from tensord.daemon.submit.accounts import Account
+from tensord.daemon.submit.inference import InferenceRequest, begin
+from tensord.daemon.tracing.tracer import Trace
+from tensord.shm.errors import DEFECT, ServingError
+from tensord.shm.lane import SubmitterLane
+from tensord.shm.messages import Buffer, Completion, FormCompletion, Slice
 
 _log = logging.getLogger(__name__)
 #: Answers of a stream that its client has not taken; beyond, no more requests are taken.

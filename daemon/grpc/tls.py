@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 
-from config.options import Grpc
+from tensord.config.options import Grpc
 
 
 class TlsError(Exception):

@@ -9,11 +9,11 @@ from typing import Any
 
 from google.protobuf.message import DecodeError, Message
 
-from daemon.grpc.call import Call, kept
-from daemon.grpc.codes import INTERNAL, INVALID_ARGUMENT, number
-from daemon.grpc.stream import Stream
-from shm.errors import DEFECT, ServingError
-from shm.messages import Buffer
+from tensord.daemon.grpc.call import Call, kept
+from tensord.daemon.grpc.codes import INTERNAL, INVALID_ARGUMENT, number
+from tensord.daemon.grpc.stream import Stream
+from tensord.shm.errors import DEFECT, ServingError
+from tensord.shm.messages import Buffer
 
 _log = logging.getLogger(__name__)
 

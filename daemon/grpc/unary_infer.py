@@ -6,20 +6,20 @@ import logging
 import time
 from functools import partial
 
-from daemon.grpc import response_codec
-from daemon.grpc.call import Call, kept
-from daemon.grpc.call_requests import CallRequest, FormedCallRequest
-from daemon.grpc.codes import CANCELLED, INTERNAL, number
-from daemon.grpc.infer_calls import InferCalls, Message, Sent
-from daemon.grpc.reception import Reception
-from daemon.grpc.request_fields import RefusedRequest
-from daemon.grpc.step_order import Sequence, sequence_of
-from daemon.grpc.stream import Stream
-from daemon.submit.accounts import Account
-from daemon.submit.inference import begin
-from shm.errors import DEFECT, ServingError, Unsupported
-from shm.lane import SubmitterLane
-from shm.messages import Buffer, Completion, FormCompletion
+from tensord.daemon.grpc import response_codec
+from tensord.daemon.grpc.call import Call, kept
+from tensord.daemon.grpc.call_requests import CallRequest, FormedCallRequest
+from tensord.daemon.grpc.codes import CANCELLED, INTERNAL, number
+from tensord.daemon.grpc.infer_calls import InferCalls, Message, Sent
+from tensord.daemon.grpc.reception import Reception
+from tensord.daemon.grpc.request_fields import RefusedRequest
+from tensord.daemon.grpc.step_order import Sequence, sequence_of
+from tensord.daemon.grpc.stream import Stream
+from tensord.daemon.submit.accounts import Account
+from tensord.daemon.submit.inference import begin
+from tensord.shm.errors import DEFECT, ServingError, Unsupported
+from tensord.shm.lane import SubmitterLane
+from tensord.shm.messages import Buffer, Completion, FormCompletion
 
 _log = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from daemon.submit.scheduling import KEYS
-from shm.arena import ALIGNMENT
-from shm.extensions import check
-from shm.messages import Buffer
+from tensord.daemon.submit.scheduling import KEYS
+from tensord.shm.arena import ALIGNMENT
+from tensord.shm.extensions import check
+from tensord.shm.messages import Buffer
 
 #: Rest, id, parameters that schedule, raw tensors, and the room that those need which do not travel in a record.
 Walked = tuple[bytes, bytes, bytes, "tuple[Buffer, ...]", int]
@@ -138,7 +138,7 @@ def _field(content: Buffer | bytearray, at: int, end: int) -> tuple[int, int, in
 walk: Callable[[Buffer, int, int, int], Walked | None]
 walk_beginning: Callable[[Buffer, int, int], Begun | None]
 try:
-    from daemon.grpc import _walk
+    from tensord.daemon.grpc import _walk
 
     check(_walk)
 except ImportError:  # not built, or not from these sources

@@ -1,4 +1,4 @@
-"""``python -m daemon.http``: the HTTP front, started by the supervisor with its control channel and listening socket."""
+"""``python -m tensord.daemon.http``: the HTTP front, started by the supervisor with its control channel and listening socket."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import gc
 if __name__ == "__main__":
     # Until the front serves: what is imported stays, and looking at it again and again is a tenth of the time (measured).
     gc.disable()
-    from daemon.front import process
-    from daemon.http.server import HttpFront
+    from tensord.daemon.front import process
+    from tensord.daemon.http.server import HttpFront
 
-    process.main("daemon.http", "The HTTP front. Started by the supervisor only.", HttpFront)
+    process.main("tensord.daemon.http", "The HTTP front. Started by the supervisor only.", HttpFront)

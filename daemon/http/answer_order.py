@@ -11,17 +11,17 @@ import asyncio
 from collections import deque
 from time import monotonic
 
-from daemon.front.body_reader import BodyReader
-from daemon.front.each import call_each
-from daemon.front.lingering_close import is_quiet
-from daemon.http.answering import Answering
-from daemon.http.cycle import Cycle
-from daemon.http.deadlines import Deadlines
-from daemon.http.exchange import Exchange
-from daemon.http.flow import Flow
-from daemon.http.response_codec import CLOSE, Buffer, error_response
-from daemon.http.serving import Serving
-from daemon.submit.accounts import Account
+from tensord.daemon.front.body_reader import BodyReader
+from tensord.daemon.front.each import call_each
+from tensord.daemon.front.lingering_close import is_quiet
+from tensord.daemon.http.answering import Answering
+from tensord.daemon.http.cycle import Cycle
+from tensord.daemon.http.deadlines import Deadlines
+from tensord.daemon.http.exchange import Exchange
+from tensord.daemon.http.flow import Flow
+from tensord.daemon.http.response_codec import CLOSE, Buffer, error_response
+from tensord.daemon.http.serving import Serving
+from tensord.daemon.submit.accounts import Account
 
 
 class AnswerOrder:

@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from daemon.http import response_codec
-from daemon.http.decoded_request import DecodedRequest
-from daemon.http.response_codec import Buffer
-from shm.forms import whole_answer
-from shm.messages import Completion, FormCompletion, Inline, Slice
+from tensord.daemon.http import response_codec
+from tensord.daemon.http.decoded_request import DecodedRequest
+from tensord.daemon.http.response_codec import Buffer
+from tensord.shm.forms import whole_answer
+from tensord.shm.messages import Completion, FormCompletion, Inline, Slice
 
 #: Longer texts are not worth remembering.
 _MAX_TEXT = 2048

@@ -15,20 +15,20 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from daemon.front.status import http_status
-from daemon.http import response_codec
-from daemon.http.compression import Deflation
-from daemon.http.conversions import Job
-from daemon.http.http_form import HttpForm
-from daemon.http.message_head import InferHead
-from daemon.http.serving import Serving
-from daemon.submit.accounts import Account
-from daemon.submit.pending import Pending
-from daemon.tracing.tracer import Trace
-from shm.errors import DEFECT, ServingError
-from shm.forms import no_view
-from shm.lane import SubmitterLane
-from shm.messages import Completion, FormCompletion, Slice
+from tensord.daemon.front.status import http_status
+from tensord.daemon.http import response_codec
+from tensord.daemon.http.compression import Deflation
+from tensord.daemon.http.conversions import Job
+from tensord.daemon.http.http_form import HttpForm
+from tensord.daemon.http.message_head import InferHead
+from tensord.daemon.http.serving import Serving
+from tensord.daemon.submit.accounts import Account
+from tensord.daemon.submit.pending import Pending
+from tensord.daemon.tracing.tracer import Trace
+from tensord.shm.errors import DEFECT, ServingError
+from tensord.shm.forms import no_view
+from tensord.shm.lane import SubmitterLane
+from tensord.shm.messages import Completion, FormCompletion, Slice
 
 _log = logging.getLogger(__name__)
 #: Before which an answer's head says how the connection goes on.

@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from daemon.http.decoded_request import Part
-from shm.arena import ALIGNMENT, Lease
-from shm.messages import Content, Slice
+from tensord.daemon.http.decoded_request import Part
+from tensord.shm.arena import ALIGNMENT, Lease
+from tensord.shm.messages import Content, Slice
 
 #: Bodies up to this size are collected; larger binary ones of known length go straight into the arena.
 COLLECT_BYTE_SIZE = 4096

@@ -12,8 +12,8 @@ import zlib
 from collections import deque
 from collections.abc import Iterable
 
-from daemon.http.body import CollectedBody
-from shm.errors import InvalidArgument
+from tensord.daemon.http.body import CollectedBody
+from tensord.shm.errors import InvalidArgument
 
 Buffer = bytes | memoryview
 

@@ -16,16 +16,16 @@ from __future__ import annotations
 import asyncio
 from time import monotonic
 
-from daemon.front.body_reader import BodyReader
-from daemon.http.answer_order import AnswerOrder
-from daemon.http.answering import Phase
-from daemon.http.body import COLLECT_BYTE_SIZE, PlacedBody, TextBody
-from daemon.http.deadlines import Late
-from daemon.http.exchange import Exchange
-from daemon.http.heads import END
-from daemon.http.message_head import InferHead
-from daemon.http.parser_feed import ParserFeed
-from daemon.http.serving import Serving
+from tensord.daemon.front.body_reader import BodyReader
+from tensord.daemon.http.answer_order import AnswerOrder
+from tensord.daemon.http.answering import Phase
+from tensord.daemon.http.body import COLLECT_BYTE_SIZE, PlacedBody, TextBody
+from tensord.daemon.http.deadlines import Late
+from tensord.daemon.http.exchange import Exchange
+from tensord.daemon.http.heads import END
+from tensord.daemon.http.message_head import InferHead
+from tensord.daemon.http.parser_feed import ParserFeed
+from tensord.daemon.http.serving import Serving
 
 #: A body with more to come than this is read from the socket straight to its place.
 DIRECT_BYTE_SIZE = 64 << 10

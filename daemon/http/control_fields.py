@@ -9,9 +9,9 @@ import base64
 import binascii
 from typing import Any
 
-from daemon.http.json_values import is_unsigned
-from daemon.http.request_head import parse
-from shm.errors import InvalidArgument
+from tensord.daemon.http.json_values import is_unsigned
+from tensord.daemon.http.request_head import parse
+from tensord.shm.errors import InvalidArgument
 
 
 def read(body: bytes, required: bool = False) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from shm.errors import InvalidArgument
+from tensord.shm.errors import InvalidArgument
 
 #: cudaIpcMemHandle_t.
 _HANDLE_BYTE_SIZE = 64

@@ -10,8 +10,8 @@ from typing import Any
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from daemon.http.flow import Flow
-from daemon.http.serving import Serving
+from tensord.daemon.http.flow import Flow
+from tensord.daemon.http.serving import Serving
 
 _log = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 
-from config.options import Http
-from daemon.front.pace import GRACE_SECONDS, Pace
+from tensord.config.options import Http
+from tensord.daemon.front.pace import GRACE_SECONDS, Pace
 
 
 class Late(enum.Enum):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from daemon.http.json_array import JsonArray
-from daemon.http.json_base64 import JsonBase64
-from daemon.http.json_strings import JsonStrings
-from daemon.submit.scheduling import UNSCHEDULED, Scheduling
-from shm.messages import Inline, Parameter, RegionSlice, RequestedOutput, Submit, Tensor
+from tensord.daemon.http.json_array import JsonArray
+from tensord.daemon.http.json_base64 import JsonBase64
+from tensord.daemon.http.json_strings import JsonStrings
+from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
+from tensord.shm.messages import Inline, Parameter, RegionSlice, RequestedOutput, Submit, Tensor
 
 #: Stands for the bytes of an input that each request has of its own.
 _OWN = Inline(b"")
@@ -42,7 +42,7 @@ class DecodedRequest:
     scheduling: Scheduling = UNSCHEDULED
 
     def template(self, model: str, version: int, forwarded: dict[str, str] | None) -> Submit:
-        """What requests that say so have in common on a lane (``shm.forms``). ``forwarded``: headers that are parameters."""
+        """What such requests have in common on a lane (``tensord.shm.forms``). ``forwarded``: headers that are parameters."""
         inputs = [
             Tensor(name, datatype, shape, source if isinstance(source, RegionSlice) else _OWN)
             for name, datatype, shape, source in self.inputs

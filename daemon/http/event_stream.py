@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from shm.errors import InvalidArgument
+from tensord.shm.errors import InvalidArgument
 
 _MEDIA_TYPE = "text/event-stream; charset=utf-8"
 

@@ -14,22 +14,22 @@ from time import monotonic_ns
 
 import msgspec
 
-from daemon.front import request_id
-from daemon.front.status import http_status
-from daemon.http import json_cut, placement, request_codec
-from daemon.http.answering import Answering, Phase
-from daemon.http.body import Body, CollectedBody, PlacedBody
-from daemon.http.compression import BodyTooLarge
-from daemon.http.http_form import Request
-from daemon.http.http_forms import request_of
-from daemon.http.json_array import PIECE_BYTE_SIZE
-from daemon.http.raw_request import decode_raw
-from daemon.http.reception import Reception
-from daemon.submit.scheduling import UNSCHEDULED
-from shm.arena import Lease
-from shm.errors import InvalidArgument, ServingError, Unsupported
-from shm.forms import Form, whole_request
-from shm.messages import Content, FormSubmit, Submit
+from tensord.daemon.front import request_id
+from tensord.daemon.front.status import http_status
+from tensord.daemon.http import json_cut, placement, request_codec
+from tensord.daemon.http.answering import Answering, Phase
+from tensord.daemon.http.body import Body, CollectedBody, PlacedBody
+from tensord.daemon.http.compression import BodyTooLarge
+from tensord.daemon.http.http_form import Request
+from tensord.daemon.http.http_forms import request_of
+from tensord.daemon.http.json_array import PIECE_BYTE_SIZE
+from tensord.daemon.http.raw_request import decode_raw
+from tensord.daemon.http.reception import Reception
+from tensord.daemon.submit.scheduling import UNSCHEDULED
+from tensord.shm.arena import Lease
+from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
+from tensord.shm.forms import Form, whole_request
+from tensord.shm.messages import Content, FormSubmit, Submit
 
 _log = logging.getLogger(__name__)
 # A member of an enum is found slowly.

@@ -1,7 +1,7 @@
 """generate and generate_stream: a model's answer to one plain JSON object, as one object or as events.
 
-    body ─▶ generate_codec ─▶ daemon.submit.inference ─▶ answers, any number ─▶ generate: exactly one as JSON, or all joined
-                                                                      ╰▶ generate_stream: each as an event, when it comes
+    body ─▶ generate_codec ─▶ submit.inference ─▶ answers, any number ─▶ generate: exactly one as JSON, or all joined
+                                                       ╰▶ generate_stream: each as an event, when it comes
 
 A client that leaves cancels its request. Source: Triton docs/protocol/extension_generate.md.
 """
@@ -17,16 +17,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from daemon.front import request_id
-from daemon.http import generate_codec
-from daemon.http.event_stream import EventStream, while_connected
-from daemon.http.joined_answers import JoinedAnswers
-from daemon.http.serving import Serving
-from daemon.http.whole_body import read_body
-from daemon.submit import inference
-from daemon.submit.inference import Answer, InferenceRequest
-from daemon.tracing.tracer import Trace
-from shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
+from tensord.daemon.front import request_id
+from tensord.daemon.http import generate_codec
+from tensord.daemon.http.event_stream import EventStream, while_connected
+from tensord.daemon.http.joined_answers import JoinedAnswers
+from tensord.daemon.http.serving import Serving
+from tensord.daemon.http.whole_body import read_body
+from tensord.daemon.submit import inference
+from tensord.daemon.submit.inference import Answer, InferenceRequest
+from tensord.daemon.tracing.tracer import Trace
+from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
 
 _NOT_ONE = (
     "generate expects model to produce exactly 1 response, "

@@ -14,15 +14,15 @@ from typing import Any
 
 import msgspec
 
-from daemon.http import json_data, json_text, request_head
-from daemon.http.control_fields import members
-from daemon.http.decoded_request import DecodedRequest
-from daemon.http.json_values import text
-from daemon.http.request_parameters import read_parameters
-from daemon.submit.inference import Answer, Content, InferenceRequest
-from shm.datatypes import element_count
-from shm.errors import InvalidArgument
-from shm.messages import RegionSlice
+from tensord.daemon.http import json_data, json_text, request_head
+from tensord.daemon.http.control_fields import members
+from tensord.daemon.http.decoded_request import DecodedRequest
+from tensord.daemon.http.json_values import text
+from tensord.daemon.http.request_parameters import read_parameters
+from tensord.daemon.submit.inference import Answer, Content, InferenceRequest
+from tensord.shm.datatypes import element_count
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.messages import RegionSlice
 
 #: Shorter texts are read whatever they hold.
 _MAX_UNCOUNTED = 256 << 10

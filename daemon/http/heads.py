@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import re
 
-from daemon.front.memo import Memo
-from daemon.http.message_head import InferHead
+from tensord.daemon.front.memo import Memo
+from tensord.daemon.http.message_head import InferHead
 
 #: Longer heads are parsed each time.
 MAX_HEAD = 2048

@@ -1,6 +1,6 @@
 """What inference requests of one kind say over HTTP, and where the bytes lie that each has of its own. Sans-I/O.
 
-    HttpForm ─▶ template ─▶ Form (shm.forms)     what workers are told once
+    HttpForm ─▶ template ─▶ Form (tensord.shm.forms)     what workers are told once
              ├▶ sources                          where its tensors are: in the body, a region, the JSON
              ╰▶ AnswerText, a few                what the answers say but for their ids and tensors
 
@@ -16,12 +16,12 @@ from typing import Any, Final
 
 import msgspec
 
-from daemon.http.answer_text import AnswerText
-from daemon.http.decoded_request import DecodedRequest, Part, Source
-from daemon.http.message_head import InferHead
-from daemon.submit.scheduling import UNSCHEDULED, Scheduling
-from shm.forms import Form, Forms
-from shm.messages import Completion, FormCompletion, RegionSlice, Slice, Submit
+from tensord.daemon.http.answer_text import AnswerText
+from tensord.daemon.http.decoded_request import DecodedRequest, Part, Source
+from tensord.daemon.http.message_head import InferHead
+from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
+from tensord.shm.forms import Form, Forms
+from tensord.shm.messages import Completion, FormCompletion, RegionSlice, Slice, Submit
 
 #: Answers of one form differ by worker and load; more than these are found out again.
 _MAX_ANSWERS = 16

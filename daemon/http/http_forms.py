@@ -13,18 +13,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from daemon.front.memo import Memo
-from daemon.http import request_codec, request_head
-from daemon.http.decoded_request import DecodedRequest, Source
-from daemon.http.http_form import VALUES, HttpForm, Request
-from daemon.http.json_cut import Cut
-from daemon.http.message_head import MAX_TEXT, InferHead, TextKey
-from daemon.http.request_head import ABSENT, Malformed, RequestHead
-from daemon.http.request_parameters import part
-from daemon.submit.scheduling import UNSCHEDULED
-from shm.datatypes import element_count
-from shm.forms import MAX_FORMS
-from shm.open_shape import is_open
+from tensord.daemon.front.memo import Memo
+from tensord.daemon.http import request_codec, request_head
+from tensord.daemon.http.decoded_request import DecodedRequest, Source
+from tensord.daemon.http.http_form import VALUES, HttpForm, Request
+from tensord.daemon.http.json_cut import Cut
+from tensord.daemon.http.message_head import MAX_TEXT, InferHead, TextKey
+from tensord.daemon.http.request_head import ABSENT, Malformed, RequestHead
+from tensord.daemon.http.request_parameters import part
+from tensord.daemon.submit.scheduling import UNSCHEDULED
+from tensord.shm.datatypes import element_count
+from tensord.shm.forms import MAX_FORMS
+from tensord.shm.open_shape import is_open
 
 #: What longer ones say, but for large data, is not remembered.
 _MAX_SAID = 4096

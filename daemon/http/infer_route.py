@@ -6,8 +6,8 @@ import re
 import urllib.parse
 from dataclasses import dataclass
 
-from daemon.submit.model_table import parse_version
-from shm.errors import ServingError
+from tensord.daemon.submit.model_table import parse_version
+from tensord.shm.errors import ServingError
 
 _PATH = re.compile(rb"/v2/models/([^/]+)(?:/versions/([0-9]+))?/infer")
 _AUTHORITY = re.compile(rb"https?://[^/]*", re.IGNORECASE)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import msgspec
 
-from daemon.submit.inference import Answer
-from shm.control_records import ModelState
-from shm.errors import InvalidArgument
-from shm.messages import Completion, Inline, Parameter, Tensor
+from tensord.daemon.submit.inference import Answer
+from tensord.shm.control_records import ModelState
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.messages import Completion, Inline, Parameter, Tensor
 
 
 class _Joined:

@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 import simdjson
 
-from daemon.http import json_data
-from daemon.http.json_cut import find
-from daemon.http.request_head import parse
-from shm.arrays import DTYPES
-from shm.datatypes import ELEMENT_SIZES
-from shm.errors import InvalidArgument
+from tensord.daemon.http import json_data
+from tensord.daemon.http.json_cut import find
+from tensord.daemon.http.request_head import parse
+from tensord.shm.arrays import DTYPES
+from tensord.shm.datatypes import ELEMENT_SIZES
+from tensord.shm.errors import InvalidArgument
 
 #: Text converted at a time.
 PIECE_BYTE_SIZE = 64 << 10

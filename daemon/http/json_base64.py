@@ -7,8 +7,8 @@ import binascii
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from daemon.http.json_values import refusal
-from shm.datatypes import ELEMENT_SIZES
+from tensord.daemon.http.json_values import refusal
+from tensord.shm.datatypes import ELEMENT_SIZES
 
 #: Text decoded at a time; a multiple of four, which are three bytes.
 _PIECE_BYTE_SIZE = 1 << 20

@@ -8,8 +8,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from daemon.http import control_fields
-from daemon.http.whole_body import read_body
+from tensord.daemon.http import control_fields
+from tensord.daemon.http.whole_body import read_body
 
 #: What a control request may bring.
 MAX_BODY = 1 << 20

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from shm.errors import InvalidArgument
+from tensord.shm.errors import InvalidArgument
 
 #: Data of fewer bytes stays in the text.
 _MIN_BYTE_SIZE = 2048

@@ -21,11 +21,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from daemon.http.json_values import refusal
-from daemon.http.request_head import Malformed
-from shm.arrays import DTYPES, array, byte_content
-from shm.datatypes import MAX_RANK
-from shm.errors import InvalidArgument
+from tensord.daemon.http.json_values import refusal
+from tensord.daemon.http.request_head import Malformed
+from tensord.shm.arrays import DTYPES, array, byte_content
+from tensord.shm.datatypes import MAX_RANK
+from tensord.shm.errors import InvalidArgument
 
 _text = msgspec.json.Decoder(str)
 _floats = msgspec.json.Decoder(list[float])

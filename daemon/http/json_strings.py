@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from daemon.http import json_data
-from daemon.http.request_head import parse
-from shm.arrays import byte_content
-from shm.errors import InvalidArgument
+from tensord.daemon.http import json_data
+from tensord.daemon.http.request_head import parse
+from tensord.shm.arrays import byte_content
+from tensord.shm.errors import InvalidArgument
 
 #: Text converted at a time. Strings may be tiny, and each costs.
 PIECE_BYTE_SIZE = 16 << 10

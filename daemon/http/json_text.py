@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from shm.arrays import array
-from shm.errors import InvalidArgument
-from shm.messages import Tensor
+from tensord.shm.arrays import array
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.messages import Tensor
 
 #: Elements written at a time: about a millisecond.
 PIECE_COUNT = 32768

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shm.errors import InvalidArgument
+from tensord.shm.errors import InvalidArgument
 
 UINT64_MAX = (1 << 64) - 1
 

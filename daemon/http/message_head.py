@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from daemon.http.body import COLLECT_BYTE_SIZE
-from daemon.http.compression import answer_coding, request_coding
-from daemon.http.infer_route import InferRoute
-from shm.errors import InvalidArgument, ServingError, Unsupported
+from tensord.daemon.http.body import COLLECT_BYTE_SIZE
+from tensord.daemon.http.compression import answer_coding, request_coding
+from tensord.daemon.http.infer_route import InferRoute
+from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
 
 Fields = Sequence[tuple[bytes, bytes]]
 #: Model, version, and bytes of tensors behind the JSON.

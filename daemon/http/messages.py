@@ -11,17 +11,17 @@ from time import monotonic
 
 import httptools
 
-from daemon.front.access import Restricted
-from daemon.front.chunk_sizes import ChunkSizes
-from daemon.front.connection_end import ConnectionEnd
-from daemon.http import message_head
-from daemon.http.answer_order import AnswerOrder
-from daemon.http.cycle import Cycle
-from daemon.http.exchange import Exchange
-from daemon.http.infer_route import InferRoute
-from daemon.http.message_head import InferHead
-from daemon.http.serving import Serving
-from shm.errors import ServingError
+from tensord.daemon.front.access import Restricted
+from tensord.daemon.front.chunk_sizes import ChunkSizes
+from tensord.daemon.front.connection_end import ConnectionEnd
+from tensord.daemon.http import message_head
+from tensord.daemon.http.answer_order import AnswerOrder
+from tensord.daemon.http.cycle import Cycle
+from tensord.daemon.http.exchange import Exchange
+from tensord.daemon.http.infer_route import InferRoute
+from tensord.daemon.http.message_head import InferHead
+from tensord.daemon.http.serving import Serving
+from tensord.shm.errors import ServingError
 
 #: Requests a client may send ahead on one connection before the first is answered.
 _MAX_PIPELINED = 256
@@ -183,7 +183,7 @@ class Messages:
             self._chunks_begin()
         scope = {
             **message_head.scope(self.parser.get_method(), self.url, version, self.headers),
-            # Who asks: read from it only where that matters (daemon.front.peer).
+            # Who asks: read from it only where that matters (tensord.daemon.front.peer).
             "tensord.socket": self._transport.get_extra_info("socket"),
             "tensord.account": order.account,
             "tensord.end": self._connection_end,

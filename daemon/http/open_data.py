@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from daemon.http.json_values import refusal
-from shm.errors import InvalidArgument
-from shm.open_shape import elements
+from tensord.daemon.http.json_values import refusal
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.open_shape import elements
 
 _BLANKS = b"[], \t\r\n"
 #: Longer texts are not counted: it would keep the loop for more than a millisecond or two.

@@ -17,11 +17,11 @@ from time import monotonic
 
 import httptools
 
-from daemon.front.chunk_sizes import Refusal
-from daemon.http.answer_order import AnswerOrder
-from daemon.http.heads import END, MAX_HEAD
-from daemon.http.messages import Messages
-from daemon.http.serving import Serving
+from tensord.daemon.front.chunk_sizes import Refusal
+from tensord.daemon.http.answer_order import AnswerOrder
+from tensord.daemon.http.heads import END, MAX_HEAD
+from tensord.daemon.http.messages import Messages
+from tensord.daemon.http.serving import Serving
 
 _log = logging.getLogger(__name__)
 #: Bytes given to the parser at a time.

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-from daemon.http.body import Body, CollectedBody, PlacedBody
-from daemon.http.decoded_request import Part, Source
-from daemon.http.json_array import JsonArray
-from daemon.http.json_base64 import JsonBase64
-from daemon.http.json_strings import JsonStrings
-from shm.arena import ALIGNMENT, Lease
-from shm.messages import Content, RegionSlice, Slice
+from tensord.daemon.http.body import Body, CollectedBody, PlacedBody
+from tensord.daemon.http.decoded_request import Part, Source
+from tensord.daemon.http.json_array import JsonArray
+from tensord.daemon.http.json_base64 import JsonBase64
+from tensord.daemon.http.json_strings import JsonStrings
+from tensord.shm.arena import ALIGNMENT, Lease
+from tensord.shm.messages import Content, RegionSlice, Slice
 
 
 def room(sources: Sequence[Source], body: Body, inline_byte_size: int) -> int:

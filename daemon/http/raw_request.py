@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from daemon.http.decoded_request import DecodedRequest, Part, Source
-from shm.control_records import ModelState
-from shm.datatypes import ELEMENT_SIZES, element_count
-from shm.errors import InvalidArgument
+from tensord.daemon.http.decoded_request import DecodedRequest, Part, Source
+from tensord.shm.control_records import ModelState
+from tensord.shm.datatypes import ELEMENT_SIZES, element_count
+from tensord.shm.errors import InvalidArgument
 
 #: How Triton's messages begin; a raw request has no id.
 _LABEL = "[request id: <id_unknown>] "

@@ -11,14 +11,14 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from daemon.http.body import COLLECT_BYTE_SIZE, Body, CollectedBody, PlacedBody, TextBody
-from daemon.http.compression import Inflation
-from daemon.http.message_head import InferHead
-from daemon.http.serving import Serving
-from daemon.submit.accounts import Account
-from shm.arena import Lease
-from shm.errors import DEFECT, Internal, InvalidArgument, ServingError, Unavailable
-from shm.refusals import Refusal
+from tensord.daemon.http.body import COLLECT_BYTE_SIZE, Body, CollectedBody, PlacedBody, TextBody
+from tensord.daemon.http.compression import Inflation
+from tensord.daemon.http.message_head import InferHead
+from tensord.daemon.http.serving import Serving
+from tensord.daemon.submit.accounts import Account
+from tensord.shm.arena import Lease
+from tensord.shm.errors import DEFECT, Internal, InvalidArgument, ServingError, Unavailable
+from tensord.shm.refusals import Refusal
 
 _log = logging.getLogger(__name__)
 

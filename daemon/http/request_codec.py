@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import msgspec
 
-from daemon.http import json_cut, json_data, open_data, request_head
-from daemon.http.decoded_request import DecodedRequest, Part, Source, Values
-from daemon.http.json_array import PIECE_BYTE_SIZE, JsonArray
-from daemon.http.json_base64 import JsonBase64
-from daemon.http.json_strings import JsonStrings, is_flat
-from daemon.http.json_values import refusal, unsigned
-from daemon.http.request_head import ABSENT, ExactInput, ExactRequest, InputHead, Malformed, RequestHead
-from daemon.http.request_parameters import read_parameters
-from daemon.http.requested_outputs import read_outputs, read_region
-from shm.datatypes import ELEMENT_SIZES, element_count, wire_name
-from shm.errors import InvalidArgument
-from shm.open_shape import OPEN, check, closed, is_open
+from tensord.daemon.http import json_cut, json_data, open_data, request_head
+from tensord.daemon.http.decoded_request import DecodedRequest, Part, Source, Values
+from tensord.daemon.http.json_array import PIECE_BYTE_SIZE, JsonArray
+from tensord.daemon.http.json_base64 import JsonBase64
+from tensord.daemon.http.json_strings import JsonStrings, is_flat
+from tensord.daemon.http.json_values import refusal, unsigned
+from tensord.daemon.http.request_head import ABSENT, ExactInput, ExactRequest, InputHead, Malformed, RequestHead
+from tensord.daemon.http.request_parameters import read_parameters
+from tensord.daemon.http.requested_outputs import read_outputs, read_region
+from tensord.shm.datatypes import ELEMENT_SIZES, element_count, wire_name
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.open_shape import OPEN, check, closed, is_open
 
 #: Shorter texts are read whole, longer ones only once their large data is cut out.
 MAX_UNCUT = 4096

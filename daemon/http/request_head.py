@@ -20,8 +20,8 @@ import msgspec
 import rapidjson
 from msgspec import UNSET, UnsetType
 
-from daemon.http.json_values import refusal, text
-from shm.errors import InvalidArgument
+from tensord.daemon.http.json_values import refusal, text
+from tensord.shm.errors import InvalidArgument
 
 #: ``data`` of an input that has none.
 ABSENT = msgspec.Raw(b"")

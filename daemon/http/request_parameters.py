@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from daemon.http.decoded_request import DecodedRequest
-from daemon.http.json_values import boolean, is_unsigned, text, unsigned
-from daemon.submit.scheduling import UNSCHEDULED, Scheduling
-from shm.errors import InvalidArgument, ServingError, Unsupported
-from shm.messages import MAX_SEQUENCE_ID, Parameter
+from tensord.daemon.http.decoded_request import DecodedRequest
+from tensord.daemon.http.json_values import boolean, is_unsigned, text, unsigned
+from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
+from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
+from tensord.shm.messages import MAX_SEQUENCE_ID, Parameter
 
 _INT64_MAX = (1 << 63) - 1
 

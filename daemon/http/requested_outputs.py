@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from daemon.http.decoded_request import DecodedRequest
-from daemon.http.json_values import boolean, is_unsigned, text, unsigned
-from daemon.http.request_head import ExactOutput, OutputHead, given
-from shm.errors import InvalidArgument
-from shm.messages import RegionSlice, RequestedOutput
+from tensord.daemon.http.decoded_request import DecodedRequest
+from tensord.daemon.http.json_values import boolean, is_unsigned, text, unsigned
+from tensord.daemon.http.request_head import ExactOutput, OutputHead, given
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.messages import RegionSlice, RequestedOutput
 
 _INT64_MAX, _UINT64_MAX = (1 << 63) - 1, (1 << 64) - 1
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from daemon.http import json_text
-from shm.messages import Completion, Inline, RegionSlice, Slice
+from tensord.daemon.http import json_text
+from tensord.shm.messages import Completion, Inline, RegionSlice, Slice
 
 Buffer = bytes | memoryview
 _encode = msgspec.json.Encoder().encode

@@ -1,8 +1,9 @@
 """Every endpoint but infer, as a Starlette application: health, metadata, configuration, generate, statistics, repository,
 regions.
 
-What they answer is the business of ``daemon.front.endpoints``; here are paths, methods, bodies and statuses. Errors are one JSON
-object with ``error``, whatever raised them. Source: KServe V2 REST and Triton's extensions, as recorded against a real Triton.
+What they answer is the business of ``tensord.daemon.front.endpoints``; here are paths, methods, bodies and statuses. Errors are
+one JSON object with ``error``, whatever raised them. Source: KServe V2 REST and Triton's extensions, as recorded against a real
+Triton.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from daemon.front.access import Access, Rule
-from daemon.front.endpoints import Endpoints
-from daemon.front.peer import end_of, peer_of
-from daemon.front.status import http_status
-from daemon.http import control_fields, json_body
-from daemon.http.cuda_registration import cuda_registration
-from daemon.http.generate import Generation
-from daemon.http.settings_routes import SettingsRoutes
-from daemon.http.whole_body import read_body
-from daemon.submit.model_table import parse_version
-from shm.errors import DEFECT, InvalidArgument, NotFound, ServingError, Unsupported
+from tensord.daemon.front.access import Access, Rule
+from tensord.daemon.front.endpoints import Endpoints
+from tensord.daemon.front.peer import end_of, peer_of
+from tensord.daemon.front.status import http_status
+from tensord.daemon.http import control_fields, json_body
+from tensord.daemon.http.cuda_registration import cuda_registration
+from tensord.daemon.http.generate import Generation
+from tensord.daemon.http.settings_routes import SettingsRoutes
+from tensord.daemon.http.whole_body import read_body
+from tensord.daemon.submit.model_table import parse_version
+from tensord.shm.errors import DEFECT, InvalidArgument, NotFound, ServingError, Unsupported
 
 Handler = Callable[[Request], Awaitable[Response]]
 Endpoint = tuple[str, str, Handler, str]
@@ -41,7 +42,7 @@ class Routes:
         self._access = access
 
     def table(self) -> list[Endpoint]:
-        """Method, path, handler, and the call it is in ``daemon.front.access``."""
+        """Method, path, handler, and the call it is in ``tensord.daemon.front.access``."""
         model, version = "/v2/models/{model}", "/v2/models/{model}/versions/{version}"
         repository = "/v2/repository"
         settings = SettingsRoutes(self._endpoints)

@@ -6,19 +6,19 @@ import asyncio
 import logging
 import time
 
-from config import restrictions
-from config.options import Options
-from daemon.front.acceptor import Acceptor
-from daemon.front.access import http_access
-from daemon.front.endpoints import Endpoints
-from daemon.front.forwarding import Forwarding
-from daemon.front.longest_idle import LongestIdle
-from daemon.front.process import Front
-from daemon.front.socket_watch import SocketWatch
-from daemon.http.connection import Connection
-from daemon.http.generate import Generation
-from daemon.http.routes import Routes
-from daemon.http.serving import Serving
+from tensord.config import restrictions
+from tensord.config.options import Options
+from tensord.daemon.front.acceptor import Acceptor
+from tensord.daemon.front.access import http_access
+from tensord.daemon.front.endpoints import Endpoints
+from tensord.daemon.front.forwarding import Forwarding
+from tensord.daemon.front.longest_idle import LongestIdle
+from tensord.daemon.front.process import Front
+from tensord.daemon.front.socket_watch import SocketWatch
+from tensord.daemon.http.connection import Connection
+from tensord.daemon.http.generate import Generation
+from tensord.daemon.http.routes import Routes
+from tensord.daemon.http.serving import Serving
 
 _log = logging.getLogger(__name__)
 _CHECK_SECONDS = 1.0

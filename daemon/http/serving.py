@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp
 
-from config.options import COMPRESSION_LEVELS, Options
-from daemon.control.tally import Seat
-from daemon.front.access import Rule
-from daemon.front.forwarding import Forwarding
-from daemon.front.lingering_close import LingeringClose
-from daemon.front.longest_idle import LongestIdle
-from daemon.http.conversions import Conversions
-from daemon.http.heads import Heads
-from daemon.http.http_forms import HttpForms
-from daemon.http.infer_route import InferRoutes
-from daemon.submit.model_table import ModelTable
-from daemon.submit.submitter import Submitter
-from daemon.tracing.tracer import Tracer
+from tensord.config.options import COMPRESSION_LEVELS, Options
+from tensord.daemon.control.tally import Seat
+from tensord.daemon.front.access import Rule
+from tensord.daemon.front.forwarding import Forwarding
+from tensord.daemon.front.lingering_close import LingeringClose
+from tensord.daemon.front.longest_idle import LongestIdle
+from tensord.daemon.http.conversions import Conversions
+from tensord.daemon.http.heads import Heads
+from tensord.daemon.http.http_forms import HttpForms
+from tensord.daemon.http.infer_route import InferRoutes
+from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.submitter import Submitter
+from tensord.daemon.tracing.tracer import Tracer
 
 
 @dataclass(slots=True)

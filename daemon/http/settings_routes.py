@@ -11,13 +11,13 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from daemon.control.log_settings import FILE_REFUSED, FORMATS, MAX_VERBOSE
-from daemon.front.endpoints import Endpoints
-from daemon.http import json_body, request_head
-from daemon.http.whole_body import read_body
-from daemon.tracing import trace_settings
-from shm.errors import InvalidArgument, Unavailable, Unsupported
-from shm.settings import ChangeLog, ChangeTrace
+from tensord.daemon.control.log_settings import FILE_REFUSED, FORMATS, MAX_VERBOSE
+from tensord.daemon.front.endpoints import Endpoints
+from tensord.daemon.http import json_body, request_head
+from tensord.daemon.http.whole_body import read_body
+from tensord.daemon.tracing import trace_settings
+from tensord.shm.errors import InvalidArgument, Unavailable, Unsupported
+from tensord.shm.settings import ChangeLog, ChangeTrace
 
 #: Settings a trace request may name; others are ignored.
 TRACE_SETTINGS = ("trace_file", "trace_level", "trace_rate", "trace_count", "log_frequency")

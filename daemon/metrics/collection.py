@@ -13,22 +13,22 @@ from collections.abc import Iterable
 
 import msgspec
 
-from config.options import Regions as RegionOptions
-from daemon.metrics.ledger import Ledger
-from daemon.metrics.own_metrics import OwnMetricsLedger
-from daemon.metrics.snapshot import FrontPost, Regions, Snapshot, WorkerPost
-from daemon.models.changes import Models
-from daemon.processes.child import Worker
-from daemon.processes.fronts import Fronts
-from daemon.processes.gpu_watcher import GpuWatcher
-from daemon.processes.posts import Posts
-from daemon.processes.worker_pool import WorkerPool
-from daemon.regions.region_registry import RegionRegistry
-from shm import descriptors
-from shm.errors import ServingError
-from shm.figures import Figures
-from shm.footprint import Footprint
-from shm.operations import WorkerFigures
+from tensord.config.options import Regions as RegionOptions
+from tensord.daemon.metrics.ledger import Ledger
+from tensord.daemon.metrics.own_metrics import OwnMetricsLedger
+from tensord.daemon.metrics.snapshot import FrontPost, Regions, Snapshot, WorkerPost
+from tensord.daemon.models.changes import Models
+from tensord.daemon.processes.child import Worker
+from tensord.daemon.processes.fronts import Fronts
+from tensord.daemon.processes.gpu_watcher import GpuWatcher
+from tensord.daemon.processes.posts import Posts
+from tensord.daemon.processes.worker_pool import WorkerPool
+from tensord.daemon.regions.region_registry import RegionRegistry
+from tensord.shm import descriptors
+from tensord.shm.errors import ServingError
+from tensord.shm.figures import Figures
+from tensord.shm.footprint import Footprint
+from tensord.shm.operations import WorkerFigures
 
 _log = logging.getLogger(__name__)
 #: Seconds. A scrape of Prometheus gives up after ten.

@@ -14,15 +14,15 @@ import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from config.options import Metrics
-from daemon.metrics.snapshot import Snapshot
-from daemon.processes import listening
-from daemon.processes.listening import Listener
+from tensord.config.options import Metrics
+from tensord.daemon.metrics.snapshot import Snapshot
+from tensord.daemon.processes import listening
+from tensord.daemon.processes.listening import Listener
 
 _log = logging.getLogger(__name__)
 PATH = "/metrics"
 #: Imported in the thread, for the first connection: neither the start of the daemon nor its loop waits for that.
-_SCRAPE = "daemon.metrics.scrape"
+_SCRAPE = "tensord.daemon.metrics.scrape"
 #: At a time; the oldest one makes room.
 MAX_CONNECTIONS = 32
 #: Bytes of one that wait to be looked at.
@@ -92,6 +92,6 @@ class Endpoint:
         if not self._imported:
             await asyncio.get_running_loop().run_in_executor(self._thread, importlib.import_module, _SCRAPE)
             self._imported = True
-        from daemon.metrics import scrape
+        from tensord.daemon.metrics import scrape
 
         await scrape.serve(reader, writer, self._snapshot, self._thread)

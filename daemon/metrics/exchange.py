@@ -12,7 +12,7 @@ from http import HTTPStatus
 import httptools
 import msgspec
 
-from daemon.front.chunk_sizes import ChunkSizes, Refusal
+from tensord.daemon.front.chunk_sizes import ChunkSizes, Refusal
 
 #: Request line and headers together.
 _MAX_HEAD = 16 << 10

@@ -24,12 +24,12 @@ from prometheus_client.core import (
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from daemon.metrics.own_metrics import OwnFamily
-from daemon.metrics.snapshot import Snapshot
-from daemon.processes.gpu_watch import Gpu
-from shm.figures import FIRST_RESPONSE_MS, Counts
-from shm.footprint import Footprint
-from shm.refusals import Refusal
+from tensord.daemon.metrics.own_metrics import OwnFamily
+from tensord.daemon.metrics.snapshot import Snapshot
+from tensord.daemon.processes.gpu_watch import Gpu
+from tensord.shm.figures import FIRST_RESPONSE_MS, Counts
+from tensord.shm.footprint import Footprint
+from tensord.shm.refusals import Refusal
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MODEL = ("model", "version")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
-from shm.figures import Counts, Figures, VersionFigures
+from tensord.shm.figures import Counts, Figures, VersionFigures
 
 #: Name and number of a model version.
 Key = tuple[str, int]

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from shm.figures import MetricFigures, OwnMetrics
+from tensord.shm.figures import MetricFigures, OwnMetrics
 
 Labels = tuple[tuple[str, str], ...]
 

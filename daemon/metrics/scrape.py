@@ -7,10 +7,10 @@ import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 
-from daemon.metrics import exposition
-from daemon.metrics.exchange import Answer, BadRequest, Exchange, Request, refusal
-from daemon.metrics.snapshot import Snapshot
-from shm.errors import DEFECT
+from tensord.daemon.metrics import exposition
+from tensord.daemon.metrics.exchange import Answer, BadRequest, Exchange, Request, refusal
+from tensord.daemon.metrics.snapshot import Snapshot
+from tensord.shm.errors import DEFECT
 
 _log = logging.getLogger(__name__)
 _PATH = b"/metrics"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from daemon.metrics.ledger import Total
-from daemon.metrics.own_metrics import OwnFamily
-from daemon.processes.gpu_watch import Gpu
-from shm.footprint import Footprint
-from shm.progress import Loading
-from shm.refusals import Refusal
+from tensord.daemon.metrics.ledger import Total
+from tensord.daemon.metrics.own_metrics import OwnFamily
+from tensord.daemon.processes.gpu_watch import Gpu
+from tensord.shm.footprint import Footprint
+from tensord.shm.progress import Loading
+from tensord.shm.refusals import Refusal
 
 
 @dataclass(frozen=True, slots=True)

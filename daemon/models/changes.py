@@ -1,7 +1,7 @@
 """Operations on models: what clients, the start and a reload ask for, carried out through the lifecycle's instructions.
 
-Files are read off the loop; decisions are ``daemon.models.lifecycle``'s. Files that a client gave are the model until the next
-load or unload; how long a configuration stays that a client gave, ``daemon.models.overrides`` says.
+Files are read off the loop; decisions are ``tensord.daemon.models.lifecycle``'s. Files that a client gave are the model until
+the next load or unload; how long a configuration stays that a client gave, ``tensord.daemon.models.overrides`` says.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from config.options import Options, Repository
-from daemon.models import ensembles, listing, load_errors, readiness, repository, stranded
-from daemon.models.ensembles import Ensembles
-from daemon.models.given import GivenModels, NotKept
-from daemon.models.instructions import Instruction, Publish, Retry, Send, Settled
-from daemon.models.judgement import Judgement
-from daemon.models.lifecycle import Lifecycle
-from daemon.models.outcomes import Outcomes
-from daemon.models.overrides import Overrides
-from daemon.models.readiness import Standing
-from daemon.models.repositories import Repositories
-from daemon.models.repository import FoundModel
-from daemon.models.retries import Retries
-from shm.control_records import Loaded, ModelGone, ModelState
-from shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
-from shm.operations import NOT_EXPLICIT, LoadModel
-from shm.progress import Loading, Readiness
-from shm.record import Record
+from tensord.config.options import Options, Repository
+from tensord.daemon.models import ensembles, listing, load_errors, readiness, repository, stranded
+from tensord.daemon.models.ensembles import Ensembles
+from tensord.daemon.models.given import GivenModels, NotKept
+from tensord.daemon.models.instructions import Instruction, Publish, Retry, Send, Settled
+from tensord.daemon.models.judgement import Judgement
+from tensord.daemon.models.lifecycle import Lifecycle
+from tensord.daemon.models.outcomes import Outcomes
+from tensord.daemon.models.overrides import Overrides
+from tensord.daemon.models.readiness import Standing
+from tensord.daemon.models.repositories import Repositories
+from tensord.daemon.models.repository import FoundModel
+from tensord.daemon.models.retries import Retries
+from tensord.shm.control_records import Loaded, ModelGone, ModelState
+from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
+from tensord.shm.operations import NOT_EXPLICIT, LoadModel
+from tensord.shm.progress import Loading, Readiness
+from tensord.shm.record import Record
 
 _log = logging.getLogger(__name__)
 

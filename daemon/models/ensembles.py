@@ -5,7 +5,7 @@
     member new    the ensembles that use it are checked and loaded again
     unload E      its members stay, or those go that only it used (``unload_dependents``)
 
-Decides, does no I/O; ``daemon.models.changes`` carries it out.
+Decides, does no I/O; ``tensord.daemon.models.changes`` carries it out.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from config import ensemble_graph, model_config
-from config.model_config import ModelConfig
-from daemon.models.load_waits import LoadWaits
-from daemon.models.repository import FoundModel
-from daemon.models.versions import Model, Version, VersionState
-from shm import rendezvous
-from shm.errors import InvalidArgument
+from tensord.config import ensemble_graph, model_config
+from tensord.config.model_config import ModelConfig
+from tensord.daemon.models.load_waits import LoadWaits
+from tensord.daemon.models.repository import FoundModel
+from tensord.daemon.models.versions import Model, Version, VersionState
+from tensord.shm import rendezvous
+from tensord.shm.errors import InvalidArgument
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import AsyncIterator, Collection, Mapping
 from pathlib import Path
 
-from shm.errors import InvalidArgument, ServingError, Unavailable
+from tensord.shm.errors import InvalidArgument, ServingError, Unavailable
 
 #: Every part of a file's path; none may mean anything to a file system.
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254}", re.ASCII)

@@ -1,10 +1,10 @@
-"""What ``daemon.models.lifecycle`` decides: plain values, which ``daemon.models.changes`` carries out in order."""
+"""Plain values: ``tensord.daemon.models.lifecycle`` decides on them, ``tensord.daemon.models.changes`` carries them out."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shm.control_records import Load, ModelGone, ModelState, Unload
+from tensord.shm.control_records import Load, ModelGone, ModelState, Unload
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from daemon.models import readiness
-from daemon.models.readiness import Standing
-from shm.progress import Loading, Readiness
+from tensord.daemon.models import readiness
+from tensord.daemon.models.readiness import Standing
+from tensord.shm.progress import Loading, Readiness
 
 
 class Judgement:

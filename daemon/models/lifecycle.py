@@ -1,4 +1,4 @@
-"""Which versions of which models are where: decides, does no I/O. ``daemon.models.changes`` carries it out.
+"""Which versions of which models are where: decides, does no I/O. ``tensord.daemon.models.changes`` carries it out.
 
 Every event returns instructions, in order:
 
@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from daemon.models.instructions import Instruction, Publish, Retry, Send, Settled
-from daemon.models.load_errors import load_error
-from daemon.models.repository import FoundModel
-from daemon.models.versions import Model, Operation, Version, VersionState, awaits, has_members
-from shm.control_records import Loaded, ModelGone, ModelState, Unload
+from tensord.daemon.models.instructions import Instruction, Publish, Retry, Send, Settled
+from tensord.daemon.models.load_errors import load_error
+from tensord.daemon.models.repository import FoundModel
+from tensord.daemon.models.versions import Model, Operation, Version, VersionState, awaits, has_members
+from tensord.shm.control_records import Loaded, ModelGone, ModelState, Unload
 
 #: A version under which that many workers died while it alone was loading is given up until its next try.
 MAX_LOAD_DEATHS = 2

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from daemon.models.lifecycle import Lifecycle
-from daemon.models.retries import Retries
-from daemon.models.versions import VersionState
-from shm.footprint import Footprint
+from tensord.daemon.models.lifecycle import Lifecycle
+from tensord.daemon.models.retries import Retries
+from tensord.daemon.models.versions import VersionState
+from tensord.shm.footprint import Footprint
 
 
 def index(

@@ -6,7 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 
-from shm.errors import InvalidArgument
+from tensord.shm.errors import InvalidArgument
 
 
 class LoadWaits:

@@ -5,7 +5,7 @@ They are in force for later plain loads, until the model's files change or it is
 
 from __future__ import annotations
 
-from daemon.models.repository import FoundModel
+from tensord.daemon.models.repository import FoundModel
 
 
 class Overrides:

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from config.model_config import ModelConfig, is_ordered
-from shm import rendezvous
-from shm.device_names import gpu_of, number_of
-from shm.device_names import name as device_name
-from shm.errors import InvalidArgument
+from tensord.config.model_config import ModelConfig, is_ordered
+from tensord.shm import rendezvous
+from tensord.shm.device_names import gpu_of, number_of
+from tensord.shm.device_names import name as device_name
+from tensord.shm.errors import InvalidArgument
 
 #: A bound on a queue is shared out where each worker's share is at least that.
 _LEAST_SHARE = 4

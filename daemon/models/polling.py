@@ -10,10 +10,10 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from config.options import Repository
-from daemon.models.changes import Models
-from daemon.models.repository import FoundModel
-from shm.errors import ServingError
+from tensord.config.options import Repository
+from tensord.daemon.models.changes import Models
+from tensord.daemon.models.repository import FoundModel
+from tensord.shm.errors import ServingError
 
 _log = logging.getLogger(__name__)
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from daemon.models.lifecycle import Lifecycle
-from daemon.models.versions import VersionState
-from shm.progress import Readiness
+from tensord.daemon.models.lifecycle import Lifecycle
+from tensord.daemon.models.versions import VersionState
+from tensord.shm.progress import Readiness
 
 #: More models are only counted: a sentence stays one.
 _MAX_NAMES = 20

@@ -6,9 +6,9 @@ import asyncio
 import logging
 from pathlib import Path
 
-from config.options import Repository
-from daemon.models import repository
-from daemon.models.repository import FoundModel
+from tensord.config.options import Repository
+from tensord.daemon.models import repository
+from tensord.daemon.models.repository import FoundModel
 
 _log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """What lies in the model repositories: names, versions, configurations. Reads files, imports nothing, loads nothing.
 
     <repository>/<model>/config.pbtxt          optional
-    <repository>/<model>/<version>/model.py    version: a whole number from 1; instead of it a program (config.artifact_files)
+    <repository>/<model>/<version>/model.py    version: a whole number from 1; instead of it a program (``artifact_files``)
 
 A folder that cannot be served is still found, with the reason: it is listed, and loading it says why. Whoever scans does so off
 the event loop; the result is a plain value.
@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from config import artifact_files, ensemble_checks, model_checks, model_config, model_fields
-from config.model_config import ModelConfig
-from config.options import Options
-from daemon.models import load_errors, placement
-from shm.control_records import Load
-from shm.errors import InvalidArgument, ServingError, Unsupported
+from tensord.config import artifact_files, ensemble_checks, model_checks, model_config, model_fields
+from tensord.config.model_config import ModelConfig
+from tensord.config.options import Options
+from tensord.daemon.models import load_errors, placement
+from tensord.shm.control_records import Load
+from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
 
 #: Names go into URLs, logs and cache keys; nothing in them may mean anything to a file system or a shell.
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254}", re.ASCII)
@@ -64,7 +64,7 @@ class FoundModel:
     others: tuple[str, ...] = ()
     #: Of an ensemble: the models of its steps with the versions that they ask for, -1 the newest.
     members: tuple[tuple[str, int], ...] = ()
-    #: Of the workers that load it (``daemon.models.placement``); empty: every worker does.
+    #: Of the workers that load it (``tensord.daemon.models.placement``); empty: every worker does.
     devices: tuple[str, ...] = ()
 
     @property

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 
-from daemon.models.instructions import Retry
+from tensord.daemon.models.instructions import Retry
 
 _log = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from daemon.models.instructions import Instruction, Publish
-from daemon.models.versions import Model, VersionState
+from tensord.daemon.models.instructions import Instruction, Publish
+from tensord.daemon.models.versions import Model, VersionState
 
 
 def give_up(models: Mapping[str, Model], usable: Collection[str]) -> list[Instruction]:

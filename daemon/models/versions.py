@@ -1,4 +1,4 @@
-"""The books of ``daemon.models.lifecycle``: what is known of a model's versions, and which operations wait for each other."""
+"""The books of ``tensord.daemon.models.lifecycle``: a model's versions, and which operations wait for each other."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from config.model_config import with_gpus_of
-from daemon.models.repository import FoundModel
-from shm.control_records import Load, Loaded, ModelState
+from tensord.config.model_config import with_gpus_of
+from tensord.daemon.models.repository import FoundModel
+from tensord.shm.control_records import Load, Loaded, ModelState
 
 
 class VersionState(enum.Enum):
@@ -62,7 +62,7 @@ class Version:
 
     @property
     def stranded(self) -> bool:
-        """Given up for want of a device, not for what it did (``daemon.models.stranded``)."""
+        """Given up for want of a device, not for what it did (``tensord.daemon.models.stranded``)."""
         return bool(self.given_up) and not self.deaths
 
     @property

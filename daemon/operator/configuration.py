@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from config import layers, log
-from config.options import Log, Options
+from tensord.config import layers, log
+from tensord.config.options import Log, Options
 
 _log = logging.getLogger(__name__)
 #: Everything else needs a restart.

@@ -17,11 +17,11 @@ from typing import Any
 
 import msgspec
 
-from config.options import Supervisor as SupervisorOptions
-from daemon.control import runtime_directory, unix_socket
-from daemon.operator.operations import Operations
-from shm.errors import InvalidArgument, ServingError
-from shm.operations import (
+from tensord.config.options import Supervisor as SupervisorOptions
+from tensord.daemon.control import runtime_directory, unix_socket
+from tensord.daemon.operator.operations import Operations
+from tensord.shm.errors import InvalidArgument, ServingError
+from tensord.shm.operations import (
     FAILED,
     LoadModel,
     ModelStatistics,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from daemon.models.changes import Models
+from tensord.daemon.models.changes import Models
 
 
 def summary(models: Models, devices: Iterable[str]) -> str:

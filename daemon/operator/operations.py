@@ -8,16 +8,16 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from daemon.control.log_settings import LogSettings
-from daemon.models import statistics
-from daemon.models.changes import Models
-from daemon.processes.child import Worker
-from daemon.regions.region_registry import RegionRegistry
-from daemon.tracing.trace_settings import TraceSettings
-from shm import descriptors
-from shm.control_records import Call, Reply
-from shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
-from shm.operations import (
+from tensord.daemon.control.log_settings import LogSettings
+from tensord.daemon.models import statistics
+from tensord.daemon.models.changes import Models
+from tensord.daemon.processes.child import Worker
+from tensord.daemon.regions.region_registry import RegionRegistry
+from tensord.daemon.tracing.trace_settings import TraceSettings
+from tensord.shm import descriptors
+from tensord.shm.control_records import Call, Reply
+from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
+from tensord.shm.operations import (
     FAILED,
     LoadModel,
     ModelReady,
@@ -33,7 +33,7 @@ from shm.operations import (
     UnloadModel,
     UnregisterRegion,
 )
-from shm.settings import ChangeLog, ChangeTrace
+from tensord.shm.settings import ChangeLog, ChangeTrace
 
 _log = logging.getLogger(__name__)
 #: A worker whose loop does not turn for that long is asked later again by whoever wanted the figures.
@@ -41,7 +41,7 @@ _STATISTICS_TIMEOUT = 30.0
 
 
 class Operations:
-    """Answers ``shm.operations.Operation``; ``workers()`` are those ready for calls."""
+    """Answers ``tensord.shm.operations.Operation``; ``workers()`` are those ready for calls."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Operations:
         workers: Callable[[], Sequence[Worker]],
         settled: Callable[[], Awaitable[None]],
     ) -> None:
-        """``settled`` returns when every front acts upon what was decided before (``daemon.processes.fronts``)."""
+        """``settled`` returns when every front acts upon what was decided before (``tensord.daemon.processes.fronts``)."""
         self._models = models
         self._regions = regions
         self._logs = logs

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from daemon.processes.child import Child, Worker
-from daemon.processes.fronts import Fronts
-from daemon.processes.posts import Posts
+from tensord.daemon.processes.child import Child, Worker
+from tensord.daemon.processes.fronts import Fronts
+from tensord.daemon.processes.posts import Posts
 
 
 def of_fronts(fronts: Fronts, posts: Posts, now_ns: int) -> list[dict[str, Any]]:

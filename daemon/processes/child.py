@@ -18,17 +18,17 @@ from typing import Any
 
 import msgspec
 
-from daemon.control.channel import ControlChannel
-from daemon.processes.spawned import Spawned, spawn
-from shm import descriptors, stack_report
-from shm.channel import Channel
-from shm.control_records import Call, ChildReady, FromFront, FromWorker, Load, Reply, Start, Stop, Told
-from shm.errors import Unavailable, from_code
-from shm.operations import Operation
-from shm.progress import Loading
-from shm.record import Record, decoder
-from shm.sequence_page import SequencePage, SequenceState
-from shm.status_page import StatusPage
+from tensord.daemon.control.channel import ControlChannel
+from tensord.daemon.processes.spawned import Spawned, spawn
+from tensord.shm import descriptors, stack_report
+from tensord.shm.channel import Channel
+from tensord.shm.control_records import Call, ChildReady, FromFront, FromWorker, Load, Reply, Start, Stop, Told
+from tensord.shm.errors import Unavailable, from_code
+from tensord.shm.operations import Operation
+from tensord.shm.progress import Loading
+from tensord.shm.record import Record, decoder
+from tensord.shm.sequence_page import SequencePage, SequenceState
+from tensord.shm.status_page import StatusPage
 
 _log = logging.getLogger(__name__)
 #: For a process that is about to be killed to write where it is.
@@ -73,7 +73,7 @@ class Child:
     def spawn(
         self, options: bytes, arguments: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int] = ()
     ) -> None:
-        """Starts the process. ``options``: ``config.options.Options`` as msgpack. Raises OSError: there is no room for it."""
+        """Starts the process. ``options``: ``tensord.config.options.Options`` as msgpack. Raises OSError: there is no room."""
         self.adopt(spawn(self.module, arguments, environment, pass_fds), options)
 
     def adopt(self, spawned: Spawned, options: bytes) -> None:

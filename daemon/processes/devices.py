@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from config import core_list
-from config.options import Workers
-from daemon.processes.gpu_probe import probe
-from daemon.processes.near_cores import near
-from shm import device_names
+from tensord.config import core_list
+from tensord.config.options import Workers
+from tensord.daemon.processes.gpu_probe import probe
+from tensord.daemon.processes.near_cores import near
+from tensord.shm import device_names
 
 _log = logging.getLogger(__name__)
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -35,7 +35,7 @@ class NoDevice(Exception):
 class Device:
     """One worker's device."""
 
-    #: "cpu:0", "cuda:1", "cuda:1/2": the worker's ``--device``, by the first of its GPUs (``shm.device_names``).
+    #: "cpu:0", "cuda:1", "cuda:1/2": the worker's ``--device``, by the first of its GPUs (``tensord.shm.device_names``).
     name: str
     #: Variables that the worker's environment gets besides ours.
     environment: Mapping[str, str] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from config.options import Options
+from tensord.config.options import Options
 
 
 def of_one(options: Options, protocol: str) -> Options:

@@ -4,7 +4,8 @@
 
 A client may ask one front for a change and send its next request to another. So whoever answers for a change waits in ``settled``
 until every front acts upon it. A front that starts is sent what the others know and serves only once it has seen all of it: from
-then on it is waited for. One that does not answer is killed in the end (``daemon.processes.watch``), and waited for no more.
+then on it is waited for. One that does not answer is killed in the end (``tensord.daemon.processes.watch``), and waited for no
+more.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from typing import Any
 
 import msgspec
 
-from config.options import Options
-from daemon.control.tally import Tally
-from daemon.processes import front_limits, listening, socket_activation
-from daemon.processes.child import Front, front_name
-from daemon.processes.listening import Listener, ListenError
-from daemon.processes.missing_parts import MissingParts
-from shm import descriptors
-from shm.control_records import Call, ChildReady, Seen, Serve
-from shm.record import Record
-from shm.refusals import Refusal
+from tensord.config.options import Options
+from tensord.daemon.control.tally import Tally
+from tensord.daemon.processes import front_limits, listening, socket_activation
+from tensord.daemon.processes.child import Front, front_name
+from tensord.daemon.processes.listening import Listener, ListenError
+from tensord.daemon.processes.missing_parts import MissingParts
+from tensord.shm import descriptors
+from tensord.shm.control_records import Call, ChildReady, Seen, Serve
+from tensord.shm.record import Record
+from tensord.shm.refusals import Refusal
 
 _log = logging.getLogger(__name__)
 #: Until a front is tried again that there was no room for.

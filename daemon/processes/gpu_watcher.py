@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from daemon.processes.gpu_watch import Event, Gpu, Look
-from daemon.processes.spawned import child_environment
+from tensord.daemon.processes.gpu_watch import Event, Gpu, Look
+from tensord.daemon.processes.spawned import child_environment
 
 _log = logging.getLogger(__name__)
-_MODULE = "daemon.processes.gpu_watch"
+_MODULE = "tensord.daemon.processes.gpu_watch"
 #: How often it looks, after how long what it said is not shown any more, and how long after its end it is started again; seconds.
 _INTERVAL = 2.0
 _STALE = 10.0

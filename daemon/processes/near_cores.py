@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from config import core_list
+from tensord.config import core_list
 
 
 def near(addresses: Sequence[str], system: Path = Path("/sys")) -> str:

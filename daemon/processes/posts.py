@@ -12,10 +12,10 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from config.options import Supervisor as SupervisorOptions
-from daemon.processes.backoff import Backoff
-from daemon.processes.child import Child
-from shm import exit_status
+from tensord.config.options import Supervisor as SupervisorOptions
+from tensord.daemon.processes.backoff import Backoff
+from tensord.daemon.processes.child import Child
+from tensord.shm import exit_status
 
 _log = logging.getLogger(__name__)
 #: While the daemon starts, this many deaths in a post that nobody has filled yet mean that nobody will.

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from daemon.processes.child import Child
+from tensord.daemon.processes.child import Child
 
 _log = logging.getLogger(__name__)
 

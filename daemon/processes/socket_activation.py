@@ -12,7 +12,7 @@ import os
 import socket
 from collections.abc import Mapping
 
-from daemon.processes.listening import Listener, ListenError
+from tensord.daemon.processes.listening import Listener, ListenError
 
 _FIRST = 3  # SD_LISTEN_FDS_START
 _PROTOCOLS = ("http", "grpc")

@@ -1,32 +1,28 @@
 """A child process as it is started: before a loop runs, or anything else is imported that the supervisor needs.
 
-    spawn ─▶ its interpreter starts, it imports ─▶ ``daemon.processes.child.Child`` adopts it ─▶ Start
+    spawn ─▶ its interpreter starts, it imports ─▶ ``tensord.daemon.processes.child.Child`` adopts it ─▶ Start
 
 Imports are what a start takes longest for, so workers are spawned before our own. They open no device until they get Start.
-Who is not adopted ends with this process, or when its channel is closed (``shm.parent``).
+Who is not adopted ends with this process, or when its channel is closed (``tensord.shm.parent``).
 Spawn from the main thread only, because the kernel's parent-death signal is tied to the spawning thread.
 """
 
 from __future__ import annotations
 
 import os
-import site
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from config.options import Workers
-from daemon.processes.devices import Device, find_devices
-from shm import descriptors, stack_report
-from shm.channel import pair
+from tensord.config.options import Workers
+from tensord.daemon.processes.devices import Device, find_devices
+from tensord.shm import descriptors, stack_report
+from tensord.shm.channel import pair
 
 #: What a worker runs, as ``python -m`` takes it.
-WORKER = "workers"
-#: Where our packages are.
-_ROOT = str(Path(__file__).parents[2])
+WORKER = "tensord.workers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +45,7 @@ def spawn(
     try:
         stack_fd = stack_report.create()
         process = subprocess.Popen(
-            # -P: a folder named like one of our packages in the working directory must not be imported instead.
+            # -P: whatever lies in the working directory is not ours to import.
             [sys.executable, "-P", "-m", module, "--control-fd", str(theirs.fileno()), *arguments],
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), *pass_fds),
@@ -81,12 +77,10 @@ def spawn_workers(
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Ours, less what systemd meant for us alone, with our packages on the path where they are not installed."""
+    """Ours, less what systemd meant for us alone."""
     ours = {
         key: value
         for key, value in os.environ.items()
         if key not in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
     }
-    if _ROOT not in site.getsitepackages():
-        ours["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, ours.get("PYTHONPATH", ""))))
     return ours | dict(extra)

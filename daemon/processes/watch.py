@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from config.options import Options
-from daemon.processes.child import Child, Front, Worker
-from shm.status_page import WorkerState
+from tensord.config.options import Options
+from tensord.daemon.processes.child import Child, Front, Worker
+from tensord.shm.status_page import WorkerState
 
 
 @dataclass(frozen=True, slots=True)

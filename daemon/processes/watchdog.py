@@ -6,11 +6,11 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from config.options import Options
-from daemon.processes import watch
-from daemon.processes.fronts import Fronts
-from daemon.processes.notify import Notifier
-from daemon.processes.worker_pool import WorkerPool
+from tensord.config.options import Options
+from tensord.daemon.processes import watch
+from tensord.daemon.processes.fronts import Fronts
+from tensord.daemon.processes.notify import Notifier
+from tensord.daemon.processes.worker_pool import WorkerPool
 
 #: Between looks.
 _INTERVAL = 0.5

@@ -12,17 +12,17 @@ from typing import Any
 
 import msgspec
 
-from config.options import Options
-from daemon.processes.child import Worker
-from daemon.processes.devices import Device
-from daemon.processes.missing_parts import MissingParts
-from daemon.processes.spawned import Spawned, spawn_worker
-from shm import descriptors, exit_status
-from shm.control_records import Call, ChildReady, Loaded, Reply, Unloaded
-from shm.errors import InvalidArgument
-from shm.progress import Loading
-from shm.sequence_page import SequencePage
-from shm.status_page import StatusPage
+from tensord.config.options import Options
+from tensord.daemon.processes.child import Worker
+from tensord.daemon.processes.devices import Device
+from tensord.daemon.processes.missing_parts import MissingParts
+from tensord.daemon.processes.spawned import Spawned, spawn_worker
+from tensord.shm import descriptors, exit_status
+from tensord.shm.control_records import Call, ChildReady, Loaded, Reply, Unloaded
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.progress import Loading
+from tensord.shm.sequence_page import SequencePage
+from tensord.shm.status_page import StatusPage
 
 _log = logging.getLogger(__name__)
 #: A device is broken when that many workers in a row died before they could use it; one that says so itself is enough.

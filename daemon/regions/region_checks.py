@@ -6,11 +6,11 @@ import os
 import re
 from collections.abc import Iterable
 
-from config.options import Regions
-from daemon.regions import region_quota
-from daemon.regions.region_record import Region, Registration
-from shm.errors import InvalidArgument, Unsupported
-from shm.operations import Peer, RegisterCudaRegion, RegisterSystemRegion
+from tensord.config.options import Regions
+from tensord.daemon.regions import region_quota
+from tensord.daemon.regions.region_record import Region, Registration
+from tensord.shm.errors import InvalidArgument, Unsupported
+from tensord.shm.operations import Peer, RegisterCudaRegion, RegisterSystemRegion
 
 _NAME = re.compile(r"[^\x00-\x1f\x7f]{1,255}")
 _LIMIT = (1 << 63) - 1

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from daemon.regions.region_record import Region, RegionHolder, RegionState, Registration
-from shm import descriptors
-from shm.errors import NotFound, ServingError
-from shm.operations import RegionRecords, RegionStatus, RegisterCudaRegion
+from tensord.daemon.regions.region_record import Region, RegionHolder, RegionState, Registration
+from tensord.shm import descriptors
+from tensord.shm.errors import NotFound, ServingError
+from tensord.shm.operations import RegionRecords, RegionStatus, RegisterCudaRegion
 
 _KINDS = {"system": "system", "cuda": "CUDA"}
 

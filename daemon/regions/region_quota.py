@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from config.options import Regions
-from shm.errors import InvalidArgument, Unavailable
-from shm.operations import Peer
+from tensord.config.options import Regions
+from tensord.shm.errors import InvalidArgument, Unavailable
+from tensord.shm.operations import Peer
 
 
 def check(options: Regions, name: str, byte_size: int, peer: Peer, registered: Iterable[tuple[Peer, int]]) -> None:

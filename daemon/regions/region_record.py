@@ -9,15 +9,15 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from daemon.regions.end_watch import EndWatch
-from shm.device_names import gpu_of
-from shm.operations import Operation, Peer, RegisterCudaRegion, RegisterSystemRegion
+from tensord.daemon.regions.end_watch import EndWatch
+from tensord.shm.device_names import gpu_of
+from tensord.shm.operations import Operation, Peer, RegisterCudaRegion, RegisterSystemRegion
 
 Registration = RegisterSystemRegion | RegisterCudaRegion
 
 
 class RegionHolder(Protocol):
-    """A worker (``daemon.processes.child.Worker``), as far as it has regions."""
+    """A worker (``tensord.daemon.processes.child.Worker``), as far as it has regions."""
 
     name: str
     incarnation: int

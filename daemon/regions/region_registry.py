@@ -27,15 +27,15 @@ from typing import Any
 
 import msgspec
 
-from config.options import Regions
-from daemon.regions import region_checks, region_listing
-from daemon.regions.end_watch import EndWatch
-from daemon.regions.region_record import Region, RegionHolder, RegionState, Registration, is_owner
-from shm import descriptors
-from shm.control_records import RegionPlace
-from shm.device_names import gpu_of
-from shm.errors import AlreadyExists, InvalidArgument, ServingError, Unavailable
-from shm.operations import AwaitRegion, Peer, RegionStatus, RegisterCudaRegion, UnregisterRegion
+from tensord.config.options import Regions
+from tensord.daemon.regions import region_checks, region_listing
+from tensord.daemon.regions.end_watch import EndWatch
+from tensord.daemon.regions.region_record import Region, RegionHolder, RegionState, Registration, is_owner
+from tensord.shm import descriptors
+from tensord.shm.control_records import RegionPlace
+from tensord.shm.device_names import gpu_of
+from tensord.shm.errors import AlreadyExists, InvalidArgument, ServingError, Unavailable
+from tensord.shm.operations import AwaitRegion, Peer, RegionStatus, RegisterCudaRegion, UnregisterRegion
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class RegionRegistry:
 
         Args:
           peer: who asks.
-          end: becomes readable when the region is to go by itself (``daemon.front.peer.end_of``); -1: never.
+          end: becomes readable when the region is to go by itself (``tensord.daemon.front.peer.end_of``); -1: never.
           sealed: a memfd whose seals were checked, to be used instead of the object of that key; -1: none.
         The descriptors stay the caller's.
         Raises: InvalidArgument, AlreadyExists, Unsupported, Unavailable, or what a worker answered; nothing stays registered, and

@@ -18,15 +18,15 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
-from config.options import Regions
-from daemon.control import unix_socket
-from daemon.front.connection_end import ConnectionEnd
-from daemon.front.peer import end_of, peer_of
-from daemon.regions.region_registry import RegionRegistry
-from shm import descriptors
-from shm.errors import InvalidArgument, ServingError
-from shm.operations import FAILED, Peer, RegisterSystemRegion, UnregisterRegion
-from shm.regions import check_sealed
+from tensord.config.options import Regions
+from tensord.daemon.control import unix_socket
+from tensord.daemon.front.connection_end import ConnectionEnd
+from tensord.daemon.front.peer import end_of, peer_of
+from tensord.daemon.regions.region_registry import RegionRegistry
+from tensord.shm import descriptors
+from tensord.shm.errors import InvalidArgument, ServingError
+from tensord.shm.operations import FAILED, Peer, RegisterSystemRegion, UnregisterRegion
+from tensord.shm.regions import check_sealed
 
 _log = logging.getLogger(__name__)
 _MAX_MESSAGE = 4096
@@ -68,7 +68,7 @@ class RegionSocket:
         registry: RegionRegistry,
         settled: Callable[[], Awaitable[None]],
     ) -> None:
-        """``settled`` returns when every front acts upon what was decided before (``daemon.processes.fronts``)."""
+        """``settled`` returns when every front acts upon what was decided before (``tensord.daemon.processes.fronts``)."""
         self.path = unix_socket.path(options.socket, "regions.sock", environment) if options.enabled else None
         self._registry = registry
         self._reclaim = options.reclaim

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable
 
-from config.options import Arenas
+from tensord.config.options import Arenas
 
 #: Kinds of requests that are remembered of one client.
 _MAX_BULKY = 1024

@@ -11,19 +11,19 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from daemon.submit.busy_poll import BusyPoll
-from daemon.submit.choice import Choice
-from daemon.submit.dispatch import Dispatch
-from daemon.submit.held_back import HeldBack
-from daemon.submit.lent import Lent
-from daemon.submit.pending import Pending, Worker
-from daemon.submit.sending import Sending
-from daemon.submit.sweeper import Sweeper
-from shm.arena import LeaseKey
-from shm.channel import ChannelClosed
-from shm.errors import Cancelled, Internal, InvalidArgument, ServingError
-from shm.lane import SubmitterLane
-from shm.messages import Completion, FormCompletion, response_byte_size
+from tensord.daemon.submit.busy_poll import BusyPoll
+from tensord.daemon.submit.choice import Choice
+from tensord.daemon.submit.dispatch import Dispatch
+from tensord.daemon.submit.held_back import HeldBack
+from tensord.daemon.submit.lent import Lent
+from tensord.daemon.submit.pending import Pending, Worker
+from tensord.daemon.submit.sending import Sending
+from tensord.daemon.submit.sweeper import Sweeper
+from tensord.shm.arena import LeaseKey
+from tensord.shm.channel import ChannelClosed
+from tensord.shm.errors import Cancelled, Internal, InvalidArgument, ServingError
+from tensord.shm.lane import SubmitterLane
+from tensord.shm.messages import Completion, FormCompletion, response_byte_size
 
 _log = logging.getLogger(__name__)
 

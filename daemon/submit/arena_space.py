@@ -1,7 +1,7 @@
 """Room for inputs in a front's request arena, and who waits for it.
 
 small, medium, large     each size has a line of its own: what a small one needs is not what large ones wait for
-a line                   first come, first served; who holds its share (``daemon.submit.accounts``) is passed over
+a line                   first come, first served; who holds its share (``tensord.daemon.submit.accounts``) is passed over
 arriving                 bodies that are not whole have a part of the arena together, so that whole ones find room
 """
 
@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from daemon.submit.accounts import Account
-from shm.arena import Arena, Lease
-from shm.errors import ServingError, Unavailable
+from tensord.daemon.submit.accounts import Account
+from tensord.shm.arena import Arena, Lease
+from tensord.shm.errors import ServingError, Unavailable
 
 _log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 A process that sleeps on an idle processor takes tens of microseconds to wake up, and whoever wakes it pays as well. With a few
 requests in flight every record would meet a sleeping front: its loop goes on turning instead, for a moment after each flush, and
 gives the processor away in each turn. With many in flight there is always something to do; with slow models it does not pay,
-which ``shm.spin`` finds out.
+which ``tensord.shm.spin`` finds out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sized
 from time import monotonic_ns
 from typing import TypeVar
 
-from shm.spin import Spin
+from tensord.shm.spin import Spin
 
 #: Four connections gain from it; sixteen keep a front busy by themselves.
 _FEW = 4

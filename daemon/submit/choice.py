@@ -2,7 +2,7 @@
 
 What requests of a form can be run by is remembered until anything changes that it depends on: the table of models, the places of
 regions, the lanes. Of one of a model that keeps sequences that alone is remembered: each request goes to the worker that has
-its sequence (``daemon.submit.routing``).
+its sequence (``tensord.daemon.submit.routing``).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Mapping
 
 import msgspec
 
-from daemon.submit.model_table import ModelTable
-from daemon.submit.pending import Pending, Worker
-from daemon.submit.region_places import RegionPlaces, is_meant_for, nearest
-from daemon.submit.routing import Routing, SequencedModel, lost
-from shm.control_records import ModelGone, ModelState, RegionPlace
-from shm.errors import NotFound, Unavailable
-from shm.forms import MAX_FORMS, Form
-from shm.messages import Submit
+from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.pending import Pending, Worker
+from tensord.daemon.submit.region_places import RegionPlaces, is_meant_for, nearest
+from tensord.daemon.submit.routing import Routing, SequencedModel, lost
+from tensord.shm.control_records import ModelGone, ModelState, RegionPlace
+from tensord.shm.errors import NotFound, Unavailable
+from tensord.shm.forms import MAX_FORMS, Form
+from tensord.shm.messages import Submit
 
 #: Of so many workers that were full of sequences it is remembered which ones they had.
 _LOST = 4

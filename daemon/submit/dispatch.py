@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from daemon.submit.arena_space import ArenaSpace
-from daemon.submit.choice import Choice
-from daemon.submit.pending import Pending
-from daemon.submit.sending import Sending
-from daemon.submit.sweeper import Sweeper
-from daemon.submit.workerless import Workerless
-from shm.errors import DEFECT, Internal, ServingError
-from shm.messages import Completion
+from tensord.daemon.submit.arena_space import ArenaSpace
+from tensord.daemon.submit.choice import Choice
+from tensord.daemon.submit.pending import Pending
+from tensord.daemon.submit.sending import Sending
+from tensord.daemon.submit.sweeper import Sweeper
+from tensord.daemon.submit.workerless import Workerless
+from tensord.shm.errors import DEFECT, Internal, ServingError
+from tensord.shm.messages import Completion
 
 _log = logging.getLogger(__name__)
 

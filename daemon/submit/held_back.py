@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 
-from daemon.submit.accounts import Account, Client
-from daemon.submit.choice import Choice
-from daemon.submit.lent import Lent
-from daemon.submit.pending import Pending
-from daemon.submit.sending import Sending
-from shm.errors import Unavailable
+from tensord.daemon.submit.accounts import Account, Client
+from tensord.daemon.submit.choice import Choice
+from tensord.daemon.submit.lent import Lent
+from tensord.daemon.submit.pending import Pending
+from tensord.daemon.submit.sending import Sending
+from tensord.shm.errors import Unavailable
 
 
 class _Line:

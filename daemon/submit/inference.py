@@ -4,8 +4,9 @@
                           ╰─ waits for room where the arena is full
 
 ``begin`` calls back; ``answers`` is the same for those who await. What arrived large may lie in the request arena before
-(``daemon.grpc.reception``). A binary HTTP body does not come this way: it is read straight into the arena before anybody knows
-what it holds (``daemon.http.exchange``); nor does a message whose form is known (``daemon.grpc.message_forms``).
+(``tensord.daemon.grpc.reception``). A binary HTTP body does not come this way: it is read straight into the arena before
+anybody knows what it holds (``tensord.daemon.http.exchange``); nor does a message whose form is known
+(``tensord.daemon.grpc.message_forms``).
 """
 
 from __future__ import annotations
@@ -19,16 +20,26 @@ from dataclasses import dataclass
 
 import msgspec
 
-from daemon.submit.accounts import Account
-from daemon.submit.pending import OnCompletion
-from daemon.submit.scheduling import UNSCHEDULED, Scheduling
-from daemon.submit.submitter import Submitter
-from daemon.tracing.tracer import Trace
-from shm.arena import ALIGNMENT, Lease
-from shm.errors import DEFECT, Internal, ServingError, from_code
-from shm.forms import Form, request_template
-from shm.lane import SubmitterLane
-from shm.messages import Completion, Inline, Parameter, Place, RegionSlice, RequestedOutput, Slice, Submit, Tensor
+from tensord.daemon.submit.accounts import Account
+from tensord.daemon.submit.pending import OnCompletion
+from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
+from tensord.daemon.submit.submitter import Submitter
+from tensord.daemon.tracing.tracer import Trace
+from tensord.shm.arena import ALIGNMENT, Lease
+from tensord.shm.errors import DEFECT, Internal, ServingError, from_code
+from tensord.shm.forms import Form, request_template
+from tensord.shm.lane import SubmitterLane
+from tensord.shm.messages import (
+    Completion,
+    Inline,
+    Parameter,
+    Place,
+    RegionSlice,
+    RequestedOutput,
+    Slice,
+    Submit,
+    Tensor,
+)
 
 _log = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-from daemon.submit.accounts import Account, Client, Holdings
-from daemon.submit.pending import Pending, Worker
-from shm.arena import LeaseKey
-from shm.lane import SubmitterLane
-from shm.messages import Slice
+from tensord.daemon.submit.accounts import Account, Client, Holdings
+from tensord.daemon.submit.pending import Pending, Worker
+from tensord.shm.arena import LeaseKey
+from tensord.shm.lane import SubmitterLane
+from tensord.shm.messages import Slice
 
 
 class Lent:

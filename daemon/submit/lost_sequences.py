@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shm.sequence_keys import Key
+from tensord.shm.sequence_keys import Key
 
 
 class LostSequences:

@@ -5,9 +5,9 @@ The supervisor owns the truth; this copy lets a front answer metadata and refuse
 
 from __future__ import annotations
 
-from shm.control_records import ModelGone, ModelState
-from shm.errors import InvalidArgument, NotFound
-from shm.progress import Readiness
+from tensord.shm.control_records import ModelGone, ModelState
+from tensord.shm.errors import InvalidArgument, NotFound
+from tensord.shm.progress import Readiness
 
 _LIMIT = (1 << 63) - 1
 

@@ -12,16 +12,16 @@ from hashlib import blake2b
 
 import msgspec
 
-from daemon.submit.accounts import Account
-from shm.arena import Lease
-from shm.control_records import ModelState
-from shm.errors import DEFECT, Internal, ServingError
-from shm.forms import Form, whole_answer, whole_request
-from shm.lane import SubmitterLane
-from shm.messages import Completion, FormCompletion, FormSubmit, Submit
-from shm.sequence_keys import Key
-from shm.sequence_page import SequencePage
-from shm.status_page import StatusPage
+from tensord.daemon.submit.accounts import Account
+from tensord.shm.arena import Lease
+from tensord.shm.control_records import ModelState
+from tensord.shm.errors import DEFECT, Internal, ServingError
+from tensord.shm.forms import Form, whole_answer, whole_request
+from tensord.shm.lane import SubmitterLane
+from tensord.shm.messages import Completion, FormCompletion, FormSubmit, Submit
+from tensord.shm.sequence_keys import Key
+from tensord.shm.sequence_page import SequencePage
+from tensord.shm.status_page import StatusPage
 
 _log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class Pending(msgspec.Struct, eq=False, kw_only=True):
     def orphaned(self, was_executing: bool, state: ModelState | None) -> ServingError | None:
         """Its worker died. Returns its answer, where it may not be run again. ``state``: of its model; None: that is gone.
 
-        What waited for its turn was not begun. (Of sequences ``daemon.submit.routing`` decides.)
+        What waited for its turn was not begun. (Of sequences ``tensord.daemon.submit.routing`` decides.)
         """
         if self.answered or (was_executing and state is not None and state.sticky):
             return Internal("the worker process died while it executed the request, which may not be run twice")

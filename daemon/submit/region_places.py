@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from daemon.submit.pending import Worker
-from shm.control_records import ModelState, RegionPlace
-from shm.device_names import gpu_of
-from shm.messages import RegionSlice, Submit
+from tensord.daemon.submit.pending import Worker
+from tensord.shm.control_records import ModelState, RegionPlace
+from tensord.shm.device_names import gpu_of
+from tensord.shm.messages import RegionSlice, Submit
 
 
 class RegionPlaces:

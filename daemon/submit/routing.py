@@ -6,8 +6,8 @@
     lost with its worker             ─▶ refused, until a START begins it anew
     anything else                    ─▶ some worker, whose answer says that it was not begun
 
-A worker writes a sequence on its page (``shm.sequence_page``) before any answer of it leaves. So whoever waits for the answer to
-its START may go on through any front; who does not wait does so on one connection, and that is one front's.
+A worker writes a sequence on its page (``tensord.shm.sequence_page``) before any answer of it leaves. So whoever waits for the
+answer to its START may go on through any front; who does not wait does so on one connection, and that is one front's.
 
 The rank of a sequence and a device is the same in every front, so fronts that do not know of each other's requests mostly agree.
 """
@@ -21,13 +21,13 @@ from typing import Annotated
 
 import msgspec
 
-from daemon.submit.lost_sequences import LostSequences
-from daemon.submit.pending import Pending, Worker
-from daemon.submit.region_places import nearest
-from shm.control_records import ModelState
-from shm.errors import Unavailable
-from shm.sequence_keys import Key, SequenceKeys
-from shm.sequence_page import SequenceState
+from tensord.daemon.submit.lost_sequences import LostSequences
+from tensord.daemon.submit.pending import Pending, Worker
+from tensord.daemon.submit.region_places import nearest
+from tensord.shm.control_records import ModelState
+from tensord.shm.errors import Unavailable
+from tensord.shm.sequence_keys import Key, SequenceKeys
+from tensord.shm.sequence_page import SequenceState
 
 _log = logging.getLogger(__name__)
 

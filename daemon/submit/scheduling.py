@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shm.messages import SequenceId
+from tensord.shm.messages import SequenceId
 
 #: Parameters of a request that say it, by their names over either protocol.
 KEYS = frozenset({"priority", "timeout", "sequence_id", "sequence_start", "sequence_end"})
 
 
 class Scheduling(NamedTuple):
-    """Of one request; in the order in which records have it (``shm.messages.FormSubmit``)."""
+    """Of one request; in the order in which records have it (``tensord.shm.messages.FormSubmit``)."""
 
     #: 1 is the most urgent; 0: the model's default.
     priority: int = 0

@@ -11,8 +11,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-from daemon.submit.busy_poll import BusyPoll
-from daemon.submit.pending import Pending, Worker
+from tensord.daemon.submit.busy_poll import BusyPoll
+from tensord.daemon.submit.pending import Pending, Worker
 
 _log = logging.getLogger(__name__)
 _AGAIN_SECONDS = 0.1

@@ -24,31 +24,31 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count, takewhile
 
-from config.options import Options
-from daemon.control.refusals import OnRefusal, Refusals, uncounted
-from daemon.submit.accounts import Account, Accounts, part
-from daemon.submit.answers import Answers
-from daemon.submit.arena_space import ArenaSpace, OnLease
-from daemon.submit.busy_poll import BusyPoll
-from daemon.submit.choice import Choice, load
-from daemon.submit.dispatch import Dispatch
-from daemon.submit.held_back import HeldBack
-from daemon.submit.lent import Lent
-from daemon.submit.model_table import ModelTable
-from daemon.submit.pending import Calling, OnCompletion, Pending, Worker
-from daemon.submit.sending import Sending
-from daemon.submit.sweeper import Sweeper
-from daemon.submit.workerless import Workerless
-from shm.arena import Arena, Lease
-from shm.control_records import LaneOpened, ModelGone, ModelState, RegionPlace, WorkerFenced
-from shm.errors import Unavailable
-from shm.forms import Forms, OnMint
-from shm.lane import SubmitterLane
-from shm.messages import Completion, Submit
-from shm.refusals import Refusal
-from shm.sequence_page import SequencePage
-from shm.spin import Spin
-from shm.status_page import StatusPage
+from tensord.config.options import Options
+from tensord.daemon.control.refusals import OnRefusal, Refusals, uncounted
+from tensord.daemon.submit.accounts import Account, Accounts, part
+from tensord.daemon.submit.answers import Answers
+from tensord.daemon.submit.arena_space import ArenaSpace, OnLease
+from tensord.daemon.submit.busy_poll import BusyPoll
+from tensord.daemon.submit.choice import Choice, load
+from tensord.daemon.submit.dispatch import Dispatch
+from tensord.daemon.submit.held_back import HeldBack
+from tensord.daemon.submit.lent import Lent
+from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.pending import Calling, OnCompletion, Pending, Worker
+from tensord.daemon.submit.sending import Sending
+from tensord.daemon.submit.sweeper import Sweeper
+from tensord.daemon.submit.workerless import Workerless
+from tensord.shm.arena import Arena, Lease
+from tensord.shm.control_records import LaneOpened, ModelGone, ModelState, RegionPlace, WorkerFenced
+from tensord.shm.errors import Unavailable
+from tensord.shm.forms import Forms, OnMint
+from tensord.shm.lane import SubmitterLane
+from tensord.shm.messages import Completion, Submit
+from tensord.shm.refusals import Refusal
+from tensord.shm.sequence_page import SequencePage
+from tensord.shm.spin import Spin
+from tensord.shm.status_page import StatusPage
 
 _log = logging.getLogger(__name__)
 

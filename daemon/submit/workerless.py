@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from daemon.submit.choice import Choice
-from daemon.submit.pending import Pending
-from shm.device_names import number_of
-from shm.errors import Unavailable
-from shm.messages import Submit
+from tensord.daemon.submit.choice import Choice
+from tensord.daemon.submit.pending import Pending
+from tensord.shm.device_names import number_of
+from tensord.shm.errors import Unavailable
+from tensord.shm.messages import Submit
 
 
 class Workerless:

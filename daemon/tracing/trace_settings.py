@@ -16,12 +16,12 @@ from typing import Any
 
 import msgspec
 
-from config.options import Trace
-from daemon.tracing.trace_budget import TraceBudget
-from daemon.tracing.trace_turn import TraceTurn
-from shm.control_records import TraceChanged, TraceCleared
-from shm.errors import InvalidArgument, Unsupported
-from shm.settings import ChangeTrace
+from tensord.config.options import Trace
+from tensord.daemon.tracing.trace_budget import TraceBudget
+from tensord.daemon.tracing.trace_turn import TraceTurn
+from tensord.shm.control_records import TraceChanged, TraceCleared
+from tensord.shm.errors import InvalidArgument, Unsupported
+from tensord.shm.settings import ChangeTrace
 
 LEVELS = {"TIMESTAMPS": 1, "TENSORS": 2}
 FILE_REFUSED = "trace file location can not be updated through network protocol"
@@ -116,7 +116,7 @@ class _Scope:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """What travels with the record, as ``shm.control_records.TraceChanged`` says."""
+        """What travels with the record, as ``tensord.shm.control_records.TraceChanged`` says."""
         if self.turn is None:
             return ()
         return (self.turn.fd,) if self.budget is None else (self.turn.fd, self.budget.fd)

@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 
-from daemon.tracing.trace_budget import TraceBudget
-from daemon.tracing.trace_file import TraceFiles
-from daemon.tracing.trace_settings import LEVELS
-from daemon.tracing.trace_turn import TraceTurn
-from shm.control_records import TraceChanged, TraceCleared
-from shm.messages import Completion, Timeline
+from tensord.daemon.tracing.trace_budget import TraceBudget
+from tensord.daemon.tracing.trace_file import TraceFiles
+from tensord.daemon.tracing.trace_settings import LEVELS
+from tensord.daemon.tracing.trace_turn import TraceTurn
+from tensord.shm.control_records import TraceChanged, TraceCleared
+from tensord.shm.messages import Completion, Timeline
 
 _TIMESTAMPS = LEVELS["TIMESTAMPS"]
 #: Ids are unique among the fronts of a daemon: the upper bits are the front's incarnation.

@@ -10,9 +10,9 @@ import pytest
 from bench import closed_loop, grpc_connection
 from bench.fronts import Server, closed, flags, opened
 from bench.open_loop import arrivals
-from config import layers
-from config.options import Options
-from daemon.flags import parse
+from tensord.config import layers
+from tensord.config.options import Options
+from tensord.daemon.flags import parse
 from tests.daemon_process import ROOT, DaemonProcess
 
 

@@ -17,7 +17,7 @@ from bench import open_loop
 from bench.closed_loop import Row, measure
 from bench.grpc_connection import WINDOW, GrpcConnection, infer_request, rows
 from bench.server import answered
-from daemon.grpc import frames
+from tensord.daemon.grpc import frames
 from tests.daemon_process import PATIENCE, DaemonProcess
 
 ROWS = {row.name: row for row in rows()}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from config.accounts import group_id, user_id
-from config.layers import ConfigurationError, Setting, merge
+from tensord.config.accounts import group_id, user_id
+from tensord.config.layers import ConfigurationError, Setting, merge
 
 
 def test_names_and_numbers() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config.core_list import MAX_CORE, describe, parse
+from tensord.config.core_list import MAX_CORE, describe, parse
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from config import ensemble_graph, model_checks
-from config.model_config import parse_pbtxt
-from shm.errors import InvalidArgument
+from tensord.config import ensemble_graph, model_checks
+from tensord.config.model_config import parse_pbtxt
+from tensord.shm.errors import InvalidArgument
 
 IN, OUT = "input { name: 'x' data_type: TYPE_FP32 dims: [4] }", "output { name: 'y' data_type: TYPE_FP32 dims: [4] }"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from config import header_pattern, layers
-from config.layers import ConfigurationError, Setting
+from tensord.config import header_pattern, layers
+from tensord.config.layers import ConfigurationError, Setting
 
 
 def test_any_case_and_anywhere() -> None:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from config import layers
-from config.layers import ConfigurationError, Setting
-from config.options import Options
+from tensord.config import layers
+from tensord.config.layers import ConfigurationError, Setting
+from tensord.config.options import Options
 
 
 def toml(tmp_path: Path, text: str) -> Path:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from config import log
-from config.options import Log
+from tensord.config import log
+from tensord.config.options import Log
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ def test_verbose_levels(capsys: pytest.CaptureFixture[str], verbose: int, shown:
     """And back again: what one level switched on the next one switches off."""
     log.configure(Log(verbose=2), "worker-0", {})
     log.configure(Log(verbose=verbose), "worker-0", {})
-    logging.getLogger("workers.control").debug("ours")
+    logging.getLogger("tensord.workers.control").debug("ours")
     logging.getLogger("somebody.else").debug("theirs")
     logging.getLogger("jax.compiler").debug("never")
     assert " ".join(line.split()[-1] for line in capsys.readouterr().err.splitlines()) == shown

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from config import model_checks, model_config
-from shm.errors import InvalidArgument, Unsupported
+from tensord.config import model_checks, model_config
+from tensord.shm.errors import InvalidArgument, Unsupported
 
 
 def parsed(text: str) -> Any:

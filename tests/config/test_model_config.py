@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config import model_checks, model_config
-from shm.errors import InvalidArgument, ServingError
+from tensord.config import model_checks, model_config
+from tensord.shm.errors import InvalidArgument, ServingError
 
 DYNAMIC = """
 name: "dyn"
@@ -210,7 +210,7 @@ def test_any_text_gives_a_message_or_a_serving_error(text: str) -> None:
 
 def test_the_message_costs_neither_grpc_nor_numpy() -> None:
     program = (
-        "import sys; from config import model_config; model_config.empty('m');"
+        "import sys; from tensord.config import model_config; model_config.empty('m');"
         "assert not {'grpc', 'numpy', 'tritonclient'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

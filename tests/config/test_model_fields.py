@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from config import model_fields
-from config.model_config import complete, is_map, model_config_pb2, parse_json, parse_pbtxt, to_json
-from shm.errors import Unsupported
+from tensord.config import model_fields
+from tensord.config.model_config import complete, is_map, model_config_pb2, parse_json, parse_pbtxt, to_json
+from tensord.shm.errors import Unsupported
 
 MANUAL = Path(__file__).parents[2] / "docs" / "models.md"
 TABLES = (model_fields.HONOURED, model_fields.REFUSED, model_fields.WITHOUT_EFFECT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from config import rate_limits
+from tensord.config import rate_limits
 
 
 def test_what_is_said_of_a_device_goes_first() -> None:

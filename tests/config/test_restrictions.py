@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config import layers
-from config.layers import ConfigurationError, Setting
-from config.restrictions import GROUPS, Restriction, parse
+from tensord.config import layers
+from tensord.config.layers import ConfigurationError, Setting
+from tensord.config.restrictions import GROUPS, Restriction, parse
 
 
 @pytest.mark.parametrize(

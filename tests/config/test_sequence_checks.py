@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from config import model_checks
-from config.model_config import parse_pbtxt
-from shm.errors import InvalidArgument
+from tensord.config import model_checks
+from tensord.config.model_config import parse_pbtxt
+from tensord.shm.errors import InvalidArgument
 
 START = "kind: CONTROL_SEQUENCE_START"
 CORRID = "kind: CONTROL_SEQUENCE_CORRID"

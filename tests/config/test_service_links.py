@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config import layers, service_links
-from config.layers import ConfigurationError
+from tensord.config import layers, service_links
+from tensord.config.layers import ConfigurationError
 
 
 def kubernetes(service: str, host: str, ports: dict[str, int], protocol: str = "TCP") -> dict[str, str]:

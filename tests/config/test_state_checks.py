@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from config import model_checks
-from config.model_config import parse_pbtxt
-from shm.errors import InvalidArgument, ServingError, Unsupported
+from tensord.config import model_checks
+from tensord.config.model_config import parse_pbtxt
+from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
 
 INITIAL = 'initial_state { name: "first" data_type: TYPE_FP32 dims: 2 zero_data: true }'
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import msgspec
 
-from daemon.control.channel import ControlChannel
-from daemon.control.tally import Seat, Tally
-from daemon.front.acceptor import Acceptor
-from daemon.front.socket_watch import SocketWatch
-from shm import stack_report
-from shm.channel import Channel
-from shm.control_records import (
+from tensord.daemon.control.channel import ControlChannel
+from tensord.daemon.control.tally import Seat, Tally
+from tensord.daemon.front.acceptor import Acceptor
+from tensord.daemon.front.socket_watch import SocketWatch
+from tensord.shm import stack_report
+from tensord.shm.channel import Channel
+from tensord.shm.control_records import (
     Call,
     ChildReady,
     LaneOpened,
@@ -32,7 +32,7 @@ from shm.control_records import (
     Told,
     WorkerFenced,
 )
-from shm.operations import (
+from tensord.shm.operations import (
     LoadModel,
     ModelStatistics,
     RegionStatus,
@@ -41,8 +41,8 @@ from shm.operations import (
     UnloadModel,
     UnregisterRegion,
 )
-from shm.parent import die_with_parent
-from shm.record import decoder
+from tensord.shm.parent import die_with_parent
+from tensord.shm.record import decoder
 
 OPERATIONS = {
     kind.__name__: kind

@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 
-from daemon.control.channel import ControlChannel
-from shm import stack_report
-from shm.channel import Channel
-from shm.control_records import (
+from tensord.daemon.control.channel import ControlChannel
+from tensord.shm import stack_report
+from tensord.shm.channel import Channel
+from tensord.shm.control_records import (
     Call,
     ChildReady,
     LaneOpened,
@@ -32,14 +32,14 @@ from shm.control_records import (
     Unload,
     Unloaded,
 )
-from shm.errors import ServingError
-from shm.figures import Counts, Figures, VersionFigures
-from shm.operations import ModelStatistics, RegionRecords, RegisterSystemRegion, WorkerFigures
-from shm.parent import die_with_parent
-from shm.record import decoder
-from shm.regions import open_object
-from shm.sequence_page import SequencePage
-from shm.status_page import StatusPage, WorkerState
+from tensord.shm.errors import ServingError
+from tensord.shm.figures import Counts, Figures, VersionFigures
+from tensord.shm.operations import ModelStatistics, RegionRecords, RegisterSystemRegion, WorkerFigures
+from tensord.shm.parent import die_with_parent
+from tensord.shm.record import decoder
+from tensord.shm.regions import open_object
+from tensord.shm.sequence_page import SequencePage
+from tensord.shm.status_page import StatusPage, WorkerState
 
 
 class FakeWorker:

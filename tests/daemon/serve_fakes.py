@@ -7,9 +7,9 @@ import os
 import sys
 from pathlib import Path
 
-from config import layers, log
-from daemon.processes.spawned import spawn_workers
-from daemon.supervisor import Programs, Supervisor
+from tensord.config import layers, log
+from tensord.daemon.processes.spawned import spawn_workers
+from tensord.daemon.supervisor import Programs, Supervisor
 
 if __name__ == "__main__":
     file = Path(sys.argv[1])

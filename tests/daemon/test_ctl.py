@@ -27,7 +27,7 @@ def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> It
 
 
 def tensorctl(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "daemon.ctl", "--socket", str(path), *arguments]
+    command = [sys.executable, "-m", "tensord.daemon.ctl", "--socket", str(path), *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
 
 
@@ -69,7 +69,7 @@ def test_a_daemon_started_by_hand_is_found(tmp_path: Path) -> None:
     running = FakeDaemon(tmp_path, {"supervisor": {"control_socket": ""}}, environment)
     try:
         running.wait_ready()
-        command = [sys.executable, "-m", "daemon.ctl"]
+        command = [sys.executable, "-m", "tensord.daemon.ctl"]
         found = subprocess.check_output([*command, "status"], cwd=ROOT, env=os.environ | environment, text=True)
         assert found.startswith("tensord: serving, ready, 1 of 1 models served, http://127.0.0.1:")
         assert re.search(r", no grpc, http://127\.0\.0\.1:\d+/metrics\n", found)

@@ -17,28 +17,28 @@ import hpack
 import pytest
 from tritonclient.grpc import service_pb2
 
-from config.options import Arenas, Requests
-from daemon.grpc import frames
-from daemon.grpc import response_codec as grpc_codec
-from daemon.grpc.answer_form import AnswerForm
-from daemon.grpc.infer_calls import InferCalls
-from daemon.grpc.message_forms import MessageForms
-from daemon.grpc.request_reader import RequestReader
-from daemon.grpc.stream import Stream
-from daemon.http import placement
-from daemon.http import response_codec as http_codec
-from daemon.http.answer_order import AnswerOrder
-from daemon.http.http_forms import HttpForms
-from daemon.submit.arena_space import ArenaSpace
-from daemon.submit.choice import Choice
-from daemon.submit.dispatch import Dispatch
-from daemon.submit.sending import Sending
-from shm import channel as channel_module
-from shm.channel import Channel
-from shm.control_records import WorkerFenced
-from shm.errors import InvalidArgument, ServingError
-from shm.lane import SubmitterLane, WorkerLane
-from shm.messages import Cancel, Completion, FormSubmit, Inline, Submit, Tensor
+from tensord.config.options import Arenas, Requests
+from tensord.daemon.grpc import frames
+from tensord.daemon.grpc import response_codec as grpc_codec
+from tensord.daemon.grpc.answer_form import AnswerForm
+from tensord.daemon.grpc.infer_calls import InferCalls
+from tensord.daemon.grpc.message_forms import MessageForms
+from tensord.daemon.grpc.request_reader import RequestReader
+from tensord.daemon.grpc.stream import Stream
+from tensord.daemon.http import placement
+from tensord.daemon.http import response_codec as http_codec
+from tensord.daemon.http.answer_order import AnswerOrder
+from tensord.daemon.http.http_forms import HttpForms
+from tensord.daemon.submit.arena_space import ArenaSpace
+from tensord.daemon.submit.choice import Choice
+from tensord.daemon.submit.dispatch import Dispatch
+from tensord.daemon.submit.sending import Sending
+from tensord.shm import channel as channel_module
+from tensord.shm.channel import Channel
+from tensord.shm.control_records import WorkerFenced
+from tensord.shm.errors import InvalidArgument, ServingError
+from tensord.shm.lane import SubmitterLane, WorkerLane
+from tensord.shm.messages import Cancel, Completion, FormSubmit, Inline, Submit, Tensor
 from tests.daemon.grpc.frame_client import STREAM
 from tests.daemon.submit.test_submitter import MIB, Setting
 from tests.fakes import answer_formed

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config import layers
-from config.layers import ConfigurationError
-from config.options import Options
-from daemon import flags
+from tensord.config import layers
+from tensord.config.layers import ConfigurationError
+from tensord.config.options import Options
+from tensord.daemon import flags
 
 
 def parsed(*arguments: str) -> Options:

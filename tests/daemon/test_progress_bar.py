@@ -9,7 +9,7 @@ import pty
 import struct
 import termios
 
-from daemon.progress_bar import ProgressBar
+from tensord.daemon.progress_bar import ProgressBar
 
 
 def test_one_line_of_a_terminal() -> None:

@@ -12,7 +12,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from daemon import cli, ctl, flags
+from tensord.daemon import cli, ctl, flags
 from tests.daemon_process import ROOT, DaemonProcess
 from tests.examples.test_clients import OF_DIGITS
 

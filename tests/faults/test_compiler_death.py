@@ -72,7 +72,7 @@ def load_and_kill(daemon: DaemonProcess) -> tuple[int, bytes]:
     load.start()
     while load.is_alive():
         # One that was not compiling is replaced in silence.
-        for process in daemon.children("workers.compiling"):
+        for process in daemon.children("tensord.workers.compiling"):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         assert daemon.infer("scale", [X])[0] == 200

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from tritonclient.grpc import service_pb2
 
-from daemon.grpc import frames
+from tensord.daemon.grpc import frames
 from tests import repositories
 from tests.daemon.grpc.frame_client import INFER, STREAM, FrameClient, prefixed
 from tests.daemon_process import DaemonProcess, wait_until
@@ -30,7 +30,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
 
 def front(daemon: DaemonProcess) -> psutil.Process:
     """The gRPC front."""
-    (process,) = daemon.children("daemon.grpc")
+    (process,) = daemon.children("tensord.daemon.grpc")
     return process
 
 

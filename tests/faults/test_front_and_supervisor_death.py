@@ -159,10 +159,10 @@ def test_grpc_front_killed(daemon: DaemonProcess) -> None:
     """
     given = grpcclient.InferInput("x", [1, 4], "FP32")
     given.set_data_from_numpy(np.ones((1, 4), np.float32))
-    others = {process.pid for process in daemon.family() if "daemon.grpc" not in process.cmdline()}
+    others = {process.pid for process in daemon.family() if "tensord.daemon.grpc" not in process.cmdline()}
     with grpcclient.InferenceServerClient(daemon.grpc_url) as client:
         assert client.infer("scale", [given]).as_numpy("y").tolist() == [[4.0] * 4]
-        (front,) = (process for process in daemon.family() if "daemon.grpc" in process.cmdline())
+        (front,) = (process for process in daemon.family() if "tensord.daemon.grpc" in process.cmdline())
         front.kill()
         psutil.wait_procs([front], timeout=PATIENCE)
 

@@ -18,7 +18,7 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from tritonclient.grpc import service_pb2
 
-from daemon.grpc import frames
+from tensord.daemon.grpc import frames
 from tests import repositories
 from tests.daemon.grpc.frame_client import STREAM, FrameClient, prefixed
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
@@ -197,7 +197,7 @@ def test_answers_that_are_not_taken_for_too_long(daemon: DaemonProcess) -> None:
 def is_cut(daemon: DaemonProcess, sock: socket.socket) -> bool:
     """Whether the daemon has it no longer. Its client is told behind what it does not read."""
     ours = sock.getsockname()
-    fronts = [*daemon.fronts, *daemon.children("daemon.grpc")]
+    fronts = [*daemon.fronts, *daemon.children("tensord.daemon.grpc")]
     return not any(each.raddr == ours for front in fronts for each in front.connections("tcp"))
 
 

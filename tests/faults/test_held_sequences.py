@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
 
-from daemon.grpc import frames
+from tensord.daemon.grpc import frames
 from tests import repositories
 from tests.daemon.grpc.frame_client import STREAM, FrameClient, prefixed
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until

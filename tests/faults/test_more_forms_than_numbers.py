@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
 
-from shm.forms import MAX_FORMS
+from tensord.shm.forms import MAX_FORMS
 from tests.daemon.grpc.frame_client import FrameClient
 from tests.daemon_process import ROOT, DaemonProcess
 from tests.fakes import Client

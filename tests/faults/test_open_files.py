@@ -88,7 +88,7 @@ def test_a_front_without_descriptors(daemon: DaemonProcess, library: Any) -> Non
     1. A front may open no more files. A large request on a connection it has gets 503 with the limit; small ones are answered.
     2. It may again: the same request is answered on the same connection.
     """
-    (front,) = daemon.fronts if library is httpclient else daemon.children("daemon.grpc")
+    (front,) = daemon.fronts if library is httpclient else daemon.children("tensord.daemon.grpc")
     url = daemon.url if library is httpclient else daemon.grpc_url
     with library.InferenceServerClient(url) as client:
         echo(library, client, 64)
@@ -106,7 +106,7 @@ def test_a_front_without_descriptors(daemon: DaemonProcess, library: Any) -> Non
 @pytest.mark.parametrize("library", [httpclient, grpcclient], ids=["http", "grpc"])
 def test_the_last_large_answer_is_let_go(daemon: DaemonProcess, library: Any) -> None:
     """The front's mapping of its segment, and so its pages, go when its bytes have left, and not with the next answer."""
-    (front,) = daemon.fronts if library is httpclient else daemon.children("daemon.grpc")
+    (front,) = daemon.fronts if library is httpclient else daemon.children("tensord.daemon.grpc")
     url = daemon.url if library is httpclient else daemon.grpc_url
     with library.InferenceServerClient(url) as client:
         echo(library, client, 64)

@@ -216,7 +216,7 @@ class RegionRules(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1), who=CLIENTS)
     def front_dies(self, which: int, who: str) -> None:
         """Its successor is under way while the other one answers what comes next."""
-        fronts = self.daemon.children("daemon.http" if who == "tcp" else "daemon.grpc")
+        fronts = self.daemon.children("tensord.daemon.http" if who == "tcp" else "tensord.daemon.grpc")
         if len(fronts) == 2:
             fronts[which].kill()
             psutil.wait_procs([fronts[which]], timeout=120)

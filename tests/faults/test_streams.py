@@ -23,7 +23,11 @@ def test_every_stream_is_complete_or_ends_with_one_error(tmp_path: Path, reposit
     arguments = ["--model-control-mode=explicit", "--load-model=repeat"]
     with nothing_left_behind(), DaemonProcess(tmp_path, [repository], arguments=arguments) as daemon:
         daemon.wait_ready()
-        staying = [psutil.Process(daemon.pid), *daemon.children("daemon.http"), *daemon.children("daemon.grpc")]
+        staying = [
+            psutil.Process(daemon.pid),
+            *daemon.children("tensord.daemon.http"),
+            *daemon.children("tensord.daemon.grpc"),
+        ]
         before = {process.pid: process.num_fds() for process in staying}
         clients = [StreamClient(daemon.grpc_url, seed) for seed in range(_CLIENTS)]
         for client in clients:

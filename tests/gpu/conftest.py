@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from daemon.processes.devices import usable_gpus
+from tensord.daemon.processes.devices import usable_gpus
 from tests import on_stub, repositories
 from tests.cuda_owner import CudaOwner
 from tests.daemon_process import DaemonProcess

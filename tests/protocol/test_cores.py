@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from config.core_list import describe
+from tensord.config.core_list import describe
 from tests.daemon_process import ROOT, DaemonProcess, tensorctl_status, wait_until
 
 pytestmark = pytest.mark.cpu_workers("their cores")

@@ -13,8 +13,8 @@ import pytest
 import tritonclient.http as httpclient
 from tritonclient.utils import InferenceServerException
 
-from shm import rendezvous
 from tensord import models
+from tensord.shm import rendezvous
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
 from tests.protocol.calling_models import SCRIPT, SCRIPT_FIELDS, run
 from tests.repositories import ensemble, scale_model, write_model

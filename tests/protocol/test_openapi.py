@@ -14,8 +14,8 @@ import yaml
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi import checks
 
-from daemon.front.access import http_access
-from daemon.http.routes import Routes
+from tensord.daemon.front.access import http_access
+from tensord.daemon.http.routes import Routes
 from tests import repositories
 from tests.daemon_process import DaemonProcess
 

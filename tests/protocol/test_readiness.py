@@ -63,7 +63,7 @@ def test_one_count_everywhere(start_daemon: Start, tmp_path: Path) -> None:
     told = tensorctl_status(control)
     assert (told["phase"], told["ready"], told["models"]) == ("serving", False, {"wanted": 5, "served": 1})
     assert [model["name"] for model in told["not_served"]] == ["broken", "empty", "twice", "unreadable"]
-    command = [sys.executable, "-m", "daemon.ctl", "--socket", str(control), "status"]
+    command = [sys.executable, "-m", "tensord.daemon.ctl", "--socket", str(control), "status"]
     text = subprocess.check_output(command, cwd=ROOT, text=True)
     assert "serving, not ready, 1 of 5 models served" in text
     assert "not served: broken: version 1: Internal: OSError: no" in text

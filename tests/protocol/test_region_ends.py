@@ -121,7 +121,14 @@ class Served:
         self.daemon.start()
 
     def tensorctl(self, *arguments: str) -> str:
-        command = [sys.executable, "-m", "daemon.ctl", "--socket", str(self.folder / "control.sock"), *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "tensord.daemon.ctl",
+            "--socket",
+            str(self.folder / "control.sock"),
+            *arguments,
+        ]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     def records(self) -> dict[str, dict[str, Any]]:

@@ -46,7 +46,14 @@ class Served:
         self.unix, self.regions = f"unix:{folder}/grpc.sock", folder / "regions.sock"
 
     def tensorctl(self, *arguments: str) -> str:
-        command = [sys.executable, "-m", "daemon.ctl", "--socket", str(self.folder / "control.sock"), *arguments]
+        command = [
+            sys.executable,
+            "-m",
+            "tensord.daemon.ctl",
+            "--socket",
+            str(self.folder / "control.sock"),
+            *arguments,
+        ]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
     def records(self) -> dict[str, dict[str, Any]]:

@@ -15,7 +15,7 @@ import tritonclient.http as httpclient
 from google.protobuf import text_format
 from tritonclient.utils import InferenceServerException
 
-from config import model_config
+from tensord.config import model_config
 from tests import repositories
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
 

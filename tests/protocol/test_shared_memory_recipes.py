@@ -95,7 +95,15 @@ def logits(daemon: DaemonProcess) -> list[float]:
 
 
 def regions(daemon: DaemonProcess) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "daemon.ctl", "--socket", str(daemon.folder / "control.sock"), "--json", "regions"]
+    command = [
+        sys.executable,
+        "-m",
+        "tensord.daemon.ctl",
+        "--socket",
+        str(daemon.folder / "control.sock"),
+        "--json",
+        "regions",
+    ]
     return list(json.loads(subprocess.check_output([*command, "list"], cwd=ROOT)))
 
 

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tritonclient.grpc import service_pb2
 
-from daemon.grpc import frames
+from tensord.daemon.grpc import frames
 from tests import repositories
 from tests.daemon.grpc.frame_client import INFER, STREAM, FrameClient, prefixed
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until

@@ -61,7 +61,7 @@ def test_how_far_a_load_is(start_daemon: Start, tmp_path: Path) -> None:
     daemon.wait_ready()
     daemon.wait_log(r"model 'slow' version 1: 4 executables compiled, 0 from the cache, in [\d.]+ s")
     assert tensorctl_status(control)["workers"][0]["state"] == "idle"
-    command = [sys.executable, "-m", "daemon.ctl", "--socket", str(control), "--json", "models", "list"]
+    command = [sys.executable, "-m", "tensord.daemon.ctl", "--socket", str(control), "--json", "models", "list"]
     (listed,) = json.loads(subprocess.check_output(command, cwd=ROOT))
     figures = scrape(daemon.metrics_url)
     for column, metric in (
@@ -152,7 +152,7 @@ def test_parts_in_c_that_are_missing(start_daemon: Start, tmp_path: Path, broken
             class Without:
                 @staticmethod
                 def find_spec(name, path=None, target=None):
-                    if name in ("shm._guard", "daemon.grpc._walk") or name.startswith("workers.native._"):
+                    if name in ("tensord.shm._guard", "tensord.daemon.grpc._walk") or name.startswith("tensord.workers.native._"):
                         raise {error}
 
             sys.meta_path.insert(0, Without)
@@ -178,17 +178,17 @@ def test_parts_in_c_that_are_missing(start_daemon: Start, tmp_path: Path, broken
             "to build them, install a C compiler and Python's headers, then install tensord again "
             "(in a checkout: make serve, or pip install -e .)"
         )
-        assert of_front == f"messages are walked over in Python (daemon.grpc._walk: {reason}); {advice}"
+        assert of_front == f"messages are walked over in Python (tensord.daemon.grpc._walk: {reason}); {advice}"
         for part in (
-            "shm._guard",
-            "workers.native._fast_path",
-            "workers.native._large_copy",
-            "workers.native._output_memory",
+            "tensord.shm._guard",
+            "tensord.workers.native._fast_path",
+            "tensord.workers.native._large_copy",
+            "tensord.workers.native._output_memory",
         ):
             assert f"({part}: {reason})" in said
         assert said.endswith(f"; {advice}")
         assert "takes its memory in another way" not in daemon.log
-        command = [sys.executable, "-m", "daemon.ctl", "--socket", str(control), "status"]
+        command = [sys.executable, "-m", "tensord.daemon.ctl", "--socket", str(control), "status"]
         status = subprocess.check_output(command, cwd=ROOT, text=True)
         assert f"off: {said}\n" in status
         assert f"off: {of_front}\n" in status

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shm.arena import BLOCK, Arena, ArenaMap, Buddies, Lease
-from shm.errors import InvalidArgument
-from shm.messages import Slice
+from tensord.shm.arena import BLOCK, Arena, ArenaMap, Buddies, Lease
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.messages import Slice
 
 MIB = 1 << 20
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shm.arena import Arena, Lease
+from tensord.shm.arena import Arena, Lease
 
 MIB = 1 << 20
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shm.arrays import DTYPES, array, byte_content, datatype_of
-from shm.datatypes import ELEMENT_SIZES, byte_size, element_count, from_model_config, to_model_config
-from shm.errors import InvalidArgument
+from tensord.shm.arrays import DTYPES, array, byte_content, datatype_of
+from tensord.shm.datatypes import ELEMENT_SIZES, byte_size, element_count, from_model_config, to_model_config
+from tensord.shm.errors import InvalidArgument
 
 
 @pytest.mark.parametrize("datatype", sorted(set(DTYPES) - {"BYTES"}))

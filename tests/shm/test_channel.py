@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shm.channel import MAX_DATAGRAM, Channel, ChannelClosed, DescriptorsLost, pair
-from shm.errors import InvalidArgument
-from shm.messages import (
+from tensord.shm.channel import MAX_DATAGRAM, Channel, ChannelClosed, DescriptorsLost, pair
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.messages import (
     Cancel,
     Completion,
     Inline,
@@ -24,7 +24,7 @@ from shm.messages import (
     ToSubmitter,
     ToWorker,
 )
-from shm.record import decoder
+from tensord.shm.record import decoder
 from tests.open_files import no_descriptors_left
 
 
@@ -213,7 +213,7 @@ def test_without_a_descriptor_nothing_is_queued_and_large_records_travel() -> No
 
 
 def test_records_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shm.channel.MAX_RECORD", 100_000)
+    monkeypatch.setattr("tensord.shm.channel.MAX_RECORD", 100_000)
     ours, theirs = pair()
     worker = Channel(theirs, decoder(ToWorker))
     ours.send(b"\x02" + bytes(60_000))

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from shm.cuda_regions import Context, CudaError, CudaRegion, DeviceLost, Driver, NoCuda
-from shm.errors import InvalidArgument, Unavailable
+from tensord.shm.cuda_regions import Context, CudaError, CudaRegion, DeviceLost, Driver, NoCuda
+from tensord.shm.errors import InvalidArgument, Unavailable
 from tests.cuda_owner import CudaOwner
 from tests.cuda_stub.library import CudaStub
 from tests.fakes import until
@@ -221,7 +221,7 @@ def test_no_such_device(driver: Driver) -> None:
 
 def test_no_driver(cuda_stub: CudaStub) -> None:
     """In a process that has none to find, and in one that finds no device in it."""
-    code = "from shm.cuda_regions import *\ntry:\n    Driver().context(0)\nexcept NoCuda as e:\n    print(e)"
+    code = "from tensord.shm.cuda_regions import *\ntry:\n    Driver().context(0)\nexcept NoCuda as e:\n    print(e)"
     for environment, reason in [
         ({}, "the CUDA driver "),
         ({"LD_LIBRARY_PATH": str(cuda_stub.library.parent)}, "found no device (CUDA_ERROR_NO_DEVICE)"),
@@ -233,7 +233,7 @@ def test_no_driver(cuda_stub: CudaStub) -> None:
 def test_an_error_that_stays(cuda_stub: CudaStub) -> None:
     """In a process of its own, which is lost after it."""
     code = (
-        "from shm.cuda_regions import *\nd = Driver()\nc = d.context(0)\np = c.allocate(64)\n"
+        "from tensord.shm.cuda_regions import *\nd = Driver()\nc = d.context(0)\np = c.allocate(64)\n"
         "for f in (lambda: c.clear(p, 64), c.check, lambda: c.allocate(1)):\n"
         "    try:\n        f()\n    except DeviceLost as e:\n        print(d.lost, e.code, e.message)\nd.close()"
     )

@@ -7,9 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shm.arrays import DTYPES, array
-from shm.datatypes import ELEMENT_SIZES, MAX_ELEMENTS, byte_size, element_count, from_model_config, to_model_config
-from shm.errors import InvalidArgument
+from tensord.shm.arrays import DTYPES, array
+from tensord.shm.datatypes import (
+    ELEMENT_SIZES,
+    MAX_ELEMENTS,
+    byte_size,
+    element_count,
+    from_model_config,
+    to_model_config,
+)
+from tensord.shm.errors import InvalidArgument
 
 
 @pytest.mark.parametrize("datatype", sorted(ELEMENT_SIZES))

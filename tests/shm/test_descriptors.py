@@ -5,8 +5,8 @@ import resource
 
 import pytest
 
-from shm import descriptors
-from shm.errors import Unavailable
+from tensord.shm import descriptors
+from tensord.shm.errors import Unavailable
 from tests.open_files import no_descriptors_left
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shm import device_names
+from tensord.shm import device_names
 
 
 @pytest.mark.parametrize(("device", "gpu"), [("cpu:0", ""), ("cuda:1", "cuda:1"), ("cuda:12/3", "cuda:12")])

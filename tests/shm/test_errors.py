@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shm.errors import Internal, NotFound, ServingError, Unknown, from_code
+from tensord.shm.errors import Internal, NotFound, ServingError, Unknown, from_code
 
 
 def test_every_code_comes_back_as_its_class() -> None:

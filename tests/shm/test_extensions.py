@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from shm import guard
-from shm.extensions import STALE, check, missing, sources
+from tensord.shm import guard
+from tensord.shm.extensions import STALE, check, missing, sources
 from tests.daemon_process import ROOT
 
 SAID = (
-    "from shm import guard; from shm.extensions import missing; print(guard.available, *missing({'shm._guard': 'W'}))"
+    "from tensord.shm import guard; from tensord.shm.extensions import missing; "
+    "print(guard.available, *missing({'tensord.shm._guard': 'W'}))"
 )
 ADVICE = (
     "to build them, install a C compiler and Python's headers, then install tensord again "
@@ -41,17 +42,23 @@ def test_sources_are_told_by_names_and_content(tmp_path: Path) -> None:
         (lambda folder: None, "True"),
         # As in a wheel.
         (lambda folder: (folder / "_guard.c").unlink(), "True"),
-        (lambda folder: (folder / "_guard.c").write_text("/* newer */"), f"False W (shm._guard: {STALE}) {ADVICE}"),
+        (
+            lambda folder: (folder / "_guard.c").write_text("/* newer */"),
+            f"False W (tensord.shm._guard: {STALE}) {ADVICE}",
+        ),
         (
             lambda folder: (folder / "_guard.abi3.so").unlink(),
-            f"False W (shm._guard: it was not built) {ADVICE}",
+            f"False W (tensord.shm._guard: it was not built) {ADVICE}",
         ),
     ],
     ids=["built", "no sources", "stale", "not built"],
 )
 def test_a_checkout_in_each_state(tmp_path: Path, change: Callable[[Path], object], said: str) -> None:
-    shutil.copytree(ROOT / "shm", tmp_path / "shm")
-    change(tmp_path / "shm")
+    package = tmp_path / "tensord"
+    package.mkdir()
+    shutil.copy(ROOT / "tensord" / "__init__.py", package)
+    shutil.copytree(ROOT / "shm", package / "shm")
+    change(package / "shm")
     # Without the environment, whose finder knows the checkout.
     command = [sys.executable, "-S", "-c", SAID]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -60,10 +67,10 @@ def test_a_checkout_in_each_state(tmp_path: Path, change: Callable[[Path], objec
 
 @pytest.mark.skipif(not guard.available, reason="the C extension was not built")
 def test_one_from_before_sources_were_told_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shm import _guard
+    from tensord.shm import _guard
 
     check(_guard)
     monkeypatch.delattr(_guard, "SOURCES")
     with pytest.raises(ImportError, match="built from other sources"):
         check(_guard)
-    assert len(missing({"shm._guard": "W"})) == 2
+    assert len(missing({"tensord.shm._guard": "W"})) == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from shm.figures import Counts, Figures, VersionFigures
+from tensord.shm.figures import Counts, Figures, VersionFigures
 
 
 def test_sum() -> None:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shm.channel import Channel, pair
-from shm.errors import InvalidArgument
-from shm.forms import (
+from tensord.shm.channel import Channel, pair
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.forms import (
     MAX_FORMS,
     Form,
     Forms,
@@ -22,7 +22,7 @@ from shm.forms import (
     whole_answer,
     whole_request,
 )
-from shm.messages import (
+from tensord.shm.messages import (
     Completion,
     Content,
     FormCompletion,
@@ -36,7 +36,7 @@ from shm.messages import (
     Tensor,
     ToWorker,
 )
-from shm.record import decoder, encoder
+from tensord.shm.record import decoder, encoder
 
 NUMBERS = st.integers(0, (1 << 63) - 1)
 NAMES = st.text(max_size=4)

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shm import guard
-from shm.arrays import address_of
-from shm.errors import Unavailable
-from shm.regions import Region
+from tensord.shm import guard
+from tensord.shm.arrays import address_of
+from tensord.shm.errors import Unavailable
+from tensord.shm.regions import Region
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = mmap.PAGESIZE
@@ -182,7 +182,7 @@ def test_everything_else_stays_fatal(story: str, body: str) -> None:
 
 
 def test_misuse_is_refused() -> None:
-    from shm import _guard
+    from tensord.shm import _guard
 
     with pytest.raises(LookupError):
         _guard.faults(8191)

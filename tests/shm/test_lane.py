@@ -7,12 +7,21 @@ from collections.abc import Iterator
 
 import pytest
 
-from shm.arena import Arena
-from shm.channel import Channel, ChannelClosed, pair
-from shm.errors import InvalidArgument, Unavailable
-from shm.forms import MAX_FORMS, Form, Forms, HeardForms, answer_template, request_template, whole_answer, whole_request
-from shm.lane import SubmitterLane, WorkerLane
-from shm.messages import (
+from tensord.shm.arena import Arena
+from tensord.shm.channel import Channel, ChannelClosed, pair
+from tensord.shm.errors import InvalidArgument, Unavailable
+from tensord.shm.forms import (
+    MAX_FORMS,
+    Form,
+    Forms,
+    HeardForms,
+    answer_template,
+    request_template,
+    whole_answer,
+    whole_request,
+)
+from tensord.shm.lane import SubmitterLane, WorkerLane
+from tensord.shm.messages import (
     AnswerForm,
     Cancel,
     Completion,
@@ -29,7 +38,7 @@ from shm.messages import (
     ToSubmitter,
     ToWorker,
 )
-from shm.record import Record, decoder
+from tensord.shm.record import Record, decoder
 from tests.open_files import no_descriptors_left
 
 MIB = 1 << 20

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shm.arrays import byte_content
-from shm.errors import InvalidArgument
-from shm.open_shape import check, closed, elements, is_open
+from tensord.shm.arrays import byte_content
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.open_shape import check, closed, elements, is_open
 
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.integers(0, 4), st.integers(0, 7))

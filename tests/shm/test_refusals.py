@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shm.refusals import Refusal, RefusalLog
+from tensord.shm.refusals import Refusal, RefusalLog
 
 SECOND = 10**9
 
@@ -51,7 +51,7 @@ def test_the_lines_add_up(refused: list[tuple[int, Refusal, int]]) -> None:
     """However many models, seconds and reasons: every request is in one line, the lines are apart and short."""
     log, now_ns, said = RefusalLog(), 0, list[tuple[int, str]]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shm.refusals._log.warning", lambda text, *given: said.append((now_ns, text % given)))
+        patch.setattr("tensord.shm.refusals._log.warning", lambda text, *given: said.append((now_ns, text % given)))
         for model, refusal, seconds in refused:
             now_ns += seconds * SECOND
             log.settle(now_ns)

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shm.errors import Internal, InvalidArgument, ServingError
-from shm.regions import Region, check_range, open_object
+from tensord.shm.errors import Internal, InvalidArgument, ServingError
+from tensord.shm.regions import Region, check_range, open_object
 
 SHM = Path("/dev/shm")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shm import rendezvous
+from tensord.shm import rendezvous
 
 
 def test_a_name_that_goes_moves_what_was_its_own_and_nothing_else() -> None:

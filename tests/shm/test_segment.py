@@ -8,8 +8,8 @@ import os
 
 import pytest
 
-from shm.errors import InvalidArgument
-from shm.segment import Segment
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.segment import Segment
 
 
 def test_nobody_resizes_or_writes_a_segment() -> None:

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from shm.errors import InvalidArgument
-from shm.segment import Segment
-from shm.sequence_keys import Key, SequenceKeys
-from shm.sequence_page import SequencePage, SequenceState, Slots
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.segment import Segment
+from tensord.shm.sequence_keys import Key, SequenceKeys
+from tensord.shm.sequence_page import SequencePage, SequenceState, Slots
 
 _KEYS = 12
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shm.errors import InvalidArgument
-from shm.regions import open_object
-from shm.snapshot_region import SnapshotRegion
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.regions import open_object
+from tensord.shm.snapshot_region import SnapshotRegion
 
 
 @pytest.fixture

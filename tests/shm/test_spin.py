@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from shm.spin import Spin
+from tensord.shm.spin import Spin
 
 
 def test_it_starts_asleep_and_learns_from_each_wait() -> None:

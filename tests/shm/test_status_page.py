@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from shm.status_page import DESKS, IDS_PER_DESK, StatusPage, WorkerState
+from tensord.shm.status_page import DESKS, IDS_PER_DESK, StatusPage, WorkerState
 
 
 def test_what_the_worker_notes_is_what_others_read() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from config.options import Grpc, Http
+from tensord.config.options import Grpc, Http
 
 FOLDER = Path(__file__).parent.parent.parent / "systemd"
 

@@ -13,19 +13,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from config.options import Lanes, Options
-from daemon.control.tally import Tally
-from daemon.http.connection import Connection
-from daemon.http.serving import Serving
-from daemon.submit.model_table import ModelTable
-from daemon.submit.submitter import Submitter
-from shm.channel import pair
-from shm.control_records import LaneOpened, ModelState
-from shm.lane import WorkerLane
-from shm.messages import Cancel, Completion, FormSubmit, Submit
-from shm.sequence_keys import SequenceKeys
-from shm.sequence_page import SequencePage
-from shm.status_page import StatusPage
+from tensord.config.options import Lanes, Options
+from tensord.daemon.control.tally import Tally
+from tensord.daemon.http.connection import Connection
+from tensord.daemon.http.serving import Serving
+from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.submitter import Submitter
+from tensord.shm.channel import pair
+from tensord.shm.control_records import LaneOpened, ModelState
+from tensord.shm.lane import WorkerLane
+from tensord.shm.messages import Cancel, Completion, FormSubmit, Submit
+from tensord.shm.sequence_keys import SequenceKeys
+from tensord.shm.sequence_page import SequencePage
+from tensord.shm.status_page import StatusPage
 from tests.fakes import WholeRequests, answer_formed
 from tests.work.counter import Work
 

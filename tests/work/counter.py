@@ -16,7 +16,7 @@ from typing import Any
 
 _ROOT = Path(__file__).parent.parent.parent
 #: Code that is counted; not what it calls in libraries, nor the tests.
-_ROOMS = tuple(f"{_ROOT / room}/" for room in ("daemon", "shm", "workers", "config"))
+_ROOMS = tuple(f"{_ROOT / 'tensord' / room}/" for room in ("daemon", "shm", "workers", "config"))
 #: Functions of the standard library that are system calls.
 _SYSTEM_CALLS = {"send", "sendmsg", "sendto", "recv", "recv_into", "recvmsg", "recvmsg_into", "_accept", "sched_yield"}
 _SYSTEM_CALLS |= {

@@ -8,15 +8,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from daemon.grpc import frames
-from daemon.grpc.call import Call
-from daemon.grpc.connection import Connection
-from daemon.grpc.infer_calls import InferCalls
-from daemon.grpc.serving import Serving
-from daemon.grpc.stream import Stream
-from daemon.grpc.stream_infer import StreamInfer
-from daemon.grpc.unary_infer import UnaryInfer
-from daemon.tracing.tracer import Tracer
+from tensord.daemon.grpc import frames
+from tensord.daemon.grpc.call import Call
+from tensord.daemon.grpc.connection import Connection
+from tensord.daemon.grpc.infer_calls import InferCalls
+from tensord.daemon.grpc.serving import Serving
+from tensord.daemon.grpc.stream import Stream
+from tensord.daemon.grpc.stream_infer import StreamInfer
+from tensord.daemon.grpc.unary_infer import UnaryInfer
+from tensord.daemon.tracing.tracer import Tracer
 from tests.daemon.grpc.frame_client import INFER, STREAM, prefixed
 from tests.work.connection import OPTIONS, KeptTransport, LaneBench
 

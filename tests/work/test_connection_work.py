@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from daemon.front.acceptor import Acceptor
-from daemon.front.socket_watch import SocketWatch
-from daemon.http.connection import Connection
-from shm.messages import Cancel, Completion, FormSubmit
+from tensord.daemon.front.acceptor import Acceptor
+from tensord.daemon.front.socket_watch import SocketWatch
+from tensord.daemon.http.connection import Connection
+from tensord.shm.messages import Cancel, Completion, FormSubmit
 from tests.fakes import answer_formed
 from tests.work.connection import Bench, KeptTransport
 from tests.work.counter import Work

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from daemon.front.memo import Memo
-from daemon.http import request_codec
-from daemon.http.http_form import Request
-from daemon.http.http_forms import request_of
-from daemon.http.message_head import InferHead, TextKey
-from shm.lane import WorkerLane
-from shm.messages import Completion, Inline, RegionSlice, Slice, Submit, Tensor
+from tensord.daemon.front.memo import Memo
+from tensord.daemon.http import request_codec
+from tensord.daemon.http.http_form import Request
+from tensord.daemon.http.http_forms import request_of
+from tensord.daemon.http.message_head import InferHead, TextKey
+from tensord.shm.lane import WorkerLane
+from tensord.shm.messages import Completion, Inline, RegionSlice, Slice, Submit, Tensor
 from tests.work.connection import FIRST_SEQUENCE, MIB, SEQUENCES, Bench, KeptTransport
 from tests.work.counter import Work
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from tritonclient.grpc import service_pb2
 
-from daemon.grpc import frames
-from daemon.grpc.message_forms import MessageForms
-from daemon.grpc.walk import walk, walk_in_python
-from daemon.submit.scheduling import UNSCHEDULED
-from shm.lane import WorkerLane
-from shm.messages import Completion, Submit
+from tensord.daemon.grpc import frames
+from tensord.daemon.grpc.message_forms import MessageForms
+from tensord.daemon.grpc.walk import walk, walk_in_python
+from tensord.daemon.submit.scheduling import UNSCHEDULED
+from tensord.shm.lane import WorkerLane
+from tensord.shm.messages import Completion, Submit
 from tests.daemon.grpc.frame_client import INFER, STREAM
 from tests.work.connection import FIRST_SEQUENCE, MIB, SEQUENCES
 from tests.work.counter import Work

@@ -8,19 +8,19 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from config.model_config import parse_pbtxt
-from config.options import Arenas
-from shm.channel import pair
-from shm.lane import WorkerLane
+from tensord.config.model_config import parse_pbtxt
+from tensord.config.options import Arenas
+from tensord.shm.channel import pair
+from tensord.shm.lane import WorkerLane
+from tensord.workers.dispatch.outbox import Outbox
+from tensord.workers.dispatch.responses import Responses
+from tensord.workers.models.statistics import ModelStatistics
+from tensord.workers.requests.response_sender import ResponseSender
+from tensord.workers.requests.submitter import Submitter
+from tensord.workers.tensors.signature import signature
 from tests.work.counter import Work
 from tests.workers.dispatch.test_outbox import MEBIBYTE, Version
 from tests.workers.made_requests import request_of
-from workers.dispatch.outbox import Outbox
-from workers.dispatch.responses import Responses
-from workers.models.statistics import ModelStatistics
-from workers.requests.response_sender import ResponseSender
-from workers.requests.submitter import Submitter
-from workers.tensors.signature import signature
 
 ARENAS = Arenas(byte_size=MEBIBYTE, max_byte_size=MEBIBYTE)
 CONFIG = parse_pbtxt('name: "m" output { name: "y" data_type: TYPE_FP32 dims: [ 16 ] }', "m")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shm.messages import Inline, Tensor
+from tensord.shm.messages import Inline, Tensor
 from tests.repositories import write_model
 from tests.work.counter import Work
 from tests.workers.worker_loop import WorkerLoop

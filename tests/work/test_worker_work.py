@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from shm.messages import Completion, Inline, Tensor
+from tensord.shm.messages import Completion, Inline, Tensor
+from tensord.workers.dispatch.fast_path import FastPath
 from tests import repositories
 from tests.daemon_process import ROOT, wait_until
 from tests.work.counter import Work
 from tests.workers.worker_loop import OPTIONS, WorkerLoop
-from workers.dispatch.fast_path import FastPath
 
 MIB = 1 << 20
 COUNT = 10

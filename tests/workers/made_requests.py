@@ -6,12 +6,12 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from shm.arena import Arena, Lease
-from shm.arrays import Array
-from shm.messages import RequestedOutput, Submit
-from workers.models.model_version import ModelVersion
-from workers.requests.request import Request
-from workers.requests.submitter import Submitter
+from tensord.shm.arena import Arena, Lease
+from tensord.shm.arrays import Array
+from tensord.shm.messages import RequestedOutput, Submit
+from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.requests.request import Request
+from tensord.workers.requests.submitter import Submitter
 
 
 @dataclass

@@ -11,23 +11,23 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from config.model_config import empty
-from config.options import Regions
-from shm.channel import pair
-from shm.control_records import Call, LaneOpened, Load, Stop, Unload
-from shm.cuda_regions import Driver
-from shm.errors import Internal, InvalidArgument
-from shm.figures import Figures
-from shm.operations import AwaitRegion, ModelStatistics, RepositoryIndex, UnregisterRegion, WorkerFigures
+from tensord.config.model_config import empty
+from tensord.config.options import Regions
+from tensord.shm.channel import pair
+from tensord.shm.control_records import Call, LaneOpened, Load, Stop, Unload
+from tensord.shm.cuda_regions import Driver
+from tensord.shm.errors import Internal, InvalidArgument
+from tensord.shm.figures import Figures
+from tensord.shm.operations import AwaitRegion, ModelStatistics, RepositoryIndex, UnregisterRegion, WorkerFigures
+from tensord.workers.calls.metric_registry import MetricRegistry
+from tensord.workers.control import Control
+from tensord.workers.daemon_operations import DaemonOperations
+from tensord.workers.models.model_table import ModelTable
+from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.regions.region_policy import RegionPolicy
+from tensord.workers.regions.region_table import RegionTable
+from tensord.workers.threads.inbox import Inbox
 from tests.workers.models.test_model_table import version_of
-from workers.calls.metric_registry import MetricRegistry
-from workers.control import Control
-from workers.daemon_operations import DaemonOperations
-from workers.models.model_table import ModelTable
-from workers.models.model_version import ModelVersion
-from workers.regions.region_policy import RegionPolicy
-from workers.regions.region_table import RegionTable
-from workers.threads.inbox import Inbox
 
 
 class Bench:

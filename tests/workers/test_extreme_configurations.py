@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
-from config import model_checks, model_fields
-from config.model_config import model_config_pb2, parse_pbtxt
-from shm.control_records import Load, Loaded
-from shm.errors import ServingError
+from tensord.config import model_checks, model_fields
+from tensord.config.model_config import model_config_pb2, parse_pbtxt
+from tensord.shm.control_records import Load, Loaded
+from tensord.shm.errors import ServingError
 from tests.repositories import scale_model, write_model
 from tests.workers.worker_process import WorkerProcess
 

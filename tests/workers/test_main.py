@@ -9,18 +9,18 @@ import sys
 import msgspec
 import pytest
 
-from config.options import Options
-from shm import stack_report
-from shm.channel import Channel, ChannelClosed, pair
-from shm.control_records import FromWorker, Load, Start, Stop, ToWorkerControl
-from shm.record import decoder
-from workers.__main__ import _receive_start
+from tensord.config.options import Options
+from tensord.shm import stack_report
+from tensord.shm.channel import Channel, ChannelClosed, pair
+from tensord.shm.control_records import FromWorker, Load, Start, Stop, ToWorkerControl
+from tensord.shm.record import decoder
+from tensord.workers.__main__ import _receive_start
 
 
 @pytest.mark.parametrize("arguments", [[], ["--control-fd", "x"], ["--control-fd", "3", "--device", "tpu:0"]])
 def test_usage(arguments: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "workers", *arguments], capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, "-m", "tensord.workers", *arguments], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 2
     assert "usage: workers" in done.stderr

@@ -17,18 +17,18 @@ import posix_ipc
 import pytest
 
 from bench import regions as measured_regions
-from config.options import Arenas, Executables, Lanes, Options, Regions
-from shm.arena import Lease
-from shm.arrays import Array, array
-from shm.control_records import Call, Reply
-from shm.messages import Completion, Inline, RegionSlice, RequestedOutput, Slice, Submit, Tensor
-from shm.operations import RegisterSystemRegion, UnregisterRegion
+from tensord.config.options import Arenas, Executables, Lanes, Options, Regions
+from tensord.shm.arena import Lease
+from tensord.shm.arrays import Array, array
+from tensord.shm.control_records import Call, Reply
+from tensord.shm.messages import Completion, Inline, RegionSlice, RequestedOutput, Slice, Submit, Tensor
+from tensord.shm.operations import RegisterSystemRegion, UnregisterRegion
+from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.native import output_memory
+from tensord.workers.requests.timeline import TENSORS, TIMESTAMPS
 from tests.daemon_process import ROOT, DaemonProcess, tensorctl_status, wait_until
 from tests.repositories import write_model
 from tests.workers.worker_loop import OPTIONS, WorkerLoop
-from workers.models.model_version import ModelVersion
-from workers.native import output_memory
-from workers.requests.timeline import TENSORS, TIMESTAMPS
 
 pytestmark = pytest.mark.skipif(not output_memory.available, reason="the C extension was not built")
 

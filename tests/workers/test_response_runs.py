@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shm.messages import Completion, Inline, RequestedOutput, Tensor
+from tensord.shm.messages import Completion, Inline, RequestedOutput, Tensor
 from tests.repositories import write_model
 from tests.workers.worker_loop import WorkerLoop
 

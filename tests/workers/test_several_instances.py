@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shm.operations import ModelStatistics
+from tensord.shm.operations import ModelStatistics
 from tests.repositories import write_model
 from tests.workers.worker_process import PATIENCE_S, WorkerProcess
 

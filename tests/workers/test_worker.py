@@ -17,12 +17,12 @@ import posix_ipc
 import pytest
 from msgspec.structs import replace
 
-from shm.arena import Arena
-from shm.channel import pair
-from shm.control_records import LaneOpened, Stop, Unload, Unloaded
-from shm.errors import Internal, InvalidArgument, NotFound, ServingError
-from shm.messages import Inline, RegionSlice, RequestedOutput, Slice, Submit, Tensor
-from shm.operations import AwaitRegion, ModelStatistics, RegisterSystemRegion, UnregisterRegion
+from tensord.shm.arena import Arena
+from tensord.shm.channel import pair
+from tensord.shm.control_records import LaneOpened, Stop, Unload, Unloaded
+from tensord.shm.errors import Internal, InvalidArgument, NotFound, ServingError
+from tensord.shm.messages import Inline, RegionSlice, RequestedOutput, Slice, Submit, Tensor
+from tensord.shm.operations import AwaitRegion, ModelStatistics, RegisterSystemRegion, UnregisterRegion
 from tests import repositories
 from tests.workers.worker_process import PATIENCE_S, PEER, WorkerProcess, small_arenas, wait_until
 

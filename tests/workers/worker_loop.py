@@ -11,20 +11,20 @@ from typing import Any
 
 from jax._src import compilation_cache
 
-from config import model_config
-from config.options import Executables, Lanes, Options
-from shm.arena import Arena, Lease
-from shm.channel import Channel, pair
-from shm.control_records import FromWorker, LaneOpened, Load, Loaded, ToWorkerControl
-from shm.forms import Forms, own_contents, request_template
-from shm.lane import SubmitterLane
-from shm.messages import Completion, FormSubmit, Parameter, RequestedOutput, Submit, Tensor
-from shm.record import Record, decoder
+from tensord.config import model_config
+from tensord.config.options import Executables, Lanes, Options
+from tensord.shm.arena import Arena, Lease
+from tensord.shm.channel import Channel, pair
+from tensord.shm.control_records import FromWorker, LaneOpened, Load, Loaded, ToWorkerControl
+from tensord.shm.forms import Forms, own_contents, request_template
+from tensord.shm.lane import SubmitterLane
+from tensord.shm.messages import Completion, FormSubmit, Parameter, RequestedOutput, Submit, Tensor
+from tensord.shm.record import Record, decoder
+from tensord.workers.devices.device import DeviceName
+from tensord.workers.worker import Worker
 from tests import run_folder
 from tests.fakes import whole_answers
 from tests.work.counter import Work
-from workers.devices.device import DeviceName
-from workers.worker import Worker
 
 #: It never looks, and in ``WorkerLoop`` it never sleeps: a turn takes what is there.
 OPTIONS = Options(lanes=Lanes(spin_us=0), executables=Executables(cache_directory=run_folder.programs()))

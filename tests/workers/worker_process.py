@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from config.model_config import empty, parse_pbtxt
-from config.options import Arenas, Executables, Options
-from shm import stack_report
-from shm.arena import Arena
-from shm.arrays import Array, array, byte_content, datatype_of
-from shm.channel import Channel, ChannelClosed, pair
-from shm.control_records import (
+from tensord.config.model_config import empty, parse_pbtxt
+from tensord.config.options import Arenas, Executables, Options
+from tensord.shm import stack_report
+from tensord.shm.arena import Arena
+from tensord.shm.arrays import Array, array, byte_content, datatype_of
+from tensord.shm.channel import Channel, ChannelClosed, pair
+from tensord.shm.control_records import (
     Call,
     ChildReady,
     FromWorker,
@@ -31,12 +31,12 @@ from shm.control_records import (
     Unload,
     Unloaded,
 )
-from shm.errors import from_code
-from shm.lane import SubmitterLane
-from shm.messages import Completion, Inline, RequestedOutput, Slice, Submit, Tensor
-from shm.record import Record, decoder
-from shm.sequence_page import SequencePage
-from shm.status_page import StatusPage
+from tensord.shm.errors import from_code
+from tensord.shm.lane import SubmitterLane
+from tensord.shm.messages import Completion, Inline, RequestedOutput, Slice, Submit, Tensor
+from tensord.shm.record import Record, decoder
+from tensord.shm.sequence_page import SequencePage
+from tensord.shm.status_page import StatusPage
 from tests import prepared, run_folder
 from tests.fakes import whole_answers
 
@@ -55,7 +55,7 @@ class WorkerProcess:
         sections.setdefault("executables", Executables(cache_directory=str(cache or run_folder.programs())))
         self.options = Options(**sections)
         ours, theirs = pair()
-        words = ["workers", "--control-fd", str(theirs.fileno()), "--device", "cpu:0"]
+        words = ["tensord.workers", "--control-fd", str(theirs.fileno()), "--device", "cpu:0"]
         words += ["--cores", cores] if cores else []
         self.process = prepared.start(words, [theirs.fileno()], read_errors=True)
         theirs.close()

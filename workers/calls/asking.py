@@ -7,13 +7,13 @@ from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
-from shm.arrays import Array, datatype_of
-from shm.errors import InvalidArgument, ServingError
-from shm.messages import Parameter, Submit
-from workers.calls.call import Call
-from workers.calls.caller import caller
-from workers.calls.inputs import check_sequence, snapshot
-from workers.requests.result import Result
+from tensord.shm.arrays import Array, datatype_of
+from tensord.shm.errors import InvalidArgument, ServingError
+from tensord.shm.messages import Parameter, Submit
+from tensord.workers.calls.call import Call
+from tensord.workers.calls.caller import caller
+from tensord.workers.calls.inputs import check_sequence, snapshot
+from tensord.workers.requests.result import Result
 
 
 class Own(TypedDict, total=False):

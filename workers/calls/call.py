@@ -14,11 +14,11 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 
-from shm.arrays import Array
-from shm.messages import Submit
-from workers.calls.caller import Caller
-from workers.requests.result import Result
-from workers.requests.timeline import RequestTimeline
+from tensord.shm.arrays import Array
+from tensord.shm.messages import Submit
+from tensord.workers.calls.caller import Caller
+from tensord.workers.requests.result import Result
+from tensord.workers.requests.timeline import RequestTimeline
 
 
 class Call:

@@ -17,11 +17,11 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol
 
-from workers.calls.desk import Desk
-from workers.calls.metric_registry import MetricRegistry
+from tensord.workers.calls.desk import Desk
+from tensord.workers.calls.metric_registry import MetricRegistry
 
 if TYPE_CHECKING:
-    from workers.requests.request import Request
+    from tensord.workers.requests.request import Request
 
 #: What the builtins of a model's code have besides Python's.
 PORT = "__tensord_port__"

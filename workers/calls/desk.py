@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from shm.operations import LoadModel, ModelReady, UnloadModel
+from tensord.shm.operations import LoadModel, ModelReady, UnloadModel
 
 
 class Desk(Protocol):
-    """One per worker; for any thread. What comes of a ``workers.calls.call.Call`` is said to it."""
+    """One per worker; for any thread. What comes of a ``tensord.workers.calls.call.Call`` is said to it."""
 
     def begin(self, call: Any) -> None:
         """Has it made."""
@@ -20,7 +20,7 @@ class Desk(Protocol):
         """One of its responses was taken: there is room for a further one."""
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: Any) -> bytes:
-        """Has the daemon do something for a ``workers.calls.caller.ModelPort``, and waits for its answer. Raises ServingError."""
+        """Has the daemon do something for a ``ModelPort``, and waits for its answer. Raises ServingError."""
 
     def abandon(self, call: Any) -> None:
         """It goes on, and nobody takes its responses."""

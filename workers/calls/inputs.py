@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from shm.arrays import Array
-from shm.errors import InvalidArgument
-from shm.messages import MAX_SEQUENCE_ID
-from workers.tensors.strings import strings
+from tensord.shm.arrays import Array
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.messages import MAX_SEQUENCE_ID
+from tensord.workers.tensors.strings import strings
 
 
 def snapshot(array: Array) -> Array:

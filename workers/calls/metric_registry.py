@@ -14,8 +14,8 @@ import re
 import threading
 from collections.abc import Mapping, Sequence
 
-from shm.errors import InvalidArgument, ServingError, Unavailable, Unsupported
-from shm.figures import MetricFigures, OwnMetrics
+from tensord.shm.errors import InvalidArgument, ServingError, Unavailable, Unsupported
+from tensord.shm.figures import MetricFigures, OwnMetrics
 
 #: Of all families of a worker together.
 MAX_METRICS = 4096

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from shm.errors import InvalidArgument
-from shm.operations import LoadModel, ModelReady, UnloadModel
-from workers.calls.caller import Phase, caller
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.operations import LoadModel, ModelReady, UnloadModel
+from tensord.workers.calls.caller import Phase, caller
 
 _MAX_FILES = 256
 _MAX_BYTE_SIZE = 128 << 20

@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 
-from shm.errors import InvalidArgument
-from workers.calls.caller import ModelPort, caller
-from workers.calls.metric_registry import Labels, MetricKind, MetricRegistry, Value
+from tensord.shm.errors import InvalidArgument
+from tensord.workers.calls.caller import ModelPort, caller
+from tensord.workers.calls.metric_registry import Labels, MetricKind, MetricRegistry, Value
 
 
 class HeldFamily:

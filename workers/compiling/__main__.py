@@ -1,4 +1,5 @@
-"""``python -m workers.compiling --fd N``: compiles for one worker, which started it and holds the other end of that socket.
+"""``python -m tensord.workers.compiling --fd N``: compiles for one worker, which started it and holds the other end of that
+socket.
 
 It has XLA and nothing else: no jax, no model's code, no parameters, no cache. Modules come in, executables go out. It ends when
 nothing was asked for a while, and at once when its worker is gone, also in the middle of a compilation.
@@ -17,8 +18,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from shm.record import encoder
-from workers.compiling.records import TO_PROCESS, Compile, Compiled, Refused
+from tensord.shm.record import encoder
+from tensord.workers.compiling.records import TO_PROCESS, Compile, Compiled, Refused
 
 #: Without work for so long it ends: what compiling took is given back. To start again takes a quarter of a second.
 _IDLE_SECONDS = 2.0
@@ -32,7 +33,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # Sent to the whole group they would end a load; the worker says when.
         signal.signal(number, signal.SIG_IGN)
-    parser = argparse.ArgumentParser(prog="workers.compiling", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tensord.workers.compiling", description=__doc__)
     parser.add_argument("--fd", type=int, required=True)
     connection = Connection(parser.parse_args().fd)
     threading.Thread(target=_end_with_worker, args=(connection.fileno(),), daemon=True).start()

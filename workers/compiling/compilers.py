@@ -17,8 +17,8 @@ import sys
 import threading
 from multiprocessing import Pipe
 
-from shm.record import encoder
-from workers.compiling.records import FROM_PROCESS, Compile, Compiled, Refused
+from tensord.shm.record import encoder
+from tensord.workers.compiling.records import FROM_PROCESS, Compile, Compiled, Refused
 
 
 class CompilerDied(Exception):
@@ -66,7 +66,7 @@ class _Process:
         try:
             self._process = subprocess.Popen(
                 # -P: a folder named like one of our packages in the working directory must not be imported instead.
-                [sys.executable, "-P", "-m", "workers.compiling", "--fd", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "tensord.workers.compiling", "--fd", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
             )

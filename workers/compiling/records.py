@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from shm.record import Record
+from tensord.shm.record import Record
 
 
 class Compile(Record, frozen=True):

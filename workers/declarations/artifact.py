@@ -20,12 +20,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from config import artifact_files
-from config.model_config import ModelConfig
-from shm.arrays import datatype_of
-from shm.errors import InvalidArgument
+from tensord.config import artifact_files
+from tensord.config.model_config import ModelConfig
 from tensord.parameter_files import flat, load
-from workers.declarations.program_file import Leaf, ProgramFile
+from tensord.shm.arrays import datatype_of
+from tensord.shm.errors import InvalidArgument
+from tensord.workers.declarations.program_file import Leaf, ProgramFile
 
 _log = logging.getLogger(__name__)
 #: What the batch is called in a program whose sizes vary.

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from config.model_config import ModelConfig, data_type_name, model_config_pb2
-from shm import datatypes
-from shm.arrays import DTYPES, Array
-from shm.errors import InvalidArgument
-from workers.scheduling.sequence import Asked, Controls
-from workers.tensors.signature import TensorSpec
+from tensord.config.model_config import ModelConfig, data_type_name, model_config_pb2
+from tensord.shm import datatypes
+from tensord.shm.arrays import DTYPES, Array
+from tensord.shm.errors import InvalidArgument
+from tensord.workers.scheduling.sequence import Asked, Controls
+from tensord.workers.tensors.signature import TensorSpec
 
 _DATATYPES = {"int32_false_true": "INT32", "fp32_false_true": "FP32", "bool_false_true": "BOOL"}
 #: Which part of the controls a kind tells; READY is true for every request.

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from shm.errors import InvalidArgument
-from workers.declarations.request_inputs import RequestInputs
-from workers.tensors.signature import Signature
-from workers.tensors.tensor_trees import is_tree, taking_trees
+from tensord.shm.errors import InvalidArgument
+from tensord.workers.declarations.request_inputs import RequestInputs
+from tensord.workers.tensors.signature import Signature
+from tensord.workers.tensors.tensor_trees import is_tree, taking_trees
 
 
 def created(

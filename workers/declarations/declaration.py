@@ -9,14 +9,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from config import model_checks
-from config.model_config import ModelConfig
-from shm.errors import InvalidArgument
-from workers.scheduling.dynamic_batcher import BatchRules
-from workers.scheduling.queue import QueuePolicy, QueueRules
-from workers.tensors.buckets import MAX_EXECUTABLES, Buckets, check_sizes, powers_of_two
-from workers.tensors.signature import Declared, Signature, TensorSpec, declare, parse_declaration
-from workers.tensors.tensor_trees import declarations
+from tensord.config import model_checks
+from tensord.config.model_config import ModelConfig
+from tensord.shm.errors import InvalidArgument
+from tensord.workers.scheduling.dynamic_batcher import BatchRules
+from tensord.workers.scheduling.queue import QueuePolicy, QueueRules
+from tensord.workers.tensors.buckets import MAX_EXECUTABLES, Buckets, check_sizes, powers_of_two
+from tensord.workers.tensors.signature import Declared, Signature, TensorSpec, declare, parse_declaration
+from tensord.workers.tensors.tensor_trees import declarations
 
 _MAX_LABEL_BYTE_SIZE = 16 << 20
 

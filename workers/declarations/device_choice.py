@@ -11,9 +11,9 @@ from types import ModuleType
 
 import jax
 
-from config.model_config import ModelConfig
-from shm.errors import InvalidArgument, Unsupported
-from workers.devices.several_devices import SeveralDevices
+from tensord.config.model_config import ModelConfig
+from tensord.shm.errors import InvalidArgument, Unsupported
+from tensord.workers.devices.several_devices import SeveralDevices
 
 
 def device_count(message: ModelConfig, module: ModuleType) -> int:

@@ -5,7 +5,7 @@
     <folder>/1/params.safetensors          where there are any
 
 One program serves all sizes: the batch and named axes are symbols in it. A function that asks for a batch as a number
-(``len(x)``) becomes a program for each size of it. ``workers.declarations.artifact`` reads the folder.
+(``len(x)``) becomes a program for each size of it. ``tensord.workers.declarations.artifact`` reads the folder.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import numpy as np
 from google.protobuf import text_format
 from jax import export
 
-from config import artifact_files, model_checks, model_config
-from config.model_config import ModelConfig, model_config_pb2
-from shm import datatypes
-from shm.arrays import DTYPES, datatype_of
-from shm.errors import InvalidArgument
-from workers.tensors.buckets import powers_of_two
-from workers.tensors.signature import WIDE, Declared, parse_declaration
-from workers.tensors.tensor_trees import declarations, parameter_name, taking_trees
+from tensord.config import artifact_files, model_checks, model_config
+from tensord.config.model_config import ModelConfig, model_config_pb2
+from tensord.shm import datatypes
+from tensord.shm.arrays import DTYPES, datatype_of
+from tensord.shm.errors import InvalidArgument
+from tensord.workers.tensors.buckets import powers_of_two
+from tensord.workers.tensors.signature import WIDE, Declared, parse_declaration
+from tensord.workers.tensors.tensor_trees import declarations, parameter_name, taking_trees
 
 _BATCH = "batch"
 _PARAMETERS = "params.safetensors"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shm.arrays import Array
-from shm.errors import InvalidArgument
-from workers.declarations.control_inputs import ControlInputs
-from workers.declarations.request_inputs import RequestInputs
-from workers.requests.request import Request
-from workers.tensors.signature import TensorSpec
+from tensord.shm.arrays import Array
+from tensord.shm.errors import InvalidArgument
+from tensord.workers.declarations.control_inputs import ControlInputs
+from tensord.workers.declarations.request_inputs import RequestInputs
+from tensord.workers.requests.request import Request
+from tensord.workers.tensors.signature import TensorSpec
 
 
 class MadeInputs:

@@ -1,7 +1,7 @@
 """One file with a program: what jax.export wrote, or a module of StableHLO, as a function of named arrays.
 
-Names come from the pytree of its arguments and results (``workers.tensors.tensor_trees``). The only positional argument's own
-number is left out.
+Names come from the pytree of its arguments and results (``tensord.workers.tensors.tensor_trees``). The only positional
+argument's own number is left out.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from jax import export
 from jax.extend.mlir import ir
 from jax.interpreters.mlir import make_ir_context
 
-from config.artifact_files import EXPORTED
-from shm.arrays import DTYPES, datatype_of
-from shm.errors import InvalidArgument
-from workers.tensors.tensor_trees import name_of, parameter_name
+from tensord.config.artifact_files import EXPORTED
+from tensord.shm.arrays import DTYPES, datatype_of
+from tensord.shm.errors import InvalidArgument
+from tensord.workers.tensors.tensor_trees import name_of, parameter_name
 
 _MAX_BYTE_SIZE = 2 << 30
 _MAX_SAID = 300

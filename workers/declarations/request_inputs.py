@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from config.model_config import ModelConfig
-from shm.arrays import DTYPES, Array
-from shm.errors import InvalidArgument
-from shm.messages import FormSubmit, Parameter, Submit
-from workers.tensors.signature import TensorSpec
+from tensord.config.model_config import ModelConfig
+from tensord.shm.arrays import DTYPES, Array
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.messages import FormSubmit, Parameter, Submit
+from tensord.workers.tensors.signature import TensorSpec
 
 _PREFIX = "request."
 _KINDS = {bool: "a truth value", int: "a number", float: "a number", str: "a text"}

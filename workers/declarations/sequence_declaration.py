@@ -7,15 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from config.model_config import ModelConfig
-from workers.declarations.control_inputs import ControlInputs, control_inputs
-from workers.requests.request import Request, controls_of
-from workers.scheduling.direct_batcher import DirectBatcher, DirectRules
-from workers.scheduling.dynamic_batcher import BatchRules
-from workers.scheduling.iterative import IterativeIds
-from workers.scheduling.oldest_batcher import OldestBatcher
-from workers.scheduling.sequence_batcher import Strategy
-from workers.scheduling.sequence_table import SequenceRules
+from tensord.config.model_config import ModelConfig
+from tensord.workers.declarations.control_inputs import ControlInputs, control_inputs
+from tensord.workers.requests.request import Request, controls_of
+from tensord.workers.scheduling.direct_batcher import DirectBatcher, DirectRules
+from tensord.workers.scheduling.dynamic_batcher import BatchRules
+from tensord.workers.scheduling.iterative import IterativeIds
+from tensord.workers.scheduling.oldest_batcher import OldestBatcher
+from tensord.workers.scheduling.sequence_batcher import Strategy
+from tensord.workers.scheduling.sequence_table import SequenceRules
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from config.model_config import ModelConfig
-from shm.errors import InvalidArgument, Unsupported
-from workers.declarations.created import check_arguments
-from workers.declarations.request_inputs import RequestInputs
-from workers.programs.lowering import is_numeric
-from workers.programs.step_program import StepFunctions
-from workers.scheduling.step_batcher import StepRules
-from workers.tensors.buckets import Buckets, check_sizes
-from workers.tensors.signature import Signature
-from workers.tensors.tensor_trees import is_tree
+from tensord.config.model_config import ModelConfig
+from tensord.shm.errors import InvalidArgument, Unsupported
+from tensord.workers.declarations.created import check_arguments
+from tensord.workers.declarations.request_inputs import RequestInputs
+from tensord.workers.programs.lowering import is_numeric
+from tensord.workers.programs.step_program import StepFunctions
+from tensord.workers.scheduling.step_batcher import StepRules
+from tensord.workers.tensors.buckets import Buckets, check_sizes
+from tensord.workers.tensors.signature import Signature
+from tensord.workers.tensors.tensor_trees import is_tree
 
 MAX_SLOTS = 4096
 _MAX_STEPS = 1 << 31

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from shm import guard
-from shm.arrays import Array, address_of
+from tensord.shm import guard
+from tensord.shm.arrays import Array, address_of
 
 
 def standing(array: Array) -> Array:

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from shm.arrays import Array
-from shm.cuda_regions import CudaRegion
+from tensord.shm.arrays import Array
+from tensord.shm.cuda_regions import CudaRegion
 
 
 class CudaTensor:

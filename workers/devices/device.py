@@ -21,7 +21,7 @@ class NoDevice(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DeviceName:
-    """``cpu:0``, ``cuda:1``, ``cuda:1/2`` (``shm.device_names``)."""
+    """``cpu:0``, ``cuda:1``, ``cuda:1/2`` (``tensord.shm.device_names``)."""
 
     platform: str
     index: int

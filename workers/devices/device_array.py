@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from shm.arrays import Array, address_of
-from shm.cuda_regions import Context
-from workers.devices.client_memory import may_be_written
+from tensord.shm.arrays import Array, address_of
+from tensord.shm.cuda_regions import Context
+from tensord.workers.devices.client_memory import may_be_written
 
 
 class DeviceArray:

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Sequence
 
-from config import core_list
+from tensord.config import core_list
 
 _log = logging.getLogger(__name__)
 

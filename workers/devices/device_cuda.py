@@ -24,16 +24,16 @@ from typing import Any, TypeGuard
 import jax
 import numpy as np
 
-from config.options import Workers
-from shm.arrays import Array, address_of
-from shm.cuda_regions import Context, CudaError, CudaRegion, DeviceLost
-from shm.errors import Unavailable
-from workers.devices import dlpack
-from workers.devices.client_memory import may_be_written, standing
-from workers.devices.cuda_tensor import CudaTensor
-from workers.devices.device_array import DeviceArray
-from workers.devices.host_staging import TOGETHER, HostStaging, StagingPool
-from workers.devices.stream_order import StreamOrder
+from tensord.config.options import Workers
+from tensord.shm.arrays import Array, address_of
+from tensord.shm.cuda_regions import Context, CudaError, CudaRegion, DeviceLost
+from tensord.shm.errors import Unavailable
+from tensord.workers.devices import dlpack
+from tensord.workers.devices.client_memory import may_be_written, standing
+from tensord.workers.devices.cuda_tensor import CudaTensor
+from tensord.workers.devices.device_array import DeviceArray
+from tensord.workers.devices.host_staging import TOGETHER, HostStaging, StagingPool
+from tensord.workers.devices.stream_order import StreamOrder
 
 #: What XLA's own buffers have; arguments that have less are refused or copied, so we do it.
 ALIGNMENT = 256

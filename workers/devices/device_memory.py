@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from shm.errors import Internal
+from tensord.shm.errors import Internal
 
 _CGROUP = Path("/sys/fs/cgroup")
 

@@ -15,8 +15,8 @@ import mmap
 
 import numpy as np
 
-from shm.cuda_regions import Context, CudaError, DeviceLost
-from workers.devices.pinned_budget import PinnedBudget
+from tensord.shm.cuda_regions import Context, CudaError, DeviceLost
+from tensord.workers.devices.pinned_budget import PinnedBudget
 
 #: Inputs, or outputs, of a batch that are larger in sum go straight from and to where they lie: a copy of them by the host costs
 #: more than what a few more calls of the driver do.

@@ -12,8 +12,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from shm.cuda_marker import Marker
-from shm.cuda_regions import Context, CudaError, DeviceLost
+from tensord.shm.cuda_marker import Marker
+from tensord.shm.cuda_regions import Context, CudaError, DeviceLost
 
 #: Seconds between two looks.
 INTERVAL = 1.0

@@ -21,11 +21,11 @@ import functools
 import logging
 from collections.abc import Callable
 
-from shm.arrays import address_of
-from shm.cuda_regions import Context, CudaError
-from shm.segment import Segment
-from workers.devices.pinned_budget import PinnedBudget
-from workers.threads.work_thread import WorkThread
+from tensord.shm.arrays import address_of
+from tensord.shm.cuda_regions import Context, CudaError
+from tensord.shm.segment import Segment
+from tensord.workers.devices.pinned_budget import PinnedBudget
+from tensord.workers.threads.work_thread import WorkThread
 
 _log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from workers.devices import device_memory
+from tensord.workers.devices import device_memory
 
 _RUNNING = threading.Lock()
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from workers.devices.device_cpu import THREADS_VARIABLE, thread_count
+from tensord.workers.devices.device_cpu import THREADS_VARIABLE, thread_count
 
 _log = logging.getLogger(__name__)
 #: What the operations of a program read and write; more of it comes faster to several cores.

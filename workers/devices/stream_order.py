@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from shm.cuda_regions import Context
+from tensord.shm.cuda_regions import Context
 
 
 class StreamOrder:

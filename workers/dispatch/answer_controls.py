@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shm.errors import InvalidArgument
-from shm.messages import Parameter
-from workers.calls.inputs import check_sequence
-from workers.scheduling.sequence import Controls
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.messages import Parameter
+from tensord.workers.calls.inputs import check_sequence
+from tensord.workers.scheduling.sequence import Controls
 
 #: Parameters of an answer that say it.
 _NAMES = {"sequence_id", "sequence_start", "sequence_end"}

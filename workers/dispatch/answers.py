@@ -12,24 +12,24 @@ import contextlib
 
 import numpy as np
 
-from shm.arrays import Array, address_of, byte_content, datatype_of
-from shm.cuda_regions import CudaRegion
-from shm.errors import Internal, ServingError
-from shm.forms import Form
-from shm.messages import Completion, FormCompletion, Inline, RegionSlice, Slice, Tensor
-from shm.snapshot_region import SnapshotRegion
-from workers.devices.client_memory import standing
-from workers.devices.device_array import DeviceArray
-from workers.dispatch.classification import classify
-from workers.models.author_error import bounded
-from workers.native import large_copy
-from workers.regions.region_table import check_intact
-from workers.requests.known_form import AnswerPlan, Part
-from workers.requests.places import Places, leased
-from workers.requests.request import Request
-from workers.requests.result import Response
-from workers.tensors.batch_outputs import BatchOutputs, OutputLayout
-from workers.tensors.signature import Signature
+from tensord.shm.arrays import Array, address_of, byte_content, datatype_of
+from tensord.shm.cuda_regions import CudaRegion
+from tensord.shm.errors import Internal, ServingError
+from tensord.shm.forms import Form
+from tensord.shm.messages import Completion, FormCompletion, Inline, RegionSlice, Slice, Tensor
+from tensord.shm.snapshot_region import SnapshotRegion
+from tensord.workers.devices.client_memory import standing
+from tensord.workers.devices.device_array import DeviceArray
+from tensord.workers.dispatch.classification import classify
+from tensord.workers.models.author_error import bounded
+from tensord.workers.native import large_copy
+from tensord.workers.regions.region_table import check_intact
+from tensord.workers.requests.known_form import AnswerPlan, Part
+from tensord.workers.requests.places import Places, leased
+from tensord.workers.requests.request import Request
+from tensord.workers.requests.result import Response
+from tensord.workers.tensors.batch_outputs import BatchOutputs, OutputLayout
+from tensord.workers.tensors.signature import Signature
 
 Content = bytes | Array
 #: Characters of what went wrong that a client is told.

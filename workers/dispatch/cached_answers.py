@@ -15,14 +15,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from shm.errors import ServingError
-from workers.dispatch.outbox import Outbox
-from workers.models.execution import Execution
-from workers.models.model_version import ModelVersion
-from workers.models.statistics import Failure
-from workers.regions.region_table import check_intact
-from workers.requests.request import Request, named
-from workers.requests.response_cache import Insertion, Question, ResponseCache
+from tensord.shm.errors import ServingError
+from tensord.workers.dispatch.outbox import Outbox
+from tensord.workers.models.execution import Execution
+from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.models.statistics import Failure
+from tensord.workers.regions.region_table import check_intact
+from tensord.workers.requests.request import Request, named
+from tensord.workers.requests.response_cache import Insertion, Question, ResponseCache
 
 _log = logging.getLogger(__name__)
 

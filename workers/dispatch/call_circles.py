@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from workers.calls.call import Call
-from workers.dispatch.ensembles import EnsembleRuns
-from workers.models.instance import Instance
-from workers.models.model_version import ModelVersion
-from workers.models.rate_limiter import RateLimiter
-from workers.requests.inner_request import InnerRequest
-from workers.requests.request import Request
-from workers.scheduling.waiting import is_stuck
+from tensord.workers.calls.call import Call
+from tensord.workers.dispatch.ensembles import EnsembleRuns
+from tensord.workers.models.instance import Instance
+from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.models.rate_limiter import RateLimiter
+from tensord.workers.requests.inner_request import InnerRequest
+from tensord.workers.requests.request import Request
+from tensord.workers.scheduling.waiting import is_stuck
 
 #: How long a circle through a model's own thread must have lasted.
 _PATIENCE_NS = 5_000_000_000

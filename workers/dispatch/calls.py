@@ -3,7 +3,7 @@
     thread of a model ── Call ──▶ inner request ─▶ queue, batch, answer ─▶ what became of it ──▶ that thread
 
 Whoever calls may hold an instance while it waits, so calls can wait for each other in a circle: the last one of such a circle
-ends with an error (``workers.dispatch.call_circles``). A call ends with the requests that it was made for.
+ends with an error (``tensord.workers.dispatch.call_circles``). A call ends with the requests that it was made for.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any, Protocol, cast
 
 from msgspec.structs import replace
 
-from shm.errors import Cancelled, Internal, InvalidArgument, NotFound, ServingError, Unavailable, Unsupported
-from shm.operations import LoadModel, ModelReady, UnloadModel
-from workers.calls.call import Call
-from workers.calls.caller import ModelPort
-from workers.dispatch.call_circles import CallCircles, path
-from workers.dispatch.ensembles import EnsembleRuns
-from workers.dispatch.inner_arrival import validate_inner
-from workers.dispatch.responses import Responses
-from workers.models.model_table import ModelTable
-from workers.models.model_version import ModelVersion
-from workers.models.rate_limiter import RateLimiter
-from workers.requests.inner_request import InnerRequest
-from workers.requests.request import Moments, Request, controls_of
-from workers.requests.result import Response, Result
-from workers.requests.submitter import Submitter
+from tensord.shm.errors import Cancelled, Internal, InvalidArgument, NotFound, ServingError, Unavailable, Unsupported
+from tensord.shm.operations import LoadModel, ModelReady, UnloadModel
+from tensord.workers.calls.call import Call
+from tensord.workers.calls.caller import ModelPort
+from tensord.workers.dispatch.call_circles import CallCircles, path
+from tensord.workers.dispatch.ensembles import EnsembleRuns
+from tensord.workers.dispatch.inner_arrival import validate_inner
+from tensord.workers.dispatch.responses import Responses
+from tensord.workers.models.model_table import ModelTable
+from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.models.rate_limiter import RateLimiter
+from tensord.workers.requests.inner_request import InnerRequest
+from tensord.workers.requests.request import Moments, Request, controls_of
+from tensord.workers.requests.result import Response, Result
+from tensord.workers.requests.submitter import Submitter
 
 _log = logging.getLogger(__name__)
 #: How deep calls may be nested.
@@ -39,7 +39,7 @@ class Daemon(Protocol):
     """Whoever carries out operations on models."""
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
-        """As ``workers.calls.desk.Desk``."""
+        """As ``tensord.workers.calls.desk.Desk``."""
 
     def is_ready(self, name: str, version: int, answered: Callable[[bool], None]) -> None:
         """Whether any worker serves that version, or any (0): says so later, on the loop."""

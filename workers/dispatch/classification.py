@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from shm.arrays import Array
-from shm.errors import InvalidArgument
-from workers.tensors.signature import TensorSpec
+from tensord.shm.arrays import Array
+from tensord.shm.errors import InvalidArgument
+from tensord.workers.tensors.signature import TensorSpec
 
 
 def classify(spec: TensorSpec, values: Array, count: int, batches: bool) -> Array:

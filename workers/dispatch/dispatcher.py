@@ -13,35 +13,35 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from config import rate_limits
-from config.options import Options
-from shm.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable
-from shm.messages import FormSubmit, Submit, Taken
-from shm.refusals import Refusal
-from shm.status_page import StatusPage
-from workers.dispatch.answers import failure
-from workers.dispatch.cached_answers import CachedAnswers
-from workers.dispatch.calls import Calls
-from workers.dispatch.ensembles import EnsembleRuns
-from workers.dispatch.expiry import Expiry
-from workers.dispatch.instance_turns import InstanceTurns
-from workers.dispatch.jitted_turns import JittedTurns
-from workers.dispatch.outbox import Outbox
-from workers.dispatch.responses import Responses
-from workers.dispatch.shape_compiler import COMPILER_DESK, ShapeCompiler
-from workers.dispatch.stepping import SteppingTurns
-from workers.dispatch.validation import validate, validate_formed
-from workers.models.execution import Execution
-from workers.models.model_table import ModelTable
-from workers.models.model_version import ModelVersion, by_version
-from workers.models.rate_limiter import RateLimiter
-from workers.models.statistics import Failure
-from workers.programs.run_errors import CheckDevice, works
-from workers.regions.region_table import RegionTable
-from workers.requests.request import Request, controls_of, named
-from workers.requests.submitter import Submitter
-from workers.scheduling.planner import earlier
-from workers.threads.work_thread import WorkThread
+from tensord.config import rate_limits
+from tensord.config.options import Options
+from tensord.shm.errors import Cancelled, Internal, InvalidArgument, ServingError, Unavailable
+from tensord.shm.messages import FormSubmit, Submit, Taken
+from tensord.shm.refusals import Refusal
+from tensord.shm.status_page import StatusPage
+from tensord.workers.dispatch.answers import failure
+from tensord.workers.dispatch.cached_answers import CachedAnswers
+from tensord.workers.dispatch.calls import Calls
+from tensord.workers.dispatch.ensembles import EnsembleRuns
+from tensord.workers.dispatch.expiry import Expiry
+from tensord.workers.dispatch.instance_turns import InstanceTurns
+from tensord.workers.dispatch.jitted_turns import JittedTurns
+from tensord.workers.dispatch.outbox import Outbox
+from tensord.workers.dispatch.responses import Responses
+from tensord.workers.dispatch.shape_compiler import COMPILER_DESK, ShapeCompiler
+from tensord.workers.dispatch.stepping import SteppingTurns
+from tensord.workers.dispatch.validation import validate, validate_formed
+from tensord.workers.models.execution import Execution
+from tensord.workers.models.model_table import ModelTable
+from tensord.workers.models.model_version import ModelVersion, by_version
+from tensord.workers.models.rate_limiter import RateLimiter
+from tensord.workers.models.statistics import Failure
+from tensord.workers.programs.run_errors import CheckDevice, works
+from tensord.workers.regions.region_table import RegionTable
+from tensord.workers.requests.request import Request, controls_of, named
+from tensord.workers.requests.submitter import Submitter
+from tensord.workers.scheduling.planner import earlier
+from tensord.workers.threads.work_thread import WorkThread
 
 _log = logging.getLogger(__name__)
 #: Of the places on the status page those behind the loop's and the compiler's.

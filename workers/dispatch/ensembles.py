@@ -12,27 +12,27 @@ import logging
 from collections import deque
 from collections.abc import Callable
 
-from shm.arrays import Array
-from shm.errors import Cancelled, Internal, InvalidArgument, ServingError, from_code
-from shm.messages import Submit
-from shm.status_page import StatusPage
-from workers.dispatch.answer_controls import controls_said
-from workers.dispatch.inner_arrival import fitting, validate_inner
-from workers.dispatch.outbox import Outbox
-from workers.dispatch.responses import Responses
-from workers.models.ensemble_chain import EnsembleChain, EnsembleChains
-from workers.models.execution import Execution
-from workers.models.model_table import ModelTable
-from workers.models.model_version import ModelVersion
-from workers.models.statistics import Failure
-from workers.programs.chain_program import ChainProgram
-from workers.requests.inner_request import InnerRequest
-from workers.requests.request import Moments, Request, controls_of
-from workers.requests.response_sender import ResponseSender
-from workers.requests.result import Response, Result
-from workers.scheduling.ensemble_graph import EnsembleGraph
-from workers.scheduling.ensemble_run import Answer, EnsembleRun, Start
-from workers.tensors.signature import TensorSpec
+from tensord.shm.arrays import Array
+from tensord.shm.errors import Cancelled, Internal, InvalidArgument, ServingError, from_code
+from tensord.shm.messages import Submit
+from tensord.shm.status_page import StatusPage
+from tensord.workers.dispatch.answer_controls import controls_said
+from tensord.workers.dispatch.inner_arrival import fitting, validate_inner
+from tensord.workers.dispatch.outbox import Outbox
+from tensord.workers.dispatch.responses import Responses
+from tensord.workers.models.ensemble_chain import EnsembleChain, EnsembleChains
+from tensord.workers.models.execution import Execution
+from tensord.workers.models.model_table import ModelTable
+from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.models.statistics import Failure
+from tensord.workers.programs.chain_program import ChainProgram
+from tensord.workers.requests.inner_request import InnerRequest
+from tensord.workers.requests.request import Moments, Request, controls_of
+from tensord.workers.requests.response_sender import ResponseSender
+from tensord.workers.requests.result import Response, Result
+from tensord.workers.scheduling.ensemble_graph import EnsembleGraph
+from tensord.workers.scheduling.ensemble_run import Answer, EnsembleRun, Start
+from tensord.workers.tensors.signature import TensorSpec
 
 _log = logging.getLogger(__name__)
 #: The place of the worker's loop on the status page.

@@ -11,12 +11,12 @@ from __future__ import annotations
 import functools
 import sys
 
-from shm.errors import Unavailable
-from shm.refusals import Refusal
-from workers.dispatch.instance_turns import in_turn
-from workers.dispatch.outbox import Outbox
-from workers.models.model_table import ModelTable
-from workers.models.model_version import ModelVersion
+from tensord.shm.errors import Unavailable
+from tensord.shm.refusals import Refusal
+from tensord.workers.dispatch.instance_turns import in_turn
+from tensord.workers.dispatch.outbox import Outbox
+from tensord.workers.models.model_table import ModelTable
+from tensord.workers.models.model_version import ModelVersion
 
 
 class Expiry:

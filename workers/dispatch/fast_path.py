@@ -18,33 +18,33 @@ import select
 from collections.abc import Callable, Hashable, Sequence
 from typing import cast
 
-from shm.arrays import address_of
-from shm.errors import ServingError
-from shm.extensions import check
-from shm.messages import RegionSlice
-from shm.regions import Region
-from shm.status_page import StatusPage, WorkerState
-from workers.dispatch.lone_run import LoneRun, plan_alone
-from workers.dispatch.poller import Poller, Woken
-from workers.dispatch.sequence_runs import SequenceRuns
-from workers.models.ensemble_chain import EnsembleChain, EnsembleChains
-from workers.models.execution import Execution
-from workers.models.jax_model import JaxModel
-from workers.models.model_table import ModelTable
-from workers.models.model_version import ModelVersion
-from workers.models.sequence_register import SequenceRegister
-from workers.models.statistics import Turns
-from workers.programs.chain_program import ChainProgram
-from workers.programs.executable import Executable
-from workers.programs.series_program import SeriesProgram
-from workers.regions.region_table import RegionTable, check_intact
-from workers.requests.known_form import AnswerPlan, KnownForm
-from workers.requests.request import Request
-from workers.requests.submitter import Submitter
-from workers.tensors.buckets import Shapes
+from tensord.shm.arrays import address_of
+from tensord.shm.errors import ServingError
+from tensord.shm.extensions import check
+from tensord.shm.messages import RegionSlice
+from tensord.shm.regions import Region
+from tensord.shm.status_page import StatusPage, WorkerState
+from tensord.workers.dispatch.lone_run import LoneRun, plan_alone
+from tensord.workers.dispatch.poller import Poller, Woken
+from tensord.workers.dispatch.sequence_runs import SequenceRuns
+from tensord.workers.models.ensemble_chain import EnsembleChain, EnsembleChains
+from tensord.workers.models.execution import Execution
+from tensord.workers.models.jax_model import JaxModel
+from tensord.workers.models.model_table import ModelTable
+from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.models.sequence_register import SequenceRegister
+from tensord.workers.models.statistics import Turns
+from tensord.workers.programs.chain_program import ChainProgram
+from tensord.workers.programs.executable import Executable
+from tensord.workers.programs.series_program import SeriesProgram
+from tensord.workers.regions.region_table import RegionTable, check_intact
+from tensord.workers.requests.known_form import AnswerPlan, KnownForm
+from tensord.workers.requests.request import Request
+from tensord.workers.requests.submitter import Submitter
+from tensord.workers.tensors.buckets import Shapes
 
 try:
-    from workers.native import _fast_path
+    from tensord.workers.native import _fast_path
 
     check(_fast_path)
 except ImportError:  # not built, or not from these sources

@@ -10,15 +10,15 @@ from typing import cast
 
 from msgspec.structs import replace
 
-from shm.arrays import Array, datatype_of
-from shm.errors import InvalidArgument
-from shm.messages import Inline, Submit, Tensor
-from workers.dispatch.input_checks import batch_size, check_names, check_tensor, model_shape
-from workers.models.model_version import ModelVersion
-from workers.requests.familiar import Known
-from workers.requests.inner_request import InnerRequest
-from workers.requests.request import Request, Sink
-from workers.requests.submitter import Submitter
+from tensord.shm.arrays import Array, datatype_of
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.messages import Inline, Submit, Tensor
+from tensord.workers.dispatch.input_checks import batch_size, check_names, check_tensor, model_shape
+from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.requests.familiar import Known
+from tensord.workers.requests.inner_request import InnerRequest
+from tensord.workers.requests.request import Request, Sink
+from tensord.workers.requests.submitter import Submitter
 
 _NOWHERE = Inline(b"")
 

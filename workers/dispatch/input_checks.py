@@ -5,10 +5,10 @@ The order of checks is Triton's: the last input of the request first, as its has
 
 from __future__ import annotations
 
-from shm.errors import InvalidArgument, ServingError
-from shm.messages import Submit, Tensor
-from workers.requests.request import label
-from workers.tensors.signature import Signature, TensorSpec
+from tensord.shm.errors import InvalidArgument, ServingError
+from tensord.shm.messages import Submit, Tensor
+from tensord.workers.requests.request import label
+from tensord.workers.tensors.signature import Signature, TensorSpec
 
 _BATCH_NOTE = (
     "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each input "

@@ -8,14 +8,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 
-from workers.dispatch.responses import Responses
-from workers.dispatch.shape_compiler import ShapeCompiler
-from workers.models.execution import Execution
-from workers.models.instance import Instance
-from workers.models.model_version import ModelVersion
-from workers.models.rate_limiter import RateLimiter
-from workers.programs.executable import Executable
-from workers.requests.request import Request
+from tensord.workers.dispatch.responses import Responses
+from tensord.workers.dispatch.shape_compiler import ShapeCompiler
+from tensord.workers.models.execution import Execution
+from tensord.workers.models.instance import Instance
+from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.models.rate_limiter import RateLimiter
+from tensord.workers.programs.executable import Executable
+from tensord.workers.requests.request import Request
 
 #: After a run that took less an instance is given so many batches at once: with one at a time its thread waits for the loop after
 #: each, and the loop, woken by each, for Python's lock.

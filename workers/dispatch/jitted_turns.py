@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shm.status_page import StatusPage, WorkerState
-from workers.dispatch.ensembles import EnsembleRuns
-from workers.dispatch.outbox import Outbox
-from workers.dispatch.shape_compiler import ShapeCompiler
-from workers.models.execution import Execution, run
-from workers.models.model_version import ModelVersion
-from workers.programs.executable import Executable
-from workers.programs.run_errors import CheckDevice
-from workers.programs.series import Series
-from workers.programs.series_program import SeriesProgram
-from workers.requests.request import Request
+from tensord.shm.status_page import StatusPage, WorkerState
+from tensord.workers.dispatch.ensembles import EnsembleRuns
+from tensord.workers.dispatch.outbox import Outbox
+from tensord.workers.dispatch.shape_compiler import ShapeCompiler
+from tensord.workers.models.execution import Execution, run
+from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.programs.executable import Executable
+from tensord.workers.programs.run_errors import CheckDevice
+from tensord.workers.programs.series import Series
+from tensord.workers.programs.series_program import SeriesProgram
+from tensord.workers.requests.request import Request
 
 #: The loop's place on the status page.
 LOOP_DESK = 0

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shm.arena import ALIGNMENT, Lease
-from shm.arrays import DTYPES, Array, address_of
-from shm.forms import Form
-from shm.lane import WorkerLane
-from shm.messages import Completion, Slice, Tensor
-from workers.models.execution import Execution
-from workers.native import output_memory
-from workers.programs.executable import Executable
-from workers.requests.known_form import KnownForm
+from tensord.shm.arena import ALIGNMENT, Lease
+from tensord.shm.arrays import DTYPES, Array, address_of
+from tensord.shm.forms import Form
+from tensord.shm.lane import WorkerLane
+from tensord.shm.messages import Completion, Slice, Tensor
+from tensord.workers.models.execution import Execution
+from tensord.workers.native import output_memory
+from tensord.workers.programs.executable import Executable
+from tensord.workers.requests.known_form import KnownForm
 
 #: Segment and offset in the submitter's arena, or the bytes themselves.
 Place = tuple[int, int] | bytes

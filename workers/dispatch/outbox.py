@@ -18,23 +18,23 @@ import sys
 from collections import deque
 from collections.abc import Mapping
 
-from config.options import Arenas
-from shm.arrays import Array
-from shm.errors import Cancelled, Internal, ServingError, Unavailable
-from shm.forms import answer_template, own_contents
-from shm.messages import Completion, FormCompletion
-from shm.refusals import Refusal, RefusalLog
-from workers.dispatch.answers import complete, complete_planned, complete_small, failure, plan_answer
-from workers.models.execution import Execution
-from workers.models.statistics import Failure
-from workers.programs.executable import Executable
-from workers.requests.inner_request import hand_over, kept
-from workers.requests.known_form import KnownForm
-from workers.requests.places import Places
-from workers.requests.request import Moments, Request, named
-from workers.requests.result import Result
-from workers.requests.submitter import BlockedAnswer, Submitter
-from workers.tensors.batch_outputs import BatchOutputs
+from tensord.config.options import Arenas
+from tensord.shm.arrays import Array
+from tensord.shm.errors import Cancelled, Internal, ServingError, Unavailable
+from tensord.shm.forms import answer_template, own_contents
+from tensord.shm.messages import Completion, FormCompletion
+from tensord.shm.refusals import Refusal, RefusalLog
+from tensord.workers.dispatch.answers import complete, complete_planned, complete_small, failure, plan_answer
+from tensord.workers.models.execution import Execution
+from tensord.workers.models.statistics import Failure
+from tensord.workers.programs.executable import Executable
+from tensord.workers.requests.inner_request import hand_over, kept
+from tensord.workers.requests.known_form import KnownForm
+from tensord.workers.requests.places import Places
+from tensord.workers.requests.request import Moments, Request, named
+from tensord.workers.requests.result import Result
+from tensord.workers.requests.submitter import BlockedAnswer, Submitter
+from tensord.workers.tensors.batch_outputs import BatchOutputs
 
 _log = logging.getLogger(__name__)
 #: Blocked answers of one submitter, in first segments of an arena: more are refused at once.

@@ -1,6 +1,6 @@
-"""How the worker's loop waits for its next events: it looks for a moment before it sleeps (``shm.spin``).
+"""How the worker's loop waits for its next events: it looks for a moment before it sleeps (``tensord.shm.spin``).
 
-``workers.dispatch.fast_path`` waits in the same way outside of Python, where that could be built.
+``tensord.workers.dispatch.fast_path`` waits in the same way outside of Python, where that could be built.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import select
 import time
 from typing import NamedTuple
 
-from shm.spin import Spin
-from workers.models.execution import Execution
-from workers.models.model_version import ModelVersion
-from workers.requests.request import Request
-from workers.requests.submitter import Submitter
+from tensord.shm.spin import Spin
+from tensord.workers.models.execution import Execution
+from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.requests.request import Request
+from tensord.workers.requests.submitter import Submitter
 
 #: A datagram of a lane that was received already: content, descriptors in it, ``recvmsg``'s flags that say what is missing.
 Datagram = tuple[bytes, list[int], int]

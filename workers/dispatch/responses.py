@@ -15,20 +15,20 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from config.options import Arenas
-from shm.arrays import Array, byte_content, datatype_of
-from shm.errors import Cancelled, Internal, ServingError, Unavailable
-from shm.forms import Form
-from shm.messages import Completion, FormCompletion, response_byte_size
-from workers.dispatch.answers import complete, failure
-from workers.dispatch.outbox import Outbox
-from workers.models.execution import Execution
-from workers.models.statistics import Failure
-from workers.requests.inner_request import InnerRequest, hand_over, kept
-from workers.requests.request import Request, named
-from workers.requests.response_kind import Described, EncodedResponses, ResponsesAlike, describe
-from workers.requests.response_sender import NOT_COMPLETED, ResponseSender, Sent
-from workers.requests.result import STREAMED, Response, Result
+from tensord.config.options import Arenas
+from tensord.shm.arrays import Array, byte_content, datatype_of
+from tensord.shm.errors import Cancelled, Internal, ServingError, Unavailable
+from tensord.shm.forms import Form
+from tensord.shm.messages import Completion, FormCompletion, response_byte_size
+from tensord.workers.dispatch.answers import complete, failure
+from tensord.workers.dispatch.outbox import Outbox
+from tensord.workers.models.execution import Execution
+from tensord.workers.models.statistics import Failure
+from tensord.workers.requests.inner_request import InnerRequest, hand_over, kept
+from tensord.workers.requests.request import Request, named
+from tensord.workers.requests.response_kind import Described, EncodedResponses, ResponsesAlike, describe
+from tensord.workers.requests.response_sender import NOT_COMPLETED, ResponseSender, Sent
+from tensord.workers.requests.result import STREAMED, Response, Result
 
 _log = logging.getLogger(__name__)
 #: After responses came the loop is not woken for others, but looks for them after so long: a thread that makes one after the

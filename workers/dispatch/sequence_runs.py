@@ -13,19 +13,19 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from shm.arrays import Array
-from shm.errors import Internal
-from workers.dispatch.answers import failure
-from workers.models.jax_model import JaxModel
-from workers.models.model_version import ModelVersion
-from workers.models.sequence_register import SequenceRegister
-from workers.models.statistics import Failure
-from workers.programs.carry import StateLost
-from workers.programs.executable import Content, Executable
-from workers.requests.request import Request
-from workers.requests.submitter import Submitter
-from workers.scheduling.sequence import Asked, LiveSequence, state_lost
-from workers.scheduling.sequence_batcher import SequenceBatcher
+from tensord.shm.arrays import Array
+from tensord.shm.errors import Internal
+from tensord.workers.dispatch.answers import failure
+from tensord.workers.models.jax_model import JaxModel
+from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.models.sequence_register import SequenceRegister
+from tensord.workers.models.statistics import Failure
+from tensord.workers.programs.carry import StateLost
+from tensord.workers.programs.executable import Content, Executable
+from tensord.workers.requests.request import Request
+from tensord.workers.requests.submitter import Submitter
+from tensord.workers.scheduling.sequence import Asked, LiveSequence, state_lost
+from tensord.workers.scheduling.sequence_batcher import SequenceBatcher
 
 _log = logging.getLogger(__name__)
 

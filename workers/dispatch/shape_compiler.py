@@ -9,20 +9,20 @@ import functools
 import logging
 from collections.abc import Callable, Hashable
 
-from shm.errors import Internal, Unavailable
-from shm.refusals import Refusal
-from shm.status_page import StatusPage
-from workers.dispatch.outbox import Outbox
-from workers.models.free_state import Unfit
-from workers.models.model_version import ModelVersion
-from workers.models.statistics import Failure
-from workers.programs.executable import Executable, Wanted
-from workers.programs.executables import Executables
-from workers.programs.run_errors import CheckDevice, compile_error
-from workers.programs.series import Series
-from workers.programs.series_program import SeriesProgram
-from workers.requests.request import Request
-from workers.threads.work_thread import WorkThread
+from tensord.shm.errors import Internal, Unavailable
+from tensord.shm.refusals import Refusal
+from tensord.shm.status_page import StatusPage
+from tensord.workers.dispatch.outbox import Outbox
+from tensord.workers.models.free_state import Unfit
+from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.models.statistics import Failure
+from tensord.workers.programs.executable import Executable, Wanted
+from tensord.workers.programs.executables import Executables
+from tensord.workers.programs.run_errors import CheckDevice, compile_error
+from tensord.workers.programs.series import Series
+from tensord.workers.programs.series_program import SeriesProgram
+from tensord.workers.requests.request import Request
+from tensord.workers.threads.work_thread import WorkThread
 
 _log = logging.getLogger(__name__)
 #: On the status page: the compiler's place.

@@ -14,16 +14,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shm.arrays import Array
-from shm.forms import Form
-from shm.messages import Completion, FormCompletion, response_byte_size
-from workers.dispatch.responses import Responses
-from workers.models.statistics import ModelStatistics
-from workers.programs.step_program import Rows
-from workers.requests.answer_rows import AnswerRows
-from workers.requests.request import Request
-from workers.requests.response_sender import ResponseSender
-from workers.requests.submitter import Submitter
+from tensord.shm.arrays import Array
+from tensord.shm.forms import Form
+from tensord.shm.messages import Completion, FormCompletion, response_byte_size
+from tensord.workers.dispatch.responses import Responses
+from tensord.workers.models.statistics import ModelStatistics
+from tensord.workers.programs.step_program import Rows
+from tensord.workers.requests.answer_rows import AnswerRows
+from tensord.workers.requests.request import Request
+from tensord.workers.requests.response_sender import ResponseSender
+from tensord.workers.requests.submitter import Submitter
 
 #: Requests in a step from which on this pays: measured, 10 us for any number and 10 for one that leaves, against 2.3 for each.
 MANY = 8

@@ -19,19 +19,19 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from shm.arrays import Array
-from shm.errors import Internal, ServingError
-from shm.status_page import StatusPage, WorkerState
-from workers.dispatch.responses import Responses
-from workers.dispatch.step_rows import MANY, StepRows
-from workers.models.execution import Execution, own_failure
-from workers.models.model_version import ModelVersion
-from workers.models.stepped_model import Run
-from workers.programs.carry import StateLost
-from workers.programs.run_errors import CheckDevice
-from workers.requests.request import Request
-from workers.requests.response_sender import ResponseSender
-from workers.scheduling.step_batcher import Answer, Step
+from tensord.shm.arrays import Array
+from tensord.shm.errors import Internal, ServingError
+from tensord.shm.status_page import StatusPage, WorkerState
+from tensord.workers.dispatch.responses import Responses
+from tensord.workers.dispatch.step_rows import MANY, StepRows
+from tensord.workers.models.execution import Execution, own_failure
+from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.models.stepped_model import Run
+from tensord.workers.programs.carry import StateLost
+from tensord.workers.programs.run_errors import CheckDevice
+from tensord.workers.requests.request import Request
+from tensord.workers.requests.response_sender import ResponseSender
+from tensord.workers.scheduling.step_batcher import Answer, Step
 
 _log = logging.getLogger(__name__)
 

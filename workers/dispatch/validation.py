@@ -13,25 +13,25 @@ from typing import cast
 import numpy as np
 from msgspec.structs import replace
 
-from shm.arrays import Array, IncompleteString, array
-from shm.cuda_regions import CudaRegion
-from shm.datatypes import ELEMENT_SIZES, MAX_ELEMENTS
-from shm.errors import InvalidArgument
-from shm.forms import whole_request
-from shm.messages import FormSubmit, Inline, RegionSlice, RequestedOutput, Slice, Submit, Tensor
-from shm.open_shape import closed, elements, is_open
-from shm.regions import Region, check_range
-from shm.snapshot_region import SnapshotRegion
-from workers.devices.cuda_tensor import CudaTensor
-from workers.dispatch.input_checks import batch_size, check_names, check_tensor, model_shape
-from workers.models.model_version import ModelVersion
-from workers.regions.region_table import AnyRegion, RegionTable
-from workers.regions.region_tensor import LateTensor, RegionTensor
-from workers.requests.familiar import Inputs, Known
-from workers.requests.known_form import KnownForm
-from workers.requests.request import Request, label
-from workers.requests.submitter import Submitter
-from workers.tensors.signature import Signature
+from tensord.shm.arrays import Array, IncompleteString, array
+from tensord.shm.cuda_regions import CudaRegion
+from tensord.shm.datatypes import ELEMENT_SIZES, MAX_ELEMENTS
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.forms import whole_request
+from tensord.shm.messages import FormSubmit, Inline, RegionSlice, RequestedOutput, Slice, Submit, Tensor
+from tensord.shm.open_shape import closed, elements, is_open
+from tensord.shm.regions import Region, check_range
+from tensord.shm.snapshot_region import SnapshotRegion
+from tensord.workers.devices.cuda_tensor import CudaTensor
+from tensord.workers.dispatch.input_checks import batch_size, check_names, check_tensor, model_shape
+from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.regions.region_table import AnyRegion, RegionTable
+from tensord.workers.regions.region_tensor import LateTensor, RegionTensor
+from tensord.workers.requests.familiar import Inputs, Known
+from tensord.workers.requests.known_form import KnownForm
+from tensord.workers.requests.request import Request, label
+from tensord.workers.requests.submitter import Submitter
+from tensord.workers.tensors.signature import Signature
 
 #: Datatypes whose tensors are copied before they are used, wherever they lie.
 _COPIED = ("BYTES", "BOOL")

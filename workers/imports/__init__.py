@@ -1,1 +1,1 @@
-"""What a model's code sees when it imports: its own modules and the environment, never the daemon."""
+"""What a model's code sees when it imports: its own modules first, then the environment."""

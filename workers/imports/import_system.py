@@ -14,9 +14,9 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 
-from workers.imports.model_imports import ModelImports, OwnModules
-from workers.imports.plain_names import PlainNames, importer_of
-from workers.python_backend import interface
+from tensord.workers.imports.model_imports import ModelImports, OwnModules
+from tensord.workers.imports.plain_names import PlainNames, importer_of
+from tensord.workers.python_backend import interface
 
 
 def prepare() -> None:

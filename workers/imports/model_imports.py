@@ -1,4 +1,4 @@
-"""What a loaded model version's code sees when it imports: its own modules first, then the environment, never the daemon.
+"""What a loaded model version's code sees when it imports: its own modules first, then the environment.
 
     tensord_model_7_digits            a package for each loaded version, of the modules in the version's and the model's folder
     tensord_model_7_digits.model      model.py
@@ -30,13 +30,11 @@ from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
 
-from shm.errors import InvalidArgument
-from workers.calls.caller import PORT, ModelPort
-from workers.imports.own_code import BytecodeLoader, SourceLoader
-from workers.imports.plain_names import Importer, PlainName
+from tensord.shm.errors import InvalidArgument
+from tensord.workers.calls.caller import PORT, ModelPort
+from tensord.workers.imports.own_code import BytecodeLoader, SourceLoader
+from tensord.workers.imports.plain_names import Importer, PlainName
 
-#: The daemon's own packages (setup.cfg): a model that imports one of these names means another module, or none.
-HIDDEN = frozenset({"config", "daemon", "shm", "workers"})
 _NOT_A_NAME = re.compile(r"\W")
 
 
@@ -162,7 +160,7 @@ class ModelImports(Importer):
 
     def _import_other(self, name: str, top: str, fromlist: Sequence[str]) -> ModuleType:
         try:
-            if top in HIDDEN or isinstance(sys.modules.get(top), PlainName):
+            if isinstance(sys.modules.get(top), PlainName):
                 raise ModuleNotFoundError(f"No module named {name!r}", name=top)
             module = builtins.__import__(name, fromlist=fromlist)
         except ModuleNotFoundError as error:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from config import ensemble_fusion, model_checks, model_config
-from config.model_config import ModelConfig
-from shm.control_records import Load
-from workers.declarations.declaration import read_labels
-from workers.imports.model_imports import ModelImports
-from workers.models.loaded_model import LoadedModel
-from workers.scheduling.dynamic_batcher import BatchRules
-from workers.scheduling.ensemble_graph import EnsembleGraph, Step
-from workers.scheduling.queue import QueueRules
-from workers.tensors.signature import signature
+from tensord.config import ensemble_fusion, model_checks, model_config
+from tensord.config.model_config import ModelConfig
+from tensord.shm.control_records import Load
+from tensord.workers.declarations.declaration import read_labels
+from tensord.workers.imports.model_imports import ModelImports
+from tensord.workers.models.loaded_model import LoadedModel
+from tensord.workers.scheduling.dynamic_batcher import BatchRules
+from tensord.workers.scheduling.ensemble_graph import EnsembleGraph, Step
+from tensord.workers.scheduling.queue import QueueRules
+from tensord.workers.tensors.signature import signature
 
 
 def load_ensemble(record: Load, message: ModelConfig, imports: ModelImports, max_queue_size: int) -> LoadedModel:
-    """What it takes from its members it gets when it is adopted (``workers.loading.ensemble_members``)."""
+    """What it takes from its members it gets when it is adopted (``tensord.workers.loading.ensemble_members``)."""
     model_config.complete(message)
     model_checks.check(message, whole=True)
     return LoadedModel(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from workers.models.loaded_model import LoadedModel
-from workers.models.model_table import ModelTable
-from workers.models.model_version import ModelVersion
-from workers.scheduling.ensemble_graph import EnsembleGraph, Step
-from workers.tensors.signature import Signature
+from tensord.workers.models.loaded_model import LoadedModel
+from tensord.workers.models.model_table import ModelTable
+from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.scheduling.ensemble_graph import EnsembleGraph, Step
+from tensord.workers.tensors.signature import Signature
 
 
 def joined(loaded: LoadedModel, models: ModelTable) -> tuple[LoadedModel, list[LoadedModel]]:

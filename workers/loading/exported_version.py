@@ -7,18 +7,18 @@ from pathlib import Path
 
 import jax
 
-from config import model_checks, model_config
-from config.model_config import ModelConfig
-from shm.control_records import Load
-from shm.errors import Internal, InvalidArgument, ServingError, Unsupported
-from workers.declarations.created import created
-from workers.declarations.declaration import declare_tensors
-from workers.declarations.device_choice import device_count
-from workers.declarations.exporting import write
-from workers.imports.model_imports import ModelImports
-from workers.models.author_error import describe_exception
-from workers.programs.precision import precision
-from workers.tensors.signature import Declared, signature
+from tensord.config import model_checks, model_config
+from tensord.config.model_config import ModelConfig
+from tensord.shm.control_records import Load
+from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unsupported
+from tensord.workers.declarations.created import created
+from tensord.workers.declarations.declaration import declare_tensors
+from tensord.workers.declarations.device_choice import device_count
+from tensord.workers.declarations.exporting import write
+from tensord.workers.imports.model_imports import ModelImports
+from tensord.workers.models.author_error import describe_exception
+from tensord.workers.programs.precision import precision
+from tensord.workers.tensors.signature import Declared, signature
 
 
 def export_version(load: Load, device: jax.Device, folder: Path, platforms: str) -> None:

@@ -13,18 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from config import ensemble_fusion, model_config
-from shm.control_records import Load
-from shm.errors import Internal, InvalidArgument, ServingError
-from workers.declarations.declaration import check_size, choose_buckets
-from workers.devices.device_cuda import CudaDevice
-from workers.devices.single_thread import SingleThreadDevice
-from workers.models.author_error import describe_exception
-from workers.models.jax_model import JaxModel
-from workers.models.loaded_model import LoadedModel
-from workers.programs.executable_cache import ExecutableCache
-from workers.programs.executables import Apply, Executables
-from workers.programs.load_progress import LoadProgress
+from tensord.config import ensemble_fusion, model_config
+from tensord.shm.control_records import Load
+from tensord.shm.errors import Internal, InvalidArgument, ServingError
+from tensord.workers.declarations.declaration import check_size, choose_buckets
+from tensord.workers.devices.device_cuda import CudaDevice
+from tensord.workers.devices.single_thread import SingleThreadDevice
+from tensord.workers.models.author_error import describe_exception
+from tensord.workers.models.jax_model import JaxModel
+from tensord.workers.models.loaded_model import LoadedModel
+from tensord.workers.programs.executable_cache import ExecutableCache
+from tensord.workers.programs.executables import Apply, Executables
+from tensord.workers.programs.load_progress import LoadProgress
 
 _log = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from config.model_config import ModelConfig
-from shm.errors import InvalidArgument, Unsupported
-from shm.status_page import StatusPage
-from workers.models.instance import Instance, Instantiated
-from workers.programs.run_errors import CheckDevice
-from workers.threads.inbox import Inbox
+from tensord.config.model_config import ModelConfig
+from tensord.shm.errors import InvalidArgument, Unsupported
+from tensord.shm.status_page import StatusPage
+from tensord.workers.models.instance import Instance, Instantiated
+from tensord.workers.programs.run_errors import CheckDevice
+from tensord.workers.threads.inbox import Inbox
 
 _log = logging.getLogger(__name__)
 

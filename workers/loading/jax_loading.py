@@ -5,21 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from config.model_config import ModelConfig
-from shm.control_records import Load
-from workers.declarations import artifact
-from workers.devices.device_cuda import CudaDevice
-from workers.devices.several_devices import SeveralDevices
-from workers.devices.single_thread import SingleThreadDevice
-from workers.imports.model_code import python_source
-from workers.loading.parameters import parted
-from workers.models.free_state import FreeState, travelling
-from workers.models.jax_model import JaxModel
-from workers.programs.executable_cache import ExecutableCache
-from workers.programs.executables import Apply, Executables
-from workers.tensors.buckets import Buckets
-from workers.tensors.signature import Signature
-from workers.tensors.state import initial_state
+from tensord.config.model_config import ModelConfig
+from tensord.shm.control_records import Load
+from tensord.workers.declarations import artifact
+from tensord.workers.devices.device_cuda import CudaDevice
+from tensord.workers.devices.several_devices import SeveralDevices
+from tensord.workers.devices.single_thread import SingleThreadDevice
+from tensord.workers.imports.model_code import python_source
+from tensord.workers.loading.parameters import parted
+from tensord.workers.models.free_state import FreeState, travelling
+from tensord.workers.models.jax_model import JaxModel
+from tensord.workers.programs.executable_cache import ExecutableCache
+from tensord.workers.programs.executables import Apply, Executables
+from tensord.workers.tensors.buckets import Buckets
+from tensord.workers.tensors.signature import Signature
+from tensord.workers.tensors.state import initial_state
 
 
 def jitted_model(

@@ -18,18 +18,18 @@ from types import ModuleType
 
 import jax
 
-from config import ensemble_checks, model_checks, model_config, rate_limits
-from config.model_config import ModelConfig
-from config.options import Options
-from shm.control_records import Load
-from shm.errors import Internal, InvalidArgument, Unsupported
-from shm.status_page import StatusPage
-from workers.calls.caller import ModelPort
-from workers.calls.desk import Desk
-from workers.calls.metric_registry import MetricRegistry
-from workers.declarations import artifact
-from workers.declarations.created import created, is_generator
-from workers.declarations.declaration import (
+from tensord.config import ensemble_checks, model_checks, model_config, rate_limits
+from tensord.config.model_config import ModelConfig
+from tensord.config.options import Options
+from tensord.shm.control_records import Load
+from tensord.shm.errors import Internal, InvalidArgument, Unsupported
+from tensord.shm.status_page import StatusPage
+from tensord.workers.calls.caller import ModelPort
+from tensord.workers.calls.desk import Desk
+from tensord.workers.calls.metric_registry import MetricRegistry
+from tensord.workers.declarations import artifact
+from tensord.workers.declarations.created import created, is_generator
+from tensord.workers.declarations.declaration import (
     batch_rules,
     check_size,
     choose_buckets,
@@ -38,43 +38,43 @@ from workers.declarations.declaration import (
     queue_rules,
     read_labels,
 )
-from workers.declarations.device_choice import given_devices, gpus
-from workers.declarations.made_inputs import MadeInputs
-from workers.declarations.request_inputs import request_inputs
-from workers.declarations.sequence_declaration import SequencePlan, sequence_plan
-from workers.declarations.step_declaration import declare_steps
-from workers.devices import single_thread
-from workers.devices.device_cuda import CudaDevice
-from workers.devices.single_thread import SingleThreadDevice
-from workers.imports.model_imports import ModelImports
-from workers.loading.ensemble_declaration import load_ensemble
-from workers.loading.fused_ensemble import fuse
-from workers.loading.instance_groups import InstanceGroups, started
-from workers.loading.jax_loading import jitted_model
-from workers.loading.parameters import warn_of_keys
-from workers.loading.step_loading import load_stepped
-from workers.models.author_error import describe_exception
-from workers.models.free_state import program_signature
-from workers.models.generator_model import GeneratorModel
-from workers.models.host_model import HostModel
-from workers.models.instance import Instance, Instantiated
-from workers.models.jax_model import JaxModel
-from workers.models.jitted_instance import JittedInstance
-from workers.models.loaded_model import LoadedModel
-from workers.models.python_model import PythonModel, auto_complete
-from workers.models.stepped_model import SteppedModel
-from workers.models.warmup import Sample, prepared_samples
-from workers.programs.carry import check_state_size
-from workers.programs.executable_cache import ExecutableCache, cache_directory
-from workers.programs.jax_cache import use_persistent_cache
-from workers.programs.load_progress import LoadProgress, Tell, nobody
-from workers.programs.outside_compiler import OutsideCompiler
-from workers.programs.precision import precision
-from workers.programs.run_errors import CheckDevice, works
-from workers.tensors.ragged import declare_ragged, ragged_signature
-from workers.tensors.signature import Signature, signature
-from workers.tensors.state import declare_state, state_specs
-from workers.threads.inbox import Inbox
+from tensord.workers.declarations.device_choice import given_devices, gpus
+from tensord.workers.declarations.made_inputs import MadeInputs
+from tensord.workers.declarations.request_inputs import request_inputs
+from tensord.workers.declarations.sequence_declaration import SequencePlan, sequence_plan
+from tensord.workers.declarations.step_declaration import declare_steps
+from tensord.workers.devices import single_thread
+from tensord.workers.devices.device_cuda import CudaDevice
+from tensord.workers.devices.single_thread import SingleThreadDevice
+from tensord.workers.imports.model_imports import ModelImports
+from tensord.workers.loading.ensemble_declaration import load_ensemble
+from tensord.workers.loading.fused_ensemble import fuse
+from tensord.workers.loading.instance_groups import InstanceGroups, started
+from tensord.workers.loading.jax_loading import jitted_model
+from tensord.workers.loading.parameters import warn_of_keys
+from tensord.workers.loading.step_loading import load_stepped
+from tensord.workers.models.author_error import describe_exception
+from tensord.workers.models.free_state import program_signature
+from tensord.workers.models.generator_model import GeneratorModel
+from tensord.workers.models.host_model import HostModel
+from tensord.workers.models.instance import Instance, Instantiated
+from tensord.workers.models.jax_model import JaxModel
+from tensord.workers.models.jitted_instance import JittedInstance
+from tensord.workers.models.loaded_model import LoadedModel
+from tensord.workers.models.python_model import PythonModel, auto_complete
+from tensord.workers.models.stepped_model import SteppedModel
+from tensord.workers.models.warmup import Sample, prepared_samples
+from tensord.workers.programs.carry import check_state_size
+from tensord.workers.programs.executable_cache import ExecutableCache, cache_directory
+from tensord.workers.programs.jax_cache import use_persistent_cache
+from tensord.workers.programs.load_progress import LoadProgress, Tell, nobody
+from tensord.workers.programs.outside_compiler import OutsideCompiler
+from tensord.workers.programs.precision import precision
+from tensord.workers.programs.run_errors import CheckDevice, works
+from tensord.workers.tensors.ragged import declare_ragged, ragged_signature
+from tensord.workers.tensors.signature import Signature, signature
+from tensord.workers.tensors.state import declare_state, state_specs
+from tensord.workers.threads.inbox import Inbox
 
 _log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Brings a stepped model into memory: the part of ``workers.loading.loader`` that is its own.
+"""Brings a stepped model into memory: the part of ``tensord.workers.loading.loader`` that is its own.
 
 model.py ─▶ declared ─▶ checked ─▶ create ─▶ programs: traced, checked, compiled, run once
 """
@@ -10,24 +10,24 @@ from types import ModuleType
 
 import jax
 
-from config import model_config
-from config.model_config import ModelConfig
-from shm.control_records import Load
-from shm.errors import Unsupported
-from workers.declarations.declaration import choose_buckets
-from workers.declarations.device_choice import device_count
-from workers.declarations.request_inputs import RequestInputs
-from workers.declarations.step_declaration import StepDeclaration, check_buckets, check_stepped, created_steps
-from workers.devices.single_thread import SingleThreadDevice
-from workers.imports.model_code import python_source
-from workers.loading.parameters import parted
-from workers.models.stepped_model import SteppedModel
-from workers.programs.executable_cache import ExecutableCache
-from workers.programs.load_progress import LoadProgress
-from workers.programs.precision import precision
-from workers.programs.step_executables import StepExecutables
-from workers.programs.step_program import Rows, StepFunctions, StepPrograms
-from workers.tensors.signature import Signature
+from tensord.config import model_config
+from tensord.config.model_config import ModelConfig
+from tensord.shm.control_records import Load
+from tensord.shm.errors import Unsupported
+from tensord.workers.declarations.declaration import choose_buckets
+from tensord.workers.declarations.device_choice import device_count
+from tensord.workers.declarations.request_inputs import RequestInputs
+from tensord.workers.declarations.step_declaration import StepDeclaration, check_buckets, check_stepped, created_steps
+from tensord.workers.devices.single_thread import SingleThreadDevice
+from tensord.workers.imports.model_code import python_source
+from tensord.workers.loading.parameters import parted
+from tensord.workers.models.stepped_model import SteppedModel
+from tensord.workers.programs.executable_cache import ExecutableCache
+from tensord.workers.programs.load_progress import LoadProgress
+from tensord.workers.programs.precision import precision
+from tensord.workers.programs.step_executables import StepExecutables
+from tensord.workers.programs.step_program import Rows, StepFunctions, StepPrograms
+from tensord.workers.tensors.signature import Signature
 
 
 def load_stepped(

@@ -11,19 +11,19 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from shm.arrays import Array
-from shm.errors import NotFound
-from workers.models.execution import Execution
-from workers.models.model_table import ModelTable
-from workers.models.model_version import ModelVersion
-from workers.models.statistics import Turns
-from workers.programs.chain_program import ChainProgram, Link
-from workers.programs.executable import Executable
-from workers.requests.request import Request
-from workers.requests.result import Result
-from workers.scheduling.ensemble_graph import EnsembleGraph, NeededSteps
-from workers.tensors.batch_outputs import layout_of, uncut
-from workers.tensors.buckets import Shapes
+from tensord.shm.arrays import Array
+from tensord.shm.errors import NotFound
+from tensord.workers.models.execution import Execution
+from tensord.workers.models.model_table import ModelTable
+from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.models.statistics import Turns
+from tensord.workers.programs.chain_program import ChainProgram, Link
+from tensord.workers.programs.executable import Executable
+from tensord.workers.requests.request import Request
+from tensord.workers.requests.result import Result
+from tensord.workers.scheduling.ensemble_graph import EnsembleGraph, NeededSteps
+from tensord.workers.tensors.batch_outputs import layout_of, uncut
+from tensord.workers.tensors.buckets import Shapes
 
 #: Sets of outputs that are remembered, of all ensembles together.
 _LIMIT = 256

@@ -12,19 +12,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from shm.cuda_regions import CudaError
-from shm.errors import Internal, ServingError, Unavailable
-from workers.calls.caller import Caller, ModelPort
-from workers.programs.carry import StateLost
-from workers.programs.executable import Executable
-from workers.programs.run_errors import CheckDevice, is_out_of_memory, out_of_memory, works
-from workers.programs.series_program import SeriesProgram
-from workers.requests.places import Places
-from workers.requests.request import Request, named
-from workers.requests.response_sender import Nobody, ResponseSender
-from workers.requests.result import Result
-from workers.scheduling.sequence import state_lost
-from workers.tensors.batch_outputs import BatchOutputs
+from tensord.shm.cuda_regions import CudaError
+from tensord.shm.errors import Internal, ServingError, Unavailable
+from tensord.workers.calls.caller import Caller, ModelPort
+from tensord.workers.programs.carry import StateLost
+from tensord.workers.programs.executable import Executable
+from tensord.workers.programs.run_errors import CheckDevice, is_out_of_memory, out_of_memory, works
+from tensord.workers.programs.series_program import SeriesProgram
+from tensord.workers.requests.places import Places
+from tensord.workers.requests.request import Request, named
+from tensord.workers.requests.response_sender import Nobody, ResponseSender
+from tensord.workers.requests.result import Result
+from tensord.workers.scheduling.sequence import state_lost
+from tensord.workers.tensors.batch_outputs import BatchOutputs
 
 _log = logging.getLogger(__name__)
 

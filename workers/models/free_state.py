@@ -16,17 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from shm.arrays import Array
-from shm.errors import InvalidArgument, ServingError, Unavailable, Unsupported
-from workers.models.execution import Execution
-from workers.programs.state_program import checked
-from workers.requests.request import Request
-from workers.requests.result import Result
-from workers.scheduling.sequence import LiveSequence
-from workers.tensors.buckets import Buckets
-from workers.tensors.request_shapes import RequestShapes
-from workers.tensors.signature import Signature, TensorSpec
-from workers.tensors.state import InitialState
+from tensord.shm.arrays import Array
+from tensord.shm.errors import InvalidArgument, ServingError, Unavailable, Unsupported
+from tensord.workers.models.execution import Execution
+from tensord.workers.programs.state_program import checked
+from tensord.workers.requests.request import Request
+from tensord.workers.requests.result import Result
+from tensord.workers.scheduling.sequence import LiveSequence
+from tensord.workers.tensors.buckets import Buckets
+from tensord.workers.tensors.request_shapes import RequestShapes
+from tensord.workers.tensors.signature import Signature, TensorSpec
+from tensord.workers.tensors.state import InitialState
 
 
 class Unfit:

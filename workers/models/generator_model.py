@@ -14,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from shm.arrays import Array, datatype_of
-from shm.errors import Internal
-from workers.calls.caller import Caller, ModelPort, calling
-from workers.models.execution import Execution, describe_failure, own_failure
-from workers.programs.lowering import check_output
-from workers.programs.precision import precision
-from workers.requests.request import Request
-from workers.requests.response_sender import ResponseSender
-from workers.requests.result import STREAMED, Response, Result
-from workers.tensors.signature import Signature
+from tensord.shm.arrays import Array, datatype_of
+from tensord.shm.errors import Internal
+from tensord.workers.calls.caller import Caller, ModelPort, calling
+from tensord.workers.models.execution import Execution, describe_failure, own_failure
+from tensord.workers.programs.lowering import check_output
+from tensord.workers.programs.precision import precision
+from tensord.workers.requests.request import Request
+from tensord.workers.requests.response_sender import ResponseSender
+from tensord.workers.requests.result import STREAMED, Response, Result
+from tensord.workers.tensors.signature import Signature
 
 _END: Any = object()
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from shm.arrays import Array, datatype_of
-from shm.errors import Internal
-from workers.calls.caller import ModelPort, calling
-from workers.models.execution import Execution, describe_failure
-from workers.programs.lowering import check_cut, check_output
-from workers.requests.request import Request
-from workers.requests.result import Result
-from workers.tensors.ragged import batch_input, cut, elements, flat, unit, whole_shape
-from workers.tensors.signature import Signature, TensorSpec
+from tensord.shm.arrays import Array, datatype_of
+from tensord.shm.errors import Internal
+from tensord.workers.calls.caller import ModelPort, calling
+from tensord.workers.models.execution import Execution, describe_failure
+from tensord.workers.programs.lowering import check_cut, check_output
+from tensord.workers.requests.request import Request
+from tensord.workers.requests.result import Result
+from tensord.workers.tensors.ragged import batch_input, cut, elements, flat, unit, whole_shape
+from tensord.workers.tensors.signature import Signature, TensorSpec
 
 
 class HostModel:

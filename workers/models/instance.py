@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from shm.status_page import StatusPage
-from workers.models.execution import Execution, Model, run
-from workers.programs.run_errors import CheckDevice, works
-from workers.threads.inbox import Inbox
+from tensord.shm.status_page import StatusPage
+from tensord.workers.models.execution import Execution, Model, run
+from tensord.workers.programs.run_errors import CheckDevice, works
+from tensord.workers.threads.inbox import Inbox
 
 
 class Instantiated(Model, Protocol):

@@ -10,29 +10,29 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from shm.arrays import Array
-from shm.cuda_regions import CudaRegion
-from shm.errors import Unsupported
-from workers.devices.device_cuda import CudaDevice
-from workers.models.execution import Execution, describe_failure
-from workers.models.free_state import FreeState
-from workers.models.statistics import Turns
-from workers.native import output_memory
-from workers.programs.carry import Carry
-from workers.programs.executable import Content, Executable, Wanted
-from workers.programs.executables import Executables
-from workers.programs.gathered_run import GatheredRun
-from workers.programs.lowering import is_numeric
-from workers.programs.series import MOST, Series
-from workers.programs.series_program import SeriesProgram
-from workers.requests.places import Places
-from workers.requests.request import Request
-from workers.requests.result import Result
-from workers.tensors.batch_outputs import LIMIT, BatchOutputs, uncut
-from workers.tensors.buckets import Buckets, Shapes, sliced
-from workers.tensors.ragged import cut
-from workers.tensors.request_shapes import RequestShapes
-from workers.tensors.signature import Signature
+from tensord.shm.arrays import Array
+from tensord.shm.cuda_regions import CudaRegion
+from tensord.shm.errors import Unsupported
+from tensord.workers.devices.device_cuda import CudaDevice
+from tensord.workers.models.execution import Execution, describe_failure
+from tensord.workers.models.free_state import FreeState
+from tensord.workers.models.statistics import Turns
+from tensord.workers.native import output_memory
+from tensord.workers.programs.carry import Carry
+from tensord.workers.programs.executable import Content, Executable, Wanted
+from tensord.workers.programs.executables import Executables
+from tensord.workers.programs.gathered_run import GatheredRun
+from tensord.workers.programs.lowering import is_numeric
+from tensord.workers.programs.series import MOST, Series
+from tensord.workers.programs.series_program import SeriesProgram
+from tensord.workers.requests.places import Places
+from tensord.workers.requests.request import Request
+from tensord.workers.requests.result import Result
+from tensord.workers.tensors.batch_outputs import LIMIT, BatchOutputs, uncut
+from tensord.workers.tensors.buckets import Buckets, Shapes, sliced
+from tensord.workers.tensors.ragged import cut
+from tensord.workers.tensors.request_shapes import RequestShapes
+from tensord.workers.tensors.signature import Signature
 
 #: By name, and what they lie in where they were fetched from a GPU together.
 _Outputs = tuple[dict[str, Array], list[bytes] | None]

@@ -13,11 +13,11 @@ from __future__ import annotations
 import contextlib
 import weakref
 
-from shm.cuda_regions import CudaError, DeviceLost
-from workers.devices.device_cuda import CudaDevice
-from workers.models.execution import Execution
-from workers.models.jax_model import JaxModel
-from workers.programs.executable import Executable
+from tensord.shm.cuda_regions import CudaError, DeviceLost
+from tensord.workers.devices.device_cuda import CudaDevice
+from tensord.workers.models.execution import Execution
+from tensord.workers.models.jax_model import JaxModel
+from tensord.workers.programs.executable import Executable
 
 
 class JittedInstance:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from shm.footprint import Footprint
-from workers.declarations.made_inputs import MadeInputs
-from workers.declarations.sequence_declaration import SequencePlan
-from workers.imports.model_imports import ModelImports
-from workers.models.instance import Instance
-from workers.models.jax_model import JaxModel
-from workers.models.stepped_model import SteppedModel
-from workers.requests.request import Request
-from workers.scheduling.dynamic_batcher import BatchRules
-from workers.scheduling.ensemble_graph import EnsembleGraph
-from workers.scheduling.queue import QueueRules
-from workers.tensors.signature import Signature
+from tensord.shm.footprint import Footprint
+from tensord.workers.declarations.made_inputs import MadeInputs
+from tensord.workers.declarations.sequence_declaration import SequencePlan
+from tensord.workers.imports.model_imports import ModelImports
+from tensord.workers.models.instance import Instance
+from tensord.workers.models.jax_model import JaxModel
+from tensord.workers.models.stepped_model import SteppedModel
+from tensord.workers.requests.request import Request
+from tensord.workers.scheduling.dynamic_batcher import BatchRules
+from tensord.workers.scheduling.ensemble_graph import EnsembleGraph
+from tensord.workers.scheduling.queue import QueueRules
+from tensord.workers.tensors.signature import Signature
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class LoadedModel:
     signature: Signature
     metadata: bytes
     config: bytes
-    #: As in ``shm.control_records.ModelState``.
+    #: As in ``tensord.shm.control_records.ModelState``.
     repeatable: bool
     sticky: bool
     streams: bool

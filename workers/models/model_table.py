@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 
-from shm.errors import InvalidArgument, NotFound
-from workers.models.loaded_model import LoadedModel
-from workers.models.model_version import ModelVersion
-from workers.models.statistics import ModelStatistics
+from tensord.shm.errors import InvalidArgument, NotFound
+from tensord.workers.models.loaded_model import LoadedModel
+from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.models.statistics import ModelStatistics
 
 
 class ModelTable:

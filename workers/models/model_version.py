@@ -8,23 +8,23 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Hashable, Mapping
 
-from shm.arrays import Array
-from shm.errors import ServingError
-from shm.figures import VersionFigures
-from workers.models.host_model import shapes_key
-from workers.models.loaded_model import LoadedModel
-from workers.models.sequence_register import RegisteredSequences, SequenceRegister
-from workers.models.statistics import ModelStatistics
-from workers.requests.familiar import Familiar
-from workers.requests.request import Request
-from workers.requests.response_cache import ResponseCache
-from workers.requests.response_sender import ResponseSender
-from workers.scheduling.dynamic_batcher import DynamicBatcher
-from workers.scheduling.planner import Planner
-from workers.scheduling.queue import RequestQueue
-from workers.scheduling.response_order import ResponseOrder
-from workers.scheduling.sequence_batcher import SequenceBatcher
-from workers.scheduling.step_batcher import StepBatcher
+from tensord.shm.arrays import Array
+from tensord.shm.errors import ServingError
+from tensord.shm.figures import VersionFigures
+from tensord.workers.models.host_model import shapes_key
+from tensord.workers.models.loaded_model import LoadedModel
+from tensord.workers.models.sequence_register import RegisteredSequences, SequenceRegister
+from tensord.workers.models.statistics import ModelStatistics
+from tensord.workers.requests.familiar import Familiar
+from tensord.workers.requests.request import Request
+from tensord.workers.requests.response_cache import ResponseCache
+from tensord.workers.requests.response_sender import ResponseSender
+from tensord.workers.scheduling.dynamic_batcher import DynamicBatcher
+from tensord.workers.scheduling.planner import Planner
+from tensord.workers.scheduling.queue import RequestQueue
+from tensord.workers.scheduling.response_order import ResponseOrder
+from tensord.workers.scheduling.sequence_batcher import SequenceBatcher
+from tensord.workers.scheduling.step_batcher import StepBatcher
 
 
 class VersionState(enum.Enum):

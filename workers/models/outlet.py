@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from workers.python_backend.response import InferenceResponse
-from workers.requests.request import Request
-from workers.requests.response_sender import ResponseSender, SenderClosed
-from workers.requests.result import Result
+from tensord.workers.python_backend.response import InferenceResponse
+from tensord.workers.requests.request import Request
+from tensord.workers.requests.response_sender import ResponseSender, SenderClosed
+from tensord.workers.requests.result import Result
 
 
 class PythonOutlet:

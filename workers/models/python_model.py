@@ -1,9 +1,9 @@
 """A Triton Python-backend model: one ``TritonPythonModel`` object per instance, each in its own thread.
 
-What the model sees is ``workers.python_backend.interface``; here is the other side: requests, responses. A model returns its
-responses from ``execute``, or sends them by its requests' senders, and one that is decoupled always does. Outputs that nobody
-declared are dropped, as in Triton; one of another datatype or shape than declared is the model's error, which Triton lets pass.
-Integers of another width are converted where all of them fit.
+What the model sees is ``tensord.workers.python_backend.interface``; here is the other side: requests, responses. A model
+returns its responses from ``execute``, or sends them by its requests' senders, and one that is decoupled always does. Outputs
+that nobody declared are dropped, as in Triton; one of another datatype or shape than declared is the model's error, which
+Triton lets pass. Integers of another width are converted where all of them fit.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import Any
 import numpy as np
 from google.protobuf import json_format
 
-from config.model_config import ModelConfig, empty, to_json
-from shm.arrays import Array, datatype_of
-from shm.errors import Internal, InvalidArgument, ServingError, from_code
-from workers.calls.caller import Caller, ModelPort, Phase, calling
-from workers.declarations.sequence_declaration import SequencePlan
-from workers.models.author_error import describe_exception
-from workers.models.execution import Execution, own_failure
-from workers.models.outlet import PythonOutlet
-from workers.programs.lowering import check_output
-from workers.python_backend import interface
-from workers.python_backend.response import parameters_of
-from workers.requests.request import Request, controls_of, named
-from workers.requests.response_sender import NOT_COMPLETED
-from workers.requests.result import STREAMED, Response, Result
-from workers.tensors.signature import Signature, TensorSpec
-from workers.threads.coroutine_thread import CoroutineThread
+from tensord.config.model_config import ModelConfig, empty, to_json
+from tensord.shm.arrays import Array, datatype_of
+from tensord.shm.errors import Internal, InvalidArgument, ServingError, from_code
+from tensord.workers.calls.caller import Caller, ModelPort, Phase, calling
+from tensord.workers.declarations.sequence_declaration import SequencePlan
+from tensord.workers.models.author_error import describe_exception
+from tensord.workers.models.execution import Execution, own_failure
+from tensord.workers.models.outlet import PythonOutlet
+from tensord.workers.programs.lowering import check_output
+from tensord.workers.python_backend import interface
+from tensord.workers.python_backend.response import parameters_of
+from tensord.workers.requests.request import Request, controls_of, named
+from tensord.workers.requests.response_sender import NOT_COMPLETED
+from tensord.workers.requests.result import STREAMED, Response, Result
+from tensord.workers.tensors.signature import Signature, TensorSpec
+from tensord.workers.threads.coroutine_thread import CoroutineThread
 
 _log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from workers.models.instance import Instance
-from workers.scheduling.resources import Resources
+from tensord.workers.models.instance import Instance
+from tensord.workers.scheduling.resources import Resources
 
 
 class RateLimiter:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from shm.arrays import Array
+from tensord.shm.arrays import Array
 
 #: Responses of a request that are counted by their number.
 MAX_RESPONSES = 1024

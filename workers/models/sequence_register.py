@@ -8,10 +8,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from shm.errors import Unavailable
-from shm.sequence_keys import Key, SequenceKeys
-from shm.sequence_page import SequencePage
-from workers.scheduling.sequence_table import SequenceTable
+from tensord.shm.errors import Unavailable
+from tensord.shm.sequence_keys import Key, SequenceKeys
+from tensord.shm.sequence_page import SequencePage
+from tensord.workers.scheduling.sequence_table import SequenceTable
 
 
 class SequenceRegister:

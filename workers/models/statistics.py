@@ -11,17 +11,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shm.errors import ServingError
-from shm.figures import FIRST_RESPONSE_MS, Counts
-from shm.refusals import Refusal
-from workers.models.execution import Execution
-from workers.models.response_statistics import Duration, ResponsesByNumber
-from workers.requests.request import Request
-from workers.requests.response_sender import ResponseSender, Sent
+from tensord.shm.errors import ServingError
+from tensord.shm.figures import FIRST_RESPONSE_MS, Counts
+from tensord.shm.refusals import Refusal
+from tensord.workers.models.execution import Execution
+from tensord.workers.models.response_statistics import Duration, ResponsesByNumber
+from tensord.workers.requests.request import Request
+from tensord.workers.requests.response_sender import ResponseSender, Sent
 
 
 class Turns(NamedTuple):
-    """Requests that were answered well outside of Python (``workers.dispatch.fast_path``)."""
+    """Requests that were answered well outside of Python (``tensord.workers.dispatch.fast_path``)."""
 
     answered: int
     rows: int

@@ -15,20 +15,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from shm.arrays import Array
-from shm.errors import InvalidArgument, ServingError
-from workers.declarations.step_declaration import StepDeclaration
-from workers.models.execution import describe_failure
-from workers.models.warmup import Sample
-from workers.programs.carry import StateLost
-from workers.programs.gather_buffer import copy_into
-from workers.programs.precision import precision
-from workers.programs.step_executables import Call, StepExecutables
-from workers.programs.step_program import Rows
-from workers.requests.request import Request
-from workers.tensors.buckets import Buckets, Shapes
-from workers.tensors.request_shapes import RequestShapes
-from workers.tensors.signature import Signature
+from tensord.shm.arrays import Array
+from tensord.shm.errors import InvalidArgument, ServingError
+from tensord.workers.declarations.step_declaration import StepDeclaration
+from tensord.workers.models.execution import describe_failure
+from tensord.workers.models.warmup import Sample
+from tensord.workers.programs.carry import StateLost
+from tensord.workers.programs.gather_buffer import copy_into
+from tensord.workers.programs.precision import precision
+from tensord.workers.programs.step_executables import Call, StepExecutables
+from tensord.workers.programs.step_program import Rows
+from tensord.workers.requests.request import Request
+from tensord.workers.tensors.buckets import Buckets, Shapes
+from tensord.workers.tensors.request_shapes import RequestShapes
+from tensord.workers.tensors.signature import Signature
 
 
 class Run:

@@ -17,19 +17,19 @@ from typing import Any, cast
 
 import numpy as np
 
-from config.model_config import ModelConfig, data_type_name
-from shm import datatypes
-from shm.arrays import Array, array
-from shm.control_records import Load
-from shm.datatypes import byte_size
-from shm.errors import InvalidArgument, ServingError
-from shm.messages import Submit
-from workers.declarations.made_inputs import MadeInputs
-from workers.models.execution import Execution, Model, run
-from workers.models.jax_model import JaxModel
-from workers.programs.run_errors import CheckDevice, works
-from workers.requests.request import Request
-from workers.tensors.signature import Signature, TensorSpec
+from tensord.config.model_config import ModelConfig, data_type_name
+from tensord.shm import datatypes
+from tensord.shm.arrays import Array, array
+from tensord.shm.control_records import Load
+from tensord.shm.datatypes import byte_size
+from tensord.shm.errors import InvalidArgument, ServingError
+from tensord.shm.messages import Submit
+from tensord.workers.declarations.made_inputs import MadeInputs
+from tensord.workers.models.execution import Execution, Model, run
+from tensord.workers.models.jax_model import JaxModel
+from tensord.workers.programs.run_errors import CheckDevice, works
+from tensord.workers.requests.request import Request
+from tensord.workers.tensors.signature import Signature, TensorSpec
 
 #: All tensors of all samples together, which are there at a time.
 MAX_BYTE_SIZE = 1 << 29

@@ -354,10 +354,10 @@ static PyType_Slot slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec spec = {"workers.native._fast_path.FastPath", sizeof(fast_path_t), 0, Py_TPFLAGS_DEFAULT, slots};
+static PyType_Spec spec = {"tensord.workers.native._fast_path.FastPath", sizeof(fast_path_t), 0, Py_TPFLAGS_DEFAULT, slots};
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "workers.native._fast_path", "Turns of a worker's loop outside of Python.", -1, NULL, NULL, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "tensord.workers.native._fast_path", "Turns of a worker's loop outside of Python.", -1, NULL, NULL, NULL, NULL, NULL,
 };
 
 PyMODINIT_FUNC PyInit__fast_path(void) {

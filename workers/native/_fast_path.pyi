@@ -1,7 +1,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from shm.arrays import Array
+from tensord.shm.arrays import Array
 
 SOURCES: str
 MAX_TENSORS: int

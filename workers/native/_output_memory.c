@@ -259,7 +259,7 @@ static PyMethodDef methods[] = {
 };
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "workers.native._output_memory", "Memory for XLA's outputs.", -1, methods, NULL, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "tensord.workers.native._output_memory", "Memory for XLA's outputs.", -1, methods, NULL, NULL, NULL, NULL,
 };
 
 PyMODINIT_FUNC PyInit__output_memory(void) {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 #: Module -> what is so without it.
 PARTS = {
-    "shm._guard": "clients' shared memory is copied with system calls (access = snapshot), never mapped",
-    "workers.native._fast_path": "small requests are received and answered in Python",
-    "workers.native._large_copy": "large tensors are copied through the processor's caches",
-    "workers.native._output_memory": "outputs are copied to their places",
+    "tensord.shm._guard": "clients' shared memory is copied with system calls (access = snapshot), never mapped",
+    "tensord.workers.native._fast_path": "small requests are received and answered in Python",
+    "tensord.workers.native._large_copy": "large tensors are copied through the processor's caches",
+    "tensord.workers.native._output_memory": "outputs are copied to their places",
 }

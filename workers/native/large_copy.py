@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from shm.arrays import Array
-from shm.extensions import check
+from tensord.shm.arrays import Array
+from tensord.shm.extensions import check
 
 try:
-    from workers.native import _large_copy
+    from tensord.workers.native import _large_copy
 
     check(_large_copy)
 except ImportError:  # not built, or not from these sources

@@ -23,11 +23,11 @@ import jax
 import jaxlib
 import numpy as np
 
-from shm.arrays import Array, address_of
-from shm.extensions import check
+from tensord.shm.arrays import Array, address_of
+from tensord.shm.extensions import check
 
 try:
-    from workers.native import _output_memory
+    from tensord.workers.native import _output_memory
 
     check(_output_memory)
 except ImportError:  # not built, or not from these sources

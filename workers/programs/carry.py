@@ -15,13 +15,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from shm.arrays import Array
-from shm.errors import InvalidArgument
-from workers.programs.precision import precision
-from workers.programs.state_program import rows_argument
-from workers.requests.request import Request
-from workers.tensors.signature import Signature, StateSpec
-from workers.tensors.state import InitialState
+from tensord.shm.arrays import Array
+from tensord.shm.errors import InvalidArgument
+from tensord.workers.programs.precision import precision
+from tensord.workers.programs.state_program import rows_argument
+from tensord.workers.requests.request import Request
+from tensord.workers.tensors.signature import Signature, StateSpec
+from tensord.workers.tensors.state import InitialState
 
 #: A program with its parameters: of inputs, rows and carry, it gives outputs and carry.
 Step = Callable[..., Any]

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shm.arena import ALIGNMENT
-from shm.arrays import Array, address_of
-from workers.programs.executable import Executable
-from workers.programs.gather_buffer import GatherBuffer
-from workers.requests.request import Request
-from workers.tensors.batch_outputs import OutputLayout
-from workers.tensors.signature import Signature
+from tensord.shm.arena import ALIGNMENT
+from tensord.shm.arrays import Array, address_of
+from tensord.workers.programs.executable import Executable
+from tensord.workers.programs.gather_buffer import GatherBuffer
+from tensord.workers.requests.request import Request
+from tensord.workers.tensors.batch_outputs import OutputLayout
+from tensord.workers.tensors.signature import Signature
 
 #: What takes longer is worth more than what a chain spares: others shall have their turn between the programs, and join them.
 _LONG_NS = 50_000_000

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from shm.arrays import Array
-from workers.devices.device_cuda import CudaDevice, room
-from workers.devices.host_staging import TOGETHER
+from tensord.shm.arrays import Array
+from tensord.workers.devices.device_cuda import CudaDevice, room
+from tensord.workers.devices.host_staging import TOGETHER
 
 
 class DeviceInputs:

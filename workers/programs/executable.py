@@ -13,23 +13,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shm.arena import ALIGNMENT
-from shm.arrays import Array, address_of
-from workers.devices.device_cuda import CudaDevice
-from workers.native import output_memory
-from workers.native.output_memory import OutputMemory
-from workers.programs.device_inputs import DeviceInputs
-from workers.programs.gather_buffer import GatherBuffer, RaggedBuffer
-from workers.programs.packed_outputs import PACKED, starts
-from workers.programs.placement import CompiledProgram, Placement
-from workers.programs.plain_program import is_plain
-from workers.programs.precision import precision
-from workers.programs.run_errors import memory_needed
-from workers.requests.request import Request
-from workers.tensors.batch_outputs import OutputLayout, layout_of
-from workers.tensors.buckets import Shapes
-from workers.tensors.ragged import batch_input, flat
-from workers.tensors.signature import Signature, TensorSpec
+from tensord.shm.arena import ALIGNMENT
+from tensord.shm.arrays import Array, address_of
+from tensord.workers.devices.device_cuda import CudaDevice
+from tensord.workers.native import output_memory
+from tensord.workers.native.output_memory import OutputMemory
+from tensord.workers.programs.device_inputs import DeviceInputs
+from tensord.workers.programs.gather_buffer import GatherBuffer, RaggedBuffer
+from tensord.workers.programs.packed_outputs import PACKED, starts
+from tensord.workers.programs.placement import CompiledProgram, Placement
+from tensord.workers.programs.plain_program import is_plain
+from tensord.workers.programs.precision import precision
+from tensord.workers.programs.run_errors import memory_needed
+from tensord.workers.requests.request import Request
+from tensord.workers.tensors.batch_outputs import OutputLayout, layout_of
+from tensord.workers.tensors.buckets import Shapes
+from tensord.workers.tensors.ragged import batch_input, flat
+from tensord.workers.tensors.signature import Signature, TensorSpec
 
 #: Outputs, one or several, in memory of the host.
 Content = Array | bytes

@@ -26,16 +26,16 @@ import jax
 import jaxlib.version
 from jax.experimental import serialize_executable
 
-from shm.errors import Internal
-from workers.compiling.compilers import CompilerDied
-from workers.devices.device_cpu import thread_count
-from workers.programs.cache_directory import CacheDirectory
-from workers.programs.gpu_versions import gpu_versions
-from workers.programs.jax_cache import JaxCache
-from workers.programs.outside_compiler import OutsideCompiler
-from workers.programs.placement import CompiledProgram, Placement
-from workers.programs.serialized import serialize
-from workers.programs.small_programs import SmallPrograms
+from tensord.shm.errors import Internal
+from tensord.workers.compiling.compilers import CompilerDied
+from tensord.workers.devices.device_cpu import thread_count
+from tensord.workers.programs.cache_directory import CacheDirectory
+from tensord.workers.programs.gpu_versions import gpu_versions
+from tensord.workers.programs.jax_cache import JaxCache
+from tensord.workers.programs.outside_compiler import OutsideCompiler
+from tensord.workers.programs.placement import CompiledProgram, Placement
+from tensord.workers.programs.serialized import serialize
+from tensord.workers.programs.small_programs import SmallPrograms
 
 _log = logging.getLogger(__name__)
 

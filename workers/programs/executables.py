@@ -19,22 +19,22 @@ from typing import Any
 
 import jax
 
-from workers.devices import device_memory
-from workers.devices.device_cuda import CudaDevice
-from workers.devices.several_devices import SeveralDevices
-from workers.devices.single_thread import SingleThreadDevice
-from workers.programs.ahead import ahead
-from workers.programs.carry import Carry
-from workers.programs.executable import Executable, Wanted
-from workers.programs.executable_cache import ExecutableCache
-from workers.programs.load_progress import LoadProgress
-from workers.programs.lowering import Lowering
-from workers.programs.placement import CompiledProgram, Placement
-from workers.programs.precision import precision
-from workers.programs.small_programs import SmallPrograms
-from workers.tensors.buckets import Buckets, Shapes
-from workers.tensors.signature import Signature
-from workers.tensors.state import InitialState
+from tensord.workers.devices import device_memory
+from tensord.workers.devices.device_cuda import CudaDevice
+from tensord.workers.devices.several_devices import SeveralDevices
+from tensord.workers.devices.single_thread import SingleThreadDevice
+from tensord.workers.programs.ahead import ahead
+from tensord.workers.programs.carry import Carry
+from tensord.workers.programs.executable import Executable, Wanted
+from tensord.workers.programs.executable_cache import ExecutableCache
+from tensord.workers.programs.load_progress import LoadProgress
+from tensord.workers.programs.lowering import Lowering
+from tensord.workers.programs.placement import CompiledProgram, Placement
+from tensord.workers.programs.precision import precision
+from tensord.workers.programs.small_programs import SmallPrograms
+from tensord.workers.tensors.buckets import Buckets, Shapes
+from tensord.workers.tensors.signature import Signature
+from tensord.workers.tensors.state import InitialState
 
 #: For the first runs of a version's executables.
 _WARM_NS = 20_000_000

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from shm.arena import ALIGNMENT
-from shm.arrays import Array
-from workers.regions.region_tensor import LateTensor
-from workers.requests.request import Request
-from workers.tensors.ragged import flat
+from tensord.shm.arena import ALIGNMENT
+from tensord.shm.arrays import Array
+from tensord.workers.regions.region_tensor import LateTensor
+from tensord.workers.requests.request import Request
+from tensord.workers.tensors.ragged import flat
 
 
 def aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

@@ -1,17 +1,18 @@
 """A run of a program with state over requests that lie in its memory already, with arguments that are made once.
 
-For ``workers.dispatch.sequence_runs``, which runs one batch after the other and reads what each has made before the next begins.
+For ``tensord.workers.dispatch.sequence_runs``, which runs one batch after the other and reads what each has made before the
+next begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from workers.programs.carry import Carry
-from workers.programs.executable import Content, Executable
-from workers.programs.gather_buffer import aligned
-from workers.programs.state_program import rows_argument
-from workers.tensors.signature import Signature
+from tensord.workers.programs.carry import Carry
+from tensord.workers.programs.executable import Content, Executable
+from tensord.workers.programs.gather_buffer import aligned
+from tensord.workers.programs.state_program import rows_argument
+from tensord.workers.tensors.signature import Signature
 
 
 class GatheredRun:

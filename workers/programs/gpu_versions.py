@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jax.extend.backend import backends
 
-from shm.cuda_regions import driver_version
+from tensord.shm.cuda_regions import driver_version
 
 #: Packages of JAX's plugin and of NVIDIA's libraries.
 _PACKAGE = re.compile(r"(jax[-_]cuda|nvidia[-_])", re.IGNORECASE)

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 
 import jax
 
-from workers.devices.device_cpu import thread_count
-from workers.programs.cache_directory import CacheDirectory
-from workers.programs.gpu_versions import gpu_versions
+from tensord.workers.devices.device_cpu import thread_count
+from tensord.workers.programs.cache_directory import CacheDirectory
+from tensord.workers.programs.gpu_versions import gpu_versions
 
 _log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import jax
 
-from shm.footprint import Footprint
-from workers.programs.placement import CompiledProgram
+from tensord.shm.footprint import Footprint
+from tensord.workers.programs.placement import CompiledProgram
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -17,14 +17,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from shm.arrays import DTYPES, datatype_of
-from shm.errors import Internal
-from workers.programs.packed_outputs import packing
-from workers.programs.placement import Placement
-from workers.programs.precision import precision
-from workers.programs.state_program import CARRY, carry_specs, rows_argument, stepping
-from workers.tensors.buckets import Shapes
-from workers.tensors.signature import Signature, TensorSpec
+from tensord.shm.arrays import DTYPES, datatype_of
+from tensord.shm.errors import Internal
+from tensord.workers.programs.packed_outputs import packing
+from tensord.workers.programs.placement import Placement
+from tensord.workers.programs.precision import precision
+from tensord.workers.programs.state_program import CARRY, carry_specs, rows_argument, stepping
+from tensord.workers.tensors.buckets import Shapes
+from tensord.workers.tensors.signature import Signature, TensorSpec
 
 
 class Lowering:

@@ -22,10 +22,10 @@ from typing import Any, Literal
 
 import jax
 
-from workers.compiling.compilers import Compilers
-from workers.compiling.records import Compile, Refused
-from workers.devices.device_cpu import thread_count
-from workers.programs.serialized import check_pickler
+from tensord.workers.compiling.compilers import Compilers
+from tensord.workers.compiling.records import Compile, Refused
+from tensord.workers.devices.device_cpu import thread_count
+from tensord.workers.programs.serialized import check_pickler
 
 _log = logging.getLogger(__name__)
 #: One that is larger is not sent around.

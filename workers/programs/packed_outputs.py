@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from workers.devices.host_staging import TOGETHER
-from workers.tensors.signature import Signature
+from tensord.workers.devices.host_staging import TOGETHER
+from tensord.workers.tensors.signature import Signature
 
 #: Its name among the outputs, which no tensor can have.
 PACKED = ""

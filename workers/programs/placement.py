@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from workers.devices.several_devices import SeveralDevices
+from tensord.workers.devices.several_devices import SeveralDevices
 
 #: Changes nothing for a client with one thread, but it is part of the key of JAX's own cache, which knows nothing of threads. A
 #: program that was compiled for several must not come from there, nor go from here to a client with several.

@@ -6,7 +6,7 @@ import contextlib
 
 import jax
 
-from workers.tensors.signature import Signature
+from tensord.workers.tensors.signature import Signature
 
 
 def precision(signature: Signature) -> contextlib.AbstractContextManager[object]:

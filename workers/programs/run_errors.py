@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from shm.errors import Internal, ServingError, Unavailable
-from workers.requests.request import Request
+from tensord.shm.errors import Internal, ServingError, Unavailable
+from tensord.workers.requests.request import Request
 
 _log = logging.getLogger(__name__)
 

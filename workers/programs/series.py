@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-from workers.programs.executables import Apply
-from workers.programs.placement import Placement
-from workers.programs.series_program import SeriesProgram, SeriesWanted, compile_series
-from workers.requests.request import Request
-from workers.tensors.signature import Signature
+from tensord.workers.programs.executables import Apply
+from tensord.workers.programs.placement import Placement
+from tensord.workers.programs.series_program import SeriesProgram, SeriesWanted, compile_series
+from tensord.workers.requests.request import Request
+from tensord.workers.tensors.signature import Signature
 
 #: Lengths of series, longest first. One of a single request saves nothing but arguments and results.
 LENGTHS = (8, 4, 2, 1)

@@ -20,18 +20,18 @@ import jax
 import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from shm.arrays import Array, address_of
-from workers.programs.executables import Apply
-from workers.programs.gather_buffer import aligned, copy_into
-from workers.programs.placement import Placement
-from workers.programs.precision import precision
-from workers.programs.run_errors import memory_needed
-from workers.requests.request import Request
-from workers.requests.result import Result
-from workers.tensors.batch_outputs import BatchOutputs, layout_of_rows, uncut
-from workers.tensors.buckets import Shapes
-from workers.tensors.packing import Packing
-from workers.tensors.signature import Signature
+from tensord.shm.arrays import Array, address_of
+from tensord.workers.programs.executables import Apply
+from tensord.workers.programs.gather_buffer import aligned, copy_into
+from tensord.workers.programs.placement import Placement
+from tensord.workers.programs.precision import precision
+from tensord.workers.programs.run_errors import memory_needed
+from tensord.workers.requests.request import Request
+from tensord.workers.requests.result import Result
+from tensord.workers.tensors.batch_outputs import BatchOutputs, layout_of_rows, uncut
+from tensord.workers.tensors.buckets import Shapes
+from tensord.workers.tensors.packing import Packing
+from tensord.workers.tensors.signature import Signature
 
 #: A value of such a type, as JAX prints what it traced.
 _NARROW_FLOAT = re.compile(r"\b(bf16|f16|f8_\w+|f4_\w+)\[")

@@ -14,11 +14,11 @@ from typing import Any
 
 import jax
 
-from workers.compiling.compilers import CompilerDied
-from workers.devices.single_thread import SingleThreadDevice, share
-from workers.programs.placement import CompiledProgram, Placement
-from workers.programs.precision import precision
-from workers.tensors.signature import Signature
+from tensord.workers.compiling.compilers import CompilerDied
+from tensord.workers.devices.single_thread import SingleThreadDevice, share
+from tensord.workers.programs.placement import CompiledProgram, Placement
+from tensord.workers.programs.precision import precision
+from tensord.workers.tensors.signature import Signature
 
 _log = logging.getLogger(__name__)
 

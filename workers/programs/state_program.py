@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shm.arrays import Array, datatype_of
-from shm.errors import Internal
-from workers.tensors.signature import Signature
+from tensord.shm.arrays import Array, datatype_of
+from tensord.shm.errors import Internal
+from tensord.workers.tensors.signature import Signature
 
 #: Which of a program's arguments, after the parameters, is the carry.
 CARRY = 2

@@ -18,18 +18,18 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shm.arrays import Array
-from shm.errors import InvalidArgument
-from workers.devices.single_thread import SingleThreadDevice
-from workers.programs.ahead import ahead
-from workers.programs.executable_cache import ExecutableCache
-from workers.programs.load_progress import LoadProgress
-from workers.programs.placement import CompiledProgram, Placement
-from workers.programs.precision import precision
-from workers.programs.small_programs import SmallPrograms
-from workers.programs.step_program import INSERT_CARRY, STEP_CARRY, StepPrograms
-from workers.tensors.buckets import Buckets, Shapes
-from workers.tensors.signature import Signature
+from tensord.shm.arrays import Array
+from tensord.shm.errors import InvalidArgument
+from tensord.workers.devices.single_thread import SingleThreadDevice
+from tensord.workers.programs.ahead import ahead
+from tensord.workers.programs.executable_cache import ExecutableCache
+from tensord.workers.programs.load_progress import LoadProgress
+from tensord.workers.programs.placement import CompiledProgram, Placement
+from tensord.workers.programs.precision import precision
+from tensord.workers.programs.small_programs import SmallPrograms
+from tensord.workers.programs.step_program import INSERT_CARRY, STEP_CARRY, StepPrograms
+from tensord.workers.tensors.buckets import Buckets, Shapes
+from tensord.workers.tensors.signature import Signature
 
 #: A program with its parameters.
 Call = Callable[..., Any]

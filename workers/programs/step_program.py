@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shm.arrays import Array, datatype_of
-from shm.errors import Internal
-from workers.scheduling.step_batcher import EMITS, FINISHED
-from workers.tensors.signature import Signature, TensorSpec
+from tensord.shm.arrays import Array, datatype_of
+from tensord.shm.errors import Internal
+from tensord.workers.scheduling.step_batcher import EMITS, FINISHED
+from tensord.workers.tensors.signature import Signature, TensorSpec
 
 #: Which argument of the programs that take the carry it is.
 INSERT_CARRY, STEP_CARRY = 3, 2

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shm.errors import Cancelled, NotFound, ServingError, Unavailable
-from shm.messages import Submit
-from workers.calls.call import Call
-from workers.calls.caller import caller
-from workers.python_backend.errors import ErrorCode, TritonError, TritonModelException
-from workers.python_backend.response import InferenceResponse
-from workers.python_backend.tensors import Tensor
-from workers.requests.result import Response, Result
-from workers.requests.timeline import RequestTimeline
+from tensord.shm.errors import Cancelled, NotFound, ServingError, Unavailable
+from tensord.shm.messages import Submit
+from tensord.workers.calls.call import Call
+from tensord.workers.calls.caller import caller
+from tensord.workers.python_backend.errors import ErrorCode, TritonError, TritonModelException
+from tensord.workers.python_backend.response import InferenceResponse
+from tensord.workers.python_backend.tensors import Tensor
+from tensord.workers.requests.result import Response, Result
+from tensord.workers.requests.timeline import RequestTimeline
 
 _Answer = tuple[Result | None, bool]
 

@@ -28,12 +28,12 @@ class ErrorCode(enum.Enum):
 
     @classmethod
     def of(cls, code: str) -> ErrorCode:
-        """From the code of a ``shm.errors.ServingError``."""
+        """From the code of a ``tensord.shm.errors.ServingError``."""
         return cls.INVALID_ARG if code == "INVALID_ARGUMENT" else cls[code]
 
     @property
     def serving_code(self) -> str:
-        """The code of a ``shm.errors.ServingError``."""
+        """The code of a ``tensord.shm.errors.ServingError``."""
         return "INVALID_ARGUMENT" if self is ErrorCode.INVALID_ARG else self.name
 
 

@@ -8,107 +8,107 @@ from __future__ import annotations
 
 import numpy as np
 
-from shm.arrays import Array, array, byte_content
+from tensord.shm.arrays import Array, array, byte_content
 
 # "as": what is defined beside this module is a part of it for models.
-from workers.python_backend.configuration import (
+from tensord.workers.python_backend.configuration import (
     ModelConfig as ModelConfig,
 )
-from workers.python_backend.configuration import (
+from tensord.workers.python_backend.configuration import (
     get_input_config_by_name as get_input_config_by_name,
 )
-from workers.python_backend.configuration import (
+from tensord.workers.python_backend.configuration import (
     get_output_config_by_name as get_output_config_by_name,
 )
-from workers.python_backend.configuration import (
+from tensord.workers.python_backend.configuration import (
     using_decoupled_model_transaction_policy as using_decoupled_model_transaction_policy,
 )
-from workers.python_backend.errors import TritonError as TritonError
-from workers.python_backend.errors import TritonModelException as TritonModelException
-from workers.python_backend.logger import Logger as Logger
-from workers.python_backend.metrics import (
+from tensord.workers.python_backend.errors import TritonError as TritonError
+from tensord.workers.python_backend.errors import TritonModelException as TritonModelException
+from tensord.workers.python_backend.logger import Logger as Logger
+from tensord.workers.python_backend.metrics import (
     COUNTER as COUNTER,
 )
-from workers.python_backend.metrics import (
+from tensord.workers.python_backend.metrics import (
     GAUGE as GAUGE,
 )
-from workers.python_backend.metrics import (
+from tensord.workers.python_backend.metrics import (
     HISTOGRAM as HISTOGRAM,
 )
-from workers.python_backend.metrics import (
+from tensord.workers.python_backend.metrics import (
     Metric as Metric,
 )
-from workers.python_backend.metrics import (
+from tensord.workers.python_backend.metrics import (
     MetricFamily as MetricFamily,
 )
-from workers.python_backend.metrics import (
+from tensord.workers.python_backend.metrics import (
     MetricKind as MetricKind,
 )
-from workers.python_backend.model_loading import (
+from tensord.workers.python_backend.model_loading import (
     is_model_ready as is_model_ready,
 )
-from workers.python_backend.model_loading import (
+from tensord.workers.python_backend.model_loading import (
     load_model as load_model,
 )
-from workers.python_backend.model_loading import (
+from tensord.workers.python_backend.model_loading import (
     unload_model as unload_model,
 )
-from workers.python_backend.request import (
+from tensord.workers.python_backend.request import (
     TRITONSERVER_MEMORY_CPU as TRITONSERVER_MEMORY_CPU,
 )
-from workers.python_backend.request import (
+from tensord.workers.python_backend.request import (
     TRITONSERVER_MEMORY_GPU as TRITONSERVER_MEMORY_GPU,
 )
-from workers.python_backend.request import (
+from tensord.workers.python_backend.request import (
     TRITONSERVER_REQUEST_FLAG_SEQUENCE_END as TRITONSERVER_REQUEST_FLAG_SEQUENCE_END,
 )
-from workers.python_backend.request import (
+from tensord.workers.python_backend.request import (
     TRITONSERVER_REQUEST_FLAG_SEQUENCE_START as TRITONSERVER_REQUEST_FLAG_SEQUENCE_START,
 )
-from workers.python_backend.request import (
+from tensord.workers.python_backend.request import (
     TRITONSERVER_REQUEST_RELEASE_ALL as TRITONSERVER_REQUEST_RELEASE_ALL,
 )
-from workers.python_backend.request import (
+from tensord.workers.python_backend.request import (
     TRITONSERVER_REQUEST_RELEASE_RESCHEDULE as TRITONSERVER_REQUEST_RELEASE_RESCHEDULE,
 )
-from workers.python_backend.request import (
+from tensord.workers.python_backend.request import (
     InferenceRequest as InferenceRequest,
 )
-from workers.python_backend.request import (
+from tensord.workers.python_backend.request import (
     InferenceTrace as InferenceTrace,
 )
-from workers.python_backend.request import (
+from tensord.workers.python_backend.request import (
     MemoryType as MemoryType,
 )
-from workers.python_backend.request import (
+from tensord.workers.python_backend.request import (
     PreferredMemory as PreferredMemory,
 )
-from workers.python_backend.response import InferenceResponse as InferenceResponse
-from workers.python_backend.response_sender import (
+from tensord.workers.python_backend.response import InferenceResponse as InferenceResponse
+from tensord.workers.python_backend.response_sender import (
     TRITONSERVER_RESPONSE_COMPLETE_FINAL as TRITONSERVER_RESPONSE_COMPLETE_FINAL,
 )
-from workers.python_backend.response_sender import (
+from tensord.workers.python_backend.response_sender import (
     InferenceResponseSender as InferenceResponseSender,
 )
-from workers.python_backend.tensors import (
+from tensord.workers.python_backend.tensors import (
     TRITON_STRING_TO_NUMPY as TRITON_STRING_TO_NUMPY,
 )
-from workers.python_backend.tensors import (
+from tensord.workers.python_backend.tensors import (
     Tensor as Tensor,
 )
-from workers.python_backend.tensors import (
+from tensord.workers.python_backend.tensors import (
     np_to_triton_dtype as np_to_triton_dtype,
 )
-from workers.python_backend.tensors import (
+from tensord.workers.python_backend.tensors import (
     numpy_to_triton_type as numpy_to_triton_type,
 )
-from workers.python_backend.tensors import (
+from tensord.workers.python_backend.tensors import (
     triton_string_to_numpy as triton_string_to_numpy,
 )
-from workers.python_backend.tensors import (
+from tensord.workers.python_backend.tensors import (
     triton_to_np_dtype as triton_to_np_dtype,
 )
-from workers.python_backend.tensors import (
+from tensord.workers.python_backend.tensors import (
     triton_to_numpy_type as triton_to_numpy_type,
 )
 

@@ -9,11 +9,11 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
-from shm.errors import ServingError
-from workers.calls.metric_registry import MetricKind as MetricKind
-from workers.calls.metric_registry import Value
-from workers.calls.own_metrics import HeldFamily
-from workers.python_backend.errors import TritonModelException
+from tensord.shm.errors import ServingError
+from tensord.workers.calls.metric_registry import MetricKind as MetricKind
+from tensord.workers.calls.metric_registry import Value
+from tensord.workers.calls.own_metrics import HeldFamily
+from tensord.workers.python_backend.errors import TritonModelException
 
 COUNTER, GAUGE, HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
 

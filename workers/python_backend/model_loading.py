@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 
-from shm.errors import ServingError
-from workers.calls import other_models
-from workers.python_backend.errors import TritonModelException
+from tensord.shm.errors import ServingError
+from tensord.workers.calls import other_models
+from tensord.workers.python_backend.errors import TritonModelException
 
 
 def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:

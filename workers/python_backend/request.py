@@ -12,16 +12,16 @@ import json
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
-from shm.errors import InvalidArgument
-from shm.messages import Submit
-from workers.calls.call import Call
-from workers.calls.inputs import check_sequence
-from workers.python_backend.calls import ResponseIterator, answer_of, call_of, first_answer, one_response
-from workers.python_backend.errors import TritonModelException
-from workers.python_backend.response import InferenceResponse, checked_parameters
-from workers.python_backend.response_sender import InferenceResponseSender, Outlet
-from workers.python_backend.tensors import Tensor
-from workers.requests.timeline import RequestTimeline
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.messages import Submit
+from tensord.workers.calls.call import Call
+from tensord.workers.calls.inputs import check_sequence
+from tensord.workers.python_backend.calls import ResponseIterator, answer_of, call_of, first_answer, one_response
+from tensord.workers.python_backend.errors import TritonModelException
+from tensord.workers.python_backend.response import InferenceResponse, checked_parameters
+from tensord.workers.python_backend.response_sender import InferenceResponseSender, Outlet
+from tensord.workers.python_backend.tensors import Tensor
+from tensord.workers.requests.timeline import RequestTimeline
 
 TRITONSERVER_REQUEST_RELEASE_ALL = 1
 TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = 2

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shm.messages import Parameter
-from workers.python_backend.errors import TritonError, TritonModelException
-from workers.python_backend.tensors import Tensor
+from tensord.shm.messages import Parameter
+from tensord.workers.python_backend.errors import TritonError, TritonModelException
+from tensord.workers.python_backend.tensors import Tensor
 
 #: Names and values of one response's parameters, as JSON.
 _MAX_BYTE_SIZE = 1 << 20

@@ -9,8 +9,8 @@ import contextlib
 import threading
 from typing import Protocol
 
-from workers.python_backend.errors import TritonModelException
-from workers.python_backend.response import InferenceResponse
+from tensord.workers.python_backend.errors import TritonModelException
+from tensord.workers.python_backend.response import InferenceResponse
 
 TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 

@@ -10,10 +10,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from shm.arrays import DTYPES, Array, datatype_of
-from shm.datatypes import to_model_config
-from workers.calls.inputs import snapshot
-from workers.python_backend.errors import TritonModelException
+from tensord.shm.arrays import DTYPES, Array, datatype_of
+from tensord.shm.datatypes import to_model_config
+from tensord.workers.calls.inputs import snapshot
+from tensord.workers.python_backend.errors import TritonModelException
 
 TRITON_STRING_TO_NUMPY: dict[str, Any] = {
     **{to_model_config(name): dtype.type for name, dtype in DTYPES.items()},

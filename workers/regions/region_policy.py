@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import stat
 
-from config import accounts
-from config.options import Regions
-from shm import guard
-from shm.errors import InvalidArgument
-from shm.operations import Peer, RegisterSystemRegion
+from tensord.config import accounts
+from tensord.config.options import Regions
+from tensord.shm import guard
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.operations import Peer, RegisterSystemRegion
 
 
 class RegionPolicy:

@@ -9,14 +9,14 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 
-from shm import descriptors, guard
-from shm.cuda_regions import CudaRegion, Driver, NoCuda
-from shm.errors import AlreadyExists, InvalidArgument, NotFound
-from shm.operations import RegisterCudaRegion, RegisterSystemRegion
-from shm.regions import Region, check_sealed, open_object
-from shm.snapshot_region import SnapshotRegion
-from workers.devices.pinned_memory import PinnedMemory
-from workers.regions.region_policy import RegionPolicy
+from tensord.shm import descriptors, guard
+from tensord.shm.cuda_regions import CudaRegion, Driver, NoCuda
+from tensord.shm.errors import AlreadyExists, InvalidArgument, NotFound
+from tensord.shm.operations import RegisterCudaRegion, RegisterSystemRegion
+from tensord.shm.regions import Region, check_sealed, open_object
+from tensord.shm.snapshot_region import SnapshotRegion
+from tensord.workers.devices.pinned_memory import PinnedMemory
+from tensord.workers.regions.region_policy import RegionPolicy
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class RegionTable:
         nothing, it stays mapped as it is.
 
         Returns: the region and its access, "guarded", "snapshot" or "sealed".
-        Raises: AlreadyExists: the name is taken.  InvalidArgument, Internal: as ``shm.regions`` and the policy say.
+        Raises: AlreadyExists: the name is taken.  InvalidArgument, Internal: as ``tensord.shm.regions`` and the policy say.
           Unavailable: so many files are open that the rest is kept for requests.
         """
         access = record.access

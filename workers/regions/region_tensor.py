@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from shm.arrays import Array
-from shm.snapshot_region import SnapshotRegion
-from workers.devices.cuda_tensor import CudaTensor
+from tensord.shm.arrays import Array
+from tensord.shm.snapshot_region import SnapshotRegion
+from tensord.workers.devices.cuda_tensor import CudaTensor
 
 
 class RegionTensor:

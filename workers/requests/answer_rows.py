@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shm.arrays import Array
-from shm.messages import FormCompletion
-from shm.record import encoder
+from tensord.shm.arrays import Array
+from tensord.shm.messages import FormCompletion
+from tensord.shm.record import encoder
 
 #: An id of as many bytes as ids can have, and one that differs from it in the first of them.
 _ID, _OTHER_ID = 0x8000000000000000, 0xFF00000000000000

@@ -11,12 +11,12 @@ from collections.abc import Collection, Hashable, Mapping
 
 import numpy as np
 
-from shm.arrays import Array
-from shm.messages import RequestedOutput, Submit
-from workers.requests.request import Moments, Request, Sink, Version
-from workers.requests.result import Response, Result
-from workers.requests.submitter import Submitter
-from workers.tensors.strings import strings
+from tensord.shm.arrays import Array
+from tensord.shm.messages import RequestedOutput, Submit
+from tensord.workers.requests.request import Moments, Request, Sink, Version
+from tensord.workers.requests.result import Response, Result
+from tensord.workers.requests.submitter import Submitter
+from tensord.workers.tensors.strings import strings
 
 _ALL: Mapping[str, RequestedOutput] = {}
 

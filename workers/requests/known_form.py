@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from shm.forms import Form
-from shm.messages import Completion, Inline, RegionSlice, RequestedOutput, Submit
-from workers.requests.familiar import Familiar, Known
-from workers.tensors.batch_outputs import OutputLayout
+from tensord.shm.forms import Form
+from tensord.shm.messages import Completion, Inline, RegionSlice, RequestedOutput, Submit
+from tensord.workers.requests.familiar import Familiar, Known
+from tensord.workers.tensors.batch_outputs import OutputLayout
 
 _MAX_PLANS = 64
 

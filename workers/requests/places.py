@@ -10,17 +10,17 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
-from shm.arena import ALIGNMENT, Lease, LeaseKey
-from shm.arrays import address_of
-from shm.cuda_regions import CudaRegion
-from shm.errors import Internal
-from shm.messages import RegionSlice, Slice
-from shm.regions import Region, check_range
-from shm.snapshot_region import SnapshotRegion
-from workers.native import output_memory
-from workers.native.output_memory import OutputMemory
-from workers.regions.region_table import AnyRegion
-from workers.requests.request import Request
+from tensord.shm.arena import ALIGNMENT, Lease, LeaseKey
+from tensord.shm.arrays import address_of
+from tensord.shm.cuda_regions import CudaRegion
+from tensord.shm.errors import Internal
+from tensord.shm.messages import RegionSlice, Slice
+from tensord.shm.regions import Region, check_range
+from tensord.shm.snapshot_region import SnapshotRegion
+from tensord.workers.native import output_memory
+from tensord.workers.native.output_memory import OutputMemory
+from tensord.workers.regions.region_table import AnyRegion
+from tensord.workers.requests.request import Request
 
 #: All inline tensors of an answer together, in units of the limit for one: more would burst the datagram.
 _INLINE_TENSORS = 8

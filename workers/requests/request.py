@@ -1,6 +1,6 @@
 """One request inside the worker: validated, with its tensors in reach, from the queue to its answer.
 
-Made by ``workers.dispatch.validation``, owned by the worker's loop; models only read it.
+Made by ``tensord.workers.dispatch.validation``, owned by the worker's loop; models only read it.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from shm.arrays import DTYPES, Array
-from shm.messages import FormSubmit, RequestedOutput, Submit
-from shm.refusals import Refusal
-from workers.regions.region_table import AnyRegion
-from workers.regions.region_tensor import LateTensor
-from workers.requests.familiar import Familiar
-from workers.requests.known_form import KnownForm
-from workers.requests.response_cache import Question
-from workers.requests.response_sender import ResponseSender, Sent
-from workers.requests.result import Result
-from workers.requests.submitter import Submitter
-from workers.requests.timeline import RequestTimeline
-from workers.scheduling.planner import Planner
-from workers.scheduling.sequence import Controls, Sequenced
-from workers.tensors.signature import Signature
+from tensord.shm.arrays import DTYPES, Array
+from tensord.shm.messages import FormSubmit, RequestedOutput, Submit
+from tensord.shm.refusals import Refusal
+from tensord.workers.regions.region_table import AnyRegion
+from tensord.workers.regions.region_tensor import LateTensor
+from tensord.workers.requests.familiar import Familiar
+from tensord.workers.requests.known_form import KnownForm
+from tensord.workers.requests.response_cache import Question
+from tensord.workers.requests.response_sender import ResponseSender, Sent
+from tensord.workers.requests.result import Result
+from tensord.workers.requests.submitter import Submitter
+from tensord.workers.requests.timeline import RequestTimeline
+from tensord.workers.scheduling.planner import Planner
+from tensord.workers.scheduling.sequence import Controls, Sequenced
+from tensord.workers.tensors.signature import Signature
 
 #: When a run began, had its inputs, had computed; in ns.
 Moments = tuple[int, int, int]
@@ -105,7 +105,7 @@ class Request(Sequenced):
         "version",
     )
 
-    #: Who takes what becomes of it, where that is not its submitter (``workers.requests.inner_request``).
+    #: Who takes what becomes of it, where that is not its submitter (``tensord.workers.requests.inner_request``).
     sink: Sink | None = None
     #: Of a version with a response cache: what was looked up there, and for how long, in ns. Others do without.
     asked: tuple[Question, int]

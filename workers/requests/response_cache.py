@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shm.arrays import Array, byte_content
-from workers.requests.result import Response
+from tensord.shm.arrays import Array, byte_content
+from tensord.workers.requests.result import Response
 
 #: What an entry takes besides its tensors: many small answers must not hold more memory than was asked for.
 ENTRY_BYTE_SIZE = 1024

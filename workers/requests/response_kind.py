@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from shm.arrays import DTYPES, Array, datatype_of
-from shm.forms import Form
-from shm.messages import Completion, FormCompletion, response_byte_size
-from workers.requests.answer_rows import AnswerPieces
+from tensord.shm.arrays import DTYPES, Array, datatype_of
+from tensord.shm.forms import Form
+from tensord.shm.messages import Completion, FormCompletion, response_byte_size
+from tensord.workers.requests.answer_rows import AnswerPieces
 
 #: Name, datatype and shape of each output.
 Described = tuple[tuple[str, str, tuple[int, ...]], ...]

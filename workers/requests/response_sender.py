@@ -17,11 +17,11 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from shm.arrays import Array
-from shm.errors import Internal, ServingError, Unavailable
-from shm.messages import RequestedOutput
-from workers.requests.response_kind import EncodedResponses, ResponsesAlike
-from workers.requests.result import Result
+from tensord.shm.arrays import Array
+from tensord.shm.errors import Internal, ServingError, Unavailable
+from tensord.shm.messages import RequestedOutput
+from tensord.workers.requests.response_kind import EncodedResponses, ResponsesAlike
+from tensord.workers.requests.result import Result
 
 #: Where a thread must not wait, because it answers other requests as well: so many times ``max_ahead`` may be ahead.
 _UNWAITED = 16
@@ -48,7 +48,7 @@ Sent = Result | EncodedResponses | None
 
 
 class Taker(Protocol):
-    """Where responses go: ``workers.dispatch.responses`` takes them to the loop."""
+    """Where responses go: ``tensord.workers.dispatch.responses`` takes them to the loop."""
 
     max_ahead: int
 

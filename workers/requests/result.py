@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shm.arrays import Array
-from shm.errors import ServingError
-from shm.messages import Parameter
+from tensord.shm.arrays import Array
+from tensord.shm.errors import ServingError
+from tensord.shm.messages import Parameter
 
 
 class Response(dict[str, Array]):

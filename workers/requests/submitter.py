@@ -10,13 +10,13 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from shm.arrays import Array
-from shm.errors import ServingError
-from shm.forms import HeardForms
-from shm.lane import WorkerLane
-from shm.messages import Completion, Inline, Tensor
-from workers.requests.known_form import KnownForm
-from workers.requests.response_kind import Described, ResponseKind
+from tensord.shm.arrays import Array
+from tensord.shm.errors import ServingError
+from tensord.shm.forms import HeardForms
+from tensord.shm.lane import WorkerLane
+from tensord.shm.messages import Completion, Inline, Tensor
+from tensord.workers.requests.known_form import KnownForm
+from tensord.workers.requests.response_kind import Described, ResponseKind
 
 #: A request.
 R = TypeVar("R")

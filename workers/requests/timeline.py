@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from shm.arrays import Array, datatype_of
-from shm.errors import ServingError
-from shm.messages import Completion, Timeline, TracedTensor
-from workers.requests.result import Result
+from tensord.shm.arrays import Array, datatype_of
+from tensord.shm.errors import ServingError
+from tensord.shm.messages import Completion, Timeline, TracedTensor
+from tensord.workers.requests.result import Result
 
 #: Bits of ``Submit.trace``.
 TIMESTAMPS, TENSORS = 1, 2

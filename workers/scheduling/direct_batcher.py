@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic
 
-from workers.scheduling.sequence import LiveSequence, S
+from tensord.workers.scheduling.sequence import LiveSequence, S
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Decides which waiting requests of one model version run together, and when.
 
-Pure: ``due_ns`` and ``take`` read the queue and the time they are told. ``workers.dispatch.dispatcher`` asks, and runs what is
-taken.
+Pure: ``due_ns`` and ``take`` read the queue and the time they are told. ``tensord.workers.dispatch.dispatcher`` asks, and runs
+what is taken.
 
     no delay    whatever waits is due at once, as much of it as fits
     a delay     requests of one key (they can share a batch) wait for company, each key for itself:
@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from shm.errors import ServingError
-from workers.scheduling.planner import QueuePlanner
-from workers.scheduling.queue import RequestQueue, W
+from tensord.shm.errors import ServingError
+from tensord.workers.scheduling.planner import QueuePlanner
+from tensord.workers.scheduling.queue import RequestQueue, W
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
-from workers.scheduling.ensemble_graph import EnsembleGraph, NeededSteps
-from workers.scheduling.sequence import Controls
+from tensord.workers.scheduling.ensemble_graph import EnsembleGraph, NeededSteps
+from tensord.workers.scheduling.sequence import Controls
 
 T = TypeVar("T")
 

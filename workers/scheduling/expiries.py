@@ -8,8 +8,8 @@ from __future__ import annotations
 import heapq
 from typing import Generic
 
-from shm.errors import ServingError, Unavailable
-from workers.scheduling.sequence import S
+from tensord.shm.errors import ServingError, Unavailable
+from tensord.workers.scheduling.sequence import S
 
 #: Every request of a sequence gets it that waited in the backlog as long as one of them wants to wait.
 TIMED_OUT = "timeout of the corresponding sequence has been expired"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 
-from workers.scheduling.sequence import Controls
+from tensord.workers.scheduling.sequence import Controls
 
 
 class IterativeIds:

@@ -1,7 +1,7 @@
 """Triton's strategy "oldest": the requests of all sequences with a slot share batches, whichever waits longest first.
 
 Pure. At most one request of a sequence is in here at a time; they are batched as those of a model without sequences are
-(``workers.scheduling.dynamic_batcher``).
+(``tensord.workers.scheduling.dynamic_batcher``).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import sys
 from collections.abc import Hashable
 from typing import Generic
 
-from workers.scheduling.dynamic_batcher import BatchRules, DynamicBatcher
-from workers.scheduling.queue import QueueRules, RequestQueue
-from workers.scheduling.sequence import LiveSequence, S
+from tensord.workers.scheduling.dynamic_batcher import BatchRules, DynamicBatcher
+from tensord.workers.scheduling.queue import QueueRules, RequestQueue
+from tensord.workers.scheduling.sequence import LiveSequence, S
 
 #: The bound is on all that wait, in the table of sequences.
 _UNBOUNDED = QueueRules(sys.maxsize)

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, Protocol, TypeVar
 
-from shm.errors import Cancelled, ServingError, Unavailable
-from workers.scheduling.queue import RequestQueue, W, Waiting
+from tensord.shm.errors import Cancelled, ServingError, Unavailable
+from tensord.workers.scheduling.queue import RequestQueue, W, Waiting
 
 P = TypeVar("P", bound=Waiting)
 

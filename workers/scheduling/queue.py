@@ -18,11 +18,11 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from shm.errors import Unavailable
+from tensord.shm.errors import Unavailable
 
 
 class Waiting:
-    """What the scheduler knows of a request; ``workers.requests.request.Request`` adds the rest."""
+    """What the scheduler knows of a request; ``tensord.workers.requests.request.Request`` adds the rest."""
 
     __slots__ = ("arrived_ns", "deadline_ns", "key", "line", "priority", "rows", "sequence", "timeout_ns")
 

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from shm.errors import InvalidArgument
+from tensord.shm.errors import InvalidArgument
 
 #: How many may go before one that has waited longer.
 MAX_PASSED = 16

@@ -3,7 +3,7 @@
     WAITING ──a slot becomes free──▶ ACTIVE ──its id is forgotten──▶ ENDING ──its last request is done──▶ gone
        └──cancelled, or its time is up──▶ gone
 
-Pure values; ``workers.scheduling.sequence_table`` owns and changes them.
+Pure values; ``tensord.workers.scheduling.sequence_table`` owns and changes them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import enum
 from collections import deque
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from shm.errors import Unavailable
-from workers.scheduling.queue import Waiting
+from tensord.shm.errors import Unavailable
+from tensord.workers.scheduling.queue import Waiting
 
 
 class Controls(NamedTuple):

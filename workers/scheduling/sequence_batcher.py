@@ -2,7 +2,7 @@
 
     request ─▶ table: its sequence, a slot ─▶ the batcher of that slot's instance, once it may run ─▶ taken ─▶ done
 
-Pure. ``workers.dispatch.dispatcher`` asks, runs what is taken, and answers what is refused.
+Pure. ``tensord.workers.dispatch.dispatcher`` asks, runs what is taken, and answers what is refused.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, Protocol
 
-from shm.errors import Cancelled, ServingError
-from workers.scheduling.expiries import TIMED_OUT
-from workers.scheduling.sequence import Asked, LiveSequence, S, state_lost
-from workers.scheduling.sequence_events import SequenceEvents
-from workers.scheduling.sequence_table import SequenceRules, SequenceTable
+from tensord.shm.errors import Cancelled, ServingError
+from tensord.workers.scheduling.expiries import TIMED_OUT
+from tensord.workers.scheduling.sequence import Asked, LiveSequence, S, state_lost
+from tensord.workers.scheduling.sequence_events import SequenceEvents
+from tensord.workers.scheduling.sequence_table import SequenceRules, SequenceTable
 
 
 class Strategy(Protocol[S]):

@@ -3,8 +3,9 @@
     admit ─▶ a free slot ────────────────▶ taken ─▶ done ─▶ taken ... ─▶ END done, or idle: the slot goes to the backlog's head
           └▶ backlog: whole sequences ──▶ (first come, first served)
 
-Pure. It says which sequences have become ready; ``workers.scheduling.sequence_batcher`` makes batches of them. Its rule: requests
-of a sequence run in their order and without a hole, so where one is lost before it ran, all that wait of it are refused.
+Pure. It says which sequences have become ready; ``tensord.workers.scheduling.sequence_batcher`` makes batches of them. Its
+rule: requests of a sequence run in their order and without a hole, so where one is lost before it ran, all that wait of it are
+refused.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic
 
-from shm.errors import InvalidArgument, Unavailable
-from workers.scheduling.expiries import Expiries
-from workers.scheduling.sequence import Asked, LiveSequence, S, Slot, state_lost
-from workers.scheduling.sequence_events import SequenceEvents
-from workers.scheduling.slots import Slots
+from tensord.shm.errors import InvalidArgument, Unavailable
+from tensord.workers.scheduling.expiries import Expiries
+from tensord.workers.scheduling.sequence import Asked, LiveSequence, S, Slot, state_lost
+from tensord.workers.scheduling.sequence_events import SequenceEvents
+from tensord.workers.scheduling.slots import Slots
 
 _FULL = "Exceeds maximum queue size"
 #: Ids that are remembered as lost.

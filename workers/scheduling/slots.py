@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 
-from workers.scheduling.sequence import Slot
+from tensord.workers.scheduling.sequence import Slot
 
 
 class Slots:

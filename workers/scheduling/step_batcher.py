@@ -1,6 +1,7 @@
 """Decides which requests of a stepped model have a slot, and which of them take part in the next step.
 
-Pure: it knows neither the device nor the time. ``workers.dispatch.stepping`` runs what it decides and tells it what came of that.
+Pure: it knows neither the device nor the time. ``tensord.workers.dispatch.stepping`` runs what it decides and tells it what
+came of that.
 
     request ─▶ waits ─▶ take: a slot ─▶ step ─▶ step ─▶ ... ─▶ finished, or its last step ─▶ gone, the slot is free
                  │                        └──▶ cancelled, or failed with all others ─▶ gone, the slot is free
@@ -17,9 +18,9 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple
 
-from shm.errors import ServingError
-from workers.scheduling.planner import QueuePlanner
-from workers.scheduling.queue import RequestQueue, W
+from tensord.shm.errors import ServingError
+from tensord.workers.scheduling.planner import QueuePlanner
+from tensord.workers.scheduling.queue import RequestQueue, W
 
 #: Steps on their way to the device, or on it.
 AHEAD = 2

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from shm.arrays import Array
-from workers.tensors.packing import Packing
-from workers.tensors.signature import Signature
+from tensord.shm.arrays import Array
+from tensord.workers.tensors.packing import Packing
+from tensord.workers.tensors.signature import Signature
 
 #: All outputs of a run; more are cut as arrays, so that nothing large is copied twice.
 LIMIT = 1 << 18

@@ -15,9 +15,9 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shm.errors import InvalidArgument
-from workers.tensors.ragged import MOST, Laid, elements, unit, whole_shape
-from workers.tensors.signature import Signature, TensorSpec
+from tensord.shm.errors import InvalidArgument
+from tensord.workers.tensors.ragged import MOST, Laid, elements, unit, whole_shape
+from tensord.workers.tensors.signature import Signature, TensorSpec
 
 #: Model-side shape of each input in signature order, without the batch dimension; None for an optional one that is absent.
 Shapes = tuple[tuple[int, ...] | None, ...]

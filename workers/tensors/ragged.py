@@ -18,11 +18,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from config.model_config import ModelConfig, data_type_name, model_config_pb2
-from shm import datatypes
-from shm.arrays import DTYPES, Array
-from shm.errors import InvalidArgument
-from workers.tensors.signature import BatchInput, Signature, TensorSpec
+from tensord.config.model_config import ModelConfig, data_type_name, model_config_pb2
+from tensord.shm import datatypes
+from tensord.shm.arrays import DTYPES, Array
+from tensord.shm.errors import InvalidArgument
+from tensord.workers.tensors.signature import BatchInput, Signature, TensorSpec
 
 #: A kind of ours: for each element of the source (of its dims that vary), the row of the batch that it is of. What no request
 #: fills is of the row behind the last one.

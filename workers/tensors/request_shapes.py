@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shm.arrays import Array
-from shm.errors import InvalidArgument
-from workers.tensors.buckets import Buckets, Shapes
-from workers.tensors.signature import Signature
+from tensord.shm.arrays import Array
+from tensord.shm.errors import InvalidArgument
+from tensord.workers.tensors.buckets import Buckets, Shapes
+from tensord.workers.tensors.signature import Signature
 
 
 class RequestShapes:

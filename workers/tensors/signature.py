@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from config.model_config import ModelConfig, data_type_name, model_config_pb2
-from shm import datatypes
-from shm.arrays import DTYPES
-from shm.errors import InvalidArgument
+from tensord.config.model_config import ModelConfig, data_type_name, model_config_pb2
+from tensord.shm import datatypes
+from tensord.shm.arrays import DTYPES
+from tensord.shm.errors import InvalidArgument
 
 _DECLARATION = re.compile(r"([A-Z0-9]+)\[([^\[\]]*)\]")
 #: 64-bit datatypes need JAX's x64 mode, which otherwise wraps them in silence.

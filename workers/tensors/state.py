@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from config.model_config import ModelConfig, data_type_name
-from shm import datatypes
-from shm.arrays import DTYPES, Array, array, datatype_of
-from shm.errors import InvalidArgument, Unsupported
-from workers.tensors.signature import StateSpec, agree, parse_declaration
+from tensord.config.model_config import ModelConfig, data_type_name
+from tensord.shm import datatypes
+from tensord.shm.arrays import DTYPES, Array, array, datatype_of
+from tensord.shm.errors import InvalidArgument, Unsupported
+from tensord.workers.tensors.signature import StateSpec, agree, parse_declaration
 
 
 def declare_state(message: ModelConfig, module: ModuleType) -> dict[str, tuple[str | None, ...]]:

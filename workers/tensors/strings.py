@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shm.arrays import Array
+from tensord.shm.arrays import Array
 
 
 def strings(array: Array) -> Array:

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from shm.errors import Internal, InvalidArgument
+from tensord.shm.errors import Internal, InvalidArgument
 
 
 def name_of(keys: Any, kind: str) -> str:

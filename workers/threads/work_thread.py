@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from workers.threads.inbox import Inbox
+from tensord.workers.threads.inbox import Inbox
 
 T = TypeVar("T")
 

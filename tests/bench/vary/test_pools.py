@@ -11,7 +11,7 @@ from tritonclient.grpc import service_pb2
 
 from bench.vary.pools import KINDS, Asked, Exchange, pool
 from bench.vary.rows import ROWS
-from daemon.grpc import frames
+from tensord.daemon.grpc import frames
 
 _EVERY = [(protocol, kind) for protocol, kinds in KINDS.items() for kind in kinds]
 

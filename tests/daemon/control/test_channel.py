@@ -6,11 +6,11 @@ import asyncio
 import os
 from typing import Any
 
-from daemon.control.channel import ControlChannel
-from shm.channel import Channel, pair
-from shm.control_records import Call, ChildReady, FromFront, Stop, ToFront
-from shm.operations import RepositoryIndex
-from shm.record import decoder
+from tensord.daemon.control.channel import ControlChannel
+from tensord.shm.channel import Channel, pair
+from tensord.shm.control_records import Call, ChildReady, FromFront, Stop, ToFront
+from tensord.shm.operations import RepositoryIndex
+from tensord.shm.record import decoder
 
 
 class Ends:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from config.options import Log
-from daemon.control.log_settings import LogSettings
-from shm.settings import ChangeLog
+from tensord.config.options import Log
+from tensord.daemon.control.log_settings import LogSettings
+from tensord.shm.settings import ChangeLog
 
 FIRST = {
     "log_file": "",

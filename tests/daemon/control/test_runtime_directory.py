@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from daemon.control import runtime_directory
+from tensord.daemon.control import runtime_directory
 
 
 @pytest.fixture

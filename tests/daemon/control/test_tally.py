@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from config.options import MAX_PROCESSES
-from daemon.control.tally import Tally
+from tensord.config.options import MAX_PROCESSES
+from tensord.daemon.control.tally import Tally
 
 
 def test_every_process_sees_every_row() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from daemon.control import unix_socket
+from tensord.daemon.control import unix_socket
 
 
 def test_where() -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from daemon.control.tally import Seat, Tally
-from daemon.front.acceptor import Acceptor
-from daemon.front.socket_watch import SocketWatch
+from tensord.daemon.control.tally import Seat, Tally
+from tensord.daemon.front.acceptor import Acceptor
+from tensord.daemon.front.socket_watch import SocketWatch
 
 
 class Connection(asyncio.Protocol):

@@ -8,18 +8,18 @@ from typing import Any, cast
 import pytest
 from tritonclient.grpc import service_pb2
 
-from config.options import Options
-from config.restrictions import GROUPS, parse
-from daemon.control.calls import Calls
-from daemon.control.channel import ControlChannel
-from daemon.front.access import CALLS, Restricted, Rule, grpc_access, http_access
-from daemon.front.endpoints import Endpoints
-from daemon.front.status import grpc_status, http_status
-from daemon.http.routes import Endpoint, Routes
-from daemon.submit.model_table import ModelTable
-from shm.channel import Channel, pair
-from shm.control_records import ToFront
-from shm.record import decoder
+from tensord.config.options import Options
+from tensord.config.restrictions import GROUPS, parse
+from tensord.daemon.control.calls import Calls
+from tensord.daemon.control.channel import ControlChannel
+from tensord.daemon.front.access import CALLS, Restricted, Rule, grpc_access, http_access
+from tensord.daemon.front.endpoints import Endpoints
+from tensord.daemon.front.status import grpc_status, http_status
+from tensord.daemon.http.routes import Endpoint, Routes
+from tensord.daemon.submit.model_table import ModelTable
+from tensord.shm.channel import Channel, pair
+from tensord.shm.control_records import ToFront
+from tensord.shm.record import decoder
 
 
 @pytest.fixture

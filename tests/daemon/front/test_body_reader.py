@@ -7,9 +7,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from daemon.front.body_reader import BodyReader
-from daemon.http.body import PlacedBody
-from shm.arena import Arena
+from tensord.daemon.front.body_reader import BodyReader
+from tensord.daemon.http.body import PlacedBody
+from tensord.shm.arena import Arena
 
 EXCHANGE = ["transport.pause_reading", "transport.set_protocol", "transport.resume_reading"]
 

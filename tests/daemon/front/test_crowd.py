@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from daemon.front.crowd import Crowd
+from tensord.daemon.front.crowd import Crowd
 
 
 def _took(crowd: Crowd, waiting: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from daemon.front.each import call_each
+from tensord.daemon.front.each import call_each
 
 
 def test_one_that_fails(caplog: pytest.LogCaptureFixture) -> None:

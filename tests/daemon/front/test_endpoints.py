@@ -6,17 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from config.options import Options
-from daemon.control.calls import Calls
-from daemon.control.channel import ControlChannel
-from daemon.front.endpoints import MAX_FILES, MAX_FILES_BYTE_SIZE, Endpoints
-from daemon.submit.model_table import ModelTable
-from shm.channel import Channel, pair
-from shm.control_records import ModelState, ToFront
-from shm.errors import InvalidArgument, NotFound
-from shm.operations import ANONYMOUS, Operation, Peer, Settle
-from shm.progress import Readiness
-from shm.record import decoder
+from tensord.config.options import Options
+from tensord.daemon.control.calls import Calls
+from tensord.daemon.control.channel import ControlChannel
+from tensord.daemon.front.endpoints import MAX_FILES, MAX_FILES_BYTE_SIZE, Endpoints
+from tensord.daemon.submit.model_table import ModelTable
+from tensord.shm.channel import Channel, pair
+from tensord.shm.control_records import ModelState, ToFront
+from tensord.shm.errors import InvalidArgument, NotFound
+from tensord.shm.operations import ANONYMOUS, Operation, Peer, Settle
+from tensord.shm.progress import Readiness
+from tensord.shm.record import decoder
 
 
 @pytest.fixture

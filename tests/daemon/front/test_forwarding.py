@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from daemon.front.forwarding import Forwarding
-from shm.errors import InvalidArgument
+from tensord.daemon.front.forwarding import Forwarding
+from tensord.shm.errors import InvalidArgument
 
 
 def test_what_matches_by_the_name_it_was_sent_with() -> None:

@@ -11,10 +11,10 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from daemon.front import lingering_close
-from daemon.front.lingering_close import LINGER_SECONDS, Lingering, LingeringClose, is_quiet
-from daemon.front.socket_watch import SocketWatch
-from daemon.grpc import frames
+from tensord.daemon.front import lingering_close
+from tensord.daemon.front.lingering_close import LINGER_SECONDS, Lingering, LingeringClose, is_quiet
+from tensord.daemon.front.socket_watch import SocketWatch
+from tensord.daemon.grpc import frames
 from tests.daemon.grpc.frame_client import INFER, FrameClient, request
 from tests.daemon.grpc.frame_client import serving as serving_grpc
 from tests.fakes import SMALL_BUFFER, EchoWorker, FrontProcess, binary_request, json_request, serving, until

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from daemon.front.listening_socket import ListeningSocket
+from tensord.daemon.front.listening_socket import ListeningSocket
 
 
 @pytest.mark.parametrize("family", ["ipv4", "ipv6", "unix"])

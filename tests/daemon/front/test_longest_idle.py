@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from daemon.front.longest_idle import LongestIdle
+from tensord.daemon.front.longest_idle import LongestIdle
 
 
 class Guest:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from daemon.front.pace import Pace
+from tensord.daemon.front.pace import Pace
 
 SECONDS, RATE = 30.0, 1000
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from daemon.front import request_id
+from tensord.daemon.front import request_id
 
 
 def test_made() -> None:

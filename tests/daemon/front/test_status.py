@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-import shm.errors
-from daemon.front.status import grpc_status, http_status
-from shm.errors import ServingError
+from tensord.daemon.front.status import grpc_status, http_status
+from tensord.shm import errors
+from tensord.shm.errors import ServingError
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from shm.errors import ServingError
     ],
 )
 def test_statuses(code: str, http: int, grpc: str) -> None:
-    for error in (code, shm.errors.from_code(code, "text")):
+    for error in (code, errors.from_code(code, "text")):
         assert (http_status(error), grpc_status(error)) == (http, grpc)
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import hpack
 from tritonclient.grpc import service_pb2
 
-from daemon.grpc import frames
-from shm.operations import Settle
+from tensord.daemon.grpc import frames
+from tensord.shm.operations import Settle
 from tests.fakes import MIB, Client, EchoWorker, FrontProcess, front_process
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"
@@ -186,7 +186,7 @@ class FrameClient:
 class GrpcFrontProcess(FrontProcess):
     """A gRPC front."""
 
-    program = "daemon.grpc"
+    program = "tensord.daemon.grpc"
 
     def frames(self, settings: tuple[tuple[int, int], ...] = ()) -> FrameClient:
         """A new client."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
-from shm.datatypes import ELEMENT_SIZES
+from tensord.shm.datatypes import ELEMENT_SIZES
 
 Infer = service_pb2.ModelInferRequest
 Parameter = service_pb2.InferParameter

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from daemon.grpc import frames, header_blocks
+from tensord.daemon.grpc import frames, header_blocks
 from tests.daemon.grpc.frame_client import STREAM, FrameClient, GrpcFrontProcess, serving
 
 GOOD = {

@@ -7,12 +7,12 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.grpc import response_codec
-from daemon.grpc.answer_form import AnswerForm
-from daemon.grpc.message_forms import MessageForm
-from daemon.grpc.request_codec import DecodedHead
-from shm.forms import answer_template, own_contents
-from shm.messages import Completion, Inline, RegionSlice, Slice, Tensor
+from tensord.daemon.grpc import response_codec
+from tensord.daemon.grpc.answer_form import AnswerForm
+from tensord.daemon.grpc.message_forms import MessageForm
+from tensord.daemon.grpc.request_codec import DecodedHead
+from tensord.shm.forms import answer_template, own_contents
+from tensord.shm.messages import Completion, Inline, RegionSlice, Slice, Tensor
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 PLACES = st.one_of(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.grpc.arriving_message import ArrivingMessage
+from tensord.daemon.grpc.arriving_message import ArrivingMessage
 
 
 def collected(byte_size: int) -> ArrivingMessage:

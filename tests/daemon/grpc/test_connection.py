@@ -9,8 +9,8 @@ import zlib
 
 import pytest
 
-from daemon.grpc import frames
-from daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, NOT_FOUND, RESOURCE_EXHAUSTED, UNIMPLEMENTED
+from tensord.daemon.grpc import frames
+from tensord.daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, NOT_FOUND, RESOURCE_EXHAUSTED, UNIMPLEMENTED
 from tests.daemon.grpc.frame_client import INFER, STREAM, FrameClient, GrpcFrontProcess, prefixed, request, serving
 from tests.fakes import PATIENCE_SECONDS, EchoWorker, front_process, until
 

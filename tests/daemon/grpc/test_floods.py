@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.grpc.floods import Floods
-from daemon.grpc.frames import ENHANCE_YOUR_CALM, Violation
+from tensord.daemon.grpc.floods import Floods
+from tensord.daemon.grpc.frames import ENHANCE_YOUR_CALM, Violation
 
 #: Frames, answers and bytes of one call of an ordinary client.
 SMALL = (6, 1, 300)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from daemon.grpc.frame_payload import FramePayload
+from tensord.daemon.grpc.frame_payload import FramePayload
 
 
 @pytest.mark.parametrize("steps", [[60], [1, 59], [20] * 3])

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.grpc import header_blocks
-from daemon.grpc.frames import COMPRESSION_ERROR, ENHANCE_YOUR_CALM, Violation
-from daemon.grpc.header_blocks import CallHead, HeaderBlocks
-from daemon.grpc.header_rules import Malformed
+from tensord.daemon.grpc import header_blocks
+from tensord.daemon.grpc.frames import COMPRESSION_ERROR, ENHANCE_YOUR_CALM, Violation
+from tensord.daemon.grpc.header_blocks import CallHead, HeaderBlocks
+from tensord.daemon.grpc.header_rules import Malformed
 
 NAMES = st.text("abc-", min_size=1, max_size=8).map("x".__add__)
 CALLS = st.tuples(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from daemon.grpc.header_rules import Fields, Malformed, check_request, check_trailers
+from tensord.daemon.grpc.header_rules import Fields, Malformed, check_request, check_trailers
 
 GOOD: Fields = [
     (b":method", b"POST"),

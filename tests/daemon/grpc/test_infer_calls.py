@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from daemon.grpc import frames
-from daemon.grpc.codes import INTERNAL, OK
-from daemon.tracing.trace_turn import TraceTurn
-from shm.control_records import TraceChanged
-from shm.messages import Inline, Tensor
+from tensord.daemon.grpc import frames
+from tensord.daemon.grpc.codes import INTERNAL, OK
+from tensord.daemon.tracing.trace_turn import TraceTurn
+from tensord.shm.control_records import TraceChanged
+from tensord.shm.messages import Inline, Tensor
 from tests.daemon.grpc.frame_client import STREAM, FrameClient, GrpcFrontProcess, prefixed, request, serving
 from tests.fakes import EchoWorker, until
 

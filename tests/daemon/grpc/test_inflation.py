@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.grpc.codes import INTERNAL, RESOURCE_EXHAUSTED, UNIMPLEMENTED
-from daemon.grpc.inflation import Refused, inflated
+from tensord.daemon.grpc.codes import INTERNAL, RESOURCE_EXHAUSTED, UNIMPLEMENTED
+from tensord.daemon.grpc.inflation import Refused, inflated
 
 SQUEEZE = {"gzip": gzip.compress, "deflate": zlib.compress}
 

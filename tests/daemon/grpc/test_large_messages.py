@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from daemon.grpc import frames
-from daemon.grpc.codes import DEADLINE_EXCEEDED, INVALID_ARGUMENT, UNAVAILABLE
-from shm.messages import Slice
+from tensord.daemon.grpc import frames
+from tensord.daemon.grpc.codes import DEADLINE_EXCEEDED, INVALID_ARGUMENT, UNAVAILABLE
+from tensord.shm.messages import Slice
 from tests.daemon.grpc.frame_client import STREAM, FrameClient, GrpcFrontProcess, prefixed, request, serving
 from tests.daemon.grpc.requests import Infer, fields
 from tests.fakes import MIB, EchoWorker, until

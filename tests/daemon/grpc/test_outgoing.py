@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, cast
 from unittest.mock import Mock
 
-from daemon.grpc.outgoing import WRITE_BUFFER, Outgoing, Phase
+from tensord.daemon.grpc.outgoing import WRITE_BUFFER, Outgoing, Phase
 
 
 def connection(test: Callable[[Outgoing, Mock], Any]) -> None:

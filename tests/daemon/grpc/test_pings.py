@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from config.options import Grpc
-from daemon.grpc.frames import ENHANCE_YOUR_CALM, Violation
-from daemon.grpc.pings import Pings, Sign
+from tensord.config.options import Grpc
+from tensord.daemon.grpc.frames import ENHANCE_YOUR_CALM, Violation
+from tensord.daemon.grpc.pings import Pings, Sign
 
 OPTIONS = Grpc(min_ping_interval=10.0, max_ping_strikes=2, keepalive_time=100.0, keepalive_timeout=5.0)
 

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config.options import Arenas, Options
-from daemon.grpc.arriving_message import ArrivingMessage
-from daemon.grpc.reception import Phase, Reception
-from daemon.grpc.request_fields import RefusedRequest, split
-from daemon.submit.model_table import ModelTable
-from daemon.submit.submitter import Submitter
-from shm.errors import InvalidArgument, Unavailable
-from shm.messages import Slice
+from tensord.config.options import Arenas, Options
+from tensord.daemon.grpc.arriving_message import ArrivingMessage
+from tensord.daemon.grpc.reception import Phase, Reception
+from tensord.daemon.grpc.request_fields import RefusedRequest, split
+from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.submitter import Submitter
+from tensord.shm.errors import InvalidArgument, Unavailable
+from tensord.shm.messages import Slice
 from tests.daemon.grpc.requests import REQUESTS, Infer, fields
 from tests.fakes import INCARNATION
 

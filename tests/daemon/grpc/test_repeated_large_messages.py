@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from daemon.grpc import frames
-from daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, INVALID_ARGUMENT, OK
-from daemon.tracing.trace_turn import TraceTurn
-from shm.control_records import ModelGone, TraceChanged
-from shm.messages import FormSubmit, Slice, Submit, Tensor
+from tensord.daemon.grpc import frames
+from tensord.daemon.grpc.codes import DEADLINE_EXCEEDED, INTERNAL, INVALID_ARGUMENT, OK
+from tensord.daemon.tracing.trace_turn import TraceTurn
+from tensord.shm.control_records import ModelGone, TraceChanged
+from tensord.shm.messages import FormSubmit, Slice, Submit, Tensor
 from tests.daemon.grpc.frame_client import (
     INFER,
     STREAM,

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from tritonclient.grpc import service_pb2
 
-from daemon.grpc import frames
-from daemon.grpc.codes import INTERNAL, INVALID_ARGUMENT, OK
-from daemon.tracing.trace_turn import TraceTurn
-from shm.control_records import ModelGone, TraceChanged
-from shm.forms import answer_template
-from shm.messages import Completion, FormCompletion, FormSubmit, Inline, RegionSlice, Tensor
+from tensord.daemon.grpc import frames
+from tensord.daemon.grpc.codes import INTERNAL, INVALID_ARGUMENT, OK
+from tensord.daemon.tracing.trace_turn import TraceTurn
+from tensord.shm.control_records import ModelGone, TraceChanged
+from tensord.shm.forms import answer_template
+from tensord.shm.messages import Completion, FormCompletion, FormSubmit, Inline, RegionSlice, Tensor
 from tests.daemon.grpc.frame_client import INFER, STREAM, Answer, FrameClient, GrpcFrontProcess, prefixed, serving
 from tests.daemon.grpc.test_infer_calls import BEGIN, END, traces
 from tests.fakes import EchoWorker, until

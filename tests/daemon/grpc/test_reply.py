@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.grpc import frames
-from daemon.grpc.codes import OK
+from tensord.daemon.grpc import frames
+from tensord.daemon.grpc.codes import OK
 from tests.daemon.grpc.test_stream import Wire, opened, prefixed
 
 

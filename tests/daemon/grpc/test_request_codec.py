@@ -11,18 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.utils import serialize_byte_tensor
 
-from daemon.grpc.message_forms import MessageForms
-from daemon.grpc.request_fields import RefusedRequest
-from daemon.grpc.request_reader import RequestReader
-from daemon.submit.inference import InferenceRequest
-from daemon.submit.model_table import ModelTable
-from daemon.submit.submitter import Submitter
-from shm.arrays import DTYPES
-from shm.control_records import ModelState
-from shm.datatypes import ELEMENT_SIZES
-from shm.errors import InvalidArgument, ServingError
-from shm.forms import Forms
-from shm.messages import RegionSlice, Submit
+from tensord.daemon.grpc.message_forms import MessageForms
+from tensord.daemon.grpc.request_fields import RefusedRequest
+from tensord.daemon.grpc.request_reader import RequestReader
+from tensord.daemon.submit.inference import InferenceRequest
+from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.submitter import Submitter
+from tensord.shm.arrays import DTYPES
+from tensord.shm.control_records import ModelState
+from tensord.shm.datatypes import ELEMENT_SIZES
+from tensord.shm.errors import InvalidArgument, ServingError
+from tensord.shm.forms import Forms
+from tensord.shm.messages import RegionSlice, Submit
 from tests.daemon.grpc.requests import REQUESTS, TYPED, Infer, Parameter
 
 

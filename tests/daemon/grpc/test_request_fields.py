@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.grpc.request_fields import MAX_RAWS, ArrivingFields, RefusedRequest, split
+from tensord.daemon.grpc.request_fields import MAX_RAWS, ArrivingFields, RefusedRequest, split
 from tests.daemon.grpc.requests import REQUESTS, Infer, fields
 
 CUTS = st.lists(st.integers(0, 1000), max_size=20)

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.grpc.message_forms import MessageForm, MessageForms
-from daemon.grpc.request_fields import RefusedRequest
-from daemon.grpc.request_reader import RequestReader
-from daemon.grpc.walk import MAX_REST, walk_in_python
-from daemon.submit.model_table import ModelTable
-from daemon.submit.scheduling import UNSCHEDULED, Scheduling
-from shm.control_records import ModelState
-from shm.errors import NotFound
-from shm.forms import MAX_FORMS, whole_request
-from shm.messages import Buffer, FormSubmit, Inline
+from tensord.daemon.grpc.message_forms import MessageForm, MessageForms
+from tensord.daemon.grpc.request_fields import RefusedRequest
+from tensord.daemon.grpc.request_reader import RequestReader
+from tensord.daemon.grpc.walk import MAX_REST, walk_in_python
+from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.scheduling import UNSCHEDULED, Scheduling
+from tensord.shm.control_records import ModelState
+from tensord.shm.errors import NotFound
+from tensord.shm.forms import MAX_FORMS, whole_request
+from tensord.shm.messages import Buffer, FormSubmit, Inline
 from tests.daemon.grpc.requests import REQUESTS, Parameter
 from tests.daemon.grpc.test_request_codec import forms_of, located, message, reader, table, tensor
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
-from daemon.grpc import response_codec
-from shm.datatypes import ELEMENT_SIZES
-from shm.messages import Completion, Inline, Parameter, RegionSlice, Slice, Tensor
+from tensord.daemon.grpc import response_codec
+from tensord.shm.datatypes import ELEMENT_SIZES
+from tensord.shm.messages import Completion, Inline, Parameter, RegionSlice, Slice, Tensor
 
 ARENA = bytes(range(256)) * 300
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from daemon.grpc import frames
-from daemon.grpc.frames import (
+from tensord.daemon.grpc import frames
+from tensord.daemon.grpc.frames import (
     COMPRESSION_ERROR,
     DATA,
     END_HEADERS,

@@ -15,16 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config.options import Arenas, Grpc
-from daemon.control.tally import Seat
-from daemon.grpc import frames
-from daemon.grpc.call import Call
-from daemon.grpc.codes import INTERNAL, RESOURCE_EXHAUSTED, UNIMPLEMENTED
-from daemon.grpc.header_blocks import CallHead
-from daemon.grpc.serving import Serving
-from daemon.grpc.stream import Stream
-from daemon.submit.accounts import Accounts
-from shm.messages import Buffer
+from tensord.config.options import Arenas, Grpc
+from tensord.daemon.control.tally import Seat
+from tensord.daemon.grpc import frames
+from tensord.daemon.grpc.call import Call
+from tensord.daemon.grpc.codes import INTERNAL, RESOURCE_EXHAUSTED, UNIMPLEMENTED
+from tensord.daemon.grpc.header_blocks import CallHead
+from tensord.daemon.grpc.serving import Serving
+from tensord.daemon.grpc.stream import Stream
+from tensord.daemon.submit.accounts import Accounts
+from tensord.shm.messages import Buffer
 
 LIMIT = 1024
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.grpc.stream_numbers import Past, StreamNumbers
+from tensord.daemon.grpc.stream_numbers import Past, StreamNumbers
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["close", "cut", "reset"])), max_size=200))

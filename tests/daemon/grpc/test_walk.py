@@ -9,13 +9,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from daemon.grpc import walk as walks
-from daemon.grpc.request_fields import RefusedRequest, split
-from daemon.grpc.walk import MAX_RAWS, MAX_REST, MAX_SCHEDULING, walk_beginning_in_python, walk_in_python
-from daemon.submit.scheduling import KEYS
+from tensord.daemon.grpc import walk as walks
+from tensord.daemon.grpc.request_fields import RefusedRequest, split
+from tensord.daemon.grpc.walk import MAX_RAWS, MAX_REST, MAX_SCHEDULING, walk_beginning_in_python, walk_in_python
+from tensord.daemon.submit.scheduling import KEYS
 from tests.daemon.grpc.requests import REQUESTS, Infer, fields
 
-_walk = pytest.importorskip("daemon.grpc._walk", reason="no compiler was there")
+_walk = pytest.importorskip("tensord.daemon.grpc._walk", reason="no compiler was there")
 #: Tags, lengths in more bytes than they take, fields that no request has.
 ODD = st.sampled_from(
     [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from daemon.http import json_cut, request_codec
-from daemon.http.decoded_request import DecodedRequest
+from tensord.daemon.http import json_cut, request_codec
+from tensord.daemon.http.decoded_request import DecodedRequest
 
 
 def decode(head: bytes | memoryview, tail_size: int) -> DecodedRequest:

@@ -7,8 +7,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from daemon.http.connection import Connection
-from shm.messages import Cancel, Completion, FormSubmit, Inline, RegionSlice, Submit, Tensor
+from tensord.daemon.http.connection import Connection
+from tensord.shm.messages import Cancel, Completion, FormSubmit, Inline, RegionSlice, Submit, Tensor
 from tests.fakes import WholeRequests, answer_formed
 from tests.work.connection import Bench, KeptTransport
 

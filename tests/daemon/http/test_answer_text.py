@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.http.decoded_request import DecodedRequest
-from daemon.http.http_form import HttpForm
-from daemon.http.message_head import InferHead
-from daemon.http.response_codec import encode, response_head
-from shm.forms import Forms, answer_template, own_contents
-from shm.messages import Completion, FormCompletion, Inline, RegionSlice, Slice, Tensor
+from tensord.daemon.http.decoded_request import DecodedRequest
+from tensord.daemon.http.http_form import HttpForm
+from tensord.daemon.http.message_head import InferHead
+from tensord.daemon.http.response_codec import encode, response_head
+from tensord.shm.forms import Forms, answer_template, own_contents
+from tensord.shm.messages import Completion, FormCompletion, Inline, RegionSlice, Slice, Tensor
 
 #: What a worker's arena holds.
 ARENA = memoryview(bytes(range(256)) * 4)

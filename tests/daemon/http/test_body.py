@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.http.body import CollectedBody, PlacedBody
-from daemon.http.decoded_request import Part
-from shm.arena import ALIGNMENT, Arena
-from shm.messages import Slice
+from tensord.daemon.http.body import CollectedBody, PlacedBody
+from tensord.daemon.http.decoded_request import Part
+from tensord.shm.arena import ALIGNMENT, Arena
+from tensord.shm.messages import Slice
 
 
 @pytest.fixture(scope="module")

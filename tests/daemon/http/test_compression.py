@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.http.body import CollectedBody
-from daemon.http.compression import BodyTooLarge, Deflation, Inflation, answer_coding, request_coding
-from shm.errors import InvalidArgument
+from tensord.daemon.http.body import CollectedBody
+from tensord.daemon.http.compression import BodyTooLarge, Deflation, Inflation, answer_coding, request_coding
+from tensord.shm.errors import InvalidArgument
 
 MIB = 1 << 20
 PACK = {"gzip": gzip.compress, "deflate": zlib.compress}

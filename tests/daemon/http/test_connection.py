@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from shm.messages import Slice
+from tensord.shm.messages import Slice
 from tests.fakes import (
     MIB,
     Client,

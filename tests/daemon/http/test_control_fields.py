@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from daemon.http import control_fields
-from shm.errors import InvalidArgument
+from tensord.daemon.http import control_fields
+from tensord.shm.errors import InvalidArgument
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"null", b"5", b'"text"', b"{}", b" {} "])

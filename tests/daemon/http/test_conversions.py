@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Generator
 
-from daemon.http.conversions import Conversions
+from tensord.daemon.http.conversions import Conversions
 
 
 def counting(name: str, steps: int, log: list[str]) -> Generator[None, None, str]:

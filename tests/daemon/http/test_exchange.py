@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from shm.control_records import ModelGone
-from shm.messages import Inline, Slice, Submit, Tensor
-from shm.sequence_keys import SequenceKeys
+from tensord.shm.control_records import ModelGone
+from tensord.shm.messages import Inline, Slice, Submit, Tensor
+from tensord.shm.sequence_keys import SequenceKeys
 from tests.fakes import (
     INCARNATION,
     MIB,

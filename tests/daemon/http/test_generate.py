@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shm.messages import Inline, Tensor
+from tensord.shm.messages import Inline, Tensor
 from tests.fakes import MIB, Client, EchoWorker, FrontProcess, in_service, serving, until
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from daemon.http.generate_codec import decode, encode
-from daemon.submit.inference import Answer
-from daemon.submit.scheduling import Scheduling
-from shm.errors import InvalidArgument
-from shm.messages import Completion, Inline, RegionSlice, Tensor
+from tensord.daemon.http.generate_codec import decode, encode
+from tensord.daemon.submit.inference import Answer
+from tensord.daemon.submit.scheduling import Scheduling
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.messages import Completion, Inline, RegionSlice, Tensor
 
 
 def described(**shapes: tuple[str, list[int]]) -> bytes:

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daemon.http import message_head
-from daemon.http.heads import MAX_HEAD, Heads
-from daemon.http.infer_route import InferRoutes
-from daemon.http.message_head import InferHead
+from tensord.daemon.http import message_head
+from tensord.daemon.http.heads import MAX_HEAD, Heads
+from tensord.daemon.http.infer_route import InferRoutes
+from tensord.daemon.http.message_head import InferHead
 
 LINES = [b"Host: x", b"Content-Length: 9", b"Inference-Header-Content-Length: 5"]
 _ROUTES = InferRoutes()

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from daemon.http import request_codec, request_head
-from daemon.http.decoded_request import DecodedRequest, Part
-from daemon.http.http_form import HttpForm, Request
-from daemon.http.http_forms import HttpForms, request_of
-from daemon.http.message_head import InferHead
-from daemon.http.request_head import Malformed
-from daemon.submit.scheduling import Scheduling
-from shm.errors import ServingError
-from shm.forms import Forms
-from shm.messages import RegionSlice, Submit
+from tensord.daemon.http import request_codec, request_head
+from tensord.daemon.http.decoded_request import DecodedRequest, Part
+from tensord.daemon.http.http_form import HttpForm, Request
+from tensord.daemon.http.http_forms import HttpForms, request_of
+from tensord.daemon.http.message_head import InferHead
+from tensord.daemon.http.request_head import Malformed
+from tensord.daemon.submit.scheduling import Scheduling
+from tensord.shm.errors import ServingError
+from tensord.shm.forms import Forms
+from tensord.shm.messages import RegionSlice, Submit
 
 PLAIN: dict[str, Any] = {"name": "x", "datatype": "UINT8", "shape": [4], "parameters": {"binary_data_size": 4}}
 REGION: dict[str, Any] = {

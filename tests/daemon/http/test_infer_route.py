@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.http.infer_route import InferRoute, InferRoutes, parse
-from shm.errors import InvalidArgument, NotFound
+from tensord.daemon.http.infer_route import InferRoute, InferRoutes, parse
+from tensord.shm.errors import InvalidArgument, NotFound
 
 
 @pytest.mark.parametrize(

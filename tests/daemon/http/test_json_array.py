@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daemon.http import json_cut
-from daemon.http.json_array import PIECE_BYTE_SIZE, JsonArray
-from daemon.http.json_base64 import JsonBase64
-from shm.arrays import DTYPES, array
-from shm.errors import InvalidArgument, ServingError
+from tensord.daemon.http import json_cut
+from tensord.daemon.http.json_array import PIECE_BYTE_SIZE, JsonArray
+from tensord.daemon.http.json_base64 import JsonBase64
+from tensord.shm.arrays import DTYPES, array
+from tensord.shm.errors import InvalidArgument, ServingError
 from tests.daemon.http.heads import decode
 
 #: Enough values for several pieces.

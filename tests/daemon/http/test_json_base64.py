@@ -4,8 +4,8 @@ import base64
 
 import pytest
 
-from daemon.http.json_base64 import JsonBase64
-from shm.errors import InvalidArgument
+from tensord.daemon.http.json_base64 import JsonBase64
+from tensord.shm.errors import InvalidArgument
 
 
 def filled(text: bytes, datatype: str, count: int) -> bytes:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daemon.http import json_cut
-from daemon.http.json_cut import MAX_TEXT, Cut
-from shm.errors import InvalidArgument
+from tensord.daemon.http import json_cut
+from tensord.daemon.http.json_cut import MAX_TEXT, Cut
+from tensord.shm.errors import InvalidArgument
 
 #: In text these are what an end could be mistaken for.
 ODD = '",\\[]{}: \na\u00e4\U0001f600'

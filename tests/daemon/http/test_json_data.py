@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.http.decoded_request import Part
-from shm.arrays import DTYPES, array
-from shm.errors import InvalidArgument
+from tensord.daemon.http.decoded_request import Part
+from tensord.shm.arrays import DTYPES, array
+from tensord.shm.errors import InvalidArgument
 from tests.daemon.http.heads import content, decode, input_text, request_of, tensor
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from daemon.http.json_array import PIECE_BYTE_SIZE
-from daemon.http.json_strings import JsonStrings
-from shm.arrays import byte_content
-from shm.errors import InvalidArgument
+from tensord.daemon.http.json_array import PIECE_BYTE_SIZE
+from tensord.daemon.http.json_strings import JsonStrings
+from tensord.shm.arrays import byte_content
+from tensord.shm.errors import InvalidArgument
 from tests.daemon.http.heads import decode
 
 

@@ -8,10 +8,10 @@ import math
 import numpy as np
 import pytest
 
-from daemon.http.json_text import PIECE_COUNT, pieces, whole
-from shm.arrays import DTYPES, array, byte_content
-from shm.errors import InvalidArgument
-from shm.messages import Inline, Tensor
+from tensord.daemon.http.json_text import PIECE_COUNT, pieces, whole
+from tensord.shm.arrays import DTYPES, array, byte_content
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.messages import Inline, Tensor
 
 
 def tensor(datatype: str, values: np.ndarray) -> tuple[Tensor, bytes]:

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from daemon.tracing.trace_turn import TraceTurn
-from shm.control_records import TraceChanged
-from shm.messages import FormSubmit
+from tensord.daemon.tracing.trace_turn import TraceTurn
+from tensord.shm.control_records import TraceChanged
+from tensord.shm.messages import FormSubmit
 from tests.daemon.http.large_client import head_size, request
 from tests.fakes import MIB, PATIENCE_SECONDS, SMALL_BUFFER, Answer, Client, EchoWorker, FrontProcess, serving, until
 

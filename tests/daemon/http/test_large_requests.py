@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shm.control_records import ModelGone, ModelState, RegionPlace
-from shm.messages import Completion, FormSubmit, Inline, Slice, Submit, Tensor
+from tensord.shm.control_records import ModelGone, ModelState, RegionPlace
+from tensord.shm.messages import Completion, FormSubmit, Inline, Slice, Submit, Tensor
 from tests.daemon.http.large_client import (
     SIZE,
     EchoingWorker,

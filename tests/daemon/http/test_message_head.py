@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from daemon.http.infer_route import InferRoute
-from daemon.http.message_head import infer_head, path_and_query, refusal
-from shm.errors import InvalidArgument, Unsupported
+from tensord.daemon.http.infer_route import InferRoute
+from tensord.daemon.http.message_head import infer_head, path_and_query, refusal
+from tensord.shm.errors import InvalidArgument, Unsupported
 
 HOST = (b"host", b"x")
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.http import open_data
-from shm.errors import InvalidArgument
+from tensord.daemon.http import open_data
+from tensord.shm.errors import InvalidArgument
 from tests.daemon.http.heads import content, decode, input_text
 
 numbers = st.one_of(st.integers(-(2**40), 2**40), st.floats(allow_nan=False, allow_infinity=False))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shm.operations import RepositoryIndex
+from tensord.shm.operations import RepositoryIndex
 from tests.fakes import Client, FrontProcess, binary_request, front_process, json_request, post
 
 REFUSED = (403, "This API is restricted, expecting header 'the-key'")

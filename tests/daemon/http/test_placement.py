@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from daemon.http.body import CollectedBody
-from daemon.http.decoded_request import Part, Source
-from daemon.http.placement import place, room
-from shm.arena import Arena
-from shm.messages import RegionSlice, Slice
+from tensord.daemon.http.body import CollectedBody
+from tensord.daemon.http.decoded_request import Part, Source
+from tensord.daemon.http.placement import place, room
+from tensord.shm.arena import Arena
+from tensord.shm.messages import RegionSlice, Slice
 
 MIB = 1 << 20
 REGION = RegionSlice("r", 0, 100)

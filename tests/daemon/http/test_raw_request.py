@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from daemon.http.decoded_request import DecodedRequest, Part
-from daemon.http.raw_request import decode_raw
-from shm.control_records import ModelState
-from shm.errors import InvalidArgument
+from tensord.daemon.http.decoded_request import DecodedRequest, Part
+from tensord.daemon.http.raw_request import decode_raw
+from tensord.shm.control_records import ModelState
+from tensord.shm.errors import InvalidArgument
 
 LABEL = r"\[request id: <id_unknown>\] "
 

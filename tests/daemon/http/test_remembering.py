@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from config.options import Requests
-from shm.control_records import ModelGone, ModelState
-from shm.messages import Submit
+from tensord.config.options import Requests
+from tensord.shm.control_records import ModelGone, ModelState
+from tensord.shm.messages import Submit
 from tests.daemon.http.large_client import SIZE, EchoingWorker, LargeBench, connection_of, exchange, head_size, turns
 from tests.daemon.http.large_client import request as plain_request
 from tests.work.connection import OPTIONS, KeptTransport

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from daemon.tracing.trace_turn import TraceTurn
-from shm.control_records import TraceChanged
-from shm.forms import answer_template
-from shm.messages import Completion, FormCompletion, FormSubmit, Inline, RegionSlice, Tensor
+from tensord.daemon.tracing.trace_turn import TraceTurn
+from tensord.shm.control_records import TraceChanged
+from tensord.shm.forms import answer_template
+from tensord.shm.messages import Completion, FormCompletion, FormSubmit, Inline, RegionSlice, Tensor
 from tests.fakes import PATIENCE_SECONDS, Answer, Client, EchoWorker, front_process, serving, until
 
 TIMES = 5

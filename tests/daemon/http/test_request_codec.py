@@ -14,11 +14,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from daemon.http.decoded_request import Part
-from shm.arrays import DTYPES
-from shm.errors import InvalidArgument, ServingError
-from shm.messages import RegionSlice, Submit, Tensor
-from shm.record import encoder
+from tensord.daemon.http.decoded_request import Part
+from tensord.shm.arrays import DTYPES
+from tensord.shm.errors import InvalidArgument, ServingError
+from tensord.shm.messages import RegionSlice, Submit, Tensor
+from tensord.shm.record import encoder
 from tests.daemon.http.heads import decode, request_of, tensor
 
 

@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from shm.errors import InvalidArgument
+from tensord.shm.errors import InvalidArgument
 from tests.daemon.http.heads import content, decode, input_text, request_of, tensor
 
 PARSE = "failed to parse the request JSON buffer: "

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from daemon.http.request_parameters import part
-from daemon.submit.scheduling import KEYS, Scheduling
-from shm.errors import InvalidArgument, Unsupported
+from tensord.daemon.http.request_parameters import part
+from tensord.daemon.submit.scheduling import KEYS, Scheduling
+from tensord.shm.errors import InvalidArgument, Unsupported
 from tests.daemon.http.heads import decode, request_of
 
 

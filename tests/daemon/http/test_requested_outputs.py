@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from shm.errors import InvalidArgument
-from shm.messages import RegionSlice, RequestedOutput
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.messages import RegionSlice, RequestedOutput
 from tests.daemon.http.heads import decode, request_of, tensor
 
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.front.status import http_status
-from daemon.http.request_codec import decode
-from daemon.http.response_codec import CLOSE, encode, error_response, response_head
-from shm.arrays import DTYPES, array, byte_content
-from shm.errors import InvalidArgument
-from shm.messages import Completion, Inline, RegionSlice, Slice, Tensor
+from tensord.daemon.front.status import http_status
+from tensord.daemon.http.request_codec import decode
+from tensord.daemon.http.response_codec import CLOSE, encode, error_response, response_head
+from tensord.shm.arrays import DTYPES, array, byte_content
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.messages import Completion, Inline, RegionSlice, Slice, Tensor
 
 
 def no_view(place: Slice) -> memoryview:

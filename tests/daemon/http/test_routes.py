@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from shm.control_records import ModelGone
-from shm.operations import (
+from tensord.shm.control_records import ModelGone
+from tensord.shm.operations import (
     LoadModel,
     ModelStatistics,
     Operation,
@@ -20,7 +20,7 @@ from shm.operations import (
     UnloadModel,
     UnregisterRegion,
 )
-from shm.progress import Readiness
+from tensord.shm.progress import Readiness
 from tests.fakes import Client, FrontProcess, front_process
 
 

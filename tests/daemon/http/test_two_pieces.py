@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from shm.messages import Completion, FormSubmit, Inline, Submit, Tensor
+from tensord.shm.messages import Completion, FormSubmit, Inline, Submit, Tensor
 from tests.fakes import Client, EchoWorker, FrontProcess, binary_request, in_service, serving
 from tests.work.connection import Bench, KeptTransport
 from tests.work.counter import Work

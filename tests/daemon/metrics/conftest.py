@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from daemon.metrics import endpoint
+from tensord.daemon.metrics import endpoint
 from tests.daemon.metrics.served import Served
 from tests.daemon_process import PATIENCE
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from config.options import Metrics
-from daemon.metrics.endpoint import Endpoint
-from daemon.metrics.snapshot import Snapshot
+from tensord.config.options import Metrics
+from tensord.daemon.metrics.endpoint import Endpoint
+from tensord.daemon.metrics.snapshot import Snapshot
 from tests.daemon.metrics.test_exposition import SNAPSHOT
 
 GET = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -8,11 +8,11 @@ import threading
 
 import pytest
 
-from config.options import Metrics
-from daemon.metrics import endpoint, exposition
-from daemon.metrics.endpoint import MAX_CONNECTIONS, Endpoint
-from daemon.metrics.snapshot import Snapshot
-from daemon.processes.listening import ListenError
+from tensord.config.options import Metrics
+from tensord.daemon.metrics import endpoint, exposition
+from tensord.daemon.metrics.endpoint import MAX_CONNECTIONS, Endpoint
+from tensord.daemon.metrics.snapshot import Snapshot
+from tensord.daemon.processes.listening import ListenError
 from tests.daemon.metrics.served import GET, Served, status
 
 

@@ -7,7 +7,7 @@ import asyncio
 import h11
 import pytest
 
-from daemon.metrics.exchange import Answer, BadRequest, Exchange, Request, refusal
+from tensord.daemon.metrics.exchange import Answer, BadRequest, Exchange, Request, refusal
 
 
 async def asked(exchange: Exchange, content: bytes, piece: int = 0, end: bool = False) -> Request | None:

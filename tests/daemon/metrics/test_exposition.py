@@ -9,14 +9,14 @@ import pytest
 from prometheus_client import parser
 from prometheus_client.openmetrics import parser as openmetrics
 
-from daemon.metrics.exposition import render
-from daemon.metrics.ledger import Total
-from daemon.metrics.snapshot import FrontPost, Regions, Snapshot, WorkerPost
-from daemon.processes.gpu_watch import Gpu
-from shm.figures import Counts
-from shm.footprint import Footprint
-from shm.progress import Loading
-from shm.refusals import Refusal
+from tensord.daemon.metrics.exposition import render
+from tensord.daemon.metrics.ledger import Total
+from tensord.daemon.metrics.snapshot import FrontPost, Regions, Snapshot, WorkerPost
+from tensord.daemon.processes.gpu_watch import Gpu
+from tensord.shm.figures import Counts
+from tensord.shm.footprint import Footprint
+from tensord.shm.progress import Loading
+from tensord.shm.refusals import Refusal
 
 COUNTS = Counts(
     *(10, 1, 2, 3, 4, 40, 20, 11_999, 22_000, 33_000, 44_000, 55_000, 1 << 40, 5, 6, 7, 8, 66_000, 9, 77_000),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.metrics.ledger import Key, Ledger, Total
-from shm.figures import Counts, Figures, VersionFigures
+from tensord.daemon.metrics.ledger import Key, Ledger, Total
+from tensord.shm.figures import Counts, Figures, VersionFigures
 
 M = ("m", 1)
 N = ("n", 2)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from daemon.metrics.own_metrics import OwnMetricsLedger
-from shm.figures import MetricFigures, OwnMetrics
+from tensord.daemon.metrics.own_metrics import OwnMetricsLedger
+from tensord.shm.figures import MetricFigures, OwnMetrics
 
 
 def family(kind: str, value: float, name: str = "m", counts: tuple[int, ...] = ()) -> OwnMetrics:

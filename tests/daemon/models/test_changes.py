@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from config import model_config
-from config.options import Options, Repository
-from daemon.models.changes import Models
-from shm.control_records import Load, Loaded, ModelGone, ModelState, Unload
-from shm.errors import Internal, InvalidArgument, Unsupported
-from shm.operations import LoadModel
-from shm.progress import Readiness
-from shm.record import Record
+from tensord.config import model_config
+from tensord.config.options import Options, Repository
+from tensord.daemon.models.changes import Models
+from tensord.shm.control_records import Load, Loaded, ModelGone, ModelState, Unload
+from tensord.shm.errors import Internal, InvalidArgument, Unsupported
+from tensord.shm.operations import LoadModel
+from tensord.shm.progress import Readiness
+from tensord.shm.record import Record
 from tests.daemon.fake_daemon import write_model
 
 SOURCE = b"def create(path, config, device): ...\n"

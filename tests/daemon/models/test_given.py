@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from daemon.models.given import GivenModels
-from shm.errors import InvalidArgument
+from tensord.daemon.models.given import GivenModels
+from tensord.shm.errors import InvalidArgument
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from daemon.models.judgement import Judgement
-from daemon.models.readiness import Standing
-from shm.progress import Loading, Readiness
+from tensord.daemon.models.judgement import Judgement
+from tensord.daemon.models.readiness import Standing
+from tensord.shm.progress import Loading, Readiness
 
 
 def test_how_far_loads_are_while_something_is_not_served() -> None:

@@ -8,11 +8,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from daemon.models.instructions import Instruction, Publish, Retry, Send, Settled
-from daemon.models.lifecycle import FIRST_RETRY, MAX_RETRY, Lifecycle
-from daemon.models.listing import entries
-from daemon.models.repository import FoundModel
-from shm.control_records import Load, Loaded, ModelGone, ModelState, Unload
+from tensord.daemon.models.instructions import Instruction, Publish, Retry, Send, Settled
+from tensord.daemon.models.lifecycle import FIRST_RETRY, MAX_RETRY, Lifecycle
+from tensord.daemon.models.listing import entries
+from tensord.daemon.models.repository import FoundModel
+from tensord.shm.control_records import Load, Loaded, ModelGone, ModelState, Unload
 
 
 def found(name: str, *chosen: int, fingerprint: str = "f", devices: tuple[str, ...] = ()) -> FoundModel:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from daemon.models.lifecycle import Lifecycle
-from daemon.models.listing import entries
-from shm.control_records import Loaded
+from tensord.daemon.models.lifecycle import Lifecycle
+from tensord.daemon.models.listing import entries
+from tensord.shm.control_records import Loaded
 from tests.daemon.models.test_lifecycle import found, ready
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from daemon.models import load_errors
+from tensord.daemon.models import load_errors
 
 
 def test_versions_that_failed_are_listed_ascending() -> None:

@@ -6,8 +6,8 @@ import contextlib
 
 import pytest
 
-from daemon.models.load_waits import LoadWaits
-from shm.errors import InvalidArgument
+from tensord.daemon.models.load_waits import LoadWaits
+from tensord.shm.errors import InvalidArgument
 
 
 def test_who_waits_for_itself_is_told_the_way() -> None:

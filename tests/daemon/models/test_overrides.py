@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from daemon.models.overrides import Overrides
-from daemon.models.repository import FoundModel
+from tensord.daemon.models.overrides import Overrides
+from tensord.daemon.models.repository import FoundModel
 
 
 def test_until_the_files_change_or_the_model_is_gone() -> None:

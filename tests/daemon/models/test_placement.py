@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from config.model_config import parse_pbtxt
-from daemon.models.placement import place, say_kinds
-from shm.device_names import gpu_of
-from shm.errors import InvalidArgument
+from tensord.config.model_config import parse_pbtxt
+from tensord.daemon.models.placement import place, say_kinds
+from tensord.shm.device_names import gpu_of
+from tensord.shm.errors import InvalidArgument
 
 CPUS = ("cpu:0", "cpu:1", "cpu:2", "cpu:3")
 GPUS = ("cuda:0", "cuda:1", "cuda:2")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from daemon.models.polling import Changes
-from daemon.models.repository import FoundModel
+from tensord.daemon.models.polling import Changes
+from tensord.daemon.models.repository import FoundModel
 
 
 def found(**models: str) -> dict[str, FoundModel]:

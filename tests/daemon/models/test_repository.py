@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config import model_config
-from daemon.models import repository
-from shm.errors import InvalidArgument
+from tensord.config import model_config
+from tensord.daemon.models import repository
+from tensord.shm.errors import InvalidArgument
 from tests.daemon.fake_daemon import write_model
 
 PYTHON_MODEL = "import json\n\nclass TritonPythonModel:\n    def execute(self, requests):\n        return []\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from daemon.models import statistics
+from tensord.daemon.models import statistics
 
 
 def entry(name: str, version: str, n: int, last: int = 0, sizes: tuple[int, ...] = (1,)) -> dict[str, object]:

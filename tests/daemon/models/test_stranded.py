@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from daemon.models import readiness, stranded
-from daemon.models.lifecycle import Lifecycle
-from daemon.models.repository import FoundModel
-from shm.control_records import Loaded
+from tensord.daemon.models import readiness, stranded
+from tensord.daemon.models.lifecycle import Lifecycle
+from tensord.daemon.models.repository import FoundModel
+from tensord.shm.control_records import Loaded
 from tests.daemon.models.test_lifecycle import sent, states
 
 BOTH = ("cuda:0", "cuda:1")

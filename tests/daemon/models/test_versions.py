@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from daemon.models.versions import Version, VersionState
-from shm.control_records import Load, Loaded, ModelState
+from tensord.daemon.models.versions import Version, VersionState
+from tensord.shm.control_records import Load, Loaded, ModelState
 
 LOAD = Load("m", 3, "/m", "/m/3", b"")
 DESCRIBED = Loaded("m", 3, metadata=b"{}", config=b"[]", repeatable=False, streams=True)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from config.layers import ConfigurationError
-from config.options import Http, Log, Options, Repository
-from daemon.operator.configuration import Configuration
+from tensord.config.layers import ConfigurationError
+from tensord.config.options import Http, Log, Options, Repository
+from tensord.daemon.operator.configuration import Configuration
 
 OLD = Options(repository=Repository(paths=("old",)), http=Http(port=1))
 

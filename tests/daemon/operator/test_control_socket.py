@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from config.options import Supervisor
-from daemon.operator.control_socket import ControlSocket
-from shm.errors import InvalidArgument
+from tensord.config.options import Supervisor
+from tensord.daemon.operator.control_socket import ControlSocket
+from tensord.shm.errors import InvalidArgument
 
 
 def opened(path: Path) -> ControlSocket:

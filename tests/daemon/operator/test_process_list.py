@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from config.options import Supervisor
-from daemon.operator import process_list
-from daemon.processes.child import Front, Worker
-from daemon.processes.fronts import Fronts
-from daemon.processes.posts import Posts
-from shm.control_records import Load
-from shm.progress import Loading
-from shm.status_page import Outputs, StatusPage, WorkerState
+from tensord.config.options import Supervisor
+from tensord.daemon.operator import process_list
+from tensord.daemon.processes.child import Front, Worker
+from tensord.daemon.processes.fronts import Fronts
+from tensord.daemon.processes.posts import Posts
+from tensord.shm.control_records import Load
+from tensord.shm.progress import Loading
+from tensord.shm.status_page import Outputs, StatusPage, WorkerState
 
 SECOND = 10**9
 

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from daemon.processes.backoff import HEALTHY_NS, SERVED_MAXIMUM, Backoff
+from tensord.daemon.processes.backoff import HEALTHY_NS, SERVED_MAXIMUM, Backoff
 
 
 def test_series() -> None:

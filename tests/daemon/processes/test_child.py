@@ -10,11 +10,11 @@ import msgspec
 import psutil
 import pytest
 
-from config.options import Options
-from daemon.processes.child import Worker
-from shm.control_records import ChildReady, Load, Loaded
-from shm.errors import Internal, Unavailable
-from shm.operations import ModelStatistics, RegisterSystemRegion
+from tensord.config.options import Options
+from tensord.daemon.processes.child import Worker
+from tensord.shm.control_records import ChildReady, Load, Loaded
+from tensord.shm.errors import Internal, Unavailable
+from tensord.shm.operations import ModelStatistics, RegisterSystemRegion
 
 OPTIONS = msgspec.msgpack.encode(Options())
 

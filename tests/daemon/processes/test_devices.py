@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from config.core_list import describe
-from config.options import Workers
-from daemon.processes.devices import NoDevice, find_devices
+from tensord.config.core_list import describe
+from tensord.config.options import Workers
+from tensord.daemon.processes.devices import NoDevice, find_devices
 from tests.cuda_stub.library import CudaStub
 from tests.daemon.processes.test_near_cores import made
 

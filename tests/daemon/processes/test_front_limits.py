@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from config.options import Grpc, Http, Options, Requests
-from daemon.processes.front_limits import of_one
+from tensord.config.options import Grpc, Http, Options, Requests
+from tensord.daemon.processes.front_limits import of_one
 
 MIB = 1 << 20
 

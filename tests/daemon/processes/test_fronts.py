@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from config.options import Grpc, Http, Options
-from daemon.processes.child import Front
-from daemon.processes.fronts import Fronts
-from daemon.processes.listening import ListenError
-from shm.control_records import Call, ModelState
+from tensord.config.options import Grpc, Http, Options
+from tensord.daemon.processes.child import Front
+from tensord.daemon.processes.fronts import Fronts
+from tensord.daemon.processes.listening import ListenError
+from tensord.shm.control_records import Call, ModelState
 
 READY = ModelState("m", 1, "READY")
 

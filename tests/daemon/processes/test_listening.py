@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from daemon.processes import listening
-from daemon.processes.listening import ListenError
+from tensord.daemon.processes import listening
+from tensord.daemon.processes.listening import ListenError
 
 
 def test_listen_and_url() -> None:

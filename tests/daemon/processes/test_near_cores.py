@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from config.core_list import describe
-from daemon.processes.near_cores import near
+from tensord.config.core_list import describe
+from tensord.daemon.processes.near_cores import near
 
 OURS = sorted(os.sched_getaffinity(0))
 

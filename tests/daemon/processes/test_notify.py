@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from daemon.processes.notify import Notifier
+from tensord.daemon.processes.notify import Notifier
 
 
 @pytest.mark.parametrize("abstract", [True, False])

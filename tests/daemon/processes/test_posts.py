@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from config.options import Supervisor
-from daemon.processes.child import Child
-from daemon.processes.posts import Posts
-from shm import exit_status
+from tensord.config.options import Supervisor
+from tensord.daemon.processes.child import Child
+from tensord.daemon.processes.posts import Posts
+from tensord.shm import exit_status
 
 
 class Dead:

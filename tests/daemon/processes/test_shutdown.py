@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from daemon.processes.child import Child
-from daemon.processes.shutdown import Shutdown
+from tensord.daemon.processes.child import Child
+from tensord.daemon.processes.shutdown import Shutdown
 
 LATER_NS = 3600 * 10**9
 

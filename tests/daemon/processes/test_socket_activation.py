@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from daemon.processes import socket_activation
-from daemon.processes.listening import ListenError
+from tensord.daemon.processes import socket_activation
+from tensord.daemon.processes.listening import ListenError
 
 ME = {"LISTEN_PID": str(os.getpid())}
 #: A child that finds the sockets from descriptor 3 on, as systemd passes them, and says what it makes of them.
 CHILD = """
 import os, sys
-from daemon.processes import socket_activation
-from daemon.processes.listening import ListenError
+from tensord.daemon.processes import socket_activation
+from tensord.daemon.processes.listening import ListenError
 
 count = len(sys.argv) - 1
 for at, fd in enumerate(map(int, sys.argv[1:])):

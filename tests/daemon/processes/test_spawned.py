@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from config.options import Workers
-from daemon.processes.spawned import WORKER, spawn_workers
+from tensord.config.options import Workers
+from tensord.daemon.processes.spawned import WORKER, spawn_workers
 
 
 def test_one_for_each_device_and_it_ends_with_its_channel(leaves_nothing: None) -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from daemon.processes.tasks import Tasks
+from tensord.daemon.processes.tasks import Tasks
 
 
 async def test_a_defect_is_told_and_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from config.options import Options, Supervisor, Workers
-from daemon.processes.watch import Snapshot, overdue
-from shm.status_page import WorkerState
+from tensord.config.options import Options, Supervisor, Workers
+from tensord.daemon.processes.watch import Snapshot, overdue
+from tensord.shm.status_page import WorkerState
 
 OPTIONS = Options(
     supervisor=Supervisor(start_timeout=10), workers=Workers(execute_timeout=20, load_timeout=30, idle_timeout=5)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from config.options import Options
-from daemon.processes.child import Worker
-from daemon.processes.devices import Device
-from daemon.processes.spawned import spawn_worker
-from daemon.processes.worker_pool import WorkerPool
-from shm.control_records import ChildReady, Load, Loaded, Unload, Unloaded
+from tensord.config.options import Options
+from tensord.daemon.processes.child import Worker
+from tensord.daemon.processes.devices import Device
+from tensord.daemon.processes.spawned import spawn_worker
+from tensord.daemon.processes.worker_pool import WorkerPool
+from tensord.shm.control_records import ChildReady, Load, Loaded, Unload, Unloaded
 
 FAKE = "tests.daemon.fake_worker"
 DEVICES = [Device("cpu:0", {}), Device("cpu:1", {})]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 
-from daemon.front.connection_end import ConnectionEnd
-from daemon.regions.end_watch import EndWatch
+from tensord.daemon.front.connection_end import ConnectionEnd
+from tensord.daemon.regions.end_watch import EndWatch
 
 
 async def test_told_once_also_late_and_not_after_close() -> None:

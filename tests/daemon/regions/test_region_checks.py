@@ -6,11 +6,11 @@ import os
 
 import pytest
 
-from config.options import Regions
-from daemon.regions import region_checks
-from daemon.regions.region_record import Region, Registration
-from shm.errors import InvalidArgument, Unsupported
-from shm.operations import Peer, RegisterCudaRegion, RegisterSystemRegion
+from tensord.config.options import Regions
+from tensord.daemon.regions import region_checks
+from tensord.daemon.regions.region_record import Region, Registration
+from tensord.shm.errors import InvalidArgument, Unsupported
+from tensord.shm.operations import Peer, RegisterCudaRegion, RegisterSystemRegion
 
 HERE, THERE = Peer("tcp", "127.0.0.1:1"), Peer("tcp", "10.0.0.1:1")
 ALICE, BOB = Peer("unix", uid=1001), Peer("unix", uid=1002)

@@ -7,10 +7,10 @@ from typing import cast
 
 import pytest
 
-from daemon.regions import region_listing
-from daemon.regions.region_record import Region, RegionHolder, RegionState
-from shm.errors import NotFound, Unavailable
-from shm.operations import Operation, Peer, RegionStatus, RegisterCudaRegion, RegisterSystemRegion
+from tensord.daemon.regions import region_listing
+from tensord.daemon.regions.region_record import Region, RegionHolder, RegionState
+from tensord.shm.errors import NotFound, Unavailable
+from tensord.shm.operations import Operation, Peer, RegionStatus, RegisterCudaRegion, RegisterSystemRegion
 
 
 def region(name: str, state: RegionState, byte_size: int = 64) -> Region:

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config.options import Regions
-from daemon.regions import region_quota
-from shm.errors import InvalidArgument, ServingError
-from shm.operations import Peer
+from tensord.config.options import Regions
+from tensord.daemon.regions import region_quota
+from tensord.shm.errors import InvalidArgument, ServingError
+from tensord.shm.operations import Peer
 
 OWNERS = [
     Peer("tcp", "10.0.0.1:1"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from daemon.regions.region_record import is_owner
-from shm.operations import Peer
+from tensord.daemon.regions.region_record import is_owner
+from tensord.shm.operations import Peer
 
 ALICE, BOB = Peer("unix", "", 1, 1001, 1001), Peer("unix", "", 2, 1002, 1002)
 ONE, OTHER = Peer("tcp", "127.0.0.1:1"), Peer("tcp", "10.0.0.1:2")

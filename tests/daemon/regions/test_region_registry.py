@@ -12,11 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config.options import Regions
-from daemon.regions.region_registry import RegionRegistry
-from shm.control_records import RegionPlace
-from shm.errors import AlreadyExists, Internal, InvalidArgument, NotFound, ServingError, Unavailable, Unsupported
-from shm.operations import (
+from tensord.config.options import Regions
+from tensord.daemon.regions.region_registry import RegionRegistry
+from tensord.shm.control_records import RegionPlace
+from tensord.shm.errors import (
+    AlreadyExists,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    ServingError,
+    Unavailable,
+    Unsupported,
+)
+from tensord.shm.operations import (
     AwaitRegion,
     Operation,
     Peer,

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from config.options import Regions
-from daemon.regions.region_registry import RegionRegistry
-from daemon.regions.region_socket import RegionSocket
-from shm.operations import Operation, RegionStatus, RegisterSystemRegion
+from tensord.config.options import Regions
+from tensord.daemon.regions.region_registry import RegionRegistry
+from tensord.daemon.regions.region_socket import RegionSocket
+from tensord.shm.operations import Operation, RegionStatus, RegisterSystemRegion
 from tests.daemon.regions.test_region_registry import FakeHolder
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from config.options import Arenas
-from daemon.submit.accounts import Accounts
+from tensord.config.options import Arenas
+from tensord.daemon.submit.accounts import Accounts
 
 MIB = 1 << 20
 ONE, OTHER, USER = "tcp 10.0.0.1", "tcp 10.0.0.2", "uid 1000"

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from config.options import Arenas
-from daemon.submit.accounts import Accounts
-from daemon.submit.arena_space import ArenaSpace
-from shm.arena import Arena, Lease
-from shm.errors import InvalidArgument, ServingError, Unavailable
+from tensord.config.options import Arenas
+from tensord.daemon.submit.accounts import Accounts
+from tensord.daemon.submit.arena_space import ArenaSpace
+from tensord.shm.arena import Arena, Lease
+from tensord.shm.errors import InvalidArgument, ServingError, Unavailable
 
 MIB = 1 << 20
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from daemon.submit.busy_poll import BusyPoll
-from shm.spin import Spin
+from tensord.daemon.submit.busy_poll import BusyPoll
+from tensord.shm.spin import Spin
 
 #: Longer than any test waits.
 _LONG_NS = 3600 * 10**9

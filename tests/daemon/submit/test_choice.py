@@ -7,15 +7,15 @@ from typing import Any, cast
 
 import pytest
 
-from daemon.submit.choice import Choice
-from daemon.submit.model_table import ModelTable
-from daemon.submit.pending import Calling, Pending, Worker
-from shm.control_records import ModelGone, ModelState, RegionPlace
-from shm.errors import NotFound, Unavailable
-from shm.forms import MAX_FORMS, Form
-from shm.messages import FormSubmit, Inline, RegionSlice, Submit, Tensor
-from shm.sequence_keys import SequenceKeys
-from shm.sequence_page import SequencePage
+from tensord.daemon.submit.choice import Choice
+from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.pending import Calling, Pending, Worker
+from tensord.shm.control_records import ModelGone, ModelState, RegionPlace
+from tensord.shm.errors import NotFound, Unavailable
+from tensord.shm.forms import MAX_FORMS, Form
+from tensord.shm.messages import FormSubmit, Inline, RegionSlice, Submit, Tensor
+from tensord.shm.sequence_keys import SequenceKeys
+from tensord.shm.sequence_page import SequencePage
 
 
 def worker_of(incarnation: int, device: str = "cpu:0") -> Worker:

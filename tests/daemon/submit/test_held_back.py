@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from config.options import Arenas
-from daemon.submit.accounts import Account
-from shm.control_records import ModelState, WorkerFenced
-from shm.lane import SubmitterLane
-from shm.messages import Cancel, Completion, Inline, Submit, Tensor
+from tensord.config.options import Arenas
+from tensord.daemon.submit.accounts import Account
+from tensord.shm.control_records import ModelState, WorkerFenced
+from tensord.shm.lane import SubmitterLane
+from tensord.shm.messages import Cancel, Completion, Inline, Submit, Tensor
 from tests.daemon.submit.test_submitter import Setting
 from tests.fakes import EchoWorker
 

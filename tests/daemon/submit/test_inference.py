@@ -9,14 +9,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from config.options import Arenas, Options
-from daemon.submit.inference import InferenceRequest, answers, begin
-from daemon.submit.model_table import ModelTable
-from daemon.submit.submitter import Submitter
-from shm.channel import pair
-from shm.control_records import LaneOpened, ModelState
-from shm.errors import Internal, InvalidArgument, Unavailable
-from shm.messages import Completion, Inline, RegionSlice, Slice, Submit
+from tensord.config.options import Arenas, Options
+from tensord.daemon.submit.inference import InferenceRequest, answers, begin
+from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.submitter import Submitter
+from tensord.shm.channel import pair
+from tensord.shm.control_records import LaneOpened, ModelState
+from tensord.shm.errors import Internal, InvalidArgument, Unavailable
+from tensord.shm.messages import Completion, Inline, RegionSlice, Slice, Submit
 from tests.fakes import INCARNATION, EchoWorker
 
 MIB = 1 << 20

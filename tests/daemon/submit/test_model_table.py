@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from daemon.submit.model_table import ModelTable, parse_version
-from shm.control_records import ModelGone, ModelState
-from shm.errors import InvalidArgument, NotFound
+from tensord.daemon.submit.model_table import ModelTable, parse_version
+from tensord.shm.control_records import ModelGone, ModelState
+from tensord.shm.errors import InvalidArgument, NotFound
 
 
 @pytest.fixture

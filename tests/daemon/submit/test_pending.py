@@ -6,10 +6,10 @@ from typing import Any, cast
 
 import pytest
 
-from daemon.submit.pending import Calling, Pending, Worker
-from shm.forms import Form
-from shm.lane import SubmitterLane
-from shm.messages import Completion, FormCompletion, FormSubmit, Inline, Submit, Tensor
+from tensord.daemon.submit.pending import Calling, Pending, Worker
+from tensord.shm.forms import Form
+from tensord.shm.lane import SubmitterLane
+from tensord.shm.messages import Completion, FormCompletion, FormSubmit, Inline, Submit, Tensor
 
 TEMPLATE = Submit(0, "m", 0, (Tensor("x", "UINT8", (2,), Inline(b"")),))
 ANSWERS = Completion(0, version=1, outputs=(Tensor("y", "UINT8", (2,), Inline(b"")),))

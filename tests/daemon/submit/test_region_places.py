@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from daemon.submit.region_places import RegionPlaces
-from shm.control_records import RegionPlace
-from shm.messages import Inline, RegionSlice, RequestedOutput, Submit, Tensor
+from tensord.daemon.submit.region_places import RegionPlaces
+from tensord.shm.control_records import RegionPlace
+from tensord.shm.messages import Inline, RegionSlice, RequestedOutput, Submit, Tensor
 
 
 def submit(*inputs: str, outputs: tuple[str, ...] = ()) -> Submit:

@@ -14,15 +14,15 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from daemon.submit.lost_sequences import LostSequences
-from daemon.submit.pending import Calling, Pending, Worker
-from daemon.submit.routing import Routing, lost
-from shm.control_records import ModelState
-from shm.errors import Unavailable
-from shm.forms import Form
-from shm.messages import FormSubmit, Inline, Submit, Tensor
-from shm.sequence_keys import Key, SequenceKeys
-from shm.sequence_page import SequencePage, SequenceState
+from tensord.daemon.submit.lost_sequences import LostSequences
+from tensord.daemon.submit.pending import Calling, Pending, Worker
+from tensord.daemon.submit.routing import Routing, lost
+from tensord.shm.control_records import ModelState
+from tensord.shm.errors import Unavailable
+from tensord.shm.forms import Form
+from tensord.shm.messages import FormSubmit, Inline, Submit, Tensor
+from tensord.shm.sequence_keys import Key, SequenceKeys
+from tensord.shm.sequence_page import SequencePage, SequenceState
 from tests.work.counter import Work
 
 FORM = Form(0, Submit(0, "m", 0, (Tensor("x", "UINT8", (1,), Inline(b"1")),)))

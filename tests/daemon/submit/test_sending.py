@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from daemon.submit.pending import Calling, Pending, Worker
-from daemon.submit.sending import Sending
-from shm.forms import Form
-from shm.messages import FormSubmit, Submit
+from tensord.daemon.submit.pending import Calling, Pending, Worker
+from tensord.daemon.submit.sending import Sending
+from tensord.shm.forms import Form
+from tensord.shm.messages import FormSubmit, Submit
 
 FORM = Form(0, Submit(0, "m", 0, ()))
 

@@ -17,17 +17,17 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
-from config.options import Arenas, Options, Requests
-from daemon.submit.model_table import ModelTable
-from daemon.submit.pending import Pending
-from daemon.submit.submitter import Submitter
-from shm.arena import Lease
-from shm.channel import pair
-from shm.control_records import LaneOpened, ModelGone, ModelState, RegionPlace, WorkerFenced
-from shm.errors import InvalidArgument, ServingError, Unavailable
-from shm.forms import MAX_FORMS, Form, Forms, answer_template, request_template, whole_answer
-from shm.lane import SubmitterLane
-from shm.messages import (
+from tensord.config.options import Arenas, Options, Requests
+from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.pending import Pending
+from tensord.daemon.submit.submitter import Submitter
+from tensord.shm.arena import Lease
+from tensord.shm.channel import pair
+from tensord.shm.control_records import LaneOpened, ModelGone, ModelState, RegionPlace, WorkerFenced
+from tensord.shm.errors import InvalidArgument, ServingError, Unavailable
+from tensord.shm.forms import MAX_FORMS, Form, Forms, answer_template, request_template, whole_answer
+from tensord.shm.lane import SubmitterLane
+from tensord.shm.messages import (
     AnswerForm,
     Cancel,
     Completion,
@@ -40,7 +40,7 @@ from shm.messages import (
     Submit,
     Tensor,
 )
-from shm.sequence_keys import SequenceKeys
+from tensord.shm.sequence_keys import SequenceKeys
 from tests.fakes import INCARNATION, EchoWorker
 
 MIB = 1 << 20

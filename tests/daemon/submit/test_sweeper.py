@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from daemon.submit.sweeper import Sweeper
+from tensord.daemon.submit.sweeper import Sweeper
 
 
 async def test_it_looks_as_long_as_anything_waits() -> None:

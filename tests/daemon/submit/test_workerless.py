@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from daemon.submit.choice import Choice
-from daemon.submit.model_table import ModelTable
-from daemon.submit.pending import Calling, Pending
-from daemon.submit.workerless import Workerless
-from shm.messages import Submit
+from tensord.daemon.submit.choice import Choice
+from tensord.daemon.submit.model_table import ModelTable
+from tensord.daemon.submit.pending import Calling, Pending
+from tensord.daemon.submit.workerless import Workerless
+from tensord.shm.messages import Submit
 
 
 def made(count: int) -> tuple[Workerless, dict[int, Pending]]:

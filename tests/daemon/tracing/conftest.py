@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from daemon.tracing import trace_file
+from tensord.daemon.tracing import trace_file
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from daemon.tracing.trace_budget import TraceBudget
+from tensord.daemon.tracing.trace_budget import TraceBudget
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 2**31 - 1])

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from daemon.tracing import trace_file
-from daemon.tracing.trace_file import TraceFiles
+from tensord.daemon.tracing import trace_file
+from tensord.daemon.tracing.trace_file import TraceFiles
 
 
 def test_many_writers_one_array(tmp_path: Path) -> None:

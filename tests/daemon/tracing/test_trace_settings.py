@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from config.options import Trace
-from daemon.tracing.trace_settings import TraceSettings, parse
-from shm.control_records import TraceChanged, TraceCleared
-from shm.errors import InvalidArgument, Unsupported
-from shm.settings import ChangeTrace
+from tensord.config.options import Trace
+from tensord.daemon.tracing.trace_settings import TraceSettings, parse
+from tensord.shm.control_records import TraceChanged, TraceCleared
+from tensord.shm.errors import InvalidArgument, Unsupported
+from tensord.shm.settings import ChangeTrace
 
 FIRST = {
     "trace_level": ["OFF"],

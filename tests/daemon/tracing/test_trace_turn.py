@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from daemon.tracing.trace_turn import TraceTurn
+from tensord.daemon.tracing.trace_turn import TraceTurn
 
 
 @pytest.mark.parametrize("rate", [1, 2, 3, 7])

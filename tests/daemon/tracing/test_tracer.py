@@ -6,11 +6,11 @@ import json
 import os
 from pathlib import Path
 
-from daemon.tracing.trace_budget import TraceBudget
-from daemon.tracing.trace_turn import TraceTurn
-from daemon.tracing.tracer import Tracer
-from shm.control_records import TraceChanged, TraceCleared
-from shm.messages import Completion, Timeline
+from tensord.daemon.tracing.trace_budget import TraceBudget
+from tensord.daemon.tracing.trace_turn import TraceTurn
+from tensord.daemon.tracing.tracer import Tracer
+from tensord.shm.control_records import TraceChanged, TraceCleared
+from tensord.shm.messages import Completion, Timeline
 
 
 def test_rate_count_and_inheritance(tmp_path: Path) -> None:

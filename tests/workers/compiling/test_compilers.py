@@ -17,10 +17,10 @@ import numpy as np
 import psutil
 import pytest
 
-from shm.record import encoder
+from tensord.shm.record import encoder
+from tensord.workers.compiling.compilers import CompilerDied, Compilers
+from tensord.workers.compiling.records import Compile, Compiled, Refused
 from tests.daemon_process import nothing_left_behind, wait_until
-from workers.compiling.compilers import CompilerDied, Compilers
-from workers.compiling.records import Compile, Compiled, Refused
 
 DEVICE = jax.devices()[0]
 
@@ -61,7 +61,7 @@ def processes() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess):
-            if "workers.compiling" in child.cmdline():
+            if "tensord.workers.compiling" in child.cmdline():
                 found.append(child)
     return found
 
@@ -114,8 +114,8 @@ def test_it_ends_with_its_worker_in_the_middle_of_a_compilation(tmp_path: Path) 
     (tmp_path / "asked").write_bytes(encoder.encode(asked(steps=300)))
     source = (
         "import sys\n"
-        "from workers.compiling.compilers import Compilers\n"
-        "from workers.compiling.records import TO_PROCESS\n"
+        "from tensord.workers.compiling.compilers import Compilers\n"
+        "from tensord.workers.compiling.records import TO_PROCESS\n"
         "Compilers(1).compile(TO_PROCESS.decode(open(sys.argv[1], 'rb').read()))\n"
     )
     worker = psutil.Popen([sys.executable, "-c", source, str(tmp_path / "asked")])

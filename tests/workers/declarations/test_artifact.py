@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from jax import export
 from safetensors.numpy import save_file
 
-from config.model_config import empty
-from shm.errors import InvalidArgument
-from workers.declarations import artifact
-from workers.declarations.program_file import ProgramFile
+from tensord.config.model_config import empty
+from tensord.shm.errors import InvalidArgument
+from tensord.workers.declarations import artifact
+from tensord.workers.declarations.program_file import ProgramFile
 
 ROW = jax.ShapeDtypeStruct((2, 4), np.float32)
 Spec = jax.ShapeDtypeStruct

@@ -7,9 +7,9 @@ from types import ModuleType
 import jax
 import pytest
 
-from config import model_config
-from shm.errors import InvalidArgument, Unsupported
-from workers.declarations.device_choice import chosen_devices, device_count, given_devices
+from tensord.config import model_config
+from tensord.shm.errors import InvalidArgument, Unsupported
+from tensord.workers.declarations.device_choice import chosen_devices, device_count, given_devices
 
 #: Only their number and order count.
 DEVICES = ("a", "b", "c", "d")

@@ -12,9 +12,9 @@ import pytest
 from google.protobuf import text_format
 
 import tensord.models
-from config.model_config import empty
-from shm.errors import InvalidArgument
-from workers.declarations import artifact
+from tensord.config.model_config import empty
+from tensord.shm.errors import InvalidArgument
+from tensord.workers.declarations import artifact
 
 INPUTS = {"x": "FP32[width]", "scale": "FP32[1]"}
 

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from config.model_config import empty
-from shm.errors import InvalidArgument
-from shm.messages import Parameter, Submit
-from workers.declarations.request_inputs import RequestInputs, request_inputs
+from tensord.config.model_config import empty
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.messages import Parameter, Submit
+from tensord.workers.declarations.request_inputs import RequestInputs, request_inputs
 
 
 def of_module(declared: object, host: bool = False, batches: bool = True) -> RequestInputs | None:

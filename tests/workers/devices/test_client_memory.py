@@ -8,9 +8,9 @@ import os
 import numpy as np
 import pytest
 
-from shm import guard
-from shm.regions import Region
-from workers.devices.client_memory import may_be_written, standing
+from tensord.shm import guard
+from tensord.shm.regions import Region
+from tensord.workers.devices.client_memory import may_be_written, standing
 
 SIZE = 4 * mmap.PAGESIZE
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from shm.cuda_regions import CudaRegion, Driver
-from shm.errors import InvalidArgument
+from tensord.shm.cuda_regions import CudaRegion, Driver
+from tensord.shm.errors import InvalidArgument
+from tensord.workers.devices.cuda_tensor import CudaTensor
 from tests.cuda_owner import CudaOwner
 from tests.cuda_stub.library import CudaStub
-from workers.devices.cuda_tensor import CudaTensor
 
 FP32 = np.dtype(np.float32)
 

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from tensord.workers.devices.device import DeviceName
 from tests.cuda_stub.library import CudaStub
-from workers.devices.device import DeviceName
 
 
 def test_names() -> None:
@@ -39,7 +39,7 @@ def test_environment(monkeypatch: pytest.MonkeyPatch, device: str, visible: str,
 def opened(environment: dict[str, str], device: str) -> str:
     """What a worker's process finds when it opens its device."""
     script = (
-        "import sys\nfrom workers.devices.device import DeviceName, NoDevice\nname = DeviceName.parse(sys.argv[1])\n"
+        "import sys\nfrom tensord.workers.devices.device import DeviceName, NoDevice\nname = DeviceName.parse(sys.argv[1])\n"
         "name.prepare_environment()\ntry:\n    print(name.open())\nexcept NoDevice as error:\n    print(error)\n"
         "    sys.exit()\nimport jax\nimport numpy as np\n"
         "same = jax.jit(lambda x: jax.pure_callback(np.sort, x, x))\n"
@@ -74,7 +74,7 @@ def test_it_never_computes_on_the_cpu_instead(cuda_stub: CudaStub, environment: 
 def test_the_thread_that_asks_computes() -> None:
     """Of a process's processor time for a program, most is that thread's."""
     script = (
-        "import time\nfrom workers.devices.device import DeviceName\n"
+        "import time\nfrom tensord.workers.devices.device import DeviceName\n"
         "name = DeviceName('cpu', 0)\nname.prepare_environment()\nimport jax, numpy as np\nname.open()\n"
         "x = np.eye(64, dtype=np.float32)\n"
         "run = jax.jit(lambda x: jax.lax.fori_loop(0, 2000, lambda _, y: y @ x, x)).lower(x).compile()\n"

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shm.cuda_regions import Driver
+from tensord.shm.cuda_regions import Driver
+from tensord.workers.devices.device_array import DeviceArray
 from tests.cuda_stub.library import CudaStub
-from workers.devices.device_array import DeviceArray
 
 
 @pytest.fixture

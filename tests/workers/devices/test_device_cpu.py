@@ -9,8 +9,8 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config.core_list import describe
-from workers.devices.device_cpu import pin, share_of_cores
+from tensord.config.core_list import describe
+from tensord.workers.devices.device_cpu import pin, share_of_cores
 
 
 @given(st.integers(1, 64), st.integers(1, 64))
@@ -49,7 +49,8 @@ def test_pin_to_what_is_named() -> None:
 def test_xla_computes_with_as_many_threads_as_it_is_told() -> None:
     """The pool's threads are counted in processes of their own, and with them the parts that a program is cut into."""
     script = (
-        "import os, sys\nfrom workers.devices.device_cpu import limit_threads, thread_count\nlimit_threads(int(sys.argv[1]))\n"
+        "import os, sys\nfrom tensord.workers.devices.device_cpu import limit_threads, thread_count\n"
+        "limit_threads(int(sys.argv[1]))\n"
         "import jax, numpy as np\njax.devices()\n"
         "names = [open(f'/proc/self/task/{t}/comm').read() for t in os.listdir('/proc/self/task')]\n"
         "program = jax.jit(lambda x: x * 1.5).lower(np.zeros(1 << 22, np.float32)).compile().as_text()\n"

@@ -15,28 +15,28 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from config.options import Workers
-from shm.arena import Arena
-from shm.cuda_regions import CudaRegion, Driver
-from shm.errors import InvalidArgument
-from shm.messages import Inline, RegionSlice, RequestedOutput, Slice
+from tensord.config.options import Workers
+from tensord.shm.arena import Arena
+from tensord.shm.cuda_regions import CudaRegion, Driver
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.messages import Inline, RegionSlice, RequestedOutput, Slice
+from tensord.workers.devices import device_cuda
+from tensord.workers.devices.cuda_tensor import CudaTensor
+from tensord.workers.devices.device_cuda import CudaDevice
+from tensord.workers.devices.host_staging import StagingPool
+from tensord.workers.devices.pinned_budget import PinnedBudget
+from tensord.workers.dispatch.answers import complete
+from tensord.workers.models.execution import Execution
+from tensord.workers.models.jax_model import JaxModel
+from tensord.workers.programs.executable import Wanted
+from tensord.workers.programs.executable_cache import ExecutableCache
+from tensord.workers.programs.executables import Executables
+from tensord.workers.programs.load_progress import LoadProgress
+from tensord.workers.tensors.buckets import Buckets
 from tests.cuda_owner import CudaOwner
 from tests.cuda_stub.library import CudaStub
 from tests.workers.made_requests import ALane, request_of
 from tests.workers.programs.test_executables import of
-from workers.devices import device_cuda
-from workers.devices.cuda_tensor import CudaTensor
-from workers.devices.device_cuda import CudaDevice
-from workers.devices.host_staging import StagingPool
-from workers.devices.pinned_budget import PinnedBudget
-from workers.dispatch.answers import complete
-from workers.models.execution import Execution
-from workers.models.jax_model import JaxModel
-from workers.programs.executable import Wanted
-from workers.programs.executable_cache import ExecutableCache
-from workers.programs.executables import Executables
-from workers.programs.load_progress import LoadProgress
-from workers.tensors.buckets import Buckets
 
 FP32 = np.dtype(np.float32)
 MIB = 1 << 20

@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from workers.devices.dlpack import CPU, DeviceView
-from workers.programs.gather_buffer import aligned
+from tensord.workers.devices.dlpack import CPU, DeviceView
+from tensord.workers.programs.gather_buffer import aligned
 
 
 @pytest.mark.parametrize("dtype", [np.bool_, np.int8, np.uint16, np.int32, np.float16, np.float32, ml_dtypes.bfloat16])

@@ -6,10 +6,10 @@ import os
 
 import pytest
 
-from shm.cuda_regions import Context, Driver
+from tensord.shm.cuda_regions import Context, Driver
+from tensord.workers.devices.host_staging import TOGETHER, StagingPool
+from tensord.workers.devices.pinned_budget import PinnedBudget
 from tests.cuda_stub.library import CudaStub
-from workers.devices.host_staging import TOGETHER, StagingPool
-from workers.devices.pinned_budget import PinnedBudget
 
 
 @pytest.fixture

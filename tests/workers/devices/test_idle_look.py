@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from shm.cuda_marker import Marker
-from shm.cuda_regions import Context, DeviceLost, Driver
+from tensord.shm.cuda_marker import Marker
+from tensord.shm.cuda_regions import Context, DeviceLost, Driver
+from tensord.workers.devices.idle_look import IdleLook
 from tests.cuda_stub.library import CudaStub
 from tests.daemon_process import wait_until
-from workers.devices.idle_look import IdleLook
 
 
 @pytest.fixture

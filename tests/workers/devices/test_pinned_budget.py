@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers.devices.pinned_budget import PinnedBudget
+from tensord.workers.devices.pinned_budget import PinnedBudget
 
 
 def test_what_does_not_fit_takes_nothing() -> None:

@@ -13,21 +13,21 @@ from pathlib import Path
 import posix_ipc
 import pytest
 
-from config.options import Regions
-from shm import guard
-from shm.arena import Arena, ArenaMap
-from shm.arrays import address_of
-from shm.cuda_regions import Context, Driver
-from shm.operations import RegisterSystemRegion
-from shm.regions import Region
+from tensord.config.options import Regions
+from tensord.shm import guard
+from tensord.shm.arena import Arena, ArenaMap
+from tensord.shm.arrays import address_of
+from tensord.shm.cuda_regions import Context, Driver
+from tensord.shm.operations import RegisterSystemRegion
+from tensord.shm.regions import Region
+from tensord.workers.devices.pinned_budget import PinnedBudget
+from tensord.workers.devices.pinned_memory import PinnedMemory
+from tensord.workers.regions.region_policy import RegionPolicy
+from tensord.workers.regions.region_table import RegionTable
+from tensord.workers.threads.inbox import Inbox
+from tensord.workers.threads.work_thread import WorkThread
 from tests.cuda_stub.library import CudaStub, HostMemory
 from tests.fakes import until
-from workers.devices.pinned_budget import PinnedBudget
-from workers.devices.pinned_memory import PinnedMemory
-from workers.regions.region_policy import RegionPolicy
-from workers.regions.region_table import RegionTable
-from workers.threads.inbox import Inbox
-from workers.threads.work_thread import WorkThread
 
 MIB = 1 << 20
 

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import workers.devices.single_thread
-from config.options import Workers
+from tensord.config.options import Workers
+from tensord.workers.devices import single_thread
+from tensord.workers.devices.single_thread import SingleThreadDevice, choose, share
+from tensord.workers.programs.cache_directory import CacheDirectory
 from tests.repositories import write_model
 from tests.workers.worker_process import WorkerProcess
-from workers.devices.single_thread import SingleThreadDevice, choose, share
-from workers.programs.cache_directory import CacheDirectory
 
 
 def lowered(apply: Any, *shapes: tuple[int, ...]) -> jax.stages.Lowered:
@@ -70,10 +70,9 @@ def test_a_jax_without_such_a_function_is_said_once(
 ) -> None:
     monkeypatch.delattr(jax._src.xla_bridge, "make_cpu_client")
     # As in a process that has none yet.
-    single_thread = workers.devices.single_thread
     monkeypatch.setattr(single_thread, "_opened", single_thread._opened.__wrapped__)
-    monkeypatch.setattr(workers.devices.single_thread, "thread_count", lambda: 4)
-    with caplog.at_level(logging.INFO, "workers.devices.single_thread"):
+    monkeypatch.setattr(single_thread, "thread_count", lambda: 4)
+    with caplog.at_level(logging.INFO, "tensord.workers.devices.single_thread"):
         assert choose(jax.devices()[0], 5) is None
     assert len(caplog.records) == 1
     assert "every program gets all threads: ImportError" in caplog.text
@@ -107,7 +106,7 @@ def told(script: str, threads: int, *arguments: str) -> str:
 
 def test_where_there_is_one() -> None:
     script = (
-        "import jax\nfrom workers.devices.single_thread import choose\n"
+        "import jax\nfrom tensord.workers.devices.single_thread import choose\n"
         "print([choose(jax.devices()[0], flops) for flops in (5, 0)])\n"
     )
     assert told(script, 4) == "[<SingleThreadDevice up to 5 flops>, None]"
@@ -119,10 +118,10 @@ def test_programs_are_cut_for_one_thread_whatever_is_in_the_cache_of_jax(tmp_pat
     """In two starts, of which the second finds the programs of the first; both name the device they are for."""
     script = (
         "import sys\nfrom pathlib import Path\nimport jax, numpy as np\n"
-        "from workers.programs.cache_directory import CacheDirectory\n"
-        "from workers.programs.jax_cache import use_persistent_cache\n"
-        "from workers.programs.placement import Placement\n"
-        "from workers.devices.single_thread import SingleThreadDevice\n"
+        "from tensord.workers.programs.cache_directory import CacheDirectory\n"
+        "from tensord.workers.programs.jax_cache import use_persistent_cache\n"
+        "from tensord.workers.programs.placement import Placement\n"
+        "from tensord.workers.devices.single_thread import SingleThreadDevice\n"
         "use_persistent_cache(CacheDirectory(Path(sys.argv[1])))\n"
         "for device, compiling in ((jax.devices()[0], None), (SingleThreadDevice(1).device,) * 2):\n"
         "    given = Placement(None, device).spec((1 << 22,), np.dtype('f'))\n"

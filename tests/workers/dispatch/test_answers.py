@@ -13,20 +13,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config.model_config import parse_pbtxt
-from shm.arena import Arena
-from shm.arrays import array
-from shm.cuda_regions import CudaRegion
-from shm.errors import Internal, InvalidArgument
-from shm.forms import Forms, answer_template, whole_answer
-from shm.messages import Completion, FormCompletion, Inline, RegionSlice, RequestedOutput, Slice
-from shm.regions import Region
+from tensord.config.model_config import parse_pbtxt
+from tensord.shm.arena import Arena
+from tensord.shm.arrays import array
+from tensord.shm.cuda_regions import CudaRegion
+from tensord.shm.errors import Internal, InvalidArgument
+from tensord.shm.forms import Forms, answer_template, whole_answer
+from tensord.shm.messages import Completion, FormCompletion, Inline, RegionSlice, RequestedOutput, Slice
+from tensord.shm.regions import Region
+from tensord.workers.dispatch.answers import complete, complete_planned, complete_small, plan_answer
+from tensord.workers.requests.request import Request
+from tensord.workers.tensors.batch_outputs import BatchOutputs, layout_of, layout_of_rows, uncut
+from tensord.workers.tensors.packing import Packing
+from tensord.workers.tensors.signature import Signature, signature
 from tests.workers.made_requests import ALane, request_of
-from workers.dispatch.answers import complete, complete_planned, complete_small, plan_answer
-from workers.requests.request import Request
-from workers.tensors.batch_outputs import BatchOutputs, layout_of, layout_of_rows, uncut
-from workers.tensors.packing import Packing
-from workers.tensors.signature import Signature, signature
 
 SIGNATURE: Signature = signature(
     parse_pbtxt(

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shm.arrays import DTYPES
-from shm.errors import InvalidArgument
-from workers.dispatch.classification import classify
-from workers.tensors.signature import TensorSpec
+from tensord.shm.arrays import DTYPES
+from tensord.shm.errors import InvalidArgument
+from tensord.workers.dispatch.classification import classify
+from tensord.workers.tensors.signature import TensorSpec
 
 
 def spec(datatype: str, labels: tuple[str, ...] = ()) -> TensorSpec:

@@ -11,28 +11,28 @@ import jax
 import numpy as np
 import pytest
 
-from config.model_config import empty, parse_pbtxt
-from config.options import Arenas, Executables, Options, Regions
-from shm.arena import Arena
-from shm.control_records import Load
-from shm.cuda_regions import Driver
-from shm.errors import InvalidArgument
-from shm.messages import Completion, Inline, Submit, Tensor
-from shm.status_page import StatusPage
+from tensord.config.model_config import empty, parse_pbtxt
+from tensord.config.options import Arenas, Executables, Options, Regions
+from tensord.shm.arena import Arena
+from tensord.shm.control_records import Load
+from tensord.shm.cuda_regions import Driver
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.messages import Completion, Inline, Submit, Tensor
+from tensord.shm.status_page import StatusPage
+from tensord.workers.dispatch.dispatcher import Dispatcher
+from tensord.workers.loading.loader import Loader
+from tensord.workers.models.model_table import ModelTable
+from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.models.statistics import Failure
+from tensord.workers.programs.executable_cache import ExecutableCache
+from tensord.workers.programs.series_program import SeriesProgram, SeriesWanted
+from tensord.workers.regions.region_policy import RegionPolicy
+from tensord.workers.regions.region_table import RegionTable
+from tensord.workers.requests.submitter import Submitter
+from tensord.workers.threads.inbox import Inbox
+from tensord.workers.threads.work_thread import WorkThread
 from tests.repositories import scale_model, write_model
 from tests.workers.made_requests import request_of
-from workers.dispatch.dispatcher import Dispatcher
-from workers.loading.loader import Loader
-from workers.models.model_table import ModelTable
-from workers.models.model_version import ModelVersion
-from workers.models.statistics import Failure
-from workers.programs.executable_cache import ExecutableCache
-from workers.programs.series_program import SeriesProgram, SeriesWanted
-from workers.regions.region_policy import RegionPolicy
-from workers.regions.region_table import RegionTable
-from workers.requests.submitter import Submitter
-from workers.threads.inbox import Inbox
-from workers.threads.work_thread import WorkThread
 
 OPTIONS = Options(
     arenas=Arenas(byte_size=1 << 20, max_byte_size=1 << 20, inline_byte_size=64, wait=600),

@@ -18,11 +18,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shm.channel import Channel, ChannelClosed, pair
-from shm.control_records import Call, Reply
-from shm.errors import InvalidArgument
-from shm.forms import Forms
-from shm.messages import (
+from tensord.shm.channel import Channel, ChannelClosed, pair
+from tensord.shm.control_records import Call, Reply
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.forms import Forms
+from tensord.shm.messages import (
     Cancel,
     Completion,
     FormCompletion,
@@ -36,16 +36,16 @@ from shm.messages import (
     ToSubmitter,
     ToWorker,
 )
-from shm.operations import RegisterSystemRegion, UnregisterRegion
-from shm.record import decoder, encoder
+from tensord.shm.operations import RegisterSystemRegion, UnregisterRegion
+from tensord.shm.record import decoder, encoder
+from tensord.workers.dispatch import fast_path
+from tensord.workers.models.model_version import ModelVersion
 from tests.daemon_process import ROOT
 from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop
-from workers.dispatch import fast_path
-from workers.models.model_version import ModelVersion
 
 pytestmark = pytest.mark.skipif(not fast_path.available, reason="the C extension was not built")
 if fast_path.available:
-    from workers.native import _fast_path
+    from tensord.workers.native import _fast_path
 
 MODELS = ROOT / "bench" / "models"
 WORDS = 512

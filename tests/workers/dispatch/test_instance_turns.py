@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tensord.workers.models.instance import Instance
 from tests.repositories import write_model
 from tests.workers.dispatch.test_dispatcher import Bench
-from workers.models.instance import Instance
 
 #: Notes each request that it begins, and holds those with a negative number until there is a file "open".
 HELD = """

@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from config.options import Arenas, Executables, Lanes, Options
-from shm.arena import Lease
-from shm.arrays import DTYPES, Array
-from shm.errors import InvalidArgument
-from shm.messages import Completion, FormCompletion, FormSubmit, Inline, Release, RequestedOutput, Slice, Tensor
-from shm.record import encoder
+from tensord.config.options import Arenas, Executables, Lanes, Options
+from tensord.shm.arena import Lease
+from tensord.shm.arrays import DTYPES, Array
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.messages import Completion, FormCompletion, FormSubmit, Inline, Release, RequestedOutput, Slice, Tensor
+from tensord.shm.record import encoder
+from tensord.workers.dispatch import fast_path
+from tensord.workers.native import output_memory
 from tests.repositories import write_model
 from tests.workers.dispatch.test_fast_path import Native, native, request
 from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop
-from workers.dispatch import fast_path
-from workers.native import output_memory
 
 __all__ = ["native"]  # a fixture
 

@@ -8,18 +8,18 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from config.model_config import parse_pbtxt
-from config.options import Arenas
-from shm.arena import Arena
-from shm.errors import Cancelled, Internal, Unavailable
-from shm.messages import Completion
+from tensord.config.model_config import parse_pbtxt
+from tensord.config.options import Arenas
+from tensord.shm.arena import Arena
+from tensord.shm.errors import Cancelled, Internal, Unavailable
+from tensord.shm.messages import Completion
+from tensord.workers.dispatch.outbox import Outbox
+from tensord.workers.models.execution import Execution
+from tensord.workers.models.statistics import Failure, ModelStatistics
+from tensord.workers.requests.request import Request
+from tensord.workers.requests.submitter import Submitter
+from tensord.workers.tensors.signature import signature
 from tests.workers.made_requests import request_of
-from workers.dispatch.outbox import Outbox
-from workers.models.execution import Execution
-from workers.models.statistics import Failure, ModelStatistics
-from workers.requests.request import Request
-from workers.requests.submitter import Submitter
-from workers.tensors.signature import signature
 
 
 class Version(SimpleNamespace):

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from shm.messages import Inline, Tensor
+from tensord.shm.messages import Inline, Tensor
+from tensord.workers.dispatch import fast_path
+from tensord.workers.dispatch.poller import Poller
 from tests.daemon_process import ROOT
 from tests.workers.worker_loop import WorkerLoop
-from workers.dispatch import fast_path
-from workers.dispatch.poller import Poller
 
 
 @pytest.fixture

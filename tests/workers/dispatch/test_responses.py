@@ -9,25 +9,25 @@ import msgspec
 import numpy as np
 import pytest
 
-from config.model_config import parse_pbtxt
-from config.options import Arenas
-from shm.arena import Arena
-from shm.channel import pair
-from shm.errors import Internal
-from shm.lane import SubmitterLane, WorkerLane
-from shm.messages import Completion, Inline
+from tensord.config.model_config import parse_pbtxt
+from tensord.config.options import Arenas
+from tensord.shm.arena import Arena
+from tensord.shm.channel import pair
+from tensord.shm.errors import Internal
+from tensord.shm.lane import SubmitterLane, WorkerLane
+from tensord.shm.messages import Completion, Inline
+from tensord.workers.dispatch.outbox import Outbox
+from tensord.workers.dispatch.responses import Responses
+from tensord.workers.models.execution import Execution
+from tensord.workers.models.statistics import ModelStatistics
+from tensord.workers.requests.request import Request
+from tensord.workers.requests.response_sender import NOT_COMPLETED, ResponseSender
+from tensord.workers.requests.result import STREAMED
+from tensord.workers.requests.submitter import Submitter
+from tensord.workers.tensors.signature import signature
 from tests.fakes import whole_answers
 from tests.workers.dispatch.test_outbox import MEBIBYTE, ALane, Version
 from tests.workers.made_requests import request_of
-from workers.dispatch.outbox import Outbox
-from workers.dispatch.responses import Responses
-from workers.models.execution import Execution
-from workers.models.statistics import ModelStatistics
-from workers.requests.request import Request
-from workers.requests.response_sender import NOT_COMPLETED, ResponseSender
-from workers.requests.result import STREAMED
-from workers.requests.submitter import Submitter
-from workers.tensors.signature import signature
 
 ARENAS = Arenas(byte_size=MEBIBYTE, max_byte_size=MEBIBYTE, inline_byte_size=0, wait=1.0)
 #: Of the arena there is room for four.

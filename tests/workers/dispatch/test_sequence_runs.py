@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shm.messages import Completion, Inline, Tensor
-from shm.sequence_keys import SequenceKeys
-from shm.sequence_page import SequenceState
+from tensord.shm.messages import Completion, Inline, Tensor
+from tensord.shm.sequence_keys import SequenceKeys
+from tensord.shm.sequence_page import SequenceState
+from tensord.workers.dispatch import fast_path
+from tensord.workers.models.model_version import ModelVersion
 from tests.workers.worker_loop import PATIENCE_SECONDS, WorkerLoop
-from workers.dispatch import fast_path
-from workers.models.model_version import ModelVersion
 
 pytestmark = pytest.mark.skipif(not fast_path.available, reason="the C extension was not built")
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from config.options import Lanes, Options, Responses
-from shm.messages import Completion, Inline, RequestedOutput, Tensor
+from tensord.config.options import Lanes, Options, Responses
+from tensord.shm.messages import Completion, Inline, RequestedOutput, Tensor
+from tensord.workers.dispatch.step_rows import MANY
+from tensord.workers.models.model_version import ModelVersion
 from tests.repositories import write_model
 from tests.workers.worker_loop import OPTIONS, WorkerLoop
-from workers.dispatch.step_rows import MANY
-from workers.models.model_version import ModelVersion
 
 SLOTS, STEPS = 2 * MANY, 24
 #: Counts on from its start; ``half`` is the number's half.

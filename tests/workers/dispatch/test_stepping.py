@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shm.messages import Completion, Inline, Tensor
+from tensord.shm.messages import Completion, Inline, Tensor
+from tensord.workers.models.stepped_model import Run, SteppedModel
 from tests.repositories import write_model
 from tests.workers.worker_loop import WorkerLoop
-from workers.models.stepped_model import Run, SteppedModel
 
 #: Counts on from its start, eight times.
 COUNTS = """

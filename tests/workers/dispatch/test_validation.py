@@ -14,22 +14,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from config.model_config import parse_pbtxt
-from config.options import Regions
-from shm.arena import Arena, ArenaMap
-from shm.cuda_regions import Driver
-from shm.errors import InvalidArgument, ServingError
-from shm.messages import Inline, RegionSlice, RequestedOutput, Slice, Submit, Tensor
-from shm.operations import RegisterSystemRegion
-from workers.dispatch.validation import validate
-from workers.models.host_model import shapes_key
-from workers.models.model_version import ModelVersion
-from workers.regions.region_policy import RegionPolicy
-from workers.regions.region_table import RegionTable
-from workers.requests.familiar import Familiar
-from workers.requests.request import Request
-from workers.requests.submitter import Submitter
-from workers.tensors.signature import signature
+from tensord.config.model_config import parse_pbtxt
+from tensord.config.options import Regions
+from tensord.shm.arena import Arena, ArenaMap
+from tensord.shm.cuda_regions import Driver
+from tensord.shm.errors import InvalidArgument, ServingError
+from tensord.shm.messages import Inline, RegionSlice, RequestedOutput, Slice, Submit, Tensor
+from tensord.shm.operations import RegisterSystemRegion
+from tensord.workers.dispatch.validation import validate
+from tensord.workers.models.host_model import shapes_key
+from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.regions.region_policy import RegionPolicy
+from tensord.workers.regions.region_table import RegionTable
+from tensord.workers.requests.familiar import Familiar
+from tensord.workers.requests.request import Request
+from tensord.workers.requests.submitter import Submitter
+from tensord.workers.tensors.signature import signature
 
 
 def version_of(text: str) -> ModelVersion:

@@ -7,10 +7,10 @@ import pickle
 import sys
 from pathlib import Path
 
-from workers.imports import import_system
-from workers.imports.import_system import LoadedModels
-from workers.imports.model_imports import ModelImports, OwnModules
-from workers.imports.plain_names import PlainNames
+from tensord.workers.imports import import_system
+from tensord.workers.imports.import_system import LoadedModels
+from tensord.workers.imports.model_imports import ModelImports, OwnModules
+from tensord.workers.imports.plain_names import PlainNames
 
 
 def test_it_is_told_once() -> None:

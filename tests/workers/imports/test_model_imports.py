@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import configparser
 import json
 import os
 from collections.abc import Iterator
@@ -14,7 +13,6 @@ import pytest
 
 from tests.daemon_process import ROOT, DaemonProcess, wait_until
 from tests.repositories import write_model
-from workers.imports.model_imports import HIDDEN
 
 #: Each statement of ``checks`` leaves what it found in ``found``. The helper modules say whose they are.
 PYTHON = """
@@ -79,14 +77,14 @@ CHECKS = """
     found["import_module relative"] = importlib.import_module(".helper", __package__) is helper
     found["__import__"] = __import__("helper") is helper
     import config, shm
-    found["our names"] = config.OWNER + shm.OWNER
+    found["common names"] = config.OWNER + shm.OWNER
     from config import OWNER as of_config
     import tokenize as own_tokenize
     found["as in the standard library"] = own_tokenize.OWNER
     import inspect, linecache
     found["the standard library is whole"] = bool(inspect.getsource(helper.Point))
     missing = []
-    for absent in ("daemon", "workers", "workers.models", "daemon.cli", "nowhere", "other_helper", "helper.nowhere"):
+    for absent in ("daemon", "workers", "nowhere", "other_helper", "helper.nowhere"):
         try:
             __import__(absent)
         except ModuleNotFoundError as error:
@@ -159,10 +157,9 @@ def write_owner(repository: Path, model: str, owner: str, version: int = 1) -> N
 
 def expected(owner: str) -> list[Any]:
     missing: list[str] = []
-    for name in ("daemon", "workers", "workers.models", "daemon.cli", "nowhere", "other_helper", "helper.nowhere"):
-        hidden = name.partition(".")[0] in ("daemon", "workers")
+    for name in ("daemon", "workers", "nowhere", "other_helper", "helper.nowhere"):
         why = "; 'helper' is not a package" if name.startswith("helper") else ""
-        missing += [f"No module named {name!r}{why}", name.partition(".")[0] if hidden else name]
+        missing += [f"No module named {name!r}{why}", name]
     once = {
         "absolute": owner,
         "from": owner,
@@ -178,7 +175,7 @@ def expected(owner: str) -> list[Any]:
         "import_module": True,
         "import_module relative": True,
         "__import__": True,
-        "our names": owner * 2,
+        "common names": owner * 2,
         "as in the standard library": owner,
         "the standard library is whole": True,
         "missing": missing,
@@ -366,11 +363,3 @@ def test_processes_that_a_model_starts(daemon: DaemonProcess) -> None:
     (folder / "factor.py").write_text("FACTOR = 3\n")
     load(daemon, "starter")
     assert ask(daemon, "starter") == [6, 4, 3, 9, -15] * 2 + [12, 15, -15]
-
-
-def test_all_our_packages_are_hidden() -> None:
-    settings = configparser.ConfigParser()
-    settings.read(ROOT / "setup.cfg")
-    packages = settings["options.packages.find"]["include"].split()
-    # What users may import of ours, if it is there, is not.
-    assert {name.partition(".")[0] for name in packages} - {"tensord"} == HIDDEN

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from workers.imports.own_code import BytecodeLoader, SourceLoader
+from tensord.workers.imports.own_code import BytecodeLoader, SourceLoader
 
 OWN: dict[str, Any] = {**vars(builtins), "answer": 42}
 

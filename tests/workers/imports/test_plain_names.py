@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from workers.imports import import_system
-from workers.imports.model_imports import ModelImports
-from workers.imports.plain_names import PlainName
+from tensord.workers.imports import import_system
+from tensord.workers.imports.model_imports import ModelImports
+from tensord.workers.imports.plain_names import PlainName
 
 NAME = "a_module_of_models"
 MODEL = """

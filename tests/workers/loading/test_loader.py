@@ -14,21 +14,21 @@ import jax
 import numpy as np
 import pytest
 
-from config.model_config import empty, parse_pbtxt
-from shm.control_records import Load
-from shm.errors import Internal, InvalidArgument, ServingError, Unsupported
-from shm.status_page import StatusPage
+from tensord.config.model_config import empty, parse_pbtxt
+from tensord.shm.control_records import Load
+from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unsupported
+from tensord.shm.status_page import StatusPage
+from tensord.workers.imports import import_system
+from tensord.workers.loading.loader import Loader
+from tensord.workers.models.execution import Execution
+from tensord.workers.models.loaded_model import LoadedModel
+from tensord.workers.programs.executable_cache import ExecutableCache
+from tensord.workers.requests.result import Result
+from tensord.workers.scheduling.dynamic_batcher import BatchRules
+from tensord.workers.scheduling.queue import QueuePolicy
+from tensord.workers.threads.inbox import Inbox
 from tests.repositories import write_model
 from tests.workers.made_requests import request_of
-from workers.imports import import_system
-from workers.loading.loader import Loader
-from workers.models.execution import Execution
-from workers.models.loaded_model import LoadedModel
-from workers.programs.executable_cache import ExecutableCache
-from workers.requests.result import Result
-from workers.scheduling.dynamic_batcher import BatchRules
-from workers.scheduling.queue import QueuePolicy
-from workers.threads.inbox import Inbox
 
 Loading = Callable[..., LoadedModel]
 

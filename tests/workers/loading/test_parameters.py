@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from workers.loading.parameters import parted, warn_of_keys
+from tensord.workers.loading.parameters import parted, warn_of_keys
 
 
 def apply(parameters: dict[str, object], inputs: dict[str, object]) -> dict[str, object]:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from workers.imports.model_imports import ModelImports
-from workers.models.author_error import describe_exception
+from tensord.workers.imports.model_imports import ModelImports
+from tensord.workers.models.author_error import describe_exception
 
 
 @pytest.mark.parametrize(

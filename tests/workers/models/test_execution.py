@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from shm.errors import Internal, InvalidArgument
+from tensord.shm.errors import Internal, InvalidArgument
+from tensord.workers.models.execution import Execution, run
 from tests.workers.made_requests import request_of
-from workers.models.execution import Execution, run
 
 
 class Picky:

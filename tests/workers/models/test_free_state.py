@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shm.arrays import DTYPES
-from shm.errors import InvalidArgument, Unavailable
+from tensord.shm.arrays import DTYPES
+from tensord.shm.errors import InvalidArgument, Unavailable
+from tensord.workers.models.execution import Execution
+from tensord.workers.models.free_state import FreeState, Unfit, program_signature
+from tensord.workers.requests.request import Request
+from tensord.workers.scheduling.sequence import Controls, LiveSequence
+from tensord.workers.tensors.buckets import Buckets
+from tensord.workers.tensors.signature import Signature, StateSpec, TensorSpec
+from tensord.workers.tensors.state import InitialState
 from tests.workers.made_requests import request_of
-from workers.models.execution import Execution
-from workers.models.free_state import FreeState, Unfit, program_signature
-from workers.requests.request import Request
-from workers.scheduling.sequence import Controls, LiveSequence
-from workers.tensors.buckets import Buckets
-from workers.tensors.signature import Signature, StateSpec, TensorSpec
-from workers.tensors.state import InitialState
 
 FP32 = DTYPES["FP32"]
 

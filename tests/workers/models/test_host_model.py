@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from config.model_config import parse_pbtxt
-from shm.errors import Internal
+from tensord.config.model_config import parse_pbtxt
+from tensord.shm.errors import Internal
+from tensord.workers.calls.caller import ModelPort
+from tensord.workers.models.execution import Execution
+from tensord.workers.models.host_model import HostModel, shapes_key
+from tensord.workers.tensors.signature import signature
 from tests.workers.made_requests import request_of
-from workers.calls.caller import ModelPort
-from workers.models.execution import Execution
-from workers.models.host_model import HostModel, shapes_key
-from workers.tensors.signature import signature
 
 
 def model_of(apply: Any, max_batch_size: int = 0, reshape: str = "") -> HostModel:

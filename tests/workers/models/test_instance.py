@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shm.errors import Internal
-from shm.status_page import StatusPage
+from tensord.shm.errors import Internal
+from tensord.shm.status_page import StatusPage
+from tensord.workers.models.execution import Execution
+from tensord.workers.models.instance import Instance
+from tensord.workers.threads.inbox import Inbox
 from tests.workers.made_requests import request_of
-from workers.models.execution import Execution
-from workers.models.instance import Instance
-from workers.threads.inbox import Inbox
 
 
 class AModel:

@@ -6,16 +6,16 @@ from typing import Any, cast
 
 import pytest
 
-from config.model_config import empty
-from shm.errors import NotFound
+from tensord.config.model_config import empty
+from tensord.shm.errors import NotFound
+from tensord.workers.imports.model_imports import ModelImports
+from tensord.workers.models.loaded_model import LoadedModel
+from tensord.workers.models.model_table import ModelTable
+from tensord.workers.models.model_version import ModelVersion, VersionState
+from tensord.workers.scheduling.dynamic_batcher import BatchRules
+from tensord.workers.scheduling.queue import QueueRules
+from tensord.workers.tensors.signature import signature
 from tests.workers.made_requests import request_of
-from workers.imports.model_imports import ModelImports
-from workers.models.loaded_model import LoadedModel
-from workers.models.model_table import ModelTable
-from workers.models.model_version import ModelVersion, VersionState
-from workers.scheduling.dynamic_batcher import BatchRules
-from workers.scheduling.queue import QueueRules
-from workers.tensors.signature import signature
 
 
 class AnInstance:

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from config.model_config import ModelConfig, complete, parse_pbtxt
-from shm.errors import Internal, InvalidArgument, NotFound
-from shm.messages import RequestedOutput
+from tensord.config.model_config import ModelConfig, complete, parse_pbtxt
+from tensord.shm.errors import Internal, InvalidArgument, NotFound
+from tensord.shm.messages import RequestedOutput
+from tensord.workers.calls.caller import ModelPort
+from tensord.workers.models.execution import Execution
+from tensord.workers.models.python_model import PythonModel, auto_complete
+from tensord.workers.python_backend import interface as pb_utils
+from tensord.workers.tensors.signature import signature
 from tests.workers.made_requests import request_of
-from workers.calls.caller import ModelPort
-from workers.models.execution import Execution
-from workers.models.python_model import PythonModel, auto_complete
-from workers.python_backend import interface as pb_utils
-from workers.tensors.signature import signature
 
 CONFIG = """
     name: "m" backend: "python" max_batch_size: 4

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from shm.errors import Unavailable
-from shm.sequence_keys import SequenceKeys
-from shm.sequence_page import SequencePage, SequenceState
-from workers.models.sequence_register import RegisteredSequences, SequenceRegister
-from workers.scheduling.sequence import Controls, Sequenced
-from workers.scheduling.sequence_table import SequenceRules, SequenceTable
+from tensord.shm.errors import Unavailable
+from tensord.shm.sequence_keys import SequenceKeys
+from tensord.shm.sequence_page import SequencePage, SequenceState
+from tensord.workers.models.sequence_register import RegisteredSequences, SequenceRegister
+from tensord.workers.scheduling.sequence import Controls, Sequenced
+from tensord.workers.scheduling.sequence_table import SequenceRules, SequenceTable
 
 KEYS = SequenceKeys("m", 1)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from shm.figures import Counts
+from tensord.shm.figures import Counts
+from tensord.workers.models.execution import Execution
+from tensord.workers.models.statistics import Failure, ModelStatistics
 from tests.workers.made_requests import request_of
-from workers.models.execution import Execution
-from workers.models.statistics import Failure, ModelStatistics
 
 
 def executed(rows: list[int]) -> Execution:

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from config.model_config import parse_pbtxt
-from shm.errors import Internal, InvalidArgument, Unavailable
-from workers.models import warmup
-from workers.models.execution import Execution
-from workers.tensors.signature import signature
+from tensord.config.model_config import parse_pbtxt
+from tensord.shm.errors import Internal, InvalidArgument, Unavailable
+from tensord.workers.models import warmup
+from tensord.workers.models.execution import Execution
+from tensord.workers.tensors.signature import signature
 
 TENSORS = """
 input { name: "x" data_type: TYPE_FP32 dims: [ 2 ] }

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shm import guard
-from workers.native import large_copy
+from tensord.shm import guard
+from tensord.workers.native import large_copy
 
 built = pytest.mark.skipif(not large_copy.available, reason="the C extension was not built")
 AT_LEAST = large_copy.LARGE

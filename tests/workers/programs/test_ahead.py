@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from workers.programs.ahead import ahead
+from tensord.workers.programs.ahead import ahead
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 20])

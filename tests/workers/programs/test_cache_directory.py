@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.programs.cache_directory import CacheDirectory
+from tensord.workers.programs.cache_directory import CacheDirectory
 
 NAME = "a.executable"
 OTHER = "b.program"

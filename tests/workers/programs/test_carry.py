@@ -12,25 +12,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shm.arrays import Array
-from shm.errors import Internal, InvalidArgument, ServingError, Unavailable
+from tensord.shm.arrays import Array
+from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable
+from tensord.workers.devices.single_thread import SingleThreadDevice
+from tensord.workers.models.execution import Execution
+from tensord.workers.models.execution import run as run_model
+from tensord.workers.models.jax_model import JaxModel
+from tensord.workers.models.jitted_instance import JittedInstance
+from tensord.workers.programs.carry import StateLost, check_state_size
+from tensord.workers.programs.executable_cache import ExecutableCache
+from tensord.workers.programs.executables import Executables
+from tensord.workers.programs.load_progress import LoadProgress
+from tensord.workers.regions.region_tensor import RegionTensor
+from tensord.workers.requests.request import Request
+from tensord.workers.scheduling.sequence import Controls, Slot
+from tensord.workers.tensors.buckets import Buckets
+from tensord.workers.tensors.signature import Signature, StateSpec
+from tensord.workers.tensors.state import InitialState
 from tests.workers.made_requests import request_of
 from tests.workers.programs.test_executables import of
-from workers.devices.single_thread import SingleThreadDevice
-from workers.models.execution import Execution
-from workers.models.execution import run as run_model
-from workers.models.jax_model import JaxModel
-from workers.models.jitted_instance import JittedInstance
-from workers.programs.carry import StateLost, check_state_size
-from workers.programs.executable_cache import ExecutableCache
-from workers.programs.executables import Executables
-from workers.programs.load_progress import LoadProgress
-from workers.regions.region_tensor import RegionTensor
-from workers.requests.request import Request
-from workers.scheduling.sequence import Controls, Slot
-from workers.tensors.buckets import Buckets
-from workers.tensors.signature import Signature, StateSpec
-from workers.tensors.state import InitialState
 
 SLOTS = 64
 #: Of the sum of each sequence: where it begins.
@@ -315,7 +315,7 @@ def test_correct_where_nothing_is_donated(monkeypatch: pytest.MonkeyPatch, caplo
     """A device that takes no donations computes the same; there a failure leaves the state as it was."""
     caplog.set_level(logging.CRITICAL)
     jit = jax.jit
-    monkeypatch.setattr("workers.programs.lowering.jax.jit", lambda function, donate_argnums=(): jit(function))
+    monkeypatch.setattr("tensord.workers.programs.lowering.jax.jit", lambda function, donate_argnums=(): jit(function))
     model = stateful(Fuse(), batch=(1, 2))
     monkeypatch.undo()
     run(model, Ask(0, 1, True), Ask(1, 1, True))

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from workers.programs.cache_directory import CacheDirectory
-from workers.programs.executable_cache import ExecutableCache, cache_directory
-from workers.programs.placement import CompiledProgram, Placement
+from tensord.workers.programs.cache_directory import CacheDirectory
+from tensord.workers.programs.executable_cache import ExecutableCache, cache_directory
+from tensord.workers.programs.placement import CompiledProgram, Placement
 
 USUAL = Placement(None)
 KEY = ExecutableCache.key(("a", b"b"))

@@ -13,20 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax._src.interpreters import pxla
 
-from config.model_config import empty
-from shm.arena import ALIGNMENT
-from shm.errors import Internal, InvalidArgument
+from tensord.config.model_config import empty
+from tensord.shm.arena import ALIGNMENT
+from tensord.shm.errors import Internal, InvalidArgument
+from tensord.workers.devices.single_thread import SingleThreadDevice
+from tensord.workers.models.execution import Execution
+from tensord.workers.models.jax_model import JaxModel
+from tensord.workers.programs.executable import Wanted
+from tensord.workers.programs.executable_cache import ExecutableCache, cache_directory
+from tensord.workers.programs.executables import Executables
+from tensord.workers.programs.gather_buffer import aligned
+from tensord.workers.programs.load_progress import LoadProgress
+from tensord.workers.tensors.buckets import Buckets
+from tensord.workers.tensors.signature import Signature, declare, parse_declaration, signature
 from tests.workers.made_requests import request_of
-from workers.devices.single_thread import SingleThreadDevice
-from workers.models.execution import Execution
-from workers.models.jax_model import JaxModel
-from workers.programs.executable import Wanted
-from workers.programs.executable_cache import ExecutableCache, cache_directory
-from workers.programs.executables import Executables
-from workers.programs.gather_buffer import aligned
-from workers.programs.load_progress import LoadProgress
-from workers.tensors.buckets import Buckets
-from workers.tensors.signature import Signature, declare, parse_declaration, signature
 
 
 def of(inputs: dict[str, str], outputs: dict[str, str], max_batch_size: int) -> Signature:

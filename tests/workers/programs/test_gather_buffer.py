@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shm.arena import ALIGNMENT
-from shm.messages import Inline, Submit, Tensor
+from tensord.shm.arena import ALIGNMENT
+from tensord.shm.messages import Inline, Submit, Tensor
+from tensord.workers.programs.gather_buffer import GatherBuffer, aligned
+from tensord.workers.requests.request import Request
 from tests.workers.made_requests import request_of
-from workers.programs.gather_buffer import GatherBuffer, aligned
-from workers.requests.request import Request
 
 FP32 = np.dtype(np.float32)
 

@@ -23,9 +23,9 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from workers.programs.cache_directory import CacheDirectory
-from workers.programs.executable_cache import ExecutableCache
-from workers.programs.jax_cache import JaxCache
+from tensord.workers.programs.cache_directory import CacheDirectory
+from tensord.workers.programs.executable_cache import ExecutableCache
+from tensord.workers.programs.jax_cache import JaxCache
 folder = Path(sys.argv[1])
 JaxCache(CacheDirectory(folder)).put("a", b"program")
 print(ExecutableCache.key(["a"]), *(path.name for path in folder.glob("*.program")))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from workers.programs.cache_directory import CacheDirectory
+from tensord.workers.programs.cache_directory import CacheDirectory
 
 #: Compiles a program nobody planned, and one that is stored; says what JAX was answered and what came out.
 SCRIPT = """
@@ -19,10 +19,10 @@ import json, sys
 from pathlib import Path
 import jax, jax.monitoring
 import numpy as np
-from workers.programs.cache_directory import CacheDirectory
-from workers.programs.executable_cache import ExecutableCache
-from workers.programs.jax_cache import use_persistent_cache
-from workers.programs.placement import CompiledProgram, Placement
+from tensord.workers.programs.cache_directory import CacheDirectory
+from tensord.workers.programs.executable_cache import ExecutableCache
+from tensord.workers.programs.jax_cache import use_persistent_cache
+from tensord.workers.programs.placement import CompiledProgram, Placement
 
 answered = []
 jax.monitoring.register_event_listener(lambda event, **_: answered.append(event) if event.endswith("cache_hits") else None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from workers.programs.load_progress import LoadProgress
-from workers.programs.placement import CompiledProgram, Placement
+from tensord.workers.programs.load_progress import LoadProgress
+from tensord.workers.programs.placement import CompiledProgram, Placement
 
 
 def test_what_a_load_comes_to() -> None:

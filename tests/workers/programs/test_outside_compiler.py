@@ -15,16 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shm.errors import Internal
+from tensord.shm.errors import Internal
+from tensord.workers.compiling.compilers import Compilers
+from tensord.workers.devices.single_thread import SingleThreadDevice
+from tensord.workers.programs.cache_directory import CacheDirectory
+from tensord.workers.programs.executable import Wanted
+from tensord.workers.programs.executable_cache import ExecutableCache
+from tensord.workers.programs.outside_compiler import OutsideCompiler, outside_compiler
 from tests.daemon_process import nothing_left_behind, wait_until
 from tests.workers.compiling.test_compilers import processes
 from tests.workers.programs.test_executables import model_of, run
-from workers.compiling.compilers import Compilers
-from workers.devices.single_thread import SingleThreadDevice
-from workers.programs.cache_directory import CacheDirectory
-from workers.programs.executable import Wanted
-from workers.programs.executable_cache import ExecutableCache
-from workers.programs.outside_compiler import OutsideCompiler, outside_compiler
 
 WEIGHTS = np.random.default_rng(0).random((8, 8), np.float32)
 

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shm.arrays import DTYPES
-from shm.errors import Internal
+from tensord.shm.arrays import DTYPES
+from tensord.shm.errors import Internal
+from tensord.workers.devices.host_staging import TOGETHER
+from tensord.workers.programs.lowering import Lowering
+from tensord.workers.programs.packed_outputs import PACKED, starts
+from tensord.workers.programs.placement import Placement
+from tensord.workers.programs.precision import precision
+from tensord.workers.tensors.signature import Signature
 from tests.workers.programs.test_executables import of
-from workers.devices.host_staging import TOGETHER
-from workers.programs.lowering import Lowering
-from workers.programs.packed_outputs import PACKED, starts
-from workers.programs.placement import Placement
-from workers.programs.precision import precision
-from workers.tensors.signature import Signature
 
 NUMERIC = sorted(set(DTYPES) - {"BYTES"})
 

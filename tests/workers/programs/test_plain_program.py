@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from workers.programs.cache_directory import CacheDirectory
-from workers.programs.executable_cache import ExecutableCache
-from workers.programs.placement import CompiledProgram, Placement
-from workers.programs.plain_program import is_plain
+from tensord.workers.programs.cache_directory import CacheDirectory
+from tensord.workers.programs.executable_cache import ExecutableCache
+from tensord.workers.programs.placement import CompiledProgram, Placement
+from tensord.workers.programs.plain_program import is_plain
 
 X = jax.ShapeDtypeStruct((64, 64), np.float32)
 CONSTANT = np.arange(90_000, dtype=np.float32).reshape(300, 300)

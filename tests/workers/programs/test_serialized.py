@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 from jax.experimental import serialize_executable
 
+from tensord.workers.compiling.compilers import Compilers
+from tensord.workers.programs import outside_compiler, serialized
+from tensord.workers.programs.executable_cache import ExecutableCache
+from tensord.workers.programs.outside_compiler import OutsideCompiler
 from tests.workers.programs.test_outside_compiler import answers, model
-from workers.compiling.compilers import Compilers
-from workers.programs import outside_compiler, serialized
-from workers.programs.executable_cache import ExecutableCache
-from workers.programs.outside_compiler import OutsideCompiler
 
 
 @pytest.fixture(params=["nothing", "another one"])

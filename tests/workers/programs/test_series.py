@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from config.model_config import parse_pbtxt
+from tensord.config.model_config import parse_pbtxt
+from tensord.workers.programs.placement import Placement
+from tensord.workers.programs.series import LENGTHS, Series
+from tensord.workers.programs.series_program import SeriesProgram, SeriesWanted
+from tensord.workers.requests.request import Request
+from tensord.workers.tensors.signature import signature
 from tests.workers import made_requests
-from workers.programs.placement import Placement
-from workers.programs.series import LENGTHS, Series
-from workers.programs.series_program import SeriesProgram, SeriesWanted
-from workers.requests.request import Request
-from workers.tensors.signature import signature
 
 SIGNATURE = signature(
     parse_pbtxt(

@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shm.arrays import DTYPES, Array
-from shm.messages import Inline, Submit, Tensor
+from tensord.shm.arrays import DTYPES, Array
+from tensord.shm.messages import Inline, Submit, Tensor
+from tensord.workers.models.execution import Execution
+from tensord.workers.models.jax_model import JaxModel
+from tensord.workers.programs.placement import Placement
+from tensord.workers.programs.series import LENGTHS
+from tensord.workers.programs.series_program import SeriesProgram, SeriesWanted
+from tensord.workers.requests.request import Request
 from tests.workers.made_requests import request_of
 from tests.workers.programs.test_executables import model_of, run
-from workers.models.execution import Execution
-from workers.models.jax_model import JaxModel
-from workers.programs.placement import Placement
-from workers.programs.series import LENGTHS
-from workers.programs.series_program import SeriesProgram, SeriesWanted
-from workers.requests.request import Request
 
 RNG = np.random.default_rng(5)
 WEIGHTS = RNG.standard_normal((33, 17), np.float32)

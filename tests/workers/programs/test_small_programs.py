@@ -12,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tensord.workers.devices.single_thread import SingleThreadDevice
+from tensord.workers.models.execution import Execution
+from tensord.workers.models.jax_model import JaxModel
+from tensord.workers.programs.executable import Wanted
+from tensord.workers.programs.executable_cache import ExecutableCache, cache_directory
+from tensord.workers.programs.series_program import SeriesWanted
 from tests.workers.made_requests import request_of
 from tests.workers.programs.test_executables import model_of, run
-from workers.devices.single_thread import SingleThreadDevice
-from workers.models.execution import Execution
-from workers.models.jax_model import JaxModel
-from workers.programs.executable import Wanted
-from workers.programs.executable_cache import ExecutableCache, cache_directory
-from workers.programs.series_program import SeriesWanted
 
 WIDTH = 32
 WEIGHTS = np.random.default_rng(0).random((WIDTH, WIDTH), np.float32)
@@ -143,7 +143,7 @@ def test_a_version_that_cannot_be_there_serves_as_ever(
     for lines, counts in ((1, (0, 3)), (0, (3, 0))):
         caplog.clear()
         cache = ExecutableCache(folder)
-        with caplog.at_level(logging.INFO, "workers.programs.small_programs"):
+        with caplog.at_level(logging.INFO, "tensord.workers.programs.small_programs"):
             model = products(apply, parameters, cache=cache)
         assert len(caplog.records) == lines
         assert not lines or ("its programs get all threads" in caplog.text and words in caplog.text)

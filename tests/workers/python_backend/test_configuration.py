@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from workers.python_backend import configuration
+from tensord.workers.python_backend import configuration
 
 
 def test_configuration_completed_by_the_model() -> None:

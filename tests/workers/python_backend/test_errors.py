@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shm.errors import ServingError, from_code
-from workers.python_backend.errors import ErrorCode, TritonError
+from tensord.shm.errors import ServingError, from_code
+from tensord.workers.python_backend.errors import ErrorCode, TritonError
 
 
 def test_an_error_without_a_code_is_internal() -> None:

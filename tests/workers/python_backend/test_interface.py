@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from workers.python_backend import interface as pb_utils
+from tensord.workers.python_backend import interface as pb_utils
 
 
 def test_bytes() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tensord.workers.python_backend.interface import Logger
 from tests.daemon_process import DaemonProcess
 from tests.repositories import write_model
-from workers.python_backend.interface import Logger
 
 MODEL = """
     import triton_python_backend_utils as pb_utils

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from workers.python_backend.interface import InferenceResponse, TritonModelException
-from workers.python_backend.response import parameters_of
+from tensord.workers.python_backend.interface import InferenceResponse, TritonModelException
+from tensord.workers.python_backend.response import parameters_of
 
 
 def test_parameters() -> None:

@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from workers.python_backend import tensors
-from workers.python_backend.errors import TritonModelException
+from tensord.workers.python_backend import tensors
+from tensord.workers.python_backend.errors import TritonModelException
 
 
 def test_tensor() -> None:

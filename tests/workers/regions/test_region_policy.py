@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from config.options import Regions
-from shm import guard
-from shm.errors import InvalidArgument
-from shm.operations import ANONYMOUS, Peer, RegisterSystemRegion
-from workers.regions.region_policy import RegionPolicy
+from tensord.config.options import Regions
+from tensord.shm import guard
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.operations import ANONYMOUS, Peer, RegisterSystemRegion
+from tensord.workers.regions.region_policy import RegionPolicy
 
 US, GROUP = os.geteuid(), os.getegid()
 STRANGER = 54321

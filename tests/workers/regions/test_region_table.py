@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import posix_ipc
 import pytest
 
-from config.options import Regions
-from shm import guard
-from shm.cuda_regions import Driver
-from shm.errors import AlreadyExists, InvalidArgument, NotFound
-from shm.operations import RegisterSystemRegion
-from workers.regions.region_policy import RegionPolicy
-from workers.regions.region_table import RegionTable
+from tensord.config.options import Regions
+from tensord.shm import guard
+from tensord.shm.cuda_regions import Driver
+from tensord.shm.errors import AlreadyExists, InvalidArgument, NotFound
+from tensord.shm.operations import RegisterSystemRegion
+from tensord.workers.regions.region_policy import RegionPolicy
+from tensord.workers.regions.region_table import RegionTable
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from shm.errors import InvalidArgument
-from shm.snapshot_region import SnapshotRegion
-from workers.regions.region_tensor import RegionTensor
+from tensord.shm.errors import InvalidArgument
+from tensord.shm.snapshot_region import SnapshotRegion
+from tensord.workers.regions.region_tensor import RegionTensor
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shm.messages import FormCompletion, ToSubmitter
-from shm.record import decoder
-from workers.requests.answer_rows import AnswerPieces, AnswerRows
+from tensord.shm.messages import FormCompletion, ToSubmitter
+from tensord.shm.record import decoder
+from tensord.workers.requests.answer_rows import AnswerPieces, AnswerRows
 
 
 @pytest.mark.parametrize("form", [0, 127, 128, 1023])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from workers.requests.familiar import Familiar, Known
+from tensord.workers.requests.familiar import Familiar, Known
 
 
 def test_only_the_very_same_inputs_are_familiar() -> None:

@@ -14,17 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shm.errors import InvalidArgument, NotFound, ServingError
-from shm.forms import Forms, own_contents, request_template, whole_request
-from shm.messages import Content, FormSubmit, Inline, RegionSlice, RequestedOutput, Slice, Submit, Tensor
-from shm.operations import RegisterSystemRegion
+from tensord.shm.errors import InvalidArgument, NotFound, ServingError
+from tensord.shm.forms import Forms, own_contents, request_template, whole_request
+from tensord.shm.messages import Content, FormSubmit, Inline, RegionSlice, RequestedOutput, Slice, Submit, Tensor
+from tensord.shm.operations import RegisterSystemRegion
+from tensord.workers.dispatch.validation import validate, validate_formed
+from tensord.workers.models.model_version import ModelVersion
+from tensord.workers.regions.region_table import RegionTable
+from tensord.workers.requests.known_form import KnownForm
+from tensord.workers.requests.request import Request
+from tensord.workers.requests.submitter import Submitter
 from tests.workers.dispatch.test_validation import BATCHED, FREE, outputs, regions, submitter, tensors, version_of
-from workers.dispatch.validation import validate, validate_formed
-from workers.models.model_version import ModelVersion
-from workers.regions.region_table import RegionTable
-from workers.requests.known_form import KnownForm
-from workers.requests.request import Request
-from workers.requests.submitter import Submitter
 
 __all__ = ["regions", "submitter"]  # fixtures
 

@@ -15,24 +15,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from config.model_config import parse_pbtxt
-from shm.arena import ALIGNMENT, Arena, Lease
-from shm.cuda_regions import CudaRegion
-from shm.errors import Internal, InvalidArgument
-from shm.messages import RegionSlice, RequestedOutput, Submit, Tensor
-from shm.regions import Region, open_object
-from shm.snapshot_region import SnapshotRegion
+from tensord.config.model_config import parse_pbtxt
+from tensord.shm.arena import ALIGNMENT, Arena, Lease
+from tensord.shm.cuda_regions import CudaRegion
+from tensord.shm.errors import Internal, InvalidArgument
+from tensord.shm.messages import RegionSlice, RequestedOutput, Submit, Tensor
+from tensord.shm.regions import Region, open_object
+from tensord.shm.snapshot_region import SnapshotRegion
+from tensord.workers.native import output_memory
+from tensord.workers.native.output_memory import OutputMemory
+from tensord.workers.programs.executable import Executable, Wanted
+from tensord.workers.programs.placement import CompiledProgram, Placement
+from tensord.workers.regions.region_table import AnyRegion
+from tensord.workers.requests.places import Places
+from tensord.workers.requests.request import Request
+from tensord.workers.tensors.signature import Signature, signature
 from tests.workers.made_requests import request_of
 from tests.workers.native.test_output_memory import Lying
 from tests.workers.worker_loop import DEVICE
-from workers.native import output_memory
-from workers.native.output_memory import OutputMemory
-from workers.programs.executable import Executable, Wanted
-from workers.programs.placement import CompiledProgram, Placement
-from workers.regions.region_table import AnyRegion
-from workers.requests.places import Places
-from workers.requests.request import Request
-from workers.tensors.signature import Signature, signature
 
 MIB = 1 << 20
 LARGE = 1 << 16

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.requests.response_cache import ENTRY_BYTE_SIZE, Insertion, Question, ResponseCache
-from workers.requests.result import Response
+from tensord.workers.requests.response_cache import ENTRY_BYTE_SIZE, Insertion, Question, ResponseCache
+from tensord.workers.requests.result import Response
 
 LOAD = object()
 X = np.arange(4, dtype=np.int32)

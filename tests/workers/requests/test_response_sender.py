@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shm.arrays import Array
-from shm.errors import Internal, ServingError, Unavailable
+from tensord.shm.arrays import Array
+from tensord.shm.errors import Internal, ServingError, Unavailable
+from tensord.workers.requests.response_sender import NOT_COMPLETED, Nobody, ResponseSender, SenderClosed, Sent
+from tensord.workers.requests.result import Result
 from tests.workers.made_requests import request_of
-from workers.requests.response_sender import NOT_COMPLETED, Nobody, ResponseSender, SenderClosed, Sent
-from workers.requests.result import Result
 
 #: What a response of ``HUNDRED`` counts.
 SIZE = 356

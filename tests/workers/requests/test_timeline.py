@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from shm.errors import Internal, InvalidArgument
-from shm.messages import Completion
-from workers.requests.timeline import TENSORS, TIMESTAMPS, RequestTimeline
+from tensord.shm.errors import Internal, InvalidArgument
+from tensord.shm.messages import Completion
+from tensord.workers.requests.timeline import TENSORS, TIMESTAMPS, RequestTimeline
 
 
 def test_times_and_tensors_as_text() -> None:

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from shm.errors import ServingError
-from workers.scheduling.sequence import Controls, Sequenced, Slot
+from tensord.shm.errors import ServingError
+from tensord.workers.scheduling.sequence import Controls, Sequenced, Slot
 
 #: A sequence: its id, whether it is closed, and the numbers of its waiting requests.
 Picture = tuple[int | str, bool, list[int]]

@@ -16,14 +16,14 @@ from collections.abc import Callable
 
 import psutil
 
-from shm.errors import ServingError
+from tensord.shm.errors import ServingError
+from tensord.workers.scheduling.direct_batcher import DirectBatcher, DirectRules
+from tensord.workers.scheduling.dynamic_batcher import BatchRules
+from tensord.workers.scheduling.oldest_batcher import OldestBatcher
+from tensord.workers.scheduling.sequence import Controls
+from tensord.workers.scheduling.sequence_batcher import SequenceBatcher, Strategy
+from tensord.workers.scheduling.sequence_table import SequenceRules
 from tests.workers.scheduling.naive_sequences import NaiveSequences, Step, refusal
-from workers.scheduling.direct_batcher import DirectBatcher, DirectRules
-from workers.scheduling.dynamic_batcher import BatchRules
-from workers.scheduling.oldest_batcher import OldestBatcher
-from workers.scheduling.sequence import Controls
-from workers.scheduling.sequence_batcher import SequenceBatcher, Strategy
-from workers.scheduling.sequence_table import SequenceRules
 
 
 class Heard:

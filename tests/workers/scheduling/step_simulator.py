@@ -9,9 +9,9 @@ from __future__ import annotations
 import random
 from collections import deque
 
-from shm.errors import Cancelled, Unavailable
-from workers.scheduling.queue import QueuePolicy, QueueRules, RequestQueue, Waiting
-from workers.scheduling.step_batcher import AHEAD, EMITS, FINISHED, Answer, Step, StepBatcher, StepRules
+from tensord.shm.errors import Cancelled, Unavailable
+from tensord.workers.scheduling.queue import QueuePolicy, QueueRules, RequestQueue, Waiting
+from tensord.workers.scheduling.step_batcher import AHEAD, EMITS, FINISHED, Answer, Step, StepBatcher, StepRules
 
 
 class Counting(Waiting):

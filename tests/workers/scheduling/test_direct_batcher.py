@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from workers.scheduling.direct_batcher import DirectBatcher, DirectRules
-from workers.scheduling.sequence import Controls, LiveSequence, Sequenced, Slot
+from tensord.workers.scheduling.direct_batcher import DirectBatcher, DirectRules
+from tensord.workers.scheduling.sequence import Controls, LiveSequence, Sequenced, Slot
 
 
 def ready(batcher: DirectBatcher[Sequenced], number: int, key: str, arrived_ns: int) -> LiveSequence[Sequenced]:

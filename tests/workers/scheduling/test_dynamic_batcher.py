@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.scheduling.dynamic_batcher import BatchRules, DynamicBatcher
-from workers.scheduling.queue import QueueRules, RequestQueue, Waiting
+from tensord.workers.scheduling.dynamic_batcher import BatchRules, DynamicBatcher
+from tensord.workers.scheduling.queue import QueueRules, RequestQueue, Waiting
 
 
 def batcher_of(

@@ -7,9 +7,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.scheduling.ensemble_graph import EnsembleGraph, Step
-from workers.scheduling.ensemble_run import Answer, EnsembleRun, Start
-from workers.scheduling.sequence import Controls
+from tensord.workers.scheduling.ensemble_graph import EnsembleGraph, Step
+from tensord.workers.scheduling.ensemble_run import Answer, EnsembleRun, Start
+from tensord.workers.scheduling.sequence import Controls
 
 
 def step(takes: str, gives: str, streams: bool = False) -> Step:

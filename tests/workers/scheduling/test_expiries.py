@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tensord.workers.scheduling.expiries import TIMED_OUT, Expiries
+from tensord.workers.scheduling.sequence import Controls, LiveSequence, Slot
 from tests.workers.scheduling.naive_sequences import Step
-from workers.scheduling.expiries import TIMED_OUT, Expiries
-from workers.scheduling.sequence import Controls, LiveSequence, Slot
 
 
 def step(number: int, deadline_ns: int = 0, timeout_ns: int = 0, seated: bool = False) -> Step:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shm.errors import Unavailable
-from workers.scheduling.queue import QueuePolicy, QueueRules, RequestQueue, Waiting
+from tensord.shm.errors import Unavailable
+from tensord.workers.scheduling.queue import QueuePolicy, QueueRules, RequestQueue, Waiting
 
 
 def request(key: str = "a", rows: int = 1, arrived_ns: int = 0, **fields: Any) -> Waiting:

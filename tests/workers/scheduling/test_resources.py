@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shm.errors import InvalidArgument
-from workers.scheduling.resources import MAX_PASSED, Resources
+from tensord.shm.errors import InvalidArgument
+from tensord.workers.scheduling.resources import MAX_PASSED, Resources
 
 
 def resources(**limits: int) -> Resources[str]:

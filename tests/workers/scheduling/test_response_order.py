@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.scheduling.response_order import ResponseOrder
+from tensord.workers.scheduling.response_order import ResponseOrder
 
 
 def test_an_answer_waits_for_those_before_it() -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from shm.errors import Cancelled, InvalidArgument, ServingError, Unavailable
+from tensord.shm.errors import Cancelled, InvalidArgument, ServingError, Unavailable
+from tensord.workers.scheduling.direct_batcher import DirectBatcher, DirectRules
+from tensord.workers.scheduling.iterative import IterativeIds
+from tensord.workers.scheduling.sequence import Controls, SequenceState, state_lost
+from tensord.workers.scheduling.sequence_batcher import SequenceBatcher
+from tensord.workers.scheduling.sequence_table import SequenceRules
 from tests.workers.scheduling.naive_sequences import Step
 from tests.workers.scheduling.sequence_simulator import Churn, Heard, batcher_of, simulate
-from workers.scheduling.direct_batcher import DirectBatcher, DirectRules
-from workers.scheduling.iterative import IterativeIds
-from workers.scheduling.sequence import Controls, SequenceState, state_lost
-from workers.scheduling.sequence_batcher import SequenceBatcher
-from workers.scheduling.sequence_table import SequenceRules
 
 SEEDS = 20_000
 PARTS = 20

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.scheduling.sequence import Slot
-from workers.scheduling.slots import Slots
+from tensord.workers.scheduling.sequence import Slot
+from tensord.workers.scheduling.slots import Slots
 
 
 @given(st.integers(1, 5), st.integers(1, 3), st.lists(st.integers(0, 20)))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from shm.errors import Cancelled, Unavailable
+from tensord.shm.errors import Cancelled, Unavailable
+from tensord.workers.scheduling.queue import QueueRules, RequestQueue, Waiting
+from tensord.workers.scheduling.step_batcher import AHEAD, EMITS, FINISHED, Answer, StepBatcher, StepRules
 from tests.workers.scheduling.step_simulator import Simulation
-from workers.scheduling.queue import QueueRules, RequestQueue, Waiting
-from workers.scheduling.step_batcher import AHEAD, EMITS, FINISHED, Answer, StepBatcher, StepRules
 
 
 def batcher_of(

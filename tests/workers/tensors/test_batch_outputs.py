@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from config.model_config import parse_pbtxt
-from shm.arrays import Array
-from workers.tensors.batch_outputs import BatchOutputs, layout_of, layout_of_rows, uncut
-from workers.tensors.packing import Packing
-from workers.tensors.signature import Signature, signature
+from tensord.config.model_config import parse_pbtxt
+from tensord.shm.arrays import Array
+from tensord.workers.tensors.batch_outputs import BatchOutputs, layout_of, layout_of_rows, uncut
+from tensord.workers.tensors.packing import Packing
+from tensord.workers.tensors.signature import Signature, signature
 
 TENSORS = """output { name: "y" data_type: TYPE_FP32 dims: [ 2 ] } output { name: "n" data_type: TYPE_INT8 dims: [ -1 ] }
     output { name: "z" data_type: TYPE_FP32 dims: [ 1 ] }"""

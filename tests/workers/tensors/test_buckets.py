@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config.model_config import empty
-from shm.errors import InvalidArgument
-from workers.tensors.buckets import Buckets, check_sizes, powers_of_two, sliced
-from workers.tensors.signature import Signature, declare, parse_declaration, signature
+from tensord.config.model_config import empty
+from tensord.shm.errors import InvalidArgument
+from tensord.workers.tensors.buckets import Buckets, check_sizes, powers_of_two, sliced
+from tensord.workers.tensors.signature import Signature, declare, parse_declaration, signature
 
 
 def of(inputs: dict[str, str], max_batch_size: int = 8) -> Signature:

@@ -6,7 +6,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from workers.tensors.packing import Packing
+from tensord.workers.tensors.packing import Packing
 
 FP32, BF16 = np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)
 

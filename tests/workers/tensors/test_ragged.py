@@ -10,11 +10,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shm.arrays import DTYPES
-from workers.tensors import ragged
-from workers.tensors.buckets import Buckets, Shapes
-from workers.tensors.ragged import SEGMENT_IDS, batch_input, cut
-from workers.tensors.signature import BatchInput, Signature, TensorSpec
+from tensord.shm.arrays import DTYPES
+from tensord.workers.tensors import ragged
+from tensord.workers.tensors.buckets import Buckets, Shapes
+from tensord.workers.tensors.ragged import SEGMENT_IDS, batch_input, cut
+from tensord.workers.tensors.signature import BatchInput, Signature, TensorSpec
 
 KINDS = (
     "BATCH_ELEMENT_COUNT",

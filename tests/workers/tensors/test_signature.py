@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from config.model_config import complete, parse_pbtxt
-from shm.errors import InvalidArgument
-from workers.tensors.signature import Declared, declare, parse_declaration, signature
+from tensord.config.model_config import complete, parse_pbtxt
+from tensord.shm.errors import InvalidArgument
+from tensord.workers.tensors.signature import Declared, declare, parse_declaration, signature
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import pytest
 
-from shm.errors import Internal, InvalidArgument
-from workers.tensors.tensor_trees import declarations, is_tree, taking_trees
+from tensord.shm.errors import Internal, InvalidArgument
+from tensord.workers.tensors.tensor_trees import declarations, is_tree, taking_trees
 
 
 class Pair(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import threading
 
-from workers.threads.inbox import Inbox
+from tensord.workers.threads.inbox import Inbox
 
 
 def test_posted_calls_run_in_order() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import select
 from collections.abc import Callable
 
-from workers.threads.inbox import Inbox
-from workers.threads.work_thread import WorkThread
+from tensord.workers.threads.inbox import Inbox
+from tensord.workers.threads.work_thread import WorkThread
 
 
 def test_results_and_errors_arrive_on_the_loop() -> None:
