@@ -119,7 +119,7 @@ def _receive_start(channel: Channel) -> Start:
             continue
         (record, *_), fds = received
         if not isinstance(record, Start):
-            raise SystemExit(f"workers: {type(record).__name__} came before Start")
+            raise SystemExit(f"tensord.workers: {type(record).__name__} came before Start")
         stack_report.enable(*fds)
         return record
 

@@ -39,7 +39,7 @@ _REQUESTS = 500
 _ARENAS = 2 * (4 * 2 + 2)
 #: The event loop opens one with its first connection, to be able to refuse more than it may have.
 _SPARE = 1
-_VICTIMS = ("tensord.workers", "tensord.daemon.http", "tensord.daemon.grpc", "tensord.workers")
+_VICTIMS = ("workers", "daemon.http", "daemon.grpc", "workers")
 
 
 class Client(threading.Thread):

@@ -278,7 +278,7 @@ def test_a_connection_also_ends_with_its_process_or_its_front(
         first.kill()
         served.wait_gone("a")
         assert set(served.records()) == {"b", "t"}
-        (front,) = served.daemon.children(f"daemon.{protocol}")
+        (front,) = served.daemon.children(f"tensord.daemon.{protocol}")
         front.kill()
         served.wait_gone("b")
         assert set(served.records()) == {"t"}

@@ -154,7 +154,7 @@ def asker(daemon: DaemonProcess, row: Row) -> Iterator[Asker]:
 
 
 def front_of(daemon: DaemonProcess, row: Row) -> psutil.Process:
-    (front,) = daemon.children(f"daemon.{row.protocol}")
+    (front,) = daemon.children(f"tensord.daemon.{row.protocol}")
     return front
 
 

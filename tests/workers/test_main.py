@@ -23,7 +23,7 @@ def test_usage(arguments: list[str]) -> None:
         [sys.executable, "-m", "tensord.workers", *arguments], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 2
-    assert "usage: workers" in done.stderr
+    assert "usage: tensord.workers" in done.stderr
 
 
 def test_start_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ class _Process:
         ours, theirs = Pipe()
         try:
             self._process = subprocess.Popen(
-                # -P: a folder named like one of our packages in the working directory must not be imported instead.
+                # -P: whatever lies in the working directory is not ours to import.
                 [sys.executable, "-P", "-m", "tensord.workers.compiling", "--fd", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
