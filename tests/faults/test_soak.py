@@ -142,7 +142,7 @@ def descriptors(pid: int) -> Descriptors:
 
 def kill(daemon: DaemonProcess, kind: str, stays: int) -> None:
     """One of that kind, never the one that stays."""
-    for process in daemon.children(kind):
+    for process in daemon.children(f"tensord.{kind}"):
         if process.pid != stays:
             process.kill()
             process.wait(PATIENCE)
