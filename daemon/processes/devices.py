@@ -126,7 +126,7 @@ def _visible(environment: Mapping[str, str], folder: Path) -> _Visible:
         return _Visible(reason="" if named is None else f"the CUDA driver shows no GPU for {_VARIABLE}={named}")
     if not _has_plugin():
         there = "is a GPU" if found.count == 1 else f"are {found.count} GPUs"
-        said = f"there {there}, but JAX's plugin for CUDA is not installed (pip install 'tensord[cuda]')"
+        said = f"there {there}, but JAX's plugin for CUDA is not installed (pip install 'tensord[cuda13]', or [cuda12])"
         return _Visible(reason=said)
     if entries is None:
         return _Visible([str(i) for i in range(found.count)], found.addresses)

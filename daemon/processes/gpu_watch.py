@@ -51,7 +51,7 @@ def main(seconds: float) -> str:
     try:
         import pynvml
     except ImportError:
-        return "nvidia-ml-py is not installed (pip install 'tensord[cuda]')"
+        return "nvidia-ml-py is not installed (pip install nvidia-ml-py)"
     try:
         # That there are none is no error.
         pynvml.nvmlInitWithFlags(pynvml.NVML_INIT_FLAG_NO_GPUS)

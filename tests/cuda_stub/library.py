@@ -10,6 +10,7 @@ import struct
 import subprocess
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from tests.run_folder import only_one
 
 #: Functions that driver.c has room for.
 _CALLS = 80
+#: The last bindings whose runtime API is written over the driver API.
+_LAST_OVER_THE_DRIVER = (12, 8)
 
 
 class HostMemory(NamedTuple):
@@ -53,6 +56,8 @@ def _library() -> Path:
         if not plugin.exists():
             plugin.parent.mkdir(parents=True)
             shutil.copy(here / "plugin.py", plugin)
+            (folder / "runtime").mkdir()
+            shutil.copy(here / "runtime.py", folder / "runtime" / "sitecustomize.py")
         for source, name in (("nvml.c", "libnvidia-ml.so.1"), ("driver.c", "libcuda.so.1")):
             library, made = folder / name, folder / "made.so"
             if not library.exists():
@@ -60,6 +65,20 @@ def _library() -> Path:
                 subprocess.run([*command, "-lpthread", "-ldl"], check=True)
                 made.rename(library)
     return library
+
+
+def _path(first: Path, others: str | None) -> str:
+    """Folders as ``PYTHONPATH`` has them."""
+    return os.pathsep.join([str(first), *filter(None, [others])])
+
+
+def _closed_runtime() -> bool:
+    """Whether the bindings' runtime API is one that wants a real driver: ``runtime.py``."""
+    try:
+        version = metadata.version("cuda-bindings")
+    except metadata.PackageNotFoundError:
+        return False
+    return tuple(map(int, version.split(".")[:2])) > _LAST_OVER_THE_DRIVER
 
 
 class CudaStub:
@@ -99,6 +118,8 @@ class CudaStub:
             self.environment["CUDA_STUB_PEERS"] = "1"
         if lockable is not None:
             self.environment["CUDA_STUB_LOCKABLE"] = str(lockable)
+        if _closed_runtime():
+            self.environment["PYTHONPATH"] = _path(self.library.parent / "runtime", os.environ.get("PYTHONPATH"))
 
     @property
     def gpu_environment(self) -> dict[str, str]:
@@ -110,8 +131,8 @@ class CudaStub:
         """``gpu_environment`` of the stub whose ``environment`` it is."""
         visible = {key: value for key, value in environment.items() if key != "CUDA_STUB_HIDDEN"}
         plugins = Path(environment["LD_LIBRARY_PATH"]) / "plugins"
-        path = [str(plugins), *filter(None, [environment.get("PYTHONPATH", os.environ.get("PYTHONPATH"))])]
-        return visible | {"CUDA_STUB_UNIFIED": "1", "PYTHONPATH": os.pathsep.join(path)}
+        path = _path(plugins, environment.get("PYTHONPATH", os.environ.get("PYTHONPATH")))
+        return visible | {"CUDA_STUB_UNIFIED": "1", "PYTHONPATH": path}
 
     def load(self) -> None:
         """Makes it this process's driver, for good: whatever was loaded under the name first is used."""

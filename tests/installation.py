@@ -1,0 +1,122 @@
+"""What an index would give, installed into environments of their own: made once a run of the tests, and nothing is downloaded.
+
+source archive ─▶ wheel ─▶ auditwheel ─▶ the wheel of this run ─▶ ``Installation``, with the tests' libraries behind its own
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.daemon_process import ROOT, DaemonProcess
+from tests.run_folder import only_one
+
+ROOMS = ("config", "daemon", "shm", "tensord", "workers")
+#: Names that lie beside whoever starts something, each as common as a word. Whoever imports one of them does not go on.
+NEIGHBOURS = ("config.py", "daemon.py", "shm.py", "workers/__init__.py")
+_BACK_END = "import sys, setuptools.build_meta as made; getattr(made, sys.argv[1])(sys.argv[2])"
+_SOURCES = ("setup.py", "setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which(sysconfig.get_config_var("CC").split()[0]) is None, reason="there is no compiler to build a wheel with"
+)
+
+
+def ran(*command: str | Path, cwd: Path, environment: Mapping[str, str] | None = None) -> str:
+    """What a command prints; it ends well."""
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def tool(name: str, *arguments: str | Path, cwd: Path) -> str:
+    """Runs a program of the tests' own environment, which finds its others there."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    found = shutil.which(name, path=path)
+    assert found is not None, f"{name} is not installed (pip install -e '.[test]')"
+    return ran(found, *arguments, cwd=cwd, environment=os.environ | {"PATH": path})
+
+
+def made() -> tuple[Path, Path]:
+    """The source archive and the wheel, made from a copy in which nothing is that was compiled in the checkout."""
+    with only_one("wheel") as folder:
+        finished = folder / "dist"
+        if not finished.exists():
+            source, building = folder / "source", folder / "building"
+            shutil.rmtree(source, ignore_errors=True)
+            source.mkdir()
+            for name in _SOURCES:
+                shutil.copy(ROOT / name, source)
+            for name in ROOMS:
+                ignored = shutil.ignore_patterns("*.so", "__pycache__")
+                shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
+            shutil.rmtree(building, ignore_errors=True)
+            building.mkdir()
+            ran(sys.executable, "-c", _BACK_END, "build_sdist", building, cwd=source)
+            (archive,) = building.glob("*.tar.gz")
+            shutil.unpack_archive(archive, folder / "unpacked", filter="data")
+            (unpacked,) = (folder / "unpacked").iterdir()
+            ran(sys.executable, "-c", _BACK_END, "build_wheel", folder, cwd=unpacked)
+            (wheel,) = folder.glob("*.whl")
+            tool("auditwheel", "repair", "--wheel-dir", building, wheel, cwd=folder)
+            building.rename(finished)
+    (archive,) = finished.glob("*.tar.gz")
+    (wheel,) = finished.glob("*.whl")
+    return archive, wheel
+
+
+class Installation:
+    """An environment of its own that wheels are installed into."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        ran(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+        self.python = folder / "bin" / "python"
+        self.packages = Path(
+            ran(self.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
+        )
+        # Behind its own, so that only the libraries are found there; a checkout that is installed there is not.
+        libraries = [path for path in sys.path if Path(path).name == "site-packages"]
+        (self.packages / "libraries.pth").write_text("\n".join(libraries) + "\n")
+
+    def install(self, wheel: Path) -> None:
+        """Adds a wheel to it, as pip does."""
+        pip = (sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "--python", self.python)
+        ran(*pip, "install", "--no-index", "--no-deps", "--force-reinstall", wheel, cwd=self.folder)
+
+    def daemon(self, folder: Path, repositories: Sequence[Path], cwd: Path | None = None) -> DaemonProcess:
+        """Its daemon, which keeps its files in ``folder`` and is started in ``cwd``."""
+        daemon = DaemonProcess(folder, repositories)
+        daemon.program, daemon.cwd = [str(self.folder / "bin" / "tensord")], cwd or folder
+        return daemon
+
+
+def neighbours(folder: Path) -> None:
+    """Puts files with common names there, which end whoever imports them."""
+    for name in NEIGHBOURS:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(f"raise SystemExit('the neighbour {name} was imported')\n")
+
+
+def wheel_of(folder: Path, name: str, files: dict[str, str]) -> Path:
+    """A distribution as an index has it."""
+    place = f"{name.replace('-', '_')}-1.0.dist-info"
+    files = files | {
+        f"{place}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{place}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{place}/RECORD"] = "".join(f"{path},,\n" for path in (*files, f"{place}/RECORD"))
+    made = folder / f"{name.replace('-', '_')}-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(made, "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
+    return made
