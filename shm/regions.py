@@ -18,6 +18,7 @@ Three ways to use one (docs/shared-memory.md has what each costs and promises):
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -25,10 +26,13 @@ import re
 import stat
 import weakref
 
-import posix_ipc
-
 from tensord.shm import descriptors, guard
 from tensord.shm.errors import Internal, InvalidArgument, Unavailable
+
+try:
+    import posix_ipc
+except ModuleNotFoundError:  # it has no wheel for this Python (setup.cfg)
+    posix_ipc = None
 
 _KEY = re.compile(r"/?[A-Za-z0-9_][A-Za-z0-9._-]{0,200}", re.ASCII)
 #: Named semaphores lie in the same folder.
@@ -73,10 +77,9 @@ def open_object(name: str, key: str) -> int:
     if not _KEY.fullmatch(key):
         raise Internal(f"Unable to open shared memory region: '{key[:_SHOWN]}'")
     try:
-        # posix_ipc opens with O_RDWR, on which a FIFO does not block and a directory is refused.
         with descriptors.needed(f"shared memory region '{name}'"):
-            fd: int = posix_ipc.SharedMemory("/" + bare).fd
-    except (posix_ipc.Error, OSError, ValueError) as error:
+            fd = _shm_open(bare)
+    except (OSError, ValueError) as error:
         raise Internal(f"Unable to open shared memory region: '{key}'") from error
     try:
         os.set_inheritable(fd, False)
@@ -85,6 +88,26 @@ def open_object(name: str, key: str) -> int:
             raise InvalidArgument(f"shared memory region '{name}': '{key}' is not a shared-memory object")
     except BaseException:
         os.close(fd)
+        raise
+    return fd
+
+
+def _shm_open(bare: str) -> int:
+    """Opens an existing object with ``O_RDWR``, on which a FIFO does not block and a directory is refused.
+
+    Raises: OSError, ValueError: it cannot be opened; ``errno`` tells only whether this process may have no more files open.
+    """
+    if posix_ipc is None:
+        # What shm_open of the C library does on Linux: the name is that of a file, and a symbolic link is none.
+        return os.open(f"{_DIRECTORY}/{bare}", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fd: int = posix_ipc.SharedMemory("/" + bare).fd
+    except posix_ipc.Error as error:  # a family of its own, beside OSError
+        raise OSError(str(error)) from error
+    except OSError as error:
+        # It says in words only that the process, or the system, has as many files open as it may.
+        if error.errno is None and "files" in str(error):
+            raise OSError(errno.EMFILE, str(error)) from error
         raise
     return fd
 

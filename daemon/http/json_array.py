@@ -4,7 +4,8 @@
       └ piece ┘└ piece ┘       each piece, by itself, is read by simdjson into the tensor's place
 
 No piece takes longer than about a millisecond, so whoever converts can look after others between two of them. What simdjson does
-not understand, and what is wrong, goes piece by piece through RapidJSON like a small text.
+not understand, and what is wrong, goes piece by piece through RapidJSON like a small text. Where simdjson is not installed,
+msgspec reads the pieces.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import Any, Literal, cast
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import simdjson
 
 from tensord.daemon.http import json_data
 from tensord.daemon.http.json_cut import find
@@ -25,16 +25,21 @@ from tensord.shm.arrays import DTYPES
 from tensord.shm.datatypes import ELEMENT_SIZES
 from tensord.shm.errors import InvalidArgument
 
+try:
+    import simdjson
+except ModuleNotFoundError:  # it has no wheel for this Python (setup.cfg)
+    simdjson = None  # type: ignore[assignment]
+
 #: Text converted at a time.
 PIECE_BYTE_SIZE = 64 << 10
 #: What is left of nested numbers without these is their nesting.
 _LEAVES = bytes(range(256)).translate(None, b"[],")
 _BRACKETS_TO_BLANKS = bytes.maketrans(b"[]", b"  ")
-#: simdjson's name for the type of a buffer, by the kind of the datatype's dtype.
-_BUFFERS: dict[str, tuple[Literal["d", "i", "u"], type[np.generic]]] = {
-    "f": ("d", np.float64),
-    "i": ("i", np.int64),
-    "u": ("u", np.uint64),
+#: By the kind of the datatype's dtype: simdjson's name for the type of a buffer, what that holds, and msgspec's way to the same.
+_BUFFERS: dict[str, tuple[Literal["d", "i", "u"], type[np.generic], msgspec.json.Decoder[Any]]] = {
+    "f": ("d", np.float64, msgspec.json.Decoder(list[float])),
+    "i": ("i", np.int64, msgspec.json.Decoder(list[int])),
+    "u": ("u", np.uint64, msgspec.json.Decoder(list[int])),
 }
 _booleans = msgspec.json.Decoder(list[bool])
 _MISMATCH = "Unable to parse 'data': Shape does not match true shape of 'data' field"
@@ -78,7 +83,7 @@ class JsonArray:
         """
         nested = yield from self._check_nesting()
         out = np.frombuffer(place, DTYPES[self.datatype]) if self.datatype != "BYTES" else np.empty(0)
-        parser = simdjson.Parser()
+        parser = None if simdjson is None else simdjson.Parser()
         at = 0
         for start, piece in self._pieces():
             values = self._values(piece.translate(_BRACKETS_TO_BLANKS) if nested else piece, start, parser)
@@ -106,21 +111,24 @@ class JsonArray:
             start += comma + 1
         yield start, bytes(self.text[start:end])
 
-    def _values(self, piece: bytes, start: int, parser: simdjson.Parser) -> npt.NDArray[Any]:
+    def _values(self, piece: bytes, start: int, parser: simdjson.Parser | None) -> npt.NDArray[Any]:
         text = b"[%b]" % piece
         dtype = DTYPES[self.datatype]
         try:
             if self.datatype == "BOOL":
                 values: npt.NDArray[Any] = np.array(_booleans.decode(text), np.bool_)
             else:
-                kind, wide = _BUFFERS[dtype.kind]
-                array = cast(simdjson.Array, parser.parse(text))
-                values = np.frombuffer(array.as_buffer(of_type=kind), wide)
+                buffer, wide, decoder = _BUFFERS[dtype.kind]
+                if parser is None:
+                    values = np.array(decoder.decode(text), wide)
+                else:
+                    # The same bits. The two differ in what they refuse, and that is read the exact way.
+                    values = np.frombuffer(cast(simdjson.Array, parser.parse(text)).as_buffer(of_type=buffer), wide)
             if dtype.kind in "iu" and dtype.itemsize < 8 and len(values):
                 limits = np.iinfo(dtype)
                 if values.min() < limits.min or values.max() > limits.max:
                     raise ValueError("out of range")
-        except (KeyError, TypeError, ValueError, RuntimeError, msgspec.MsgspecError):
+        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError, msgspec.MsgspecError):
             values = np.frombuffer(
                 json_data.flat(parse(text, lambda offset: self.offset + start + offset - 1), self.datatype, self.name),
                 dtype,

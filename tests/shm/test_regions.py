@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -13,10 +14,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tensord.shm.errors import Internal, InvalidArgument, ServingError
+from tensord.shm import regions
+from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable
 from tensord.shm.regions import Region, check_range, open_object
+from tests.open_files import no_descriptors_left
 
 SHM = Path("/dev/shm")
+
+
+@pytest.fixture(params=["posix_ipc", "os.open"], autouse=True, scope="module")
+def opener(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Both ways to open an object: where posix_ipc is not installed, its file is opened."""
+    if request.param == "posix_ipc":
+        pytest.importorskip("posix_ipc", reason="posix_ipc is not installed: it has no wheel for this Python")
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(regions, "posix_ipc", None)
+        yield
 
 
 @pytest.fixture
@@ -84,6 +99,20 @@ def test_only_regular_files_of_ours(key: str) -> None:
         open_object("r", key)
     path.unlink()
     assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_an_object_is_not_inherited(key: str) -> None:
+    make(key, 4096)
+    fd = open_object("r", key)
+    assert not os.get_inheritable(fd)
+    assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+    os.close(fd)
+
+
+def test_no_descriptor_is_left(key: str) -> None:
+    make(key, 4096)
+    with no_descriptors_left(), pytest.raises(Unavailable, match="no file can be opened for shared memory region 'r'"):
+        open_object("r", key)
 
 
 @pytest.mark.parametrize(

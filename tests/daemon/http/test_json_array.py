@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tensord.daemon.http import json_cut
+from tensord.daemon.http import json_array, json_cut
 from tensord.daemon.http.json_array import PIECE_BYTE_SIZE, JsonArray
 from tensord.daemon.http.json_base64 import JsonBase64
 from tensord.shm.arrays import DTYPES, array
@@ -22,6 +23,18 @@ from tests.daemon.http.heads import decode
 #: Enough values for several pieces.
 COUNT = PIECE_BYTE_SIZE
 MISMATCH = "Shape does not match true shape of 'data' field"
+
+
+@pytest.fixture(params=["simdjson", "msgspec"], autouse=True, scope="module")
+def reader(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Both libraries that may read the numbers: where the first is not installed, the second does."""
+    if request.param == "simdjson":
+        pytest.importorskip("simdjson", reason="pysimdjson is not installed: it has no wheel for this Python")
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_array, "simdjson", None)
+        yield
 
 
 def request(data: str, datatype: str, shape: list[int], more: str = "") -> bytes:
@@ -62,6 +75,27 @@ def test_literals_and_what_overflows() -> None:
     np.testing.assert_array_equal(array(wire, "FP32", (COUNT,)), np.array(values, np.float32))
     wire = converted("[" + "1e39,-1e39," * 5000 + "0]", "FP32", [10001])
     assert array(wire, "FP32", (10001,))[:2].tolist() == [math.inf, -math.inf]
+
+
+@pytest.mark.parametrize(
+    ("value", "datatype", "expected"),
+    [
+        ("-0", "FP64", 0.0),
+        ("-0.0", "FP64", -0.0),
+        ("18446744073709551616", "FP64", 2.0**64),
+        ("-9223372036854775809", "FP64", -(2.0**63)),
+        ("9007199254740993", "FP64", 2.0**53),
+        ("1e-400", "FP64", 0.0),
+        ("2.4703282292062328e-324", "FP64", 5e-324),
+        ("1.7976931348623159e308", "FP64", math.inf),
+        ("123456789012345678901234567890e-10", "FP64", 12345678901234567890.0),
+        ("18446744073709551615", "UINT64", 2**64 - 1),
+        ("-9223372036854775808", "INT64", -(2**63)),
+    ],
+)
+def test_numbers_at_the_edges(value: str, datatype: str, expected: float) -> None:
+    wire = converted(f"[{','.join([value] * 3000)}]", datatype, [3000])
+    assert wire == np.full(3000, expected, DTYPES[datatype]).tobytes()
 
 
 @pytest.mark.parametrize(
