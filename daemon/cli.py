@@ -150,10 +150,13 @@ def check(
 
     options = _options(config, arguments)
     try:
-        found = repository.scan([Path(path) for path in options.repository.paths])
+        paths = [Path(path) for path in options.repository.paths]
+        found, others = repository.scan(paths), repository.others(paths)
         devices = [] if read_only else find_devices(options.workers, os.environ)
     except (InvalidArgument, NoDevice) as error:
         _fail(str(error))
+    for path, why in others.items():
+        click.echo(f"'{path}' is no model: {why}", err=True)
     models, bad = [_placed(model, devices, options) for model in found.values()], 0
     read = (Verdict(model, model.problem) for model in models)
     for verdict in read if read_only else model_check.check(models, options, devices, timeout, ProgressBar()):

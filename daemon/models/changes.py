@@ -113,7 +113,7 @@ class Models:
             if found.unsupported:
                 raise Unsupported(load_errors.given_error(name, found.error))
             raise Internal(load_errors.poll_error([name]))
-        if error := await self._bring(loaded):
+        if error := await self._bring(loaded, asked=True):
             raise InvalidArgument(error)
         self._overrides.keep(found, given)
 
@@ -125,7 +125,9 @@ class Models:
             raise InvalidArgument(load_errors.given_error(name, "no model can have that name"))
         try:
             async with self._given.coming(name, files) as folder:
-                if failure := await self._bring(await asyncio.to_thread(repository.overridden, folder, config)):
+                if failure := await self._bring(
+                    await asyncio.to_thread(repository.overridden, folder, config), asked=True
+                ):
                     raise InvalidArgument(failure)
         except NotKept as error:
             raise type(error.cause)(load_errors.given_error(name, error.cause.message)) from None
@@ -236,18 +238,22 @@ class Models:
                 self._refuse(name, error.message)
                 return error.message
         self._overrides.drop(name)
-        if found is None or found.error:
-            reason = "it is in no repository" if found is None else found.error
-            self._refuse(name, reason)
-            return f"model '{name}' cannot be polled: {reason}"
+        if found is None:  # the last look at the repositories found none
+            found = await asyncio.to_thread(repository.find, self._paths(), name)
+        if found.error:
+            self._refuse(name, found.error)
+            return f"model '{name}' cannot be polled: {found.error}"
         return await self._bring(found)
 
-    async def _bring(self, found: FoundModel, within: tuple[str, ...] = (), again: bool = False) -> str:
+    async def _bring(
+        self, found: FoundModel, within: tuple[str, ...] = (), again: bool = False, asked: bool = False
+    ) -> str:
         """Loads a model. Returns why it could not be.
 
         Args:
           within: the ensembles that it is loaded for.
           again: nobody asked for it, so no members are loaded for it.
+          asked: somebody asked for it by name, so it is loaded also where nothing has changed.
         """
         self._wanted.add(found.name)
         if not found.chosen:
@@ -268,12 +274,14 @@ class Models:
         if known is None or known.fingerprint != placed.fingerprint:
             for sentence in found.without_effect:
                 _log.warning("model '%s': %s", found.name, sentence)
+        if asked and self.lifecycle.unchanged(placed):
+            _log.info("model '%s': its files are those that it was loaded from; it is loaded again", found.name)
         token, outcome = self._outcomes.expect(found.name)
         if found.members:
             self.ensembles.add(found)
         else:
             self.ensembles.drop(found.name)
-        self._begin(self.lifecycle.load(placed, token))
+        self._begin(self.lifecycle.load(placed, token, asked))
         return await outcome
 
     async def _with_members(self, found: FoundModel, within: tuple[str, ...]) -> FoundModel:

@@ -181,8 +181,12 @@ class Ensembles:
         return model is not None and (model.running is not None or bool(model.waiting))
 
     def _fingerprints(self, found: FoundModel) -> dict[str, str]:
-        """Of its members. A load that failed in part leaves none."""
-        return {name: self._models[name].fingerprint if name in self._models else "" for name, _ in found.members}
+        """Of its members, each as it was loaded last. A load that failed in part leaves none."""
+        models = {name: self._models.get(name) for name, _ in found.members}
+        return {
+            name: f"{model.fingerprint} {model.repeated}" if model is not None and model.fingerprint else ""
+            for name, model in models.items()
+        }
 
     def __repr__(self) -> str:
         return f"<Ensembles {', '.join(self._built)}>"

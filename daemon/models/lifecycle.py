@@ -41,10 +41,14 @@ class Lifecycle:
 
     # ---------------------------------------------------------------------------------------------------- operations
 
-    def load(self, found: FoundModel, token: int) -> list[Instruction]:
-        """Brings the chosen versions of a model, whose folder polled well, to READY; answered with Settled(token)."""
+    def load(self, found: FoundModel, token: int, again: bool = False) -> list[Instruction]:
+        """Brings the chosen versions of a model, whose folder polled well, to READY; answered with Settled(token).
+
+        Args:
+          again: also those that serve already from the same files.
+        """
         model = self.models.setdefault(found.name, Model())
-        model.waiting.append(Operation(token, found))
+        model.waiting.append(Operation(token, found, again))
         return self._advance(found.name)
 
     def unload(self, name: str, token: int) -> list[Instruction]:
@@ -76,12 +80,17 @@ class Lifecycle:
         while model.running is None and model.waiting:
             model.running = model.waiting.popleft()
             found = model.running.found
-            out += self._begin_unload(name, model) if found is None else self._begin_load(model, found)
+            out += (
+                self._begin_unload(name, model)
+                if found is None
+                else self._begin_load(model, found, model.running.again)
+            )
             out += self._finish(name, model)
         return out
 
-    def _begin_load(self, model: Model, found: FoundModel) -> list[Instruction]:
+    def _begin_load(self, model: Model, found: FoundModel, again: bool) -> list[Instruction]:
         unchanged = model.fingerprint == found.fingerprint
+        model.repeated += unchanged and again
         model.chosen = found.chosen
         model.bringing = dict.fromkeys(found.chosen, "")
         for number, version in model.versions.items():
@@ -93,7 +102,7 @@ class Lifecycle:
         for number in found.chosen:
             load = found.load(number)
             version = model.versions.setdefault(number, Version(load))
-            if version.state is VersionState.READY and unchanged:
+            if version.state is VersionState.READY and unchanged and not again:
                 continue
             version.load, version.deaths, version.suspect, version.wanted = load, 0, False, True
             version.given_up, version.due = "", False
@@ -351,6 +360,13 @@ class Lifecycle:
         """The model folders that versions of that name are served from, or are being loaded from or unloaded."""
         versions = self.models[name].versions.values() if name in self.models else ()
         return {v.load.model_path for v in versions if v.wanted or v.ready or v.loading or v.unloading}
+
+    def unchanged(self, found: FoundModel) -> bool:
+        """Whether every version that would be loaded serves already, from the same files."""
+        model = self.models.get(found.name)
+        if model is None or model.fingerprint != found.fingerprint:
+            return False
+        return all(self.is_ready(found.name, number) for number in found.chosen)
 
     def ready_models(self) -> dict[str, list[int]]:
         """READY versions by name."""

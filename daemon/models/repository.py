@@ -11,25 +11,23 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import hashlib
 import os
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tensord.config import artifact_files, ensemble_checks, model_checks, model_config, model_fields
 from tensord.config.model_config import ModelConfig
 from tensord.config.options import Options
-from tensord.daemon.models import load_errors, placement
+from tensord.daemon.models import load_errors, model_files, placement
 from tensord.shm.control_records import Load
 from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
 
 #: Names go into URLs, logs and cache keys; nothing in them may mean anything to a file system or a shell.
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254}", re.ASCII)
 _VERSION = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
-_IGNORED = ("__pycache__", "lost+found")
 #: A model's file beyond that is no code.
 _MAX_CODE_BYTE_SIZE = 16 << 20
 _MAX_NAMED = 5
@@ -70,17 +68,17 @@ class FoundModel:
     @property
     def problem(self) -> str:
         """Why no version of it can be loaded, as far as can be read; "": nothing speaks against it."""
-        return self.error or ("" if self.chosen else _NONE_CHOSEN if self.versions else self._no_folder)
-
-    @property
-    def _no_folder(self) -> str:
-        named = ", ".join(f"'{name}'" for name in self.others[:_MAX_NAMED])
-        return f"it has no version folder, which is a whole number from 1{f' ({named}: none)' if named else ''}"
+        return self.error or ("" if self.chosen else _NONE_CHOSEN if self.versions else _no_folder(self.others))
 
     def load(self, number: int) -> Load:
         """What brings a version into a worker."""
         path = str(self.path / str(number))
         return Load(self.name, number, str(self.path), path, self.config, max(1, len(self.devices)))
+
+
+def _no_folder(others: Sequence[str]) -> str:
+    named = ", ".join(f"'{name}'" for name in others[:_MAX_NAMED])
+    return f"it has no version folder, which is a whole number from 1{f' ({named}: none)' if named else ''}"
 
 
 def placed(found: FoundModel, devices: Sequence[str], options: Options) -> FoundModel:
@@ -91,10 +89,14 @@ def placed(found: FoundModel, devices: Sequence[str], options: Options) -> Found
     return dataclasses.replace(found, devices=chosen, config=config)
 
 
-def scan(repositories: Sequence[Path]) -> dict[str, FoundModel]:
-    """Every model folder by name, sorted. A repository that is no readable folder raises InvalidArgument, naming it."""
+def scan(repositories: Sequence[Path], known: Collection[str] = ()) -> dict[str, FoundModel]:
+    """Every model folder by name, sorted. A repository that is no readable folder raises InvalidArgument, naming it.
+
+    Args:
+      known: names that were models before: one that has lost its versions is a model with a mistake.
+    """
     found: dict[str, FoundModel] = {}
-    for path in folders(repositories):
+    for path in folders(repositories, known):
         model = poll(path)
         if path.name in found:
             model = dataclasses.replace(model, error=DUPLICATE, chosen=())
@@ -113,15 +115,35 @@ def unreadable(repositories: Sequence[Path]) -> dict[Path, str]:
     return found
 
 
-def folders(repositories: Sequence[Path]) -> list[Path]:
-    """The model folders. Raises InvalidArgument: a repository cannot be read."""
+def folders(repositories: Sequence[Path], known: Collection[str] = ()) -> list[Path]:
+    """The model folders; ``known`` as in ``scan``. Raises InvalidArgument: a repository cannot be read."""
+    return [path for path in _all_folders(repositories) if path.name in known or not no_model(path)]
+
+
+def others(repositories: Sequence[Path]) -> dict[Path, str]:
+    """Folders that look like models and are none -> why. Raises InvalidArgument: a repository cannot be read."""
+    return {path: why for path in _all_folders(repositories) if (why := no_model(path))}
+
+
+def no_model(path: Path) -> str:
+    """Why a folder of a repository is no model; "": it is one, perhaps with a mistake."""
+    try:
+        versions, others = _versions(path)
+        if versions or os.path.lexists(path / "config.pbtxt"):
+            return ""
+    except OSError:
+        return ""  # that is a mistake in a model
+    return f"{_no_folder(others)}, and no config.pbtxt"
+
+
+def _all_folders(repositories: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for repository in repositories:
         try:
-            names = sorted(entry.name for entry in os.scandir(repository) if entry.is_dir())
+            names = sorted(entry.name for entry in os.scandir(repository) if model_files.is_folder(entry))
         except OSError as error:
             raise InvalidArgument(f"model repository '{repository}': {error.strerror}") from None
-        found += [repository / name for name in names if not name.startswith(".") and name not in _IGNORED]
+        found += [repository / name for name in names if not name.startswith(".") and name not in model_files.IGNORED]
     return found
 
 
@@ -190,7 +212,7 @@ def _found(path: Path, message: ModelConfig) -> FoundModel:
         message.backend = _guess_backend(path, message, chosen[-1])
     config = message.SerializeToString(deterministic=True)
     without_effect = tuple(model_fields.without_effect(message))
-    fingerprint = _fingerprint(path, config)
+    fingerprint = model_files.fingerprint(path, config)
     members = dict.fromkeys((step.model_name, step.model_version) for step in message.ensemble_scheduling.step)
     return FoundModel(
         name,
@@ -207,8 +229,8 @@ def _found(path: Path, message: ModelConfig) -> FoundModel:
 
 def _versions(path: Path) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The version folders as numbers, and what other folders there are; both sorted."""
-    names = sorted(entry.name for entry in os.scandir(path) if entry.is_dir())
-    others = [name for name in names if not _VERSION.fullmatch(name) and name not in _IGNORED]
+    names = sorted(entry.name for entry in os.scandir(path) if model_files.is_folder(entry))
+    others = [name for name in names if not _VERSION.fullmatch(name) and name not in model_files.IGNORED]
     return tuple(sorted(int(name) for name in names if _VERSION.fullmatch(name))), tuple(others)
 
 
@@ -275,15 +297,3 @@ def _read(path: Path, limit: int) -> str | None:
     if len(content) > limit:
         raise InvalidArgument(f"{path.name} has {path.stat().st_size} bytes, at most {limit} are read")
     return content.decode()
-
-
-def _fingerprint(path: Path, config: bytes) -> str:
-    """Sizes and times of all files, not their content: parameters may be gigabytes."""
-    digest = hashlib.sha256(config)
-    for folder, folders, files in os.walk(path):
-        folders[:] = sorted(name for name in folders if name not in _IGNORED)
-        for name in sorted(files):
-            file = os.path.join(folder, name)
-            status = os.stat(file)
-            digest.update(f"{os.path.relpath(file, path)}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
-    return digest.hexdigest()

@@ -101,6 +101,8 @@ class Operation:
 
     token: int
     found: FoundModel | None
+    #: Load also what serves already from the same files.
+    again: bool = False
 
 
 @dataclass(slots=True)
@@ -113,6 +115,8 @@ class Model:
     #: Versions the running load brings, and what went wrong with each.
     bringing: dict[int, str] = field(default_factory=dict)
     fingerprint: str = ""
+    #: How often it was loaded again from the same files.
+    repeated: int = 0
     #: Versions that the last load asked for.
     chosen: tuple[int, ...] = ()
 

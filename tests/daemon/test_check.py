@@ -189,9 +189,9 @@ def test_models_of_the_table(tmp_path: Path, start_daemon: Callable[..., DaemonP
     """The daemon says the same of all of them, and serves those that are good and no other."""
     for name in CHECKED:
         write_model(tmp_path / "models", name, *MODELS[name][:2])
-    (tmp_path / "models" / "empty").mkdir()
     (tmp_path / "models" / "empty_version" / "1").mkdir(parents=True)
     (tmp_path / "models" / "named_versions" / "v1").mkdir(parents=True)
+    (tmp_path / "models" / "named_versions" / "config.pbtxt").write_text('backend: "jax"')
     for folder in ("models", "others"):
         write_model(tmp_path / folder, "twice", DECLARED + GOOD)
     write_model(tmp_path / "models", "and_a_name", DECLARED + GOOD)
@@ -200,7 +200,6 @@ def test_models_of_the_table(tmp_path: Path, start_daemon: Callable[..., DaemonP
     status, good, bad = tensord_check(*paths, "--device=cpu")
     assert status == 1
     expected = {name: words for name, (_, _, words) in MODELS.items() if words} | {
-        "empty": "it has no version folder",
         "empty_version": "version 1 has no model.py",
         "named_versions": "it has no version folder, which is a whole number from 1 ('v1': none)",
         "twice": "model appears in two or more repositories",

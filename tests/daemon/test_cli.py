@@ -57,9 +57,9 @@ def test_check_of_a_good_and_a_bad_repository(tmp_path: Path) -> None:
     done = tensord("check", str(file), "--model-control-mode=explicit", "--load-model=absent", TENSORD_WORKERS_CPU="2")
     assert done.returncode == 1
     assert "bad: config.pbtxt of model 'bad': line 1, column 1" in done.stderr
-    assert "empty: it has no version folder" in done.stderr
+    assert f"'{tmp_path / 'models' / 'empty'}' is no model: it has no version folder" in done.stderr
     assert "absent: it is to be loaded at start, but it is in no repository" in done.stderr
-    assert "1 good, 3 bad" in done.stdout
+    assert "1 good, 2 bad" in done.stdout
     assert re.search(r"\n    on cpu:\d alone of 2 workers: models on others cannot call it\n", done.stdout)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -52,6 +53,28 @@ def test_models_come_change_and_go(daemon: DaemonProcess) -> None:
     shutil.rmtree(models / "m")
     until(lambda: "unknown model" in str(answer(daemon, "m")))
     assert answer(daemon, "steady") == 1
+
+
+def test_a_version_that_is_a_link_to_a_release(daemon: DaemonProcess) -> None:
+    """Names, sizes and times of both releases are the same. What no model is beside it is said once, and costs no readiness."""
+    models, releases = daemon.folder / "models", daemon.folder / "releases"
+    for factor in ("2.0", "3.0"):
+        folder = write_model(releases, factor, MODEL.replace("FACTOR", factor))
+        os.utime(folder / "model.py", (1, 1))
+    (models / "linked").mkdir()
+    for name in ("@eaDir", "notes"):
+        (models / name).mkdir()
+    for factor in (2, 3):
+        (models / "next").symlink_to(releases / f"{factor}.0" / "1")
+        (models / "next").rename(models / "linked" / "7")
+        until(lambda: answer(daemon, "linked") == factor)  # noqa: B023
+    (models / "linked" / "7" / ".#model.py").symlink_to("somebody@host.1234:5678")
+    write_model(models, "later", MODEL.replace("FACTOR", "4.0"))
+    until(lambda: answer(daemon, "later") == 4)
+    assert answer(daemon, "linked") == 3
+    assert daemon.get("/v2/health/ready")[0] == 200
+    assert daemon.log.count("notes' is no model: it has no version folder") == 1
+    assert "cannot be read" not in daemon.log
 
 
 def test_a_mistake_leaves_the_former_one_serving(daemon: DaemonProcess) -> None:

@@ -40,6 +40,7 @@ def test_one_count_everywhere(start_daemon: Start, tmp_path: Path) -> None:
     scale_model(models)
     write_model(models, "broken", "inputs = outputs = {'x': 'FP32[1]'}\n" + BROKEN)
     (models / "empty").mkdir()
+    (models / "empty" / "config.pbtxt").write_text('backend: "jax"')
     write_model(models, "unreadable", "", "nonsense: 1")
     for repository in (models, others):
         write_model(repository, "twice", "")

@@ -67,18 +67,24 @@ def batch(worker: ObedientWorker) -> int:
     return int(model_config.from_bytes(worker.loads[-1].config).max_batch_size)
 
 
-async def test_an_override_stays_until_the_files_change(tmp_path: Path) -> None:
+async def test_an_override_stays_until_the_files_change(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Every load that is asked for is done, and one that finds nothing changed says so."""
+    caplog.set_level("INFO")
     model = write_model(tmp_path, "m")
     models, worker, _ = serving(tmp_path)
     await models.load(LoadModel("m", config='{"max_batch_size": 4}'))
     assert batch(worker) == 4
+    assert "loaded again" not in caplog.text
     await models.load(LoadModel("m"))
-    assert len(worker.loads) == 1
+    assert (batch(worker), len(worker.loads)) == (4, 2)
+    said = "model 'm': its files are those that it was loaded from; it is loaded again"
+    assert caplog.text.count(said) == 1
     os.utime(model / "1" / "model.py", (1, 1))
     await models.load(LoadModel("m"))
-    assert (batch(worker), len(worker.loads)) == (0, 2)
+    assert (batch(worker), len(worker.loads)) == (0, 3)
+    assert caplog.text.count(said) == 1
     await models.load(LoadModel("m"))
-    assert len(worker.loads) == 2
+    assert len(worker.loads) == 4
 
 
 async def test_an_override_goes_with_its_model(tmp_path: Path) -> None:
@@ -263,13 +269,14 @@ async def test_what_is_in_no_repository_any_more_is_not_counted(tmp_path: Path) 
     for control in ("none", "explicit"):
         broken = write_model(tmp_path, "broken", config="nonsense: 1")
         (tmp_path / "empty").mkdir()
+        (tmp_path / "empty" / "config.pbtxt").touch()
         models, _, published = serving(tmp_path)
         options = Repository(paths=(str(tmp_path),), control_mode=control, load=("*",) if control == "explicit" else ())
         for outcome in models.begin(await models.scan(options), options):
             assert await outcome
         assert published[-1] == Readiness(False, 2, 2, ("broken", "empty"))
         shutil.rmtree(broken)
-        (tmp_path / "empty").rmdir()
+        shutil.rmtree(tmp_path / "empty")
         assert models.begin(await models.scan(options), options) == []
         assert published[-1] == Readiness(True, 0)
         assert await models.index(False) == []

@@ -89,6 +89,9 @@ def test_unchanged_models_are_not_loaded_again() -> None:
     lifecycle.load(found("m", 1), 1)
     lifecycle.loaded(1, Loaded("m", 1))
     assert lifecycle.load(found("m", 1), 2) == [Settled(2)]
+    # But where somebody asks for it, who may know why.
+    assert sent(lifecycle.load(found("m", 1), 2, again=True)) == [(1, "Load", 1)]
+    assert settled(lifecycle.loaded(1, Loaded("m", 1))) == [(2, "")]
     # Changed: loaded beside, serving all the while.
     out = lifecycle.load(found("m", 1, fingerprint="g"), 3)
     assert (states(out), sent(out)) == ([], [(1, "Load", 1)])

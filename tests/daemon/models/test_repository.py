@@ -104,6 +104,7 @@ def test_names_repositories_and_versions(tmp_path: Path) -> None:
     write_model(tmp_path / "two", "m")
     write_model(tmp_path / "two", "has space")
     (tmp_path / "two" / "empty").mkdir()
+    (tmp_path / "two" / "empty" / "config.pbtxt").touch()
     found = repository.scan([tmp_path / "one", tmp_path / "two"])
     assert found["m"].error == repository.DUPLICATE
     assert "its name may hold only" in found["has space"].error
@@ -121,6 +122,69 @@ def test_fingerprints(tmp_path: Path) -> None:
     assert changed != before
     os.utime(model / "1" / "model.py", (1, 1))
     assert repository.poll(model).fingerprint not in (before, changed)
+
+
+@pytest.mark.parametrize("deep", ["", "1", "1/weights"])
+def test_a_link_to_another_release_is_a_change(tmp_path: Path, deep: str) -> None:
+    """The releases differ in nothing but what their files hold: names, sizes and times are the same."""
+    for release, factor in (("one", "1"), ("two", "2")):
+        folder = tmp_path / release / "m" / "1"
+        (folder / "weights").mkdir(parents=True)
+        (folder / "model.py").write_text(f"def create(path, config, device): return {factor}\n")
+        (folder / "weights" / "w.npy").write_text(factor)
+        for file in folder.rglob("*.*"):
+            os.utime(file, (1, 1))
+    model = tmp_path / "served" / "m"
+    link = model / deep
+    link.parent.mkdir(parents=True)
+    if deep == "1/weights":
+        (model / "1" / "model.py").write_text("def create(path, config, device): return 1\n")
+    link.symlink_to(tmp_path / "one" / "m" / deep)
+    before = repository.poll(model)
+    assert (before.error, before.chosen) == ("", (1,))
+    assert repository.poll(model).fingerprint == before.fingerprint
+    link.unlink()
+    link.symlink_to(tmp_path / "two" / "m" / deep)
+    assert repository.poll(model).fingerprint != before.fingerprint
+
+
+def test_links_in_a_circle_and_to_nowhere(tmp_path: Path) -> None:
+    """A model beside them is read as ever; what changes behind a link that leads round is seen once."""
+    model = write_model(tmp_path / "models", "m")
+    plain = repository.poll(model).fingerprint
+    (model / "1" / ".#model.py").symlink_to("somebody@host.1234:5678")
+    (model / "1" / "round.py").symlink_to("round.py")
+    (tmp_path / "models" / "round").symlink_to("round")
+    (tmp_path / "models" / "nowhere").symlink_to(tmp_path / "gone")
+    found = repository.scan([tmp_path / "models"])
+    assert list(found) == ["m"]
+    assert (found["m"].error, found["m"].fingerprint) == ("", plain)
+    (model / "1" / "up").symlink_to(model)
+    (model / "1" / "beside").symlink_to(tmp_path / "beside")
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "back").symlink_to(model / "1")
+    before = repository.poll(model)
+    assert before.error == ""
+    (tmp_path / "beside" / "weights").touch()
+    assert repository.poll(model).fingerprint != before.fingerprint
+
+
+def test_folders_that_are_no_models(tmp_path: Path) -> None:
+    """What others leave there is no model; a model that loses its versions stays one, with a mistake."""
+    write_model(tmp_path, "m")
+    for name in ("@eaDir", "#recycle", "System Volume Information", "__MACOSX"):
+        write_model(tmp_path, name)
+        (tmp_path / "m" / name).mkdir()
+    (tmp_path / "data" / "v1").mkdir(parents=True)
+    before = repository.scan([tmp_path])
+    assert list(before) == ["m"]
+    (tmp_path / "m" / "@eaDir" / "thumbnail").touch()
+    assert repository.scan([tmp_path]) == before
+    reason = "it has no version folder, which is a whole number from 1 ('v1': none), and no config.pbtxt"
+    assert repository.others([tmp_path]) == {tmp_path / "data": reason}
+    (tmp_path / "m" / "1").rename(tmp_path / "data" / "1")
+    assert list(repository.scan([tmp_path])) == ["data"]
+    assert repository.scan([tmp_path], known={"m"})["m"].problem.startswith("it has no version folder")
 
 
 def test_what_is_not_offered_is_told_from_what_is_wrong(tmp_path: Path) -> None:

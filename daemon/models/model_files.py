@@ -1,0 +1,71 @@
+"""The files of a model, as whoever loads it can read them: links are followed, and one that points nowhere is no file.
+
+The fingerprint is made of this walk, so what a load would read differently is seen as a change: also the same link to another
+release, whose files may have the same names, sizes and times. Reads no content: parameters may be gigabytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import itertools
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+#: What Python, file systems, network storage and archives leave beside anybody's files.
+IGNORED = frozenset(("__pycache__", "lost+found", "@eaDir", "#recycle", "System Volume Information", "__MACOSX"))
+#: A link may lead to all there is. Beyond so many files and folders of one model nobody looks.
+MAX_ENTRIES = 100_000
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether it is one, or a link to one. One to nowhere, or in a circle, is none. Raises OSError: nobody can tell."""
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return False
+        raise
+
+
+def fingerprint(path: Path, config: bytes) -> str:
+    """Changes when any file that can be reached from a model's folder does, or ``config``. Raises OSError: it cannot be read."""
+    digest = hashlib.sha256(config)
+    for name, identity in itertools.islice(_walk(path), MAX_ENTRIES):
+        digest.update(f"{name}\0{identity}\0".encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def _walk(path: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Files by their paths beneath ``path`` and what tells one from another, in order. No folder is entered twice."""
+    met: set[tuple[int, int]] = set()
+    waiting = [""]
+    while waiting:
+        at = waiting.pop()
+        try:
+            folder = os.stat(path / at)
+            names = sorted(name for name in os.listdir(path / at) if name not in IGNORED)
+        except OSError:
+            if not at:
+                raise
+            continue  # it went meanwhile, or nobody may enter: the loader cannot either
+        # Its own times say nothing: Python's cache in it is not looked at.
+        identity = (folder.st_dev, folder.st_ino)
+        yield f"{at}/", identity
+        if identity in met:
+            continue  # a second link to it, or one that leads back to where it lies
+        met.add(identity)
+        below: list[str] = []
+        for name in names:
+            place = os.path.join(at, name)
+            try:
+                status = os.stat(path / place)
+            except OSError:
+                continue  # a link to nowhere, such as an editor's lock
+            if stat.S_ISDIR(status.st_mode):
+                below.append(place)
+            else:
+                yield place, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        waiting += reversed(below)
