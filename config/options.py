@@ -52,6 +52,8 @@ class Repository(Section, frozen=True):
     #: explicit mode: what to load at start; "*" is everything.
     load: tuple[str, ...] = ()
     strict_readiness: bool = True
+    #: Models that readiness waits for, in the place of all that are wanted at the start.
+    required: tuple[str, ...] = ()
     #: What ends the daemon at start. True: a model that fails to load.  "auto": only a repository that cannot be read.  False:
     #: neither.
     exit_on_error: bool | Literal["auto"] = "auto"

@@ -51,7 +51,7 @@ FLAGS = (
         metavar="NAME",
     ),
     Flag(
-        "strict-readiness", "repository.strict_readiness", "Not ready while a model that should be is not.", switch=True
+        "strict-readiness", "repository.strict_readiness", "Not ready until every model wanted at the start has served.", switch=True
     ),
     Flag(
         "exit-on-error",

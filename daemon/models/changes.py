@@ -189,7 +189,6 @@ class Models:
         At the start, and again with new options after a reload.
         """
         self._options = options
-        self._judgement.begin()
         self.lifecycle.known = set(found)
         if options.control_mode != "explicit":
             wanted: Iterable[str] = found
@@ -209,6 +208,7 @@ class Models:
         self._named.update(wanted)
         self._forget(found)
         self._wanted.update(wanted)
+        self._judgement.begin({*self._wanted, *self._repositories.unreadable}, options.required)
         self._judge()
         return [asyncio.ensure_future(self._bring_wanted(name, found.get(name))) for name in wanted]
 
@@ -327,10 +327,10 @@ class Models:
     # ------------------------------------------------------------------------------------------------------- readiness
 
     def standings(self) -> list[Standing]:
-        """Every model that should be served, by name, and every repository that cannot be read."""
+        """Every model that should be served, by name, and each repository that cannot be read."""
         unreadable = self._repositories.unreadable
-        refused = {**self._refused, **unreadable}
-        return readiness.standings({*self._wanted, *unreadable}, refused, self.lifecycle)
+        wanted, refused = {*self._wanted, *unreadable}, {**self._refused, **unreadable}
+        return readiness.standings(wanted, self._options.required, refused, self.lifecycle)
 
     def _judge(self) -> None:
         self._judgement.judge(self._options.strict_readiness)

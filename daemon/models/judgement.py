@@ -21,11 +21,20 @@ class Judgement:
         #: As it was published last; not before it is known what is wanted.
         self.readiness = Readiness()
         self._begun = False
+        #: Names that were wanted when the daemon started, and still are.
+        self._first: set[str] = set()
+        #: If any: these alone count, from whenever.
+        self._required: frozenset[str] = frozenset()
+        #: Those of both that have served.
+        self._served: set[str] = set()
         #: Incarnation of a worker -> what it loads now.
         self._loading: dict[int, Loading] = {}
 
-    def begin(self) -> None:
-        """It is known what is wanted."""
+    def begin(self, wanted: Iterable[str], required: Iterable[str]) -> None:
+        """It is known what is wanted, for the first time or again after a reload. ``required``: ``repository.required``."""
+        if not self._begun:
+            self._first = set(wanted)
+        self._required = frozenset(required)
         self._begun = True
 
     def loads(self, worker: int, at: Loading | None) -> None:
@@ -37,7 +46,12 @@ class Judgement:
 
     def judge(self, strict: bool) -> None:
         """Publishes what has changed. ``strict``: as of ``readiness``."""
-        judged = readiness.readiness(self._standings(), strict)
+        standings = list(self._standings())
+        self._first &= {model.name for model in standings}
+        self._served &= self._first | self._required
+        self._served |= {model.name for model in standings if model.served} & (self._first | self._required)
+        counted = (self._required or self._first) - self._served
+        judged = readiness.readiness(standings, strict, counted)
         if judged.unserved and self._loading:
             judged = msgspec.structs.replace(judged, at=str(next(iter(self._loading.values()))))
         if self._begun and judged != self.readiness:

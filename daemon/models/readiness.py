@@ -2,12 +2,13 @@
 
     standings: every wanted model ─▶ readiness: ready or not, how many, some by name ─▶ fronts, log, tensorctl, systemd, metrics
 
-A wanted model holds readiness up only where it serves nothing: a new version that fails beside one that serves takes no host out.
+A model holds readiness up only where it was wanted at the start, or is required, and has never served (``judgement`` knows): a new name
+takes no host out, and neither does a new version that fails. docs/operations.md has all states in a table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from tensord.daemon.models.lifecycle import Lifecycle
@@ -33,9 +34,16 @@ class Standing:
     stranded: bool = False
 
 
-def standings(wanted: Iterable[str], refused: Mapping[str, str], lifecycle: Lifecycle) -> list[Standing]:
-    """Of every wanted model, by name. ``refused``: those that could not be tried, with the reason."""
-    return [_standing(name, refused.get(name, ""), lifecycle) for name in sorted(wanted)]
+def standings(
+    wanted: Collection[str], required: Iterable[str], refused: Mapping[str, str], lifecycle: Lifecycle
+) -> list[Standing]:
+    """Of every wanted or required model, by name. ``refused``: those that could not be tried, with the reason."""
+    return [
+        _standing(name, refused.get(name, ""), lifecycle)
+        if name in wanted
+        else Standing(name, (), "it is required, and nobody has asked for it", failed=False)
+        for name in sorted({*wanted, *required})
+    ]
 
 
 def _standing(name: str, refused: str, lifecycle: Lifecycle) -> Standing:
@@ -57,15 +65,23 @@ def _standing(name: str, refused: str, lifecycle: Lifecycle) -> Standing:
     return Standing(name, served, "", failed=False)
 
 
-def readiness(standing: Iterable[Standing], strict: bool) -> Readiness:
-    """``strict``: models that failed count as well (``repository.strict_readiness``).
+def readiness(standing: Iterable[Standing], strict: bool, counted: Collection[str]) -> Readiness:
+    """Whether all that counts is served, and what is not.
 
-    One that wants a device which is broken takes no host out as long as others are served there.
+    One that wants a device which is broken takes no host out as long as others are served there; where no device is left, all do.
+
+    Args:
+      strict: models that failed count as well (``repository.strict_readiness``).
+      counted: names that hold readiness up while they serve nothing.
     """
     every = list(standing)
     unserved = [model for model in every if not model.served]
-    holding = unserved if strict else [model for model in unserved if not model.failed]
-    if len(unserved) < len(every):
+    holding = [model for model in unserved if model.name in counted and (strict or not model.failed)]
+    if every and all(model.stranded for model in every):
+        holding = unserved
+    elif len(unserved) < len(every):
         holding = [model for model in holding if not model.stranded]
-    names = tuple(model.name for model in unserved[:_MAX_NAMES])
-    return Readiness(not holding, len(every), len(unserved), names)
+    # Those that hold it up are named first.
+    names = [model.name for model in holding]
+    names += [model.name for model in unserved if model not in holding]
+    return Readiness(not holding, len(every), len(unserved), tuple(names[:_MAX_NAMES]))

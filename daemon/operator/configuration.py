@@ -13,7 +13,7 @@ from tensord.config.options import Log, Options
 
 _log = logging.getLogger(__name__)
 #: Everything else needs a restart.
-_RELOADABLE = ("repository.paths", "repository.load", "log.")
+_RELOADABLE = ("repository.paths", "repository.load", "repository.required", "log.")
 
 
 class Configuration:

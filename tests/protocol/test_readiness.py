@@ -114,6 +114,47 @@ def test_a_bad_new_version_takes_no_host_out(start_daemon: Start, tmp_path: Path
     assert daemon.get("/v2/health/ready") == (200, b'{"ready":true}')
 
 
+def test_a_new_name_takes_no_host_out(start_daemon: Start, tmp_path: Path) -> None:
+    """
+    1. A daemon that serves polls its folder; a model comes that loads for as long as it may, and one that cannot be loaded.
+    2. What was wanted at the start is broken, and its worker is killed.
+    Result: the host is ready all the while, and whoever asks is told what is not served.
+    """
+    models, control, begun = tmp_path / "models", tmp_path / "control.sock", tmp_path / "begun"
+    scale_model(models)
+    polled = {"control_mode": "poll", "poll_interval": 0.2}
+    daemon = start_daemon(models, supervisor={"control_socket": str(control)}, repository=polled)
+    daemon.wait_ready()
+    declared = "inputs = outputs = {'x': 'FP32[1]'}\nhost = True\n"
+    write_model(models, "broken", declared + BROKEN)
+    daemon.wait_log("model 'broken' version 1 failed to load")
+    assert daemon.get("/v2/health/ready") == (200, b'{"ready":true}')
+    endless = f"import pathlib, time\npathlib.Path({str(begun)!r}).touch()\nwhile True: time.sleep(1)\n" + BROKEN
+    write_model(models, "endless", declared + endless)
+    wait_until(begun.exists, "the load to begin", daemon)
+    assert daemon.get("/v2/health/ready") == (200, b'{"ready":true}')
+    assert grpc_ready(daemon)
+    assert [model["name"] for model in tensorctl_status(control)["not_served"]] == ["broken", "endless"]
+    (worker,) = daemon.workers
+    worker.kill()
+    daemon.wait_log("the worker on .* is gone")
+    assert daemon.get("/v2/health/ready") == (200, b'{"ready":true}')
+
+
+def test_what_is_required_alone_is_waited_for(start_daemon: Start, tmp_path: Path) -> None:
+    """The daemon is not ready until a client has loaded the one that is required, whatever else is broken."""
+    models = tmp_path / "models"
+    scale_model(models)
+    write_model(models, "broken", "inputs = outputs = {'x': 'FP32[1]'}\n" + BROKEN)
+    explicit = {"control_mode": "explicit", "load": ["broken"], "required": ["scale"], "exit_on_error": False}
+    daemon = start_daemon(models, repository=explicit)
+    daemon.wait_log(r"\] not ready: 0 models")
+    status, body = daemon.get("/v2/health/ready")
+    assert (status, json.loads(body)["error"]) == (400, "2 of 2 models are not served: scale, broken")
+    assert daemon.request("POST", "/v2/repository/models/scale/load", b"{}")[0] == 200
+    assert daemon.get("/v2/health/ready") == (200, b'{"ready":true}')
+
+
 def test_workers_killed_from_outside_while_they_load(start_daemon: Start, tmp_path: Path) -> None:
     """
     1. Whoever loads a model is killed, as for want of memory, until the model is given up. 2. There is memory again.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tensord.daemon.models.judgement import Judgement
 from tensord.daemon.models.readiness import Standing
 from tensord.shm.progress import Loading, Readiness
@@ -13,7 +15,7 @@ def test_how_far_loads_are_while_something_is_not_served() -> None:
     judgement = Judgement(lambda: standings, published.append)
     judgement.judge(strict=True)
     assert published == []
-    judgement.begin()
+    judgement.begin(["a", "b"], [])
     for at in (Loading("b", 1), Loading("b", 1), Loading("b", 1, 2, 4, 1), None):
         judgement.loads(7, at)
         judgement.judge(strict=True)
@@ -27,3 +29,77 @@ def test_how_far_loads_are_while_something_is_not_served() -> None:
     judgement.loads(7, Loading("b", 1))
     judgement.judge(strict=True)
     assert judgement.readiness == published[-1] == Readiness(True, 2, 0, ())
+
+
+SERVED = Standing("m", (1,), "", False)
+BEHIND = Standing("m", (1,), "version 2: OSError: no", True)
+LOADING = Standing("m", (), "loading", False)
+REPLACED = Standing("m", (), "its workers are being replaced", False)
+FAILED = Standing("m", (), "version 1: OSError: no", True)
+STRANDED = Standing("m", (), "no worker can use cuda:1 at present", True, stranded=True)
+OTHER = Standing("other", (1,), "", False)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "strict", "lenient"),
+    [
+        # Wanted at the start, never served.
+        ([LOADING], [LOADING, OTHER], False, False),
+        ([LOADING], [REPLACED, OTHER], False, False),
+        ([LOADING], [FAILED, OTHER], False, True),
+        ([LOADING], [STRANDED, OTHER], True, True),
+        ([LOADING], [SERVED, OTHER], True, True),
+        ([LOADING], [BEHIND, OTHER], True, True),
+        ([LOADING], [OTHER], True, True),
+        # Wanted at the start, and served before.
+        ([LOADING, SERVED], [LOADING, OTHER], True, True),
+        ([LOADING, SERVED], [REPLACED], True, True),
+        ([LOADING, SERVED], [FAILED, OTHER], True, True),
+        ([LOADING, SERVED], [STRANDED, OTHER], True, True),
+        ([LOADING, SERVED], [STRANDED], False, False),
+        # New since.
+        ([None], [LOADING, OTHER], True, True),
+        ([None], [FAILED, OTHER], True, True),
+        ([None], [FAILED], True, True),
+        ([LOADING, None], [FAILED, OTHER], True, True),
+        # Nothing is wanted.
+        ([None], [], True, True),
+    ],
+)
+def test_states(before: list[Standing | None], now: list[Standing], strict: bool, lenient: bool) -> None:
+    """The table of docs/operations.md. ``before``: what was known of the model at the start and since; ``now``: all there is."""
+    for demanded, ready in ((True, strict), (False, lenient)):
+        standings: list[Standing] = []
+        judgement = Judgement(lambda: standings, lambda _: None)  # noqa: B023
+        for number, one in enumerate(before):
+            standings[:] = [OTHER] if one is None else [one, OTHER]
+            if not number:
+                judgement.begin([each.name for each in standings], [])
+            judgement.judge(demanded)
+        standings[:] = now
+        judgement.judge(demanded)
+        assert judgement.readiness.ready == ready
+
+
+def test_required_names_alone_count() -> None:
+    """Whenever they come, and until each has served; a reload may name others."""
+    standings = [LOADING, OTHER]
+    judgement = Judgement(lambda: standings, lambda _: None)
+
+    def ready() -> bool:
+        judgement.judge(strict=True)
+        return judgement.readiness.ready
+
+    judgement.begin(["m", "other"], ["other"])
+    assert ready()
+    judgement.begin(["m", "other"], ["late"])
+    standings.append(Standing("late", (), "it is required, and nobody has asked for it", False))
+    assert not ready()
+    assert judgement.readiness.names == ("late", "m")
+    standings[-1] = Standing("late", (1,), "", False)
+    assert ready()
+    standings[-1] = Standing("late", (), "loading", False)
+    assert ready()
+    judgement.begin(["m", "other"], [])
+    assert not ready()
+    assert judgement.readiness.names[0] == "m"

@@ -30,7 +30,8 @@ def lifecycle() -> Lifecycle:
 
 
 def judged(lifecycle: Lifecycle, strict: bool) -> bool:
-    return readiness.readiness(readiness.standings({"any", "both", "second"}, {}, lifecycle), strict).ready
+    wanted = {"any", "both", "second"}
+    return readiness.readiness(readiness.standings(wanted, (), {}, lifecycle), strict, wanted).ready
 
 
 def test_what_no_worker_will_serve_is_given_up_until_one_comes(lifecycle: Lifecycle) -> None:
