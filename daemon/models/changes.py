@@ -73,7 +73,8 @@ class Models:
         self.ensembles = Ensembles(self.lifecycle.models)
         #: Names that somebody asked for, not only ensembles.
         self._named: set[str] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        #: Ensembles that are loaded again because a member is another one or back.
+        self._again: dict[str, asyncio.Task[None]] = {}
         #: ``repository.load`` as it was last acted upon.
         self._listed: set[str] = set()
         self._outcomes = Outcomes()
@@ -83,7 +84,7 @@ class Models:
     # --------------------------------------------------------------------------------------------- clients' operations
 
     async def load(self, request: LoadModel) -> None:
-        """Loads or reloads a model by name and waits for the outcome.
+        """Loads or reloads a model by name and waits for the outcome, also until every ensemble that uses it answers with it.
 
         Raises: Unavailable: not in explicit mode.  Internal, InvalidArgument: Triton's sentences; or what is wrong in what the
         client gave.  Unsupported: the model asks for what is not offered.
@@ -95,6 +96,7 @@ class Models:
                 await self._load_given(request.name, request.files, request.config)
             else:
                 await self._load_found(request.name, request.config)
+            await self._followed(request.name)
         finally:
             self._given.drop_unused(request.name, self.lifecycle.folders(request.name))
 
@@ -308,9 +310,7 @@ class Models:
         """Takes down what has lost a member, and loads again what has one again, or another one."""
         self._take_down(self.ensembles.lost())
         for found in self.ensembles.returned():
-            task = asyncio.get_running_loop().create_task(self._bring_again(found))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._again[found.name] = asyncio.get_running_loop().create_task(self._bring_again(found))
 
     async def _bring_again(self, found: FoundModel) -> None:
         if error := await self._bring(found, again=True):
@@ -318,6 +318,15 @@ class Models:
             self._take_down((), found.name)
             self.ensembles.failed(found)
             self._wanted.add(found.name)
+
+    async def _followed(self, name: str) -> None:
+        """Waits for the ensembles that are loaded again because of that model: one that is a single program has its former self."""
+        while True:
+            users = self.ensembles.followers(name)
+            coming = [each for user in users for each in (self._again.get(user), self._outcomes.coming(user)) if each]
+            if not (unfinished := [each for each in coming if not each.done()]):
+                return
+            await asyncio.wait(unfinished)
 
     def _refuse(self, name: str, reason: str) -> None:
         _log.error("model '%s' is not served: %s", name, reason)

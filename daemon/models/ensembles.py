@@ -121,6 +121,11 @@ class Ensembles:
                 found.setdefault(each)
         return list(found)
 
+    def followers(self, name: str) -> list[str]:
+        """The ensembles that use a model, without those of which another member is being loaded and waits for it."""
+        stuck = {user for waiter in self.waits.waiters(name) for user in self.users(waiter)}
+        return [user for user in self.users(name) if user not in stuck]
+
     def take_down(self, names: Iterable[str]) -> list[str]:
         """Those of them that are served: they are unloaded now, until their members are back."""
         gone = [name for name in names if self._ready(name, -1) is not None and not self._busy(name)]

@@ -29,6 +29,12 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
         scale_model(repository, name)
     first, second = ("a", {"x": "x"}, {"y": "mid"}), ("b", {"x": "mid"}, {"y": "y"})
     ensemble(repository, "e", ["x FP32 4"], ["y FP32 4"], [first, second], 8)
+    for number, name in enumerate(("slow_a", "slow_b"), 2):
+        slowly_traced_model(repository, name, number)
+    slow = ("slow_a", {"x": "x"}, {"y": "mid"}), ("slow_b", {"x": "mid"}, {"y": "y"})
+    fused = 'parameters { key: "tensord_fuse" value { string_value: "true" } }'
+    ensemble(repository, "fused", ["x FP32 4"], ["y FP32 4"], slow, 8, fused)
+    ensemble(repository, "around", ["x FP32 4"], ["y FP32 4"], [("fused", *STEP)], 8)
     ensemble(repository, "outer", ["x FP32 4"], ["y FP32 4"], [("e", *STEP)], 8)
     ensemble(repository, "one", ["x FP32 4"], ["y FP32 4"], [("shared", *STEP)], 8)
     ensemble(repository, "other", ["x FP32 4"], ["y FP32 4"], [("shared", *STEP)], 8)
@@ -50,6 +56,27 @@ IO = """
     input { name: "x" data_type: TYPE_FP32 dims: [ 4 ] }
     output { name: "y" data_type: TYPE_FP32 dims: [ 4 ] }
 """
+
+
+def slowly_traced_model(repository: Path, name: str, factor: int) -> None:
+    """``y = factor * x``; whoever makes a program of it waits a moment."""
+    write_model(
+        repository,
+        name,
+        f"""
+        import time
+
+        inputs = {{"x": "FP32[4]"}}
+        outputs = {{"y": "FP32[4]"}}
+        max_batch_size = 8
+
+        def create(path, config, device):
+            def apply(params, inputs):
+                time.sleep(0.5)
+                return {{"y": {factor} * inputs["x"]}}
+            return apply, {{}}
+        """,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +149,7 @@ def test_another_member_makes_another_ensemble(
     scale_model(repository, "a", 5.0)
     try:
         client.load_model("a")
-        wait_until(lambda: "e" in loaded(http) and answer(client) == [19.0] * 4, "the other arithmetic")
+        assert answer(client) == [19.0] * 4
         # And one that does not fit any more takes it down.
         wrong = IO.replace("TYPE_FP32", "TYPE_INT32")
         write_model(
@@ -136,6 +163,24 @@ def test_another_member_makes_another_ensemble(
     client.load_model("a")
     wait_until(lambda: loaded(http) == {"a", "b", "e"}, "it to be back")
     assert answer(client) == [13.0] * 4
+
+
+def test_a_member_is_loaded_when_what_is_made_of_it_answers_with_it(
+    client: Any, http: httpclient.InferenceServerClient, repository: Path
+) -> None:
+    """1. a member of one program is loaded anew; 2. it is unloaded and loaded: each answer comes when the program is the new one."""
+    client.load_model("around")
+    assert answer(client, "fused") == answer(client, "around") == [6.0] * 4
+    try:
+        for factor in (5, 7):
+            slowly_traced_model(repository, "slow_a", factor)
+            client.load_model("slow_a")
+            assert answer(client, "fused") == answer(client, "around") == [3.0 * factor] * 4
+        client.unload_model("slow_b")
+        client.load_model("slow_b")
+        assert answer(client, "around") == [21.0] * 4
+    finally:
+        slowly_traced_model(repository, "slow_a", 2)
 
 
 @pytest.mark.parametrize(

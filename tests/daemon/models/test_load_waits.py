@@ -25,6 +25,12 @@ def test_who_waits_for_itself_is_told_the_way() -> None:
         pass
 
 
+def test_it_is_known_who_waits_also_by_way_of_others() -> None:
+    waits = LoadWaits()
+    with waits.waiting("a", "b"), waits.waiting("b", "c"), waits.waiting("d", "e"):
+        assert (waits.waiters("c"), waits.waiters("e"), waits.waiters("a")) == ({"a", "b"}, {"d"}, set())
+
+
 def test_who_has_waited_waits_no_longer_however_it_ended() -> None:
     waits = LoadWaits()
     # On two workers.
