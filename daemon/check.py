@@ -1,9 +1,10 @@
-"""Whether models load: each is tried in a process of its own, by a worker's own code, and nothing is served.
+"""Whether models load: all of a device's in one process, by a worker's own code and in its order, and nothing is served.
 
     found in the repositories ─▶ python -m tensord.workers.check, bounded in time ─▶ good, or the reason, or how the process ended
     an ensemble               ─▶ its configuration beside those of its members, once they were tried
 
-Whatever a model does to its process, its neighbours and this one are not touched.
+So what one model does to its process is seen in the others, as it would be in a worker. A model that ends the process, or takes
+too long, ends it as a worker's: the ones behind it are loaded by the next process.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +36,7 @@ from tensord.shm.check import CheckLoads, LoadLine, LoadOutcome, LoadStep
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.footprint import Footprint
 
-#: At a time: each needs a core and the memory of its model.
+#: At a time, of different devices: each needs a core.
 _MAX_PROCESSES = 4
 #: Of what a model's process printed, its end.
 _MAX_PRINTED = 64 << 10
@@ -67,7 +67,7 @@ def check(
 
     Args:
       devices: of all workers; each is loaded on the first one of its own.
-      timeout: seconds for each version.
+      timeout: seconds for each model, so many for each version.
       bar: drawn while somebody waits for a verdict, and not when one is given.
     """
     tried: dict[str, Verdict] = {}
@@ -145,31 +145,35 @@ def _tried(
     workers = msgspec.structs.replace(options.workers, gpu_preallocate=False)
     encoded = msgspec.msgpack.encode(msgspec.structs.replace(options, workers=workers))
     most = min(_MAX_PROCESSES, len(os.sched_getaffinity(0)))
-    waiting, known = deque(models), {device.name: device for device in devices}
-    begun: deque[Verdict | _Attempt] = deque()
+    known = {device.name: device for device in devices}
+    waiting: dict[str, list[FoundModel]] = {}
+    verdicts: dict[str, Verdict] = {}
+    for model in models:
+        if model.problem:
+            verdicts[model.name] = Verdict(model, model.problem)
+        else:
+            waiting.setdefault(model.devices[0] if model.devices else devices[0].name, []).append(model)
+    running: list[_Attempt] = []
+    told = 0
     try:
-        while waiting or begun:
-            running = [entry for entry in begun if isinstance(entry, _Attempt) and not entry.ended]
-            if waiting and len(running) < most:
-                model = waiting.popleft()
-                device = known[model.devices[0]] if model.devices else devices[0]
-                begun.append(
-                    Verdict(model, model.problem) if model.problem else _Attempt(model, encoded, device, timeout)
-                )
-            elif isinstance(begun[0], _Attempt):
-                if begun[0].ended:
-                    begun[0] = begun[0].verdict()
-                else:
-                    bar.draw(len(models) - len(waiting) - len(running), len(models), "; ".join(a.at for a in running))
-                    _wait(running)
-            else:
+        while told < len(models):
+            for name in [name for name in waiting if name not in {attempt.device for attempt in running}]:
+                if len(running) < most:
+                    running.append(_Attempt(waiting.pop(name), encoded, known[name], timeout))
+            while told < len(models) and models[told].name in verdicts:
                 bar.clear()
-                yield begun[0]
-                begun.popleft()
+                yield verdicts[models[told].name]
+                told += 1
+            if running:
+                bar.draw(len(verdicts), len(models), "; ".join(attempt.at for attempt in running))
+                _wait(running)
+            for attempt in [attempt for attempt in running if attempt.look(verdicts)]:
+                running.remove(attempt)
+                if attempt.left:
+                    waiting[attempt.device] = attempt.left
     finally:
-        for entry in begun:
-            if isinstance(entry, _Attempt):
-                entry.end()
+        for attempt in running:
+            attempt.end()
 
 
 def _wait(running: Sequence[_Attempt]) -> None:
@@ -188,20 +192,24 @@ def _wait(running: Sequence[_Attempt]) -> None:
 
 
 class _Attempt:
-    """A process that loads the chosen versions of one model. It and whatever it starts live until ``end``."""
+    """A process that loads the chosen versions of models. It and whatever it starts live until ``end``."""
 
-    def __init__(self, model: FoundModel, options: bytes, device: Device, timeout: float) -> None:
-        self._model = model
-        self._loads = tuple(model.load(number) for number in model.chosen)
+    def __init__(self, models: Sequence[FoundModel], options: bytes, device: Device, timeout: float) -> None:
+        self.device = device.name
+        #: Those of which nothing is known yet.
+        self.left = list(models)
         self._timeout = timeout
-        #: It was ended because its time was over.
+        #: It was ended because the time of a model was over.
         self.late = False
         self.ended = False
+        #: Where the printed lines of the first that is left begin.
+        self._printed_from = 0
         self._files = contextlib.ExitStack()
         self._answers = self._files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
         self._printed = self._files.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        loads = tuple(model.load(number) for model in models for number in model.chosen)
         with tempfile.TemporaryFile() as asked:
-            asked.write(msgspec.msgpack.encode(CheckLoads(msgspec.Raw(options), self._loads)))
+            asked.write(msgspec.msgpack.encode(CheckLoads(msgspec.Raw(options), loads)))
             asked.seek(0)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "tensord.workers.check", "--device", device.name],
@@ -212,13 +220,16 @@ class _Attempt:
                 start_new_session=True,
             )
         self.pidfd = os.pidfd_open(self._process.pid)
-        self.deadline = time.monotonic() + timeout * len(self._loads)
+        self.deadline = self._deadline()
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._timeout * len(self.left[0].chosen)
 
     @property
     def at(self) -> str:
         """What it does now."""
         steps = [line.at for line in self._lines() if isinstance(line, LoadStep)]
-        return steps[-1] if steps else f"loading {self._model.name}"
+        return steps[-1] if steps else f"loading {self.left[0].name}"
 
     def _lines(self) -> list[LoadLine]:
         """Those that are whole."""
@@ -226,7 +237,7 @@ class _Attempt:
         return [_LINES.decode(line) for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
 
     def end(self) -> None:
-        """Kills what is left of it. Idempotent. ``verdict`` closes its files."""
+        """Kills what is left of it. Idempotent. ``look`` closes its files."""
         if self.ended:
             return
         self.ended = True
@@ -236,24 +247,42 @@ class _Attempt:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def verdict(self) -> Verdict:
-        """What came of it, once it has ended; closes its files."""
-        with self._files:
-            outcomes = [line for line in self._lines() if isinstance(line, LoadOutcome)]
-            self._printed.seek(max(0, self._printed.seek(0, os.SEEK_END) - _MAX_PRINTED))
-            text = self._printed.read().decode(errors="replace")
+    def look(self, verdicts: dict[str, Verdict]) -> bool:
+        """Adds what is known by now. True: it has ended, which is a verdict as well; what is ``left`` was not tried."""
+        lines = self._lines()
+        outcomes = {(line.name, line.version): line for line in lines if isinstance(line, LoadOutcome)}
+        while self.left:
+            model = self.left[0]
+            found = [outcomes[key] for number in model.chosen if (key := (model.name, number)) in outcomes]
+            if len(found) < len(model.chosen) and not self.ended:
+                return False
+            verdicts[model.name] = self._verdict(model, found)
+            self.left.pop(0)
+            if len(found) < len(model.chosen):
+                break
+            self._printed_from = found[-1].printed
+            if self.left:
+                self.deadline = self._deadline()
+        if self.ended:
+            self._files.close()
+        return self.ended
+
+    def _verdict(self, model: FoundModel, outcomes: Sequence[LoadOutcome]) -> Verdict:
         reasons = [(outcome.version, outcome.reason) for outcome in outcomes if outcome.reason]
         configs = {
-            outcome.version: model_config.parse_json(outcome.config, self._model.name)
+            outcome.version: model_config.parse_json(outcome.config, model.name)
             for outcome in outcomes
             if outcome.config
         }
-        if len(outcomes) < len(self._loads):
+        until = self._printed.seek(0, os.SEEK_END)
+        if len(outcomes) < len(model.chosen):
             how = describe_exit(self._process.returncode)
-            why = (
-                f"it was not loaded within {self._timeout:g} s" if self.late else f"its process {how} while loading it"
-            )
-            reasons.append((self._loads[len(outcomes)].version, why))
+            late = f"it was not loaded within {self._timeout:g} s"
+            reasons.append((model.chosen[len(outcomes)], late if self.late else f"its process {how} while loading it"))
+        else:
+            until = outcomes[-1].printed
+        begin = max(self._printed_from, until - _MAX_PRINTED)
+        text = os.pread(self._printed.fileno(), until - begin, begin).decode(errors="replace")
         reason = "; ".join(f"version {number}: {reason}" for number, reason in reasons)
         footprints = {outcome.version: outcome.footprint for outcome in outcomes}
-        return Verdict(self._model, reason, text, configs, footprints)
+        return Verdict(model, reason, text, configs, footprints)

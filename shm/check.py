@@ -14,7 +14,7 @@ class CheckLoads(Record, frozen=True, tag="check"):
 
     #: ``tensord.config.options.Options`` as msgpack.
     options: msgspec.Raw
-    #: Versions of one model.
+    #: Versions of models, in the order in which a worker would load them.
     loads: tuple[Load, ...]
 
 
@@ -27,12 +27,15 @@ class LoadStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="at"
 class LoadOutcome(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="of"):
     """One line of JSON from it: a version that was tried."""
 
+    name: str
     version: int
     #: Why it does not load; "": it does.
     reason: str
     #: The completed configuration as JSON, if it does.
     config: str = ""
     footprint: Footprint = Footprint()
+    #: How much the process had printed by then.
+    printed: int = 0
 
 
 LoadLine = LoadStep | LoadOutcome

@@ -1,6 +1,6 @@
-"""``python -m tensord.workers.check --device cpu:0``: loads versions of one model as a worker does, serves nothing, and ends.
+"""``python -m tensord.workers.check --device cpu:0``: loads models as a worker does, serves nothing, and ends.
 
-    stdin   CheckLoads: the configuration, and what to load, one version after the other
+    stdin   CheckLoads: the configuration, and what to load, one version after the other; each stays, as in a worker
     stdout  LoadSteps, and one LoadOutcome a version that is done
 
 Started by ``tensord.daemon.check``, which knows by a missing line which version ended the process. What the model prints goes
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tensord.workers.calls.call import Call
     from tensord.workers.calls.caller import ModelPort
     from tensord.workers.loading.loader import Loader
+    from tensord.workers.models.loaded_model import LoadedModel
 
 
 class Apart:
@@ -99,25 +100,28 @@ def main() -> None:
     try:
         device = device_name.open(options.workers.devices_per_worker)
         loader = Loader.configured(options, device_name.gpu, device, Inbox(), StatusPage.create(), desk=Apart(explicit))
-        outcomes = (_tried(loader, load, say) for load in asked.loads)
+        kept: list[LoadedModel] = []
+        outcomes = (_tried(loader, load, say, kept) for load in asked.loads)
     except NoDevice as error:
         reason = str(error)
-        outcomes = (LoadOutcome(load.version, reason) for load in asked.loads)
+        outcomes = (LoadOutcome(load.name, load.version, reason) for load in asked.loads)
     for outcome in outcomes:
-        say(outcome)
+        # Standard error is a file of whoever started this.
+        say(msgspec.structs.replace(outcome, printed=os.fstat(2).st_size))
     # Threads inside models cannot be ended, and must not keep the process.
     os._exit(0)
 
 
-def _tried(loader: Loader, load: Load, say: Callable[[LoadLine], None]) -> LoadOutcome:
+def _tried(loader: Loader, load: Load, say: Callable[[LoadLine], None], kept: list[LoadedModel]) -> LoadOutcome:
     def tell(number: int, total: int, compiled: int) -> None:
         say(LoadStep(str(Loading(load.name, load.version, number, total, compiled))))
 
     try:
         loaded = loader.load(load, tell)
     except ServingError as error:
-        return LoadOutcome(load.version, error.message)
-    return LoadOutcome(load.version, "", loaded.config.decode(), loaded.footprint)
+        return LoadOutcome(load.name, load.version, error.message)
+    kept.append(loaded)
+    return LoadOutcome(load.name, load.version, "", loaded.config.decode(), loaded.footprint)
 
 
 if __name__ == "__main__":

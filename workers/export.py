@@ -46,7 +46,7 @@ def main() -> None:
         export_version(asked.loads[0], arguments.device.open(), arguments.folder, arguments.platforms)
     except ServingError as error:
         reason = error.message
-    answers.write(msgspec.json.encode(LoadOutcome(asked.loads[0].version, reason)) + b"\n")
+    answers.write(msgspec.json.encode(LoadOutcome(asked.loads[0].name, asked.loads[0].version, reason)) + b"\n")
     answers.flush()
     # Threads inside models cannot be ended, and must not keep the process.
     os._exit(0)

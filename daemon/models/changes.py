@@ -320,7 +320,7 @@ class Models:
             self._wanted.add(found.name)
 
     async def _followed(self, name: str) -> None:
-        """Waits for the ensembles that are loaded again because of that model: one that is a single program has its former self."""
+        """Waits for the ensembles that are loaded again because of that model: a single program still has its former self."""
         while True:
             users = self.ensembles.followers(name)
             coming = [each for user in users for each in (self._again.get(user), self._outcomes.coming(user)) if each]

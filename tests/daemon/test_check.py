@@ -160,7 +160,7 @@ def tensord_check(*arguments: str) -> tuple[int, dict[str, str], dict[str, str]]
     return done.returncode, good, bad
 
 
-#: Each is tried in a process of its own: one for every way in which that may end, and one for each stage of a load.
+#: One for every way in which that may end, and one for each stage of a load.
 CHECKED = (
     *(
         "plain",

@@ -168,7 +168,7 @@ def test_another_member_makes_another_ensemble(
 def test_a_member_is_loaded_when_what_is_made_of_it_answers_with_it(
     client: Any, http: httpclient.InferenceServerClient, repository: Path
 ) -> None:
-    """1. a member of one program is loaded anew; 2. it is unloaded and loaded: each answer comes when the program is the new one."""
+    """1. a member of one program is loaded anew; 2. it is unloaded and loaded: the answer comes with the new program."""
     client.load_model("around")
     assert answer(client, "fused") == answer(client, "around") == [6.0] * 4
     try:

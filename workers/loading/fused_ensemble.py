@@ -65,6 +65,8 @@ def fuse(
         if member.signature.wide != loaded.signature.wide:
             one, other = ("", "no ") if member.signature.wide else ("no ", "")
             why = f"model '{member.name}' has {one}tensors of 64-bit elements, and the ensemble has {other}such"
+            if member.signature.doubles:
+                why = f"model '{member.name}' sets jax_enable_x64, and the ensemble has no tensors of 64-bit elements"
             raise InvalidArgument(ensemble_fusion.describe(loaded.name, why))
         if member.jitted.executables.several is not None:
             why = f"model '{member.name}' runs on devices of its own"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from tensord.config.model_config import ModelConfig
 from tensord.shm.errors import InvalidArgument, Unsupported
 from tensord.shm.status_page import StatusPage
 from tensord.workers.models.instance import Instance, Instantiated
+from tensord.workers.models.warmup import Sample
 from tensord.workers.programs.run_errors import CheckDevice
 from tensord.workers.threads.inbox import Inbox
 
@@ -98,24 +100,59 @@ class InstanceGroups:
         return len(self.instances)
 
 
-def started(
-    groups: InstanceGroups,
-    create: Callable[[str], Instantiated],
-    inbox: Inbox,
-    page: StatusPage,
-    warm: Callable[[Instantiated], None],
-    check: CheckDevice,
-) -> tuple[Instance, ...]:
-    """A thread for each of them, initialised and warm. Raises what one of them raises, and ends the others."""
-    made: list[Instance] = []
-    try:
-        for planned in groups:
-            instance = Instance(planned.name, functools.partial(create, planned.name), inbox, page, warm, check)
+@dataclass(frozen=True, slots=True)
+class Starting:
+    """How a worker starts instances. ``gpu``, ``limits`` and ``devices`` are as in ``InstanceGroups``."""
+
+    gpu: int | None
+    limits: Mapping[str, int] | None
+    devices: int
+    inbox: Inbox
+    page: StatusPage
+    check: CheckDevice
+
+    def groups(self, message: ModelConfig) -> InstanceGroups:
+        """Raises InvalidArgument: an instance needs more than there is."""
+        return InstanceGroups(message, self.gpu, self.limits, self.devices)
+
+    def start(
+        self,
+        message: ModelConfig,
+        create: Callable[[str], Instantiated],
+        prepared: Sequence[Sample],
+        code: Callable[[], AbstractContextManager[None]],
+    ) -> tuple[Instance, ...]:
+        """A thread for each configured instance, all initialised at the same time, and warm.
+
+        Raises what one of them raises, and ends the others.
+
+        Args:
+          prepared: what each runs before it counts as started.
+          code: as of ``Instance``.
+        """
+
+        def warm(model: Instantiated) -> None:
+            for sample in prepared:
+                sample.run(model, message.name, self.check)
+
+        made: list[Instance] = []
+        for planned in self.groups(message):
+            instance = Instance(
+                planned.name, functools.partial(create, planned.name), self.inbox, self.page, warm, self.check, code
+            )
             instance.passive, instance.needs, instance.priority = planned.passive, planned.needs, planned.priority
-            instance.start()
             made.append(instance)
-    except BaseException:
         for instance in made:
-            instance.close(lambda: None)
-        raise
-    return tuple(made)
+            instance.start()
+        failures: list[BaseException] = []
+        for instance in made:
+            try:
+                instance.wait_started()
+            except BaseException as error:
+                failures.append(error)
+        if failures:
+            # Those that failed have ended.
+            for instance in made:
+                instance.close(lambda: None)
+            raise failures[0]
+        return tuple(made)

@@ -8,11 +8,13 @@ Runs in the worker's loader thread, one version after the other.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -41,29 +43,32 @@ from tensord.workers.declarations.declaration import (
 from tensord.workers.declarations.device_choice import given_devices, gpus
 from tensord.workers.declarations.made_inputs import MadeInputs
 from tensord.workers.declarations.request_inputs import request_inputs
-from tensord.workers.declarations.sequence_declaration import SequencePlan, sequence_plan
+from tensord.workers.declarations.sequence_declaration import sequence_plan
 from tensord.workers.declarations.step_declaration import declare_steps
 from tensord.workers.devices import single_thread
 from tensord.workers.devices.device_cuda import CudaDevice
 from tensord.workers.devices.single_thread import SingleThreadDevice
+from tensord.workers.imports import own_flags
 from tensord.workers.imports.model_imports import ModelImports
+from tensord.workers.imports.own_flags import OwnFlags
+from tensord.workers.imports.process_state import ProcessState
 from tensord.workers.loading.ensemble_declaration import load_ensemble
 from tensord.workers.loading.fused_ensemble import fuse
-from tensord.workers.loading.instance_groups import InstanceGroups, started
+from tensord.workers.loading.instance_groups import Starting
 from tensord.workers.loading.jax_loading import jitted_model
 from tensord.workers.loading.parameters import warn_of_keys
 from tensord.workers.loading.step_loading import load_stepped
-from tensord.workers.models.author_error import describe_exception
+from tensord.workers.models.author_error import describe_exception, without_frames
 from tensord.workers.models.free_state import program_signature
 from tensord.workers.models.generator_model import GeneratorModel
 from tensord.workers.models.host_model import HostModel
-from tensord.workers.models.instance import Instance, Instantiated
+from tensord.workers.models.instance import Instance
 from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.models.jitted_instance import JittedInstance
 from tensord.workers.models.loaded_model import LoadedModel
 from tensord.workers.models.python_model import PythonModel, auto_complete
 from tensord.workers.models.stepped_model import SteppedModel
-from tensord.workers.models.warmup import Sample, prepared_samples
+from tensord.workers.models.warmup import prepared_samples
 from tensord.workers.programs.carry import check_state_size
 from tensord.workers.programs.executable_cache import ExecutableCache, cache_directory
 from tensord.workers.programs.jax_cache import use_persistent_cache
@@ -97,8 +102,16 @@ class Loader:
         max_state_byte_size: int = sys.maxsize,
         limits: Mapping[str, int] | None = None,
         desk: Desk | None = None,
+        shared: bool = True,
     ) -> None:
-        """``cuda``: the GPU as the thread has it that will run what is loaded. ``desk``: None: nothing will be served."""
+        """
+        Args:
+          cuda: the GPU as the thread has it that will run what is loaded.
+          desk: None: nothing will be served.
+          shared: the process is somebody else's too, who may change what all of it shares.
+        """
+        own_flags.prepare()
+        self._process = None if shared else ProcessState()
         self._desk = desk
         #: That models keep themselves.
         self.metrics = MetricRegistry()
@@ -107,12 +120,10 @@ class Loader:
         self._devices = device.client.local_devices()
         self._gpu = gpu
         self._cuda = cuda
-        #: The GPU as this thread has it: the loop gathers requests on the other while samples run here.
+        #: As the loader's thread has it: the loop gathers requests on the other while samples run here.
         self._own_cuda = None if cuda is None else cuda.beside()
         self._check: CheckDevice = works if cuda is None else cuda.check
         self._cache = cache
-        self._inbox = inbox
-        self._page = page
         self._max_queue_size = max_queue_size
         self._max_batch_byte_size = max_batch_byte_size
         self._max_state_byte_size = max_state_byte_size
@@ -131,7 +142,7 @@ class Loader:
         self.fuse = functools.partial(
             fuse, cache=cache, cuda=cuda, single_thread=single_thread, max_batch_byte_size=max_batch_byte_size
         )
-        self._limits = limits
+        self._starting = Starting(gpu, limits, len(self._devices), inbox, page, self._check)
 
     @classmethod
     def configured(
@@ -149,10 +160,11 @@ class Loader:
         """One as the configuration says.
 
         Args:
-          cache: None: the configured one, with JAX's own turned on in this process.
+          cache: None: the configured one, with JAX's own turned on in this process, which is the loader's alone.
           outside: what compiles for that.
         """
         small = single_thread.choose(device, options.workers.single_thread_flops)
+        shared = cache is not None
         if cache is None:
             directory = cache_directory(options.executables.cache_directory)
             cache = ExecutableCache(directory, use_persistent_cache(directory), outside)
@@ -170,6 +182,7 @@ class Loader:
             options.executables.max_state_byte_size,
             rate_limits.limits(options.rate_limit, gpu),
             desk,
+            shared,
         )
 
     def load(self, record: Load, tell: Tell = nobody) -> LoadedModel:
@@ -177,9 +190,16 @@ class Loader:
 
         Raises: ServingError: with one calm sentence, whatever went wrong; details are in the log.
         """
-        progress = LoadProgress(record.name, record.version, tell)
+        try:
+            with contextlib.nullcontext() if self._process is None else self._process.kept(f"model '{record.name}'"):
+                return self._load_alone(record, LoadProgress(record.name, record.version, tell))
+        except BaseException as error:
+            raise without_frames(error) from None
+
+    def _load_alone(self, record: Load, progress: LoadProgress) -> LoadedModel:
         folders = (Path(record.version_path), Path(record.model_path))
         imports = ModelImports.of_version(record.name, folders)
+        flags = OwnFlags(record.name)
         imports.join(ModelPort(record.name, record.version, self._desk, self.metrics))
         try:
             message = model_config.from_bytes(record.config)
@@ -192,8 +212,9 @@ class Loader:
             if artifact.is_artifact(folders[0], file):
                 module = artifact.module(folders[0], message, self._device.platform)
             else:
-                module = imports.run(folders[0] / file)
-            loaded = self._load(record, message, module, imports, progress)
+                with flags.code():
+                    module = imports.run(folders[0] / file)
+            loaded = self._load(record, message, module, imports, flags, progress)
             imports.port.loading = False
             return loaded
         except BaseException as error:
@@ -210,6 +231,7 @@ class Loader:
         message: ModelConfig,
         module: ModuleType,
         imports: ModelImports,
+        flags: OwnFlags,
         progress: LoadProgress,
     ) -> LoadedModel:
         triton = hasattr(module, "TritonPythonModel")
@@ -219,7 +241,8 @@ class Loader:
         if message.backend == "python":
             if not triton:
                 raise InvalidArgument(f"model '{message.name}': model.py has no class TritonPythonModel")
-            message = auto_complete(module, message, imports.port)
+            with flags.code():
+                message = auto_complete(module, message, imports.port)
             axes: dict[str, tuple[str | None, ...]] = {}
             segments: dict[str, str] = {}
             state_axes: dict[str, tuple[str | None, ...]] = {}
@@ -246,16 +269,25 @@ class Loader:
         stepped: SteppedModel | None = None
         instances: tuple[Instance, ...] = ()
         if steps is not None:
-            stepped = self._load_stepped(record, message, module, taken, steps, asked, progress)
+            stepped = self._load_stepped(record, message, module, taken, steps, asked, flags, progress)
             stepped.warm(prepared_samples(record, message, taken, made_inputs))
         elif message.backend == "python":
             if not callable(getattr(module.TritonPythonModel, "execute", None)):
                 raise InvalidArgument(
                     f"model '{message.name}': class TritonPythonModel has no function execute(requests)"
                 )
-            instances = self._python_instances(record, message, module, described, sequences, made_inputs, imports.port)
+            kind = "CPU" if self._gpu is None else "GPU"
+            instances = self._starting.start(
+                message,
+                lambda instance: PythonModel(
+                    *(module, message, described, record.version, record.model_path, instance, kind, imports.port),
+                    sequences,
+                ),
+                prepared_samples(record, message, described, made_inputs),
+                flags.code,
+            )
         else:
-            jitted, instances = self._create(record, message, module, taken, progress, made_inputs, imports.port)
+            jitted, instances = self._create(record, message, module, taken, progress, made_inputs, imports.port, flags)
         sticky, streams = message.HasField("sequence_batching"), message.model_transaction_policy.decoupled
         return LoadedModel(
             record.name,
@@ -275,7 +307,7 @@ class Loader:
             sees_outputs=message.backend == "python",
             ordered=model_config.is_ordered(message),
             passive=tuple(instance for instance in instances if instance.passive),
-            is_passive=not self._groups(message).active,
+            is_passive=not self._starting.groups(message).active,
             sequences=sequences,
             made_inputs=made_inputs,
             stepped=stepped,
@@ -291,6 +323,7 @@ class Loader:
         progress: LoadProgress,
         made_inputs: MadeInputs,
         port: ModelPort,
+        flags: OwnFlags,
     ) -> tuple[JaxModel | None, tuple[Instance, ...]]:
         host = bool(getattr(module, "host", False))
         if host and described.states:
@@ -298,7 +331,7 @@ class Loader:
                 f"model '{message.name}': state is for functions that are compiled; a host model keeps its own"
             )
         buckets = choose_buckets(message, module, program_signature(described) if described.free else described)
-        groups = self._groups(message)
+        groups = self._starting.groups(message)
         # What waits for resources has a thread of its own, also where there is only one of it.
         threads = groups.active > 1 or groups.limited
         given, spread = given_devices(message, module, self._devices, self._gpu, bool(described.states))
@@ -309,14 +342,14 @@ class Loader:
         if not host:
             check_size(buckets, self._max_batch_byte_size)
             check_state_size(buckets.signature, count, self._max_state_byte_size)
-        with precision(described):
+        with precision(described), flags.code():
             returned = module.create(Path(record.version_path), model_config.to_dict(message), given)
         apply, parameters, first = created(module, described, returned, made_inputs.asked)
         if is_generator(returned):
             declare_streams(message)
             streaming = GeneratorModel(record.version, described, apply, parameters, port)
-            return None, self._start(
-                message, lambda _: streaming, prepared_samples(record, message, described, made_inputs)
+            return None, self._starting.start(
+                message, lambda _: streaming, prepared_samples(record, message, described, made_inputs), flags.code
             )
         if message.model_transaction_policy.decoupled:
             raise InvalidArgument(
@@ -324,16 +357,19 @@ class Loader:
             )
         if host:
             model = HostModel(record.version, described, apply, parameters, port)
-            return None, self._start(
-                message, lambda _: model, prepared_samples(record, message, described, made_inputs)
+            return None, self._starting.start(
+                message, lambda _: model, prepared_samples(record, message, described, made_inputs), flags.code
             )
+        if flags.wide:
+            described = dataclasses.replace(described, doubles=True)
+            buckets = choose_buckets(message, module, program_signature(described) if described.free else described)
         warn_of_keys(message.name, parameters)
         jitted = self._jitted_model(
             record,
             message,
             described,
             buckets,
-            (apply, parameters, first),
+            (flags.applied(apply), parameters, first),
             count,
             threads or message.HasField("sequence_batching") or bool(made_inputs),
             spread,
@@ -353,42 +389,6 @@ class Loader:
         if not threads:
             return jitted, ()
         cuda = self._cuda
-        return jitted, self._start(
-            message, lambda _: JittedInstance(jitted, None if cuda is None else cuda.beside()), prepared
+        return jitted, self._starting.start(
+            message, lambda _: JittedInstance(jitted, None if cuda is None else cuda.beside()), prepared, flags.code
         )
-
-    def _python_instances(
-        self,
-        record: Load,
-        message: ModelConfig,
-        module: ModuleType,
-        described: Signature,
-        sequences: SequencePlan | None,
-        made_inputs: MadeInputs,
-        port: ModelPort,
-    ) -> tuple[Instance, ...]:
-        kind = "CPU" if self._gpu is None else "GPU"
-        return self._start(
-            message,
-            lambda instance: PythonModel(
-                module, message, described, record.version, record.model_path, instance, kind, port, sequences
-            ),
-            prepared_samples(record, message, described, made_inputs),
-        )
-
-    def _groups(self, message: ModelConfig) -> InstanceGroups:
-        return InstanceGroups(message, self._gpu, self._limits, len(self._devices))
-
-    def _start(
-        self,
-        message: ModelConfig,
-        create: Callable[[str], GeneratorModel | HostModel | PythonModel | JittedInstance],
-        prepared: Sequence[Sample],
-    ) -> tuple[Instance, ...]:
-        """One thread for each configured instance, each initialised and warm. One that fails takes the others down."""
-
-        def warm(model: Instantiated) -> None:
-            for sample in prepared:
-                sample.run(model, message.name, self._check)
-
-        return started(self._groups(message), create, self._inbox, self._page, warm, self._check)

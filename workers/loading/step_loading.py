@@ -5,6 +5,7 @@ model.py ─▶ declared ─▶ checked ─▶ create ─▶ programs: traced, c
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import ModuleType
 
@@ -20,6 +21,7 @@ from tensord.workers.declarations.request_inputs import RequestInputs
 from tensord.workers.declarations.step_declaration import StepDeclaration, check_buckets, check_stepped, created_steps
 from tensord.workers.devices.single_thread import SingleThreadDevice
 from tensord.workers.imports.model_code import python_source
+from tensord.workers.imports.own_flags import OwnFlags
 from tensord.workers.loading.parameters import parted
 from tensord.workers.models.stepped_model import SteppedModel
 from tensord.workers.programs.executable_cache import ExecutableCache
@@ -37,6 +39,7 @@ def load_stepped(
     described: Signature,
     declared: StepDeclaration,
     asked: RequestInputs | None,
+    flags: OwnFlags,
     progress: LoadProgress,
     *,
     device: jax.Device,
@@ -56,10 +59,13 @@ def load_stepped(
     buckets = choose_buckets(message, module, described)
     check_buckets(buckets)
     folder, rules = Path(record.version_path), declared.rules
-    with precision(described):
+    with precision(described), flags.code():
         returned = module.create(folder, model_config.to_dict(message), device)
+    if flags.wide:
+        described = dataclasses.replace(described, doubles=True)
+        buckets = choose_buckets(message, module, described)
     functions, parameters = created_steps(message.name, returned, asked)
-    parts = [parted(function, parameters) for function in functions]
+    parts = [parted(flags.applied(function), parameters) for function in functions]
     rows = Rows(described)
     executables = StepExecutables(
         described,

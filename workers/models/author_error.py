@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import traceback
 from collections.abc import Sequence
@@ -49,3 +50,10 @@ def bounded(text: str, limit: int) -> str:
     """The beginning of a text that may be of any length, and how much is missing."""
     more = len(text) - limit
     return text if more <= 0 else f"{text[:limit]}... ({more} more characters)"
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """The error by itself: the arrays that its frames held are given back, also those in circles."""
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    gc.collect()
+    return error

@@ -7,6 +7,7 @@ The model's ``initialize``, ``execute`` and ``close`` all happen in that thread,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import queue
 import threading
@@ -50,8 +51,13 @@ class Instance:
         page: StatusPage,
         warm: Callable[[Instantiated], None] | None = None,
         check: CheckDevice = works,
+        code: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """``warm`` is called with the initialised model before the instance counts as started. ``check``: of its device."""
+        """``warm`` is called with the initialised model before the instance counts as started. ``check``: of its device.
+
+        ``code``: what the thread is in while it runs the model's code (``OwnFlags.code``).
+        """
+        self._code = code
         self._check = check
         self._warm = warm
         self._inbox = inbox
@@ -75,8 +81,11 @@ class Instance:
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
 
     def start(self) -> None:
-        """Returns once the model is initialised and warm. Raises whatever it raised."""
+        """Begins to initialise and warm the model; ``wait_started`` says what came of it."""
         self._thread.start()
+
+    def wait_started(self) -> None:
+        """Returns once the model is initialised and warm. Raises whatever it raised."""
         self._started.wait()
         if self._failure is not None:
             self._thread.join()
@@ -107,6 +116,10 @@ class Instance:
         self._jobs.put(_Closing(closed))
 
     def _main(self) -> None:
+        with self._code():
+            self._live()
+
+    def _live(self) -> None:
         try:
             model = self._create()
             model.initialize()

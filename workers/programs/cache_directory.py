@@ -1,7 +1,8 @@
 """A directory of files that are code, so nobody but this user may have written them.
 
-    <name>     | magic 22 | HMAC-SHA256 of name and content 32 | content |
-    secret     | 32 random bytes, mode 0600, made with the first file |
+    <name>         | magic 22 | HMAC-SHA256 of name and content 32 | content |
+    <name>.lock    | empty, and locked, while somebody makes that file |
+    secret         | 32 random bytes, mode 0600, made with the first file |
 
 Three things have to hold before a byte is used. The directory is ours alone, and so is every one above it in that nobody else
 can put another in its place (a sticky /tmp will do). The file is a regular one of ours that nobody else can write. And its HMAC
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import hmac
 import logging
@@ -33,6 +35,8 @@ _HEAD = len(_MAGIC) + hashlib.sha256().digest_size
 #: Files that are being written; one so old is of a process that was killed meanwhile.
 _NEW = "new-"
 _NEW_SECONDS = 3600.0
+#: What is locked while a file is made.
+_LOCK = ".lock"
 #: What files of ours end with; nothing else is ever touched.
 SUFFIXES = (".executable", ".program")
 #: Others may list and enter it, but whoever can write here could run code as us.
@@ -86,6 +90,41 @@ class CacheDirectory:
             head = _MAGIC + _seal(self._secret(place), name, content)
             with _written(place, head, content) as new:
                 os.rename(new, name, src_dir_fd=place, dst_dir_fd=place)
+
+    @contextlib.contextmanager
+    def sole(self, name: str) -> Iterator[None]:
+        """Whoever makes that file makes it alone: others, in this process and in others, wait. The lock ends with its holder.
+
+        Where there can be no lock, two may make the same.
+        """
+        try:
+            lock = self._locked(f"{name}{_LOCK}")
+        except OSError:
+            yield
+            return
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError), self._alone() as place:
+                os.unlink(f"{name}{_LOCK}", dir_fd=place)
+            # Said, because a process that a model forked has the descriptor too.
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            os.close(lock)
+
+    def _locked(self, name: str) -> int:
+        """A locked file of that name, which is there."""
+        while True:
+            with self._alone() as place:
+                lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600, dir_fd=place)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if os.fstat(lock).st_nlink:
+                    return lock
+            except BaseException:
+                os.close(lock)
+                raise
+            # Who had it has removed it, and a later one may hold another.
+            os.close(lock)
 
     def remove(self, name: str, reason: Exception) -> None:
         """Takes a file away that cannot be used, and says so."""
@@ -232,7 +271,7 @@ def _written(place: int, *parts: bytes) -> Iterator[str]:
 def _remove_all(place: int) -> None:
     """Every name that we give; files that are none of ours lie there for some other reason."""
     for name in os.listdir(place):
-        if name == _SECRET or name.startswith(_NEW) or name.endswith(SUFFIXES):
+        if name == _SECRET or name.startswith(_NEW) or name.endswith((*SUFFIXES, _LOCK)):
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=place)
 
@@ -240,7 +279,7 @@ def _remove_all(place: int) -> None:
 def _remove_old(place: int) -> None:
     """What killed processes left half written."""
     for name in os.listdir(place):
-        if name.startswith(_NEW):
+        if name.startswith(_NEW) or name.endswith(_LOCK):
             with contextlib.suppress(OSError):
                 if os.stat(name, dir_fd=place, follow_symlinks=False).st_mtime < time.time() - _NEW_SECONDS:
                     os.unlink(name, dir_fd=place)

@@ -93,6 +93,22 @@ class ExecutableCache:
         self.hits = 0
         self.misses = 0
 
+    def found_or_made(
+        self, key: str, usual: Placement, small: SmallPrograms | None, what: str, make: Callable[[], CompiledProgram]
+    ) -> tuple[CompiledProgram, bool]:
+        """The executable of that key, and whether it had to be made, as ``make`` does it.
+
+        Workers that share the directory make each program once: one does, the others wait and find it.
+        """
+        if (found := self.load(key, usual, small)) is not None:
+            return found, False
+        if self._directory is None:
+            return self.make(key, what, make), True
+        with self._directory.sole(_name(key)):
+            if (found := self._found(key, usual, small)) is not None:
+                return found, False
+            return self.make(key, what, make), True
+
     def make(self, key: str, what: str, make: Callable[[], CompiledProgram]) -> CompiledProgram:
         """Runs a compilation, keeps what came of it, and says how large that is.
 
@@ -123,29 +139,28 @@ class ExecutableCache:
 
     def load(self, key: str, usual: Placement, small: SmallPrograms | None = None) -> CompiledProgram | None:
         """The executable of that key, or None: also where it is for the single-thread device, and ``small`` has none."""
-        name = _name(key)
-        content = None if self._directory is None else self._directory.read(name)
-        if self._directory is None or content is None:
-            self.misses += 1
-            return None
-        try:
-            where, *program = pickle.loads(content)
-            here = usual.several is not None or where == (usual.device is not None)
-            placement = usual if here else None if small is None else small.open()
-            found = (
-                None
-                if placement is None
-                else CompiledProgram(_loaded(program, placement, where), placement, len(content))
-            )
-        except Exception as error:  # whatever a stale entry raises, the answer is to compile again
-            self._directory.remove(name, error)
-            self.misses += 1
-            return None
+        found = self._found(key, usual, small)
         if found is None:
             self.misses += 1
         else:
             self.hits += 1
         return found
+
+    def _found(self, key: str, usual: Placement, small: SmallPrograms | None) -> CompiledProgram | None:
+        name = _name(key)
+        content = None if self._directory is None else self._directory.read(name)
+        if self._directory is None or content is None:
+            return None
+        try:
+            where, *program = pickle.loads(content)
+            here = usual.several is not None or where == (usual.device is not None)
+            placement = usual if here else None if small is None else small.open()
+            if placement is None:
+                return None
+            return CompiledProgram(_loaded(program, placement, where), placement, len(content))
+        except Exception as error:  # whatever a stale entry raises, the answer is to compile again
+            self._directory.remove(name, error)
+            return None
 
     def store(self, key: str, program: CompiledProgram, known: Sequence[tuple[object, bytes]] = ()) -> CompiledProgram:
         """Keeps an executable, and says how large it is. What cannot be serialised, or a full disk, only costs the next start.

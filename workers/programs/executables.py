@@ -106,11 +106,10 @@ class Executables:
             key = self._cache.key(
                 (self.source, program, repr(self._signature), repr(wanted), f"{self._small} {self._usual.several}")
             )
-            if (found := self._cache.load(key, self._usual, self._small)) is not None:
-                return found, False
             what = f"model '{self._signature.model}', program for {wanted}"
             lowered = first if wanted == planned[0] else None
-            return self._cache.make(key, what, functools.partial(self._compile, wanted, lowered)), True
+            compiling = functools.partial(self._compile, wanted, lowered)
+            return self._cache.found_or_made(key, self._usual, self._small, what, compiling)
 
         # Of several devices the first program says where the parameters are, for which the others are compiled.
         made = ahead(make, planned, self._cache.threads if self._usual.several is None else 1)

@@ -126,13 +126,13 @@ class StepExecutables:
 
         def make(what: _Wanted) -> tuple[CompiledProgram, bool]:
             key = self._cache.key((self._source, *text, repr(self._signature), repr(what), repr(self._place.device)))
-            if (found := self._cache.load(key, self._place)) is not None:
-                return found, False
 
             def compile_it() -> CompiledProgram:
                 return self._compile(known.get(what) or self._lower(what, self._place))
 
-            return self._cache.make(key, f"model '{self._signature.model}', program for {what}", compile_it), True
+            return self._cache.found_or_made(
+                key, self._place, None, f"model '{self._signature.model}', program for {what}", compile_it
+            )
 
         made = ahead(make, wanted, self._cache.threads)
         for what in progress.through(wanted):

@@ -132,10 +132,12 @@ class Signature:
     states: tuple[StateSpec, ...] = ()
     #: Sequences that have a row of it at a time, in each instance.
     slots: int = 0
+    #: Its code computes with 64-bit types, whatever its tensors are.
+    doubles: bool = field(default=False, repr=False)
     batches: bool = field(init=False)
     #: Whether requests of different lengths share a batch.
     ragged: bool = field(init=False)
-    #: Whether any tensor has 64-bit elements.
+    #: Whether it is traced and run with 64-bit types: any tensor has such elements, or its code asks for them.
     wide: bool = field(init=False)
     #: Whether state has dims that vary.
     free: bool = field(init=False)
@@ -146,7 +148,7 @@ class Signature:
         object.__setattr__(self, "ragged", any(spec.ragged for spec in self.inputs.values()))
         specs: list[TensorSpec | StateSpec] = [*self.inputs.values(), *self.outputs.values(), *self.states]
         object.__setattr__(self, "free", any(-1 in spec.dims for spec in self.states))
-        object.__setattr__(self, "wide", any(spec.datatype in WIDE for spec in specs))
+        object.__setattr__(self, "wide", self.doubles or any(spec.datatype in WIDE for spec in specs))
 
     def with_states(self, states: tuple[StateSpec, ...], slots: int) -> Signature:
         """The same with state of so many sequences at a time."""

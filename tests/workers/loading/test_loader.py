@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
+import gc
 import json
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -464,3 +467,53 @@ def test_a_model_that_fails_its_warmup_does_not_serve(load: Loading) -> None:
             output { name: "y" data_type: TYPE_FP32 dims: [ 1 ] } """
             + WARM,
         )
+
+
+def test_a_load_that_fails_gives_its_arrays_back(load: Loading, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those in circles, while nobody collects garbage, and while somebody has the error."""
+    # pytest keeps what is logged.
+    monkeypatch.setattr(logging.getLogger("tensord.workers.loading.loader"), "disabled", True)
+    source = """
+import builtins, weakref
+import jax.numpy as jnp
+inputs = {"x": "FP32[4]"}
+outputs = {"y": "FP32[4]"}
+
+class Weights:
+    def __init__(self):
+        self.array, self.circle = jnp.ones(1000), self
+
+def create(path, config, device):
+    weights = Weights()
+    builtins.weights_of_a_failed_load = weakref.ref(weights), weakref.ref(weights.array)
+    def apply(params, inputs):
+        return {"y": (inputs["x"] * weights.array[:4])[:HOW_MANY]}
+    if HOW_MANY == 3:
+        raise ValueError("no")
+    return apply, {"weights": weights.array}
+"""
+    for how_many in ("2", "3"):
+        gc.disable()
+        try:
+            with pytest.raises(ServingError) as caught:
+                load(source.replace("HOW_MANY", how_many))
+            kept: Any = vars(builtins).pop("weights_of_a_failed_load")
+            assert [each() for each in kept] == [None, None], caught.value
+        finally:
+            gc.enable()
+
+
+def test_instances_are_initialised_at_the_same_time(load: Loading) -> None:
+    source = """
+import threading
+import triton_python_backend_utils as pb_utils
+all_of_them = threading.Barrier(3)
+class TritonPythonModel:
+    def initialize(self, args):
+        all_of_them.wait(60)
+    def execute(self, requests):
+        return []
+"""
+    text = 'backend: "python" instance_group { count: 3 } input { name: "x" data_type: TYPE_FP32 dims: 1 }'
+    model = load(source, text + ' output { name: "y" data_type: TYPE_FP32 dims: 1 }')
+    assert [instance._thread.name for instance in model.instances] == ["m_0_0", "m_0_1", "m_0_2"]

@@ -82,6 +82,7 @@ def test_life(inbox: Inbox, page: StatusPage) -> None:
     instance = Instance("m_0", lambda: model, inbox, page)
     instance.desk = 4
     instance.start()
+    instance.wait_started()
     done: list[Execution] = []
     instance.run(execution_of(1), done.append)
     instance.run(execution_of(-1), done.append)
@@ -104,8 +105,9 @@ def test_life(inbox: Inbox, page: StatusPage) -> None:
 @pytest.mark.parametrize("trouble", [ValueError("no"), SystemExit(2)])
 def test_a_model_that_does_not_start(inbox: Inbox, page: StatusPage, trouble: BaseException) -> None:
     instance = Instance("m_0", lambda: AModel(trouble), inbox, page)
+    instance.start()
     with pytest.raises(type(trouble)):
-        instance.start()
+        instance.wait_started()
 
 
 def test_an_idle_instance_keeps_nothing_of_its_last_requests(inbox: Inbox, page: StatusPage) -> None:
@@ -114,6 +116,7 @@ def test_an_idle_instance_keeps_nothing_of_its_last_requests(inbox: Inbox, page:
     model.may_run.set()
     instance = Instance("m_0", lambda: model, inbox, page)
     instance.start()
+    instance.wait_started()
     execution = execution_of(1)
     ended = threading.Event()
     weakref.finalize(execution.requests[0].arrays["x"], ended.set)

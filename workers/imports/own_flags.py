@@ -1,0 +1,118 @@
+"""JAX's configuration as one model has it: what its code asks for holds for this model alone.
+
+    jax.config.update(name, value)     in a thread that runs a model's code: there, and wherever this model is traced or run
+                                       in any other thread: for the whole process, as ever
+
+JAX has a context manager for each setting that decides what is traced and how. Such a setting is entered in the thread, so no
+other thread sees it, not even for a moment. Other settings stay what JAX makes of them (``process_state`` puts them back).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+_log = logging.getLogger(__name__)
+_WIDE = "jax_enable_x64"
+#: Setting -> JAX's context manager of it; one that this JAX lacks is as any other setting.
+_CONTEXTS = {
+    f"jax_{name}": name
+    for name in (
+        "array_garbage_collection_guard",
+        "debug_infs",
+        "debug_key_reuse",
+        "debug_nans",
+        "default_device",
+        "default_matmul_precision",
+        "default_prng_impl",
+        "disable_jit",
+        "enable_custom_prng",
+        "enable_x64",
+        "legacy_prng_key",
+        "log_compiles",
+        "numpy_dtype_promotion",
+        "numpy_rank_promotion",
+        "softmax_custom_jvp",
+        "threefry_partitionable",
+        "transfer_guard",
+    )
+}
+#: ``own``: the flags and the open contexts of the model whose code this thread runs.
+_thread = threading.local()
+
+
+class OwnFlags:
+    """The settings of one loaded version."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._values: dict[str, Any] = {}
+
+    @property
+    def wide(self) -> bool:
+        """Whether the model asks for 64-bit types."""
+        return bool(self._values.get(_WIDE, False))
+
+    @contextlib.contextmanager
+    def code(self) -> Iterator[None]:
+        """The model's code runs in this thread meanwhile, with what it has asked for by now."""
+        former = getattr(_thread, "own", None)
+        with contextlib.ExitStack() as stack:
+            for name, value in self._values.items():
+                stack.enter_context(_context(name)(value))
+            _thread.own = self, stack
+            try:
+                yield
+            finally:
+                _thread.own = former
+
+    def applied(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function that is traced with what its model has asked for. 64-bit types are its signature's affair."""
+        if not self._values.keys() - {_WIDE}:
+            return function
+
+        @functools.wraps(function)
+        def apply(*arguments: Any) -> Any:
+            with self.code():
+                return function(*arguments)
+
+        return apply
+
+    def take(self, name: str, value: Any, stack: contextlib.ExitStack) -> None:
+        """The model's code asks for it; it holds until ``stack`` is closed."""
+        if jax.config.values.get(name) != value:
+            stack.enter_context(_context(name)(value))
+            _log.warning("model '%s' sets %s = %r, which holds for this model alone", self._model, name, value)
+            self._values[name] = value
+
+    def __repr__(self) -> str:
+        return f"<OwnFlags of {self._model!r}: {self._values}>"
+
+
+def prepare() -> None:
+    """From now on ``jax.config.update`` asks whose code calls it. Idempotent."""
+    usual = jax.config.update
+    if hasattr(usual, "__wrapped__"):
+        return
+
+    @functools.wraps(usual)
+    def update(name: str, val: Any) -> None:
+        own = getattr(_thread, "own", None)
+        if own is None or not hasattr(jax, _CONTEXTS.get(name, "no such name")):
+            usual(name, val)  # type: ignore[no-untyped-call]
+        else:
+            flags, stack = own
+            flags.take(name, val, stack)
+
+    jax.config.update = update  # type: ignore[method-assign]
+
+
+def _context(name: str) -> Callable[[Any], contextlib.AbstractContextManager[Any]]:
+    found: Callable[[Any], contextlib.AbstractContextManager[Any]] = getattr(jax, _CONTEXTS[name])
+    return found

@@ -1,0 +1,106 @@
+"""What all models of a process share, and none may change for the others: it is put back after each load, and named in the log.
+
+Of JAX's configuration a model has its own as far as JAX can part it (``own_flags``); the rest of it is among these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import socket
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+_log = logging.getLogger(__name__)
+#: What is asked and told by a function each.
+_SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    "gc.isenabled()": (gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
+    "logging.disable": (lambda: logging.root.manager.disable, logging.disable),
+    "socket.getdefaulttimeout()": (socket.getdefaulttimeout, socket.setdefaulttimeout),
+    "sys.getrecursionlimit()": (sys.getrecursionlimit, sys.setrecursionlimit),
+    "sys.getswitchinterval()": (sys.getswitchinterval, sys.setswitchinterval),
+}
+
+
+class ProcessState:
+    """Of a worker's process. Used by one thread that runs no model's code at that time."""
+
+    def __init__(self) -> None:
+        self._known = False
+
+    @contextlib.contextmanager
+    def kept(self, who: str) -> Iterator[None]:
+        """Puts back what ``who`` changes meanwhile, and before that what models that run have changed."""
+        if self._known:
+            self._put_back("a model's code, at a request or in a thread of its own,")
+        else:
+            self._look()
+        try:
+            yield
+        finally:
+            self._put_back(who)
+
+    def _look(self) -> None:
+        """Before the first model."""
+        self._known = True
+        self._flags: dict[str, Any] = dict(jax.config.values)
+        self._settings = {name: ask() for name, (ask, _) in _SETTINGS.items()}
+        self._errors = [entry for entry in warnings.filters if entry[0] == "error"]
+        self._path = list(sys.path)
+
+    def _put_back(self, who: str) -> None:
+        """Makes it what it was. ``who``: the beginning of a sentence."""
+        changed = [
+            *self._put_back_flags(),
+            *self._put_back_settings(),
+            *self._put_back_warnings(),
+            *self._put_back_path(),
+        ]
+        if changed:
+            _log.warning(
+                "%s changed what all models of this process share; it is put back: %s", who, "; ".join(changed)
+            )
+
+    def _put_back_flags(self) -> Iterator[str]:
+        now = jax.config.values
+        for name, value in self._flags.items():
+            if (found := now.get(name, value)) is value or found == value:
+                continue
+            try:
+                jax.config.update(name, value)
+                yield f"{name} was {found!r} instead of {value!r}"
+            except Exception as error:  # JAX takes some only before its first computation
+                self._flags[name] = found
+                yield f"{name} is {found!r} now and cannot be {value!r} again ({error})"
+
+    def _put_back_settings(self) -> Iterator[str]:
+        for name, (ask, tell) in _SETTINGS.items():
+            if (found := ask()) != (value := self._settings[name]):
+                tell(value)
+                yield f"{name} was {found!r} instead of {value!r}"
+
+    def _put_back_warnings(self) -> Iterator[str]:
+        """Other filters may stay: they hide what nobody else would fail of."""
+        raising = [entry for entry in warnings.filters if entry[0] == "error" and entry not in self._errors]
+        if not raising:
+            return
+        kept = [entry for entry in warnings.filters if entry not in raising]
+        # This also tells every module that what it knows of its warnings is no longer so.
+        warnings.resetwarnings()
+        warnings.filters[:] = kept  # type: ignore[index]
+        yield f"warnings were errors ({', '.join(sorted(str(entry[2]) for entry in raising))})"
+
+    def _put_back_path(self) -> Iterator[str]:
+        """What was added may stay, where it was put."""
+        gone = [entry for entry in self._path if entry not in sys.path]
+        if gone:
+            sys.path[:] = [*(entry for entry in sys.path if entry not in self._path), *self._path]
+            yield f"sys.path lacked {', '.join(map(repr, gone))}"
+
+    def __repr__(self) -> str:
+        return "<ProcessState>"
