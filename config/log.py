@@ -10,14 +10,17 @@ control characters are escaped, so no client can write a line of its own.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import re
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from logging.handlers import WatchedFileHandler
+from typing import TextIO
 
 from tensord.config.options import Log
 
@@ -30,10 +33,14 @@ _OURS = ("tensord", "model")
 _TALKATIVE = ("asyncio", "jax")
 
 
+#: Between two lines about the same trouble.
+_SELDOM_SECONDS = 60.0
+
+
 def configure(options: Log, name: str, environment: Mapping[str, str] | None = None) -> None:
     """Sets the process's log up; again after a change. ``name`` is the process: "supervisor", "http-0", "worker-1"."""
     journal = not options.file and "JOURNAL_STREAM" in (os.environ if environment is None else environment)
-    handler = LogFile(options.file) if options.file else logging.StreamHandler(sys.stderr)
+    handler = LogFile(options.file) if options.file else _StandardError(sys.stderr)
     handler.setFormatter(JsonFormatter(name) if options.format == "json" else TextFormatter(name, options, journal))
     handler.addFilter(_LevelFilter(options))
     root = logging.getLogger()
@@ -58,17 +65,62 @@ def check_writable(options: Log) -> None:
 class LogFile(WatchedFileHandler):
     """Appends, like every other process of the daemon; opened again when the file is moved away, for log rotation.
 
-    A line that cannot be written to the file goes to standard error instead: logging never fails its caller.
+    A line that cannot be written to the file goes to standard error instead: logging never fails its caller. Why, it says there
+    once a minute.
     """
 
     def __init__(self, path: str) -> None:
         super().__init__(path, encoding="utf-8", delay=True)
+        self._seldom = Seldom()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             super().emit(record)
         except OSError:
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        if self.stream is not None:
+            # What it has not written would come again with the next line, and now goes elsewhere.
+            with contextlib.suppress(OSError):
+                self.stream.close()
+            self.stream = None
+        with contextlib.suppress(OSError):
+            if self._seldom.is_due():
+                reason = f"log file {self.baseFilename} cannot be written: {error.strerror}"
+                said = logging.LogRecord(__name__, logging.ERROR, __file__, 0, reason, None, None)
+                sys.stderr.write(self.format(said) + "\n")
             sys.stderr.write(self.format(record) + "\n")
+
+
+class _StandardError(logging.StreamHandler[TextIO]):
+    """Standard error, which may be a file on a full disk: then there is nobody to tell."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
+class Seldom:
+    """Says whether a trouble is to be named again, which may come with every request: once a minute. Used by several threads."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        #: What the trouble is about -> when it is due again.
+        self._next: dict[str, float] = {}
+
+    def is_due(self, what: str = "") -> bool:
+        """True: whoever asks says it now. ``what`` it is about, where there are several."""
+        now = self._clock()
+        if now < self._next.get(what, now):
+            return False
+        self._next = {each: due for each, due in list(self._next.items()) if now < due}
+        self._next[what] = now + _SELDOM_SECONDS
+        return True
 
 
 class _LevelFilter(logging.Filter):

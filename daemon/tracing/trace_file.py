@@ -4,16 +4,20 @@
     FILE.N     [ ... ]                     with ``log_frequency``: so many traces each, N counted up, none overwritten
 
 Bounds: so many traces wait for the thread, and so many bytes are written by one front; what is beyond is dropped, and the log
-says so once. Source: Triton docs/user_guide/trace.md.
+says so once. What cannot be written it says once a minute. Source: Triton docs/user_guide/trace.md.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import logging
 import os
 import queue
 import threading
+
+from tensord.config.log import Seldom
 
 _log = logging.getLogger(__name__)
 #: Pieces that may wait for the thread.
@@ -31,6 +35,7 @@ class TraceFiles:
         self._waiting: queue.SimpleQueue[tuple[str, bytes, bool] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._complained = False
+        self._seldom = Seldom()
 
     def write(self, path: str, traces: bytes, *, indexed: bool) -> None:
         """Takes the JSON objects of one or more traces, comma-separated. Returns at once."""
@@ -58,10 +63,10 @@ class TraceFiles:
                     _create(path, traces)
                 else:
                     append(path, traces)
-            except OSError as error:
-                _log.error("a trace could not be written: %s", error.strerror)
-            except ValueError as error:
-                _log.error("a trace could not be written: %s", error)
+            except (OSError, ValueError) as error:
+                if self._seldom.is_due(path):
+                    reason = error.strerror if isinstance(error, OSError) else error
+                    _log.error("traces cannot be written to %s: %s", path, reason)
 
     def close(self) -> None:
         """What was given is written, if the disk takes it within a moment."""
@@ -77,13 +82,27 @@ def append(path: str, traces: bytes) -> None:
         fcntl.flock(fd, fcntl.LOCK_EX)
         size = os.fstat(fd).st_size
         if size == 0:
-            os.pwrite(fd, b"[" + traces + b"]", 0)
+            _put(fd, b"[" + traces + b"]", 0)
         elif os.pread(fd, 1, size - 1) == b"]":
-            os.pwrite(fd, b",\n" + traces + b"]", size - 1)
+            _put(fd, b",\n" + traces + b"]", size - 1)
         else:
-            raise ValueError("the trace file holds something else")
+            raise ValueError("it holds something else")
     finally:
         os.close(fd)
+
+
+def _put(fd: int, content: bytes, at: int) -> None:
+    """All of it, or nothing of it: a full disk takes a part. Raises OSError."""
+    written = 0
+    try:
+        written = os.pwrite(fd, content, at)
+    finally:
+        if written < len(content):
+            with contextlib.suppress(OSError):
+                os.ftruncate(fd, at)
+                os.pwrite(fd, b"]" if at else b"", at)
+    if written < len(content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _create(path: str, traces: bytes) -> None:
@@ -95,8 +114,12 @@ def _create(path: str, traces: bytes) -> None:
             break
         except FileExistsError:
             index += 1
-    with open(fd, "wb") as file:
-        file.write(b"[" + traces + b"]")
+    try:
+        with open(fd, "wb") as file:
+            file.write(b"[" + traces + b"]")
+    except OSError:
+        os.unlink(f"{path}.{index}")
+        raise
 
 
 def begin(path: str) -> None:

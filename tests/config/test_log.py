@@ -128,3 +128,27 @@ def test_a_change_leaves_no_descriptor_behind(tmp_path: Path) -> None:
     log.configure(Log(), "supervisor", {})
     assert len(os.listdir("/proc/self/fd")) <= before
     assert path.read_text().count("line") == 3
+
+
+def test_a_full_disk_is_named_once_and_costs_no_line(capfd: pytest.CaptureFixture[str]) -> None:
+    log.configure(Log(file="/dev/full"), "p")
+    try:
+        for number in range(20):
+            logging.getLogger("tensord").info("line %d", number)
+    finally:
+        log.configure(Log(), "p")
+    written = capfd.readouterr().err
+    assert "Logging error" not in written
+    assert written.count("log file /dev/full cannot be written: No space left on device") == 1
+    assert [f"line {number}" for number in range(20)] == re.findall(r"line \d+", written)
+    assert len(written.splitlines()) == 21
+
+
+def test_what_comes_often_is_due_once_a_minute() -> None:
+    now = [0.0]
+    seldom = log.Seldom(lambda: now[0])
+    found = []
+    for now[0] in (0.0, 1.0, 59.0, 60.0, 61.0, 200.0):
+        found.append(seldom.is_due())
+    assert found == [True, False, False, True, False, True]
+    assert [seldom.is_due(what) for what in ("a", "b", "a", "")] == [True, True, False, False]

@@ -27,6 +27,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tensord.config.log import Seldom
+
 _log = logging.getLogger(__name__)
 _MAGIC = b"tensord-executable-4\r\n"
 _SECRET = "secret"
@@ -52,6 +54,7 @@ class CacheDirectory:
     def __init__(self, path: Path) -> None:
         """Makes it where it is not there. Raises OSError: there can be none, or others could change it."""
         self.path = Path(os.path.realpath(path))
+        self._seldom = Seldom()
         if self.path.parent == self.path:
             raise PermissionError("the root directory cannot be a cache")
         with self._opened() as (place, mode):
@@ -81,7 +84,7 @@ class CacheDirectory:
                     self._remove(place, name, error)
                     return None
         except OSError as error:
-            _log.warning("executables are not cached: %s", error)
+            self.say_unusable(error)
             return None
 
     def write(self, name: str, content: bytes) -> None:
@@ -125,6 +128,13 @@ class CacheDirectory:
                 raise
             # Who had it has removed it, and a later one may hold another.
             os.close(lock)
+
+    def say_unusable(self, error: OSError) -> None:
+        """Once a minute: a full disk would be named with every program."""
+        if self._seldom.is_due():
+            # An error of ours names what is wrong with which directory.
+            reason = f"directory {self.path}: {error.strerror}" if error.errno else error.strerror or error
+            _log.warning("executables are not cached: %s", reason)
 
     def remove(self, name: str, reason: Exception) -> None:
         """Takes a file away that cannot be used, and says so."""

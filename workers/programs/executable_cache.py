@@ -178,6 +178,9 @@ class ExecutableCache:
                 (where, *serialize(program.call, next((kept for one, kept in known if one is executable), None)))
             )
             self._directory.write(_name(key), content)
+        except OSError as error:
+            self._directory.say_unusable(error)
+            return program
         except Exception as error:
             _log.info("executable %s is not cached: %s: %s", key, type(error).__name__, error)
             return program

@@ -49,7 +49,7 @@ class JaxCache:
         try:
             self._directory.write(self._name(key), value)
         except OSError as error:
-            _log.info("program %s is not cached: %s", key, error)
+            self._directory.say_unusable(error)
 
     @property
     def _is_passed_over(self) -> bool:

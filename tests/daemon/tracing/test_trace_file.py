@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import os
 import threading
 from pathlib import Path
 
 import pytest
 
 from tensord.daemon.tracing import trace_file
-from tensord.daemon.tracing.trace_file import TraceFiles
+from tensord.daemon.tracing.trace_file import TraceFiles, append
 
 
 def test_many_writers_one_array(tmp_path: Path) -> None:
@@ -71,3 +73,24 @@ def test_the_bound(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files.close()
     assert (tmp_path / "t").read_text().count("12345") == 2
     assert caplog.text.count("traces are dropped: a front has written trace.max_byte_size (10) bytes") == 1
+
+
+def test_a_full_disk_is_named_once_and_the_file_stays_an_array(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of a trace is taken, as by a disk that becomes full."""
+    files = TraceFiles(1 << 20)
+    for number in range(50):
+        files.write("/dev/full", f'{{"id":{number}}}'.encode(), indexed=False)
+    files.close()
+    lines = [record.message for record in caplog.records]
+    assert lines == [f"traces cannot be written to /dev/full: {os.strerror(errno.ENOSPC)}"]
+    path = tmp_path / "traces"
+    append(str(path), b'{"id":1}')
+    usual = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, content, at: usual(fd, content[: max(1, len(content) // 2)], at))
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        append(str(path), b'{"id":2}')
+    monkeypatch.undo()
+    append(str(path), b'{"id":3}')
+    assert json.loads(path.read_text()) == [{"id": 1}, {"id": 3}]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
+from tensord.workers.programs import cache_directory as cache_directory_module
 from tensord.workers.programs.cache_directory import CacheDirectory
 from tensord.workers.programs.executable_cache import ExecutableCache, cache_directory
+from tensord.workers.programs.jax_cache import JaxCache
 from tensord.workers.programs.placement import CompiledProgram, Placement
 
 USUAL = Placement(None)
@@ -95,3 +99,22 @@ def test_the_key_depends_on_every_part() -> None:
     }
     assert len(keys) == 8
     assert ExecutableCache.key(("a", b"b")) == KEY
+
+
+def test_a_full_disk_is_named_once(
+    directory: CacheDirectory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is kept there: executables of ours, and what JAX keeps."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    cache, programs = ExecutableCache(directory), JaxCache(directory)
+    made = compiled()
+    monkeypatch.setattr(cache_directory_module, "_written", full)
+    with caplog.at_level(logging.INFO):
+        for number in range(5):
+            assert cache.store(f"{number}", made) is made
+            programs.put(f"{number}", b"content")
+    said = f"executables are not cached: directory {directory.path}: {os.strerror(errno.ENOSPC)}"
+    assert [record.message for record in caplog.records] == [said]
