@@ -185,7 +185,7 @@ TRAILERS_OK = _literal(b"grpc-status", b"0")
 
 def trailers(status: int, message: str) -> bytes:
     """After the last message; the text is percent-encoded and cut to what clients take."""
-    text = urllib.parse.quote(message, safe=" !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~").encode()[:_MAX_MESSAGE]
+    text = urllib.parse.quote(message[:_MAX_MESSAGE], safe=" !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~").encode()[:_MAX_MESSAGE]
     cut = text.rfind(b"%", max(0, len(text) - 2))
     if cut >= 0 and len(text) == _MAX_MESSAGE:
         text = text[:cut]

@@ -13,6 +13,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2
 
+from tensord.daemon.grpc import counts
 from tensord.daemon.grpc.request_tensors import content, requested
 from tensord.daemon.submit.inference import Content, InferenceRequest
 from tensord.daemon.submit.model_table import ModelTable, parse_version
@@ -70,6 +71,7 @@ def decode_head(head: bytes, has_raw: bool, table: ModelTable) -> DecodedHead:
 
     Raises: NotFound, InvalidArgument: no such model or version.  InvalidArgument: not of the protocol's form.
     """
+    counts.check(head, service_pb2.ModelInferRequest.DESCRIPTOR)
     try:
         request = service_pb2.ModelInferRequest.FromString(head)
     except DecodeError:

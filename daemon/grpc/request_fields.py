@@ -9,11 +9,14 @@ Source: grpc_service.proto; protobuf's encoding specification.
 
 from __future__ import annotations
 
+from tensord.daemon.front.entries import MAX_ENTRIES
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.messages import Buffer
 
 #: More raw tensors than any model takes; each costs two bytes on the wire and far more here.
-MAX_RAWS = 1 << 16
+MAX_RAWS = MAX_ENTRIES
+#: There are seven fields that are known, and unknown ones.
+MAX_FIELDS = 8 * MAX_ENTRIES
 #: Tag bytes of the fields 1 to 7, all length-delimited.
 _ID, _RAW = 0x1A, 0x3A
 _TAGS = frozenset((0x0A, 0x12, _ID, 0x22, 0x2A, 0x32, _RAW))
@@ -42,7 +45,9 @@ def split(message: Buffer) -> tuple[bytes, bytes, list[tuple[int, int]]]:
     kept = 0
     client_id = b""
     try:
-        while at < end:
+        for _ in range(MAX_FIELDS):
+            if at >= end:
+                break
             start = at
             tag = message[at]
             size = message[at + 1]
@@ -65,6 +70,9 @@ def split(message: Buffer) -> tuple[bytes, bytes, list[tuple[int, int]]]:
                     pieces.append(bytes(message[kept:start]))
                 kept = at + size
             at += size
+        else:
+            if at < end:
+                raise _too_many_fields()
     except IndexError:
         raise _cut_short() from None
     if at > end:
@@ -85,7 +93,7 @@ class ArrivingFields:
     Everything is there once ``unread`` is 0.
     """
 
-    __slots__ = ("_field", "_left", "_start", "client_id", "head", "raw_count", "raw_left", "unread")
+    __slots__ = ("_count", "_field", "_left", "_start", "client_id", "head", "raw_count", "raw_left", "unread")
 
     def __init__(self, byte_size: int) -> None:
         #: Bytes of the message that were neither taken here nor by the owner.
@@ -100,6 +108,8 @@ class ArrivingFields:
         #: Where the rest of the field under way goes, and how much it is.
         self._field = self.head
         self._left = 0
+        #: Fields that have begun.
+        self._count = 0
 
     def begin(self, head: bytes, client_id: bytes, at: int, size: int) -> None:
         """All before the first raw tensor has come in one piece: that begins there, and has that size. Raises as ``take``."""
@@ -137,6 +147,9 @@ class ArrivingFields:
             self.unread -= content - known
             if size > self.unread:
                 raise _cut_short()
+            self._count += 1
+            if self._count > MAX_FIELDS:
+                raise _too_many_fields()
             start, self._start = self._start[:content], bytearray()
             if tag == _RAW:
                 if self.raw_count == MAX_RAWS:
@@ -160,6 +173,12 @@ class ArrivingFields:
 
 def _too_many_raws() -> RefusedRequest:
     return RefusedRequest(InvalidArgument(f"more than {MAX_RAWS} raw_input_contents are given"))
+
+
+def _too_many_fields() -> RefusedRequest:
+    return RefusedRequest(
+        InvalidArgument(f"more than {MAX_FIELDS} fields are given in a request message, at most {MAX_FIELDS} are taken")
+    )
 
 
 def _cut_short() -> RefusedRequest:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tensord.daemon.grpc import packed_numbers
 from tensord.daemon.submit.inference import Content
 from tensord.shm.arrays import DTYPES, byte_content
 from tensord.shm.datatypes import ELEMENT_SIZES, element_count
@@ -31,7 +32,7 @@ _CONTENTS = {
 def content(entry: Any, shape: tuple[int, ...], has_raw: bool, model: str) -> Content | None:
     """The content of an input that is no raw tensor; None: it is one."""
     name, datatype = entry.name, entry.datatype
-    count = element_count(shape, f"input '{name}' shape")
+    element_count(shape, f"input '{name}' shape")
     if "shared_memory_region" in entry.parameters:
         if entry.HasField("contents"):
             raise InvalidArgument(
@@ -55,19 +56,27 @@ def content(entry: Any, shape: tuple[int, ...], has_raw: bool, model: str) -> Co
     kind, takes = _CONTENTS[filled[0]]
     if datatype not in takes:
         raise InvalidArgument(f"{what} of type '{kind}', expected datatype '{datatype}'")
-    return _typed_bytes(name, datatype, getattr(entry.contents, filled[0]), count, model)
+    return _typed_bytes(name, datatype, kind, entry.contents)
 
 
-def _typed_bytes(name: str, datatype: str, values: Any, count: int, model: str) -> bytes:
-    """Typed contents as wire bytes. Raises InvalidArgument: a value does not fit its datatype, or the count the shape."""
+def _typed_bytes(name: str, datatype: str, kind: str, contents: Any) -> bytes:
+    """Typed contents as wire bytes. Raises InvalidArgument: a value does not fit its datatype.
+
+    Args:
+      kind: the datatype of the one field that is filled.
+    """
     if datatype == "BYTES":
+        values = contents.bytes_contents
         elements = np.empty(len(values), np.object_)
         elements[:] = list(values)
         return byte_content(elements)
-    try:
-        return np.array(values, DTYPES[datatype]).tobytes()
-    except OverflowError:
-        raise InvalidArgument(f"a value of input '{name}' is out of the range of {datatype}") from None
+    numbers, dtype = packed_numbers.of_contents(contents, DTYPES[kind]), DTYPES[datatype]
+    if numbers.dtype != dtype:
+        limits = np.iinfo(dtype)
+        if len(numbers) and not (limits.min <= numbers.min() and numbers.max() <= limits.max):
+            raise InvalidArgument(f"a value of input '{name}' is out of the range of {datatype}")
+        numbers = numbers.astype(dtype)
+    return numbers.tobytes()
 
 
 def _region(name: str, parameters: Any) -> RegionSlice:

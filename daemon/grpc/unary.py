@@ -9,10 +9,11 @@ from typing import Any
 
 from google.protobuf.message import DecodeError, Message
 
+from tensord.daemon.grpc import counts
 from tensord.daemon.grpc.call import Call, kept
 from tensord.daemon.grpc.codes import INTERNAL, INVALID_ARGUMENT, number
 from tensord.daemon.grpc.stream import Stream
-from tensord.shm.errors import DEFECT, ServingError
+from tensord.shm.errors import DEFECT, InvalidArgument, ServingError
 from tensord.shm.messages import Buffer
 
 _log = logging.getLogger(__name__)
@@ -42,9 +43,13 @@ class Unary(Call):
             self._stream.finish(INTERNAL, "a unary call has one request message")
             return
         try:
+            counts.check(self._message, self._request.DESCRIPTOR)
             request = self._request.FromString(bytes(self._message))
         except DecodeError:
             self._stream.finish(INVALID_ARGUMENT, "failed to parse the request message")
+            return
+        except InvalidArgument as error:
+            self._stream.finish(INVALID_ARGUMENT, error.message)
             return
         self._task = asyncio.get_running_loop().create_task(self._run(request))
 

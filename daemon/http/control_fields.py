@@ -9,6 +9,7 @@ import base64
 import binascii
 from typing import Any
 
+from tensord.daemon.front.entries import check_count
 from tensord.daemon.http.json_values import is_unsigned
 from tensord.daemon.http.request_head import parse
 from tensord.shm.errors import InvalidArgument
@@ -22,7 +23,7 @@ def read(body: bytes, required: bool = False) -> dict[str, Any]:
     if not body and not required:
         return {}
     value = parse(body)
-    return value if isinstance(value, dict) else {}
+    return members(value) if isinstance(value, dict) else {}
 
 
 def boolean(value: Any) -> bool:
@@ -47,9 +48,10 @@ def unsigned(value: Any) -> int:
 
 
 def members(value: Any) -> dict[str, Any]:
-    """Raises InvalidArgument on anything but an object."""
+    """Raises InvalidArgument on anything but an object, and on one with more members than are taken."""
     if not isinstance(value, dict):
         raise InvalidArgument("attempt to get members for non-object")
+    check_count(len(value), "members of an object")
     return value
 
 

@@ -30,8 +30,6 @@ from tensord.shm.open_shape import OPEN, check, closed, is_open
 MAX_UNCUT = 4096
 #: The slow way is for texts up to this size: about four milliseconds.
 _MAX_EXACT = 256 << 10
-#: Each costs some ten microseconds.
-_MAX_INPUTS = 1024
 _QUOTE = ord('"')
 
 
@@ -67,8 +65,6 @@ def decode_head(
         read_parameters(request.parameters, decoded)
     offset = 0
     for entry in request.inputs:
-        if len(decoded.inputs) == _MAX_INPUTS:
-            raise InvalidArgument(f"more than {_MAX_INPUTS} inputs are given, at most {_MAX_INPUTS} are allowed")
         entry.datatype = wire_name(entry.datatype)
         source = _source(entry, offset, apart)
         if type(source) is Part:

@@ -20,12 +20,15 @@ import msgspec
 import rapidjson
 from msgspec import UNSET, UnsetType
 
+from tensord.daemon.front.entries import MAX_ENTRIES, check_count
 from tensord.daemon.http.json_values import refusal, text
 from tensord.shm.errors import InvalidArgument
 
 #: ``data`` of an input that has none.
 ABSENT = msgspec.Raw(b"")
 _NO_PARAMETERS: dict[str, Any] = {}
+#: How errors call the entries of a list.
+_ENTRIES = {"inputs": "inputs", "outputs": "outputs", "shape": "dimensions"}
 _PARSE_ERROR = "failed to parse the request JSON buffer: "
 _RAPIDJSON_ERROR = re.compile(r"Parse error at offset (\d+): (.*)", re.DOTALL)
 
@@ -107,14 +110,21 @@ class ExactRequest:
 
 
 _decoder = msgspec.json.Decoder(RequestHead)
+#: In a text of that size there are fewer entries than may be: each takes four bytes, as ``"":1``.
+_UNCOUNTED = 4 * MAX_ENTRIES
 
 
 def quick(head: bytes | memoryview) -> RequestHead:
-    """Raises Malformed: not JSON, or not of the protocol's form."""
+    """Raises: Malformed: not JSON, or not of the protocol's form.  InvalidArgument: more entries than are taken."""
     try:
-        return _decoder.decode(head)
+        request = _decoder.decode(head)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Malformed(str(error)) from error
+    if len(head) > _UNCOUNTED:
+        check_count(len(request.inputs), "inputs")
+        check_count(len(request.outputs), "outputs")
+        check_count(len(request.parameters), "parameters")
+    return request
 
 
 def given(parameters: TensorParameters | dict[str, Any]) -> dict[str, Any]:
@@ -138,6 +148,7 @@ def exact(head: bytes | memoryview, place: Callable[[int], int] = itself) -> Exa
     parameters = request.get("parameters", {})
     if not isinstance(parameters, dict):
         raise InvalidArgument("failed to get request params.: attempt to get members for non-object")
+    check_count(len(parameters), "parameters")
     return ExactRequest(identifier, parameters, _inputs(request), _outputs(request))
 
 
@@ -197,6 +208,7 @@ def _member(key: str, holder: Any) -> Any:
 def _array(key: str, value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise refusal(key, "non-array", "array")
+    check_count(len(value), _ENTRIES[key])
     return value
 
 
@@ -204,4 +216,5 @@ def _parameters(entry: dict[str, Any]) -> dict[str, Any]:
     parameters = entry.get("parameters", _NO_PARAMETERS)
     if not isinstance(parameters, dict):
         raise InvalidArgument("Unable to parse 'parameters': attempt to get members for non-object")
+    check_count(len(parameters), "parameters of a tensor")
     return parameters

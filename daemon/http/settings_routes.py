@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from tensord.daemon.control.log_settings import FILE_REFUSED, FORMATS, MAX_VERBOSE
 from tensord.daemon.front.endpoints import Endpoints
+from tensord.daemon.front.entries import check_count
 from tensord.daemon.http import json_body, request_head
 from tensord.daemon.http.whole_body import read_body
 from tensord.daemon.tracing import trace_settings
@@ -77,6 +78,7 @@ def _model(request: Request) -> str:
 def _texts(value: Any) -> list[str]:
     if not isinstance(value, list):
         raise InvalidArgument("attempt to access JSON non-array as array")
+    check_count(len(value), "values of a setting")
     return [_text(item) for item in value]
 
 
@@ -87,6 +89,7 @@ def _named(body: bytes) -> dict[str, Any]:
         return {}
     if not isinstance(value, dict):
         raise InvalidArgument("failed to parse the request JSON buffer: an object is expected")
+    check_count(len(value), "settings")
     return value
 
 

@@ -1,0 +1,124 @@
+"""The most, and far more than the most, of everything that a client may repeat, beside ordinary clients who go on.
+
+1. Ordinary clients of each protocol ask all the time, at a daemon whose watchdog ends a front that is busy for too long.
+2. Of each field of each request message that may repeat, messages with as many as are taken, and with two million, are sent;
+   over HTTP the same of lists and objects.
+3. What is too much is refused with both numbers; ordinary clients were answered meanwhile, by the same processes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from tensord.daemon.front.entries import MAX_ENTRIES
+from tests import repositories
+from tests.daemon.grpc.counted_messages import REPEATED, Repeated
+from tests.daemon.grpc.test_counts import most
+from tests.daemon_process import PATIENCE, DaemonProcess
+from tests.faults.ordinary import Ordinary
+
+MANY = 2_000_000
+_X = {"name": "x", "shape": [1, 4], "datatype": "FP32", "data": [1, 2, 3, 4]}
+
+
+@pytest.fixture(scope="module")
+def daemon(leaves_nothing: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DaemonProcess]:
+    repository = tmp_path_factory.mktemp("repository")
+    repositories.scale_model(repository)
+    options = {"repository": {"strict_readiness": False, "control_mode": "explicit", "load": ["*"]}}
+    with DaemonProcess(tmp_path_factory.mktemp("daemon"), [repository], options) as running:
+        running.wait_ready()
+        before = {process.pid for process in running.family()}
+        with Ordinary(running):
+            yield running
+        assert {process.pid for process in running.family()} == before
+        assert "Traceback" not in running.log
+
+
+def refusal(daemon: DaemonProcess, method: str, message: bytes) -> tuple[str, str]:
+    """Code and text of what a call ends with."""
+    with grpc.insecure_channel(daemon.grpc_url) as channel:
+        path = f"/inference.GRPCInferenceService/{method}"
+        call: Any
+        if method == "ModelStreamInfer":
+            call = channel.stream_stream(path)(
+                iter([message]), timeout=PATIENCE, metadata=[("triton_grpc_error", "true")]
+            )
+        else:
+            call = channel.unary_unary(path).with_call
+        try:
+            if method == "ModelStreamInfer":
+                list(call)
+            else:
+                call(message, timeout=PATIENCE)
+        except grpc.RpcError as error:
+            return error.code().name, str(error.details())
+    return "OK", ""
+
+
+@pytest.mark.parametrize("repeated", REPEATED, ids=str)
+def test_whatever_repeats_in_a_message(daemon: DaemonProcess, repeated: Repeated) -> None:
+    code, _ = refusal(daemon, repeated.method, repeated.message(1 << 20 if repeated.grows else most(repeated)))
+    assert code not in ("INTERNAL", "UNAVAILABLE", "UNKNOWN")
+    if not repeated.grows:
+        code, text = refusal(daemon, repeated.method, repeated.message(MANY))
+        assert code == "INVALID_ARGUMENT"
+        assert text.startswith("more than ")
+
+
+@pytest.mark.parametrize("method", ["ModelMetadata", "ModelInfer", "SystemSharedMemoryStatus"])
+def test_a_name_of_many_bytes(daemon: DaemonProcess, method: str) -> None:
+    code, text = refusal(daemon, method, b"\x0a\x80\x80\x80\x0f" + b"a" * (30 << 20))
+    assert (code, text) == (
+        "INVALID_ARGUMENT",
+        "the request message has 31457285 bytes besides its tensors, at most 1048576 are allowed",
+    )
+
+
+def asked(**changes: Any) -> bytes:
+    return json.dumps({"inputs": [_X], **changes}).encode()
+
+
+PARAMETERS = {f"p{number}": 1 for number in range(60_000)}
+INFER, GENERATE = "/v2/models/scale/infer", "/v2/models/scale/generate"
+BODIES: dict[str, tuple[str, bytes, str]] = {
+    "parameters": (INFER, asked(parameters=PARAMETERS), "60000 parameters"),
+    "inputs": (INFER, asked(inputs=[_X] * 9000), "9000 inputs"),
+    "outputs": (INFER, asked(outputs=[{"name": "y"}] * 9000), "9000 outputs"),
+    "parameters of an input": (
+        INFER,
+        asked(inputs=[{**_X, "parameters": {f"p{number}": 1 for number in range(9000)}}]),
+        "9000 parameters of a tensor",
+    ),
+    "generate": (GENERATE, json.dumps(PARAMETERS).encode(), "60000 members of an object"),
+    "generate parameters": (GENERATE, json.dumps({"parameters": PARAMETERS}).encode(), "60000 members of an object"),
+    "load": (
+        "/v2/repository/models/scale/load",
+        json.dumps({"parameters": PARAMETERS}).encode(),
+        "60000 members of an object",
+    ),
+    "logging": ("/v2/logging", json.dumps(PARAMETERS).encode(), "60000 settings"),
+    "trace": ("/v2/trace/setting", json.dumps(PARAMETERS).encode(), "60000 settings"),
+    "levels": (
+        "/v2/trace/setting",
+        json.dumps({"trace_level": ["OFF"] * 9000}).encode(),
+        "9000 values of a setting",
+    ),
+    "region": (
+        "/v2/systemsharedmemory/region/r/register",
+        json.dumps(PARAMETERS).encode(),
+        "60000 members of an object",
+    ),
+}
+
+
+@pytest.mark.parametrize(("path", "body", "what"), list(BODIES.values()), ids=list(BODIES))
+def test_whatever_repeats_in_a_body(daemon: DaemonProcess, path: str, body: bytes, what: str) -> None:
+    status, answer = daemon.request("POST", path, body)
+    assert status == 400
+    assert f"{what} are given, at most {MAX_ENTRIES} are allowed" in json.loads(answer)["error"]
