@@ -65,7 +65,7 @@ class _Malformed(Exception):
     """No message: protobuf says so as well."""
 
 
-def check(message: Buffer, descriptor: Descriptor) -> None:
+def check(message: Buffer, descriptor: Any) -> None:
     """Looks for more entries than may be. Raises InvalidArgument: of which, and how many are taken."""
     size = len(message)
     if size <= _UNCOUNTED:
@@ -147,7 +147,7 @@ def _too_many(name: str, most: int) -> InvalidArgument:
 
 
 @functools.cache
-def _kind_of(descriptor: Descriptor) -> _Kind:
+def _kind_of(descriptor: Any) -> _Kind:
     return _described(descriptor, MAX_ENTRIES, {})
 
 

@@ -90,8 +90,9 @@ class MessageForms:
 
     def learn(self, rest: bytes, decoded: DecodedHead) -> None:
         """A message with that rest became a request."""
-        # Parameters that schedule are in the rest only where clients do not write them like that.
-        if decoded.is_raw and decoded.scheduling == UNSCHEDULED and self._forms[rest] is None:
+        # Parameters that schedule are in the rest only where clients do not write them like that. Whatever they say, one in
+        # front of them that is no part of the rest may say otherwise, and protobuf takes the last.
+        if decoded.is_raw and not decoded.schedules and self._forms[rest] is None:
             self._forms.put(rest, MessageForm(decoded))
 
     def _serves(self, form: MessageForm) -> bool:

@@ -38,6 +38,8 @@ class DecodedHead:
     outputs: tuple[RequestedOutput, ...] = ()
     parameters: dict[str, Parameter] = field(default_factory=dict)
     scheduling: Scheduling = UNSCHEDULED
+    #: A parameter says when it is to be run, be it what would hold without it.
+    schedules: bool = False
     #: The client wants a last, empty response where the model's last one does not say that it is.
     empty_final: bool = False
 
@@ -134,6 +136,7 @@ def _read_parameter(key: str, value: Any, decoded: DecodedHead) -> None:
     kind = value.WhichOneof("parameter_choice")
     match key:
         case "sequence_id" | "sequence_start" | "sequence_end" | "priority" | "timeout":
+            decoded.schedules = True
             field, read = _SCHEDULING[key]
             decoded.scheduling = decoded.scheduling._replace(**{field: read(key, value, kind)})
         case "triton_enable_empty_final_response":
