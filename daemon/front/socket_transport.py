@@ -20,6 +20,8 @@ from itertools import islice
 from typing import Any, Protocol
 
 _IN, _OUT = select.EPOLLIN, select.EPOLLOUT
+#: The client has ended its side, however much of what it sent before is unread; and what the kernel tells unasked.
+_LEFT, _BROKEN = select.EPOLLRDHUP, select.EPOLLHUP | select.EPOLLERR
 #: The socket itself may block: to say that it must not would be a system call for each connection.
 _AT_ONCE = socket.MSG_DONTWAIT
 #: What one read takes at most of a connection whose protocol gives no buffer.
@@ -34,6 +36,8 @@ class Watch(Protocol):
     """What tells a transport when there is something to read, or room to write."""
 
     loop: asyncio.AbstractEventLoop
+    #: Whether a client that has ended its side is gone, although something that it sent before is not read.
+    heeds_end: bool
 
     def change(self, transport: SocketTransport, watched: int, wanted: int) -> None:
         """What is looked for. Raises OSError: the kernel has no room for it."""
@@ -99,8 +103,23 @@ class SocketTransport(asyncio.Transport):
         if self.reading:
             if events & ~_OUT:
                 self.read()
-        elif self._watched & _IN and not self._ending:
-            self._look_for(_OUT if self._unsent else 0)
+        elif self._ending:
+            return
+        elif events & (_LEFT | _BROKEN):
+            self._left_unread(events)
+        elif self._watched & _IN:
+            # What comes is not wanted now. That nobody is there any more is, and stands behind what is unread.
+            self._look_for((_OUT if self._unsent else 0) | (_BROKEN if self._ended else _LEFT))
+
+    def _left_unread(self, events: int) -> None:
+        """The client has gone, or has ended its side, while it is not read."""
+        if events & _BROKEN:
+            self._fail(ConnectionResetError("the client has gone"))
+        elif self._watch.heeds_end:
+            self._end_of_stream()
+        else:
+            # It is told in its order, once what is before it was read.
+            self._look_for(self._watched & ~_LEFT)
 
     def _look_for(self, wanted: int) -> None:
         watched, self._watched = self._watched, wanted
@@ -164,7 +183,7 @@ class SocketTransport(asyncio.Transport):
         if not (self._closing or self._ended):
             self.reading = True
             if not self._watched & _IN:
-                self._look_for(self._watched | _IN)
+                self._look_for(self._watched & ~_LEFT | _IN)
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self._protocol = protocol

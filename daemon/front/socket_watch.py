@@ -22,9 +22,14 @@ _MOST = 256
 
 
 class SocketWatch:
-    """One per front. Made and used in a running loop; ``close`` ends it."""
+    """One per front. Made and used in a running loop; ``close`` ends it.
 
-    def __init__(self) -> None:
+    Args:
+      heeds_end: whether a client that has ended its side is gone, although something that it sent before is not read.
+    """
+
+    def __init__(self, heeds_end: bool = True) -> None:
+        self.heeds_end = heeds_end
         self._epoll = select.epoll()
         self._transports: dict[int, SocketTransport] = {}
         self.loop = asyncio.get_running_loop()

@@ -205,6 +205,8 @@ class Connection(asyncio.Protocol):
     def check(self, now: float) -> None:
         """Ends what has waited too long; called about once a second by the server."""
         http, order = self._serving.options.http, self.order
+        if order.flow.read_paused:
+            order.times.held_up(now)
         late = order.times.late(http, now, self.transport.get_write_buffer_size(), order.received, order.closing)
         if late in _REFUSED:
             order.refuse(408, _REFUSED[late].format(http=http))

@@ -35,6 +35,13 @@ class Deadlines:
         self.stalled_since = 0.0
         self._pace = Pace()
 
+    def held_up(self, now: float) -> None:
+        """It is the server that does not read: what is not whole has all its time from now on."""
+        if self.head_since:
+            self.head_since = now
+        if self.body_since:
+            self.body_since = now
+
     def late(self, http: Http, now: float, unsent: int, received: int, refused: bool) -> Late | None:
         """The first that took too long.
 

@@ -45,7 +45,7 @@ class HttpFront(Front):
         self._serving.application = Routes(endpoints, Generation(self._serving), access).application()
         self._connections: set[Connection] = set()
         self._serving.longest_idle = LongestIdle(self._connections, options.http.max_connections)
-        self._sockets = SocketWatch()
+        self._sockets = SocketWatch(heeds_end=not options.http.answer_half_closed)
         self._acceptor = Acceptor(
             self.place.listeners,
             self._serving.seat,

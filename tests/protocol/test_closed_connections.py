@@ -209,3 +209,49 @@ def test_half_closed_clients_get_their_answers_where_the_operator_says_so(
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.close()
         wait_until(path.with_suffix(".cancelled").exists, "the model to be told", daemon)
+
+
+def sent_ahead(daemon: DaemonProcess, paths: list[Path], more: bytes) -> socket.socket:
+    """A connection with a request for each, of which the first runs, and something behind them that is not read."""
+    bodies = [json.dumps({"path": str(path)}).encode() for path in paths]
+    head = b"POST /v2/models/watch/generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s"
+    host, _, port = daemon.url.partition(":")
+    connection = socket.create_connection((host, int(port)), PATIENCE)
+    connection.sendall(b"".join(head % (len(body), body) for body in bodies))
+    wait_until(paths[0].with_suffix(".began").exists, "the first to run", daemon)
+    # By now the server reads no further: this stays in the kernel.
+    connection.sendall(more)
+    return connection
+
+
+@pytest.mark.parametrize("more", [b"", b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /v2 HT"])
+@pytest.mark.parametrize("ends", ["closes", "resets", "shuts"])
+def test_a_client_that_sent_requests_ahead_and_left(
+    daemon: DaemonProcess, tmp_path: Path, more: bytes, ends: str
+) -> None:
+    """Neither goes on, though the server reads nothing of it while they wait."""
+    before = failures(daemon, "watch")
+    first, second = tmp_path / "first", tmp_path / "second"
+    with sent_ahead(daemon, [first, second], more) as connection:
+        if ends == "resets":
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if ends == "shuts":
+            connection.shutdown(socket.SHUT_WR)
+        else:
+            connection.close()
+        wait_until(first.with_suffix(".cancelled").exists, "the first to be told", daemon)
+        wait_until(lambda: failures(daemon, "watch") == before + 1, "it to be counted", daemon)
+    assert not second.with_suffix(".began").exists()
+
+
+def test_half_closed_clients_get_all_that_they_sent_ahead(start_daemon: Any, repository: Path, tmp_path: Path) -> None:
+    daemon = start_daemon(repository, http={"answer_half_closed": True})
+    daemon.wait_ready()
+    paths = [tmp_path / "first", tmp_path / "second"]
+    with sent_ahead(daemon, paths, b"GET /v2 HTTP/1.1\r\nHost: x\r\n\r\n") as connection:
+        connection.shutdown(socket.SHUT_WR)
+        assert daemon.get("/v2/health/ready")[0] == 200
+        for path in paths:
+            path.touch()
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert answer.count(b"HTTP/1.1 200") == 3, answer

@@ -194,14 +194,37 @@ async def test_paused(pair: Pair) -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_client_that_goes_while_paused_is_found_when_it_is_read(pair: Pair) -> None:
+@pytest.mark.parametrize("unread", [b"", b"never read"])
+async def test_a_client_that_goes_while_paused_is_found_at_once(pair: Pair, unread: bytes) -> None:
     pair.transport.pause_reading()
+    pair.client.send(unread)
+    await asyncio.sleep(0.001)
     pair.client.close()
+    await pair.until("lost")
+    assert isinstance(pair.kept.lost[0], ConnectionResetError)
+    assert pair.kept.received == b""
+
+
+@pytest.mark.parametrize("unread", [b"", b"never read"])
+async def test_a_client_that_ends_its_side_while_paused_is_found_at_once(pair: Pair, unread: bytes) -> None:
+    pair.transport.pause_reading()
+    pair.client.send(unread)
+    pair.client.shutdown(socket.SHUT_WR)
+    await pair.until("eof", "lost")
+    assert pair.kept.lost == [None]
+
+
+async def test_where_half_closed_clients_are_answered_the_end_comes_behind_what_is_unread(pair: Pair) -> None:
+    pair.watch.heeds_end = False
+    pair.transport.pause_reading()
+    pair.client.send(b"read in the end")
+    pair.client.shutdown(socket.SHUT_WR)
     for _ in range(5):
         await asyncio.sleep(0.001)
     assert pair.kept.told == ["made"]
     pair.transport.resume_reading()
     await pair.until("eof", "lost")
+    assert pair.kept.received == b"read in the end"
 
 
 async def test_half_closed(pair: Pair) -> None:

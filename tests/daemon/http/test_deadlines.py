@@ -66,3 +66,15 @@ def test_bodies_come_at_some_rate() -> None:
     # It waits for room.
     assert times.late(HTTP, 150.0, 0, -1, False) is None
     assert started(body=100.0).late(Http(min_rate=0), 150.0, 0, 0, False) is None
+
+
+@pytest.mark.parametrize("waits", ["head", "body"])
+def test_what_the_server_does_not_read_is_not_late(waits: str) -> None:
+    """It reads no further while requests that were sent ahead wait for their answers."""
+    times = started(**{waits: 100.0})
+    times.held_up(500.0)
+    assert times.late(HTTP, 505.0, 0, 10 * HTTP.min_rate, False) is None
+    assert times.late(HTTP, 561.0, 0, 1 << 30, False) in (Late.HEAD, Late.BODY)
+    times = started()
+    times.held_up(500.0)
+    assert (times.head_since, times.body_since) == (0.0, 0.0)
