@@ -57,6 +57,15 @@ class Cancelled(ServingError):
     code = "CANCELLED"
 
 
+class DeadlineExceeded(Cancelled):
+    """Its client gave it up: the time that it had for the call has passed."""
+
+    code = "DEADLINE_EXCEEDED"
+
+    def __init__(self, message: str = "Deadline Exceeded") -> None:
+        super().__init__(message)
+
+
 class Internal(ServingError):
     """A defect of the server or of a model."""
 
@@ -78,6 +87,7 @@ _BY_CODE: dict[str, type[ServingError]] = {
         Unavailable,
         Unsupported,
         Cancelled,
+        DeadlineExceeded,
         Internal,
         Unknown,
     )

@@ -235,7 +235,7 @@ def test_cancel_and_deadline(worker: WorkerProcess, gate: Gate) -> None:
     worker.lane.flush()
     assert worker.answer(cancelled).code == "CANCELLED"
     answer = worker.answer(late)
-    assert (answer.code, answer.message) == ("UNAVAILABLE", "Request timeout expired")
+    assert (answer.code, answer.message) == ("DEADLINE_EXCEEDED", "Deadline Exceeded")
     gate.open()
     assert worker.arrays(worker.answer(running))["OUTPUT"] == 7
 

@@ -29,6 +29,8 @@ class ErrorCode(enum.Enum):
     @classmethod
     def of(cls, code: str) -> ErrorCode:
         """From the code of a ``tensord.shm.errors.ServingError``."""
+        if code == "DEADLINE_EXCEEDED":  # Triton has no code for it
+            return cls.CANCELLED
         return cls.INVALID_ARG if code == "INVALID_ARGUMENT" else cls[code]
 
     @property

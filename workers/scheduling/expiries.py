@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 from typing import Generic
 
-from tensord.shm.errors import ServingError, Unavailable
+from tensord.shm.errors import DeadlineExceeded, ServingError, Unavailable
 from tensord.workers.scheduling.sequence import S
 
 #: Every request of a sequence gets it that waited in the backlog as long as one of them wants to wait.
@@ -42,7 +42,7 @@ class Expiries(Generic[S]):
             if request.line < 0:
                 continue
             if 0 < request.deadline_ns <= now_ns:
-                return request, Unavailable("Request timeout expired")
+                return request, DeadlineExceeded()
             if request.live.slot is None:
                 return request, Unavailable(TIMED_OUT)
         return None

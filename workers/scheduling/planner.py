@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, Protocol, TypeVar
 
-from tensord.shm.errors import Cancelled, ServingError, Unavailable
+from tensord.shm.errors import Cancelled, DeadlineExceeded, ServingError, Unavailable
 from tensord.workers.scheduling.queue import RequestQueue, W, Waiting
 
 P = TypeVar("P", bound=Waiting)
@@ -89,7 +89,13 @@ class QueuePlanner(Generic[W]):
 
     def tick(self, now_ns: int) -> list[tuple[W, ServingError]]:
         """Time has passed. Returns the answers of those that waited too long."""
-        return [(request, Unavailable("Request timeout expired")) for request in self._queue.expire(now_ns)]
+        return [
+            (
+                request,
+                DeadlineExceeded() if 0 < request.deadline_ns <= now_ns else Unavailable("Request timeout expired"),
+            )
+            for request in self._queue.expire(now_ns)
+        ]
 
     @property
     def next_tick_ns(self) -> int:

@@ -18,6 +18,7 @@ from tensord.shm.errors import ServingError
         ("UNAVAILABLE", 503, "UNAVAILABLE"),
         ("UNSUPPORTED", 501, "UNIMPLEMENTED"),
         ("CANCELLED", 400, "CANCELLED"),
+        ("DEADLINE_EXCEEDED", 504, "DEADLINE_EXCEEDED"),
         ("INTERNAL", 500, "INTERNAL"),
         ("UNKNOWN", 400, "UNKNOWN"),
     ],

@@ -310,9 +310,9 @@ def test_cancel_and_expiry(bench: Bench) -> None:
     bench.dispatcher.cancel(bench.submitter, cancelled)
     bench.dispatcher.cancel(bench.submitter, 99)
     bench.turn()
-    assert bench.sent() == [(cancelled, "CANCELLED"), (late, "UNAVAILABLE")]
+    assert bench.sent() == [(cancelled, "CANCELLED"), (late, "DEADLINE_EXCEEDED")]
     assert version.statistics.fail.count == 2
-    assert version.statistics.failures == {Failure.REJECTED: 1, Failure.CANCELED: 1}
+    assert version.statistics.failures == {Failure.CANCELED: 2}
     assert version.statistics.execution_count == 0
 
 

@@ -28,9 +28,9 @@ def test_the_earliest_moment_is_the_first() -> None:
     assert expiries.next(99) is None
     found = [expiries.next(1000) for _ in range(4)]
     assert [None if one is None else (one[0], one[1].message) for one in found] == [
-        (soon, "Request timeout expired"),
+        (soon, "Deadline Exceeded"),
         (backlog, TIMED_OUT),
-        (late, "Request timeout expired"),
+        (late, "Deadline Exceeded"),
         None,
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tensord.shm.errors import Cancelled, InvalidArgument, ServingError, Unavailable
+from tensord.shm.errors import Cancelled, DeadlineExceeded, InvalidArgument, ServingError, Unavailable
 from tensord.workers.scheduling.direct_batcher import DirectBatcher, DirectRules
 from tensord.workers.scheduling.iterative import IterativeIds
 from tensord.workers.scheduling.sequence import Controls, SequenceState, state_lost
@@ -222,8 +222,8 @@ def test_a_deadline_is_a_cancel_that_says_so() -> None:
     scene.batcher.arrived(late)
     behind = scene.send(1)
     answers = scene.batcher.tick(200)
-    assert [(step, type(error)) for step, error in answers] == [(late, Unavailable), (behind, Cancelled)]
-    assert answers[0][1].message == "Request timeout expired"
+    assert [(step, type(error)) for step, error in answers] == [(late, DeadlineExceeded), (behind, Cancelled)]
+    assert answers[0][1].message == "Deadline Exceeded"
     scene.batcher.done(batch, 201)
     assert scene.batcher.table.live == 0
 

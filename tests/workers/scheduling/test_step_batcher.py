@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tensord.shm.errors import Cancelled, Unavailable
+from tensord.shm.errors import Cancelled, DeadlineExceeded
 from tensord.workers.scheduling.queue import QueueRules, RequestQueue, Waiting
 from tensord.workers.scheduling.step_batcher import AHEAD, EMITS, FINISHED, Answer, StepBatcher, StepRules
 from tests.workers.scheduling.step_simulator import Simulation
@@ -202,7 +202,7 @@ def test_who_waits_too_long_is_told() -> None:
     assert batcher.tick(9) == []
     ((answered, error),) = batcher.tick(10)
     assert answered is late
-    assert isinstance(error, Unavailable)
+    assert isinstance(error, DeadlineExceeded)
     assert [request for request, _ in batcher.cancelled(c)] == [c]
     assert a in batcher.seated()
 
