@@ -75,9 +75,12 @@ def infer_request(
 
 def call(request: bytes) -> bytes:
     """The two frames of a unary ModelInfer with that message on stream 0."""
-    return headers("ModelInfer", 0) + frames.frame(
-        frames.DATA, frames.END_STREAM, 0, _prefix.pack(0, len(request)) + request
-    )
+    return headers("ModelInfer", 0) + last_message(request)
+
+
+def last_message(request: bytes) -> bytes:
+    """The frame of that message on stream 0, of which it is the last."""
+    return frames.frame(frames.DATA, frames.END_STREAM, 0, _prefix.pack(0, len(request)) + request)
 
 
 def headers(method: str, stream: int) -> bytes:

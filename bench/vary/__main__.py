@@ -6,11 +6,11 @@
     python -m bench.vary --peer HOST:PORT,HOST:PORT   and one that runs, by its HTTP and its gRPC address
 
 A row vary-PROTOCOL-KIND-cN has N connections, of which each sends, waits for its whole answer and sends the next request of a
-pool in which no two are the same. KIND says what differs: id; trace, a trace header; shape; models, three in turn; new, a
-connection for each request; all, ids, trace headers, values and the heads of four clients in turn; rnn, steps of sequences of
-one to forty steps, each of which one connection sends in order. Before a row is measured each
-request is asked once of each server and what came is checked in full; then every answer is compared with it, byte for byte. The
-client is one thread in C (client.c); what it takes itself for each answer is printed.
+pool in which no two are the same. KIND says what differs: id; trace, a trace header, and over gRPC a deadline, in header blocks
+as grpc-core writes them; shape; models, three in turn; new, a connection for each request; all, ids, trace headers, values and
+the heads of four clients in turn; rnn, steps of sequences of one to forty steps, each of which one connection sends in order.
+Before a row is measured each request is asked once of each server and what came is checked in full; then every answer is
+compared with it, byte for byte. The client is one thread in C (client.c); what it takes itself for each answer is printed.
 
 Rates, p50 and cpu, the processor time of all the server's processes for an answer, are medians of the rounds; x is the median
 of the rounds' ratios ours/that server (rate: more is better). On a busy machine the processor times say more than the rates. MB

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 from tritonclient.grpc import service_pb2
 
-from bench.grpc_connection import HELLO, call, headers
+from bench.grpc_connection import HELLO, call, headers, last_message
 from bench.vary.step import Step
 from tensord.daemon.grpc import frames
 
@@ -66,6 +66,11 @@ def _message(
 def unary(message: bytes) -> bytes:
     """The frames of a call on stream 0."""
     return call(message)
+
+
+def unary_with(block: bytes, message: bytes) -> bytes:
+    """The frames of a call on stream 0 that has this header block."""
+    return frames.frame(frames.HEADERS, frames.END_HEADERS, 0, block) + last_message(message)
 
 
 def on_stream(message: bytes) -> bytes:

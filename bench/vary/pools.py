@@ -1,7 +1,8 @@
 """Pools of requests that differ from each other, each with what a right answer says.
 
     id      ids count up; values, as in all pools, are random     models  three models in turn
-    trace   a trace header that never repeats                     new     like "trace"; the client connects for each request
+    trace   a trace header that never repeats, over gRPC          new     like "trace"; the client connects for each request
+            a deadline too
     shape   one to eight rows                                     all     id, trace header and values differ, and four clients'
                                                                           ways of writing a request come in turn
     rnn     sequences of one to forty steps of a recurrent network, with random ids
@@ -22,7 +23,7 @@ import jax
 import numpy as np
 
 from bench.server import ROOT
-from bench.vary import grpc_requests, http_requests
+from bench.vary import grpc_headers, grpc_requests, http_requests
 from bench.vary.step import Step
 
 _HTTP_WRITERS = (http_requests.tritonclient, http_requests.requests, http_requests.go, http_requests.curl)
@@ -34,6 +35,8 @@ _GRPC_WRITERS = (
 )
 _MOST_ROWS = 8
 _MOST_STEPS = 40
+#: Calls whose header blocks are of one table: it is full after seventy of them.
+_CALLS_OF_A_TABLE = 120
 _SEED = 17
 
 
@@ -107,6 +110,10 @@ class Numbers:
         """A `traceparent` as W3C Trace Context has it."""
         return f"00-{self._texts.getrandbits(128):032x}-{self._texts.getrandbits(64):016x}-01"
 
+    def timeout(self) -> str:
+        """A `grpc-timeout` as grpc-core writes it, long enough for any answer."""
+        return f"{self._texts.randint(10_000, 99_999)}m"
+
     def _operand(self, *shape: int) -> np.ndarray:
         """Sixteenths, whose sums and differences are exact."""
         return (self._values.integers(-(1 << 16), 1 << 16, shape) / 16).astype(np.float32)
@@ -125,7 +132,7 @@ def pool(protocol: str, kind: str, count: int) -> Pool:
     make = KINDS[protocol][kind]
     opening = b"" if protocol == "http" else grpc_requests.opening(protocol == "stream")
     exchanges = list(islice(make(Numbers()), count))
-    # The last sequence may be cut off; its id begins anew in the next round.
+    # The last sequence may be cut off; its id begins anew in the next round. So does the last table.
     exchanges[-1] = replace(exchanges[-1], goes_on=False)
     return Pool(protocol, opening, exchanges)
 
@@ -190,6 +197,17 @@ def _grpc_id(numbers: Numbers) -> Iterator[Exchange]:
         yield Exchange(grpc_requests.unary(_grpc(asked)), asked)
 
 
+def _grpc_trace(numbers: Numbers) -> Iterator[Exchange]:
+    """Blocks mean what they say only behind those before them: calls of one table belong together, and the first empties it."""
+    while True:
+        encoder, before = grpc_headers.Encoder(), grpc_headers.EMPTIED
+        for left in reversed(range(_CALLS_OF_A_TABLE)):
+            asked = numbers.addsub()
+            block = before + encoder.encode(*grpc_headers.fields("ModelInfer", numbers.timeout(), numbers.trace()))
+            yield Exchange(grpc_requests.unary_with(block, _grpc(asked)), asked, left > 0)
+            before = b""
+
+
 def _grpc_shape(numbers: Numbers) -> Iterator[Exchange]:
     while True:
         asked = numbers.addsub(rows=numbers.rows())
@@ -226,6 +244,6 @@ KINDS: dict[str, dict[str, Callable[[Numbers], Iterator[Exchange]]]] = {
         "new": _http_trace,
         "rnn": _http_rnn,
     },
-    "grpc": {"id": _grpc_id, "models": _grpc_models, "shape": _grpc_shape},
+    "grpc": {"id": _grpc_id, "trace": _grpc_trace, "models": _grpc_models, "shape": _grpc_shape},
     "stream": {"all": _stream_all, "rnn": _stream_rnn},
 }

@@ -37,8 +37,9 @@ def _address(daemon: DaemonProcess, protocol: str) -> str:
 def test_every_answer_is_counted_here_and_there(
     daemon: DaemonProcess, client: Client, protocol: str, kind: str
 ) -> None:
-    # Each connection has a sequence for itself.
-    requests = pool(protocol, kind, 480 if kind == "rnn" else 48)
+    # Each connection has a sequence, or the calls of a table, for itself.
+    belong_together = kind == "rnn" or (protocol, kind) == ("grpc", "trace")
+    requests = pool(protocol, kind, 600 if belong_together else 48)
     before = answered(daemon.url)
     file = client.record(_address(daemon, protocol), requests)
     asked = len(requests.exchanges)
@@ -153,6 +154,7 @@ def test_a_wrong_value_is_noticed(daemon: DaemonProcess, client: Client, protoco
         ("http", "all", lambda answer: answer[:-1] + bytes([answer[-1] ^ 1])),
         ("http", "models", lambda answer: answer.replace(b"200 OK", b"201 OK")),
         ("grpc", "id", lambda answer: answer[:-1] + bytes([answer[-1] ^ 1])),
+        ("grpc", "trace", lambda answer: answer[:-1] + bytes([answer[-1] ^ 1])),
         ("grpc", "models", lambda answer: answer + b"\0"),
         ("stream", "all", lambda answer: answer[:-1] + bytes([answer[-1] ^ 1])),
     ],
@@ -192,7 +194,7 @@ def test_small_differences_of_what_is_computed_together_are_right(daemon: Daemon
         client.measure("http", daemon.url, file, 1, 60)
 
 
-@pytest.mark.parametrize(("protocol", "kind"), [("http", "id"), ("grpc", "id"), ("stream", "all")])
+@pytest.mark.parametrize(("protocol", "kind"), [("http", "id"), ("grpc", "id"), ("grpc", "trace"), ("stream", "all")])
 def test_errors_of_the_server_are_said(daemon: DaemonProcess, client: Client, protocol: str, kind: str) -> None:
     requests = pool(protocol, kind, 4)
     exchanges = [

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 
+import hpack
 import numpy as np
 import pytest
 from tritonclient.grpc import service_pb2
 
+from bench.vary.grpc_headers import EMPTIED
 from bench.vary.pools import KINDS, Asked, Exchange, pool
 from bench.vary.rows import ROWS
 from tensord.daemon.grpc import frames
@@ -78,6 +80,27 @@ def test_ids_and_traces() -> None:
         assert {len(trace) for trace in traces} == {55}
 
 
+def test_traces_and_deadlines_of_calls() -> None:
+    """Those of one table are as many as evict from it what they repeat, and the next table begins empty."""
+    exchanges, decoder = pool("grpc", "trace", 1000).exchanges, hpack.Decoder()
+    calls = [dict(decoder.decode(_block(one), raw=True)) for one in exchanges]
+    assert len({call[b"traceparent"] for call in calls}) == 1000
+    assert len({call[b"grpc-timeout"] for call in calls}) > 950
+    assert {call[b":path"] for call in calls} == {b"/inference.GRPCInferenceService/ModelInfer"}
+    assert not exchanges[-1].goes_on
+    firsts = [number + 1 for number, one in enumerate(exchanges[:-1]) if not one.goes_on]
+    assert firsts == list(range(120, 1000, 120))
+    assert all(_block(exchanges[number]).startswith(EMPTIED) for number in (0, *firsts))
+    assert sum(b":path" in _block(one) for one in exchanges) > 1 + len(firsts)
+
+
+def _block(exchange: Exchange) -> bytes:
+    """The header block of a call."""
+    high, low, kind, *_ = frames.read_head(exchange.request)
+    assert kind == frames.HEADERS
+    return exchange.request[frames.HEAD_SIZE :][: high << 16 | low]
+
+
 def test_shapes() -> None:
     for protocol in ("http", "grpc"):
         rows = [one.asked.inputs["INPUT0"].shape for one in pool(protocol, "shape", 500).exchanges]
@@ -141,7 +164,7 @@ def test_rows() -> None:
     kinds = ("id", "trace", "all", "shape", "models", "new")
     expected = {f"vary-http-{kind}-c{count}" for kind in kinds for count in (4, 16)}
     expected |= {f"vary-http-all-c{count}" for count in (64, 256, 3000)}
-    expected |= {f"vary-grpc-{kind}-c{count}" for kind in ("id", "models", "shape") for count in (4, 16)}
+    expected |= {f"vary-grpc-{kind}-c{count}" for kind in ("id", "trace", "models", "shape") for count in (4, 16)}
     expected |= {f"vary-{protocol}-rnn-c{count}" for protocol in ("http", "stream") for count in (4, 16)}
     expected |= {"vary-stream-rnn-c64"} | {f"vary-stream-all-c{count}" for count in (4, 16)}
     assert set(ROWS) == expected
