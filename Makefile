@@ -45,7 +45,7 @@ $(CUDA13)/.created: $(VENV)/.test
 	site=$$(echo $(CUDA13)/lib/python*/site-packages) \
 	&& $(PIP) --no-deps --target $$site 'cuda-bindings>=13,<14' 'cuda-pathfinder>=1.1,<2' \
 	&& touch $$site/cuda/__init__.py `# or the folder cuda of 12.8, which has one, would hide it` \
-	&& echo "import site; site.addsitedir('$$(echo $(CURDIR)/$(VENV)/lib/python*/site-packages)')" > $$site/libraries.pth
+	&& echo "import site; site.addsitedir('$$(echo $(abspath $(VENV))/lib/python*/site-packages)')" > $$site/libraries.pth
 	touch $@
 
 test-cuda13: $(CUDA13)/.created

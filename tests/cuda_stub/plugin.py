@@ -146,10 +146,11 @@ def run_behind() -> None:
         opened().settle([self])
         return valued(self)
 
-    def export(array: Any, stream: int | None = None) -> Any:
+    def export(array: Any, stream: int | None = None, **more: Any) -> Any:
+        # What later versions of JAX say besides is about the capsule.
         if stream is not None:
             opened().follow(stream)
-        return exported(array, stream=None)
+        return exported(array, stream=None, **more)
 
     jax.stages.Compiled.__call__ = call
     jax.block_until_ready = wait
