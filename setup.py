@@ -30,6 +30,7 @@ def extension(room: str, name: str, *headers: str) -> Extension:
 setup(
     ext_modules=[
         extension("shm", "_guard"),
+        extension("daemon/grpc", "_hpack"),
         extension("daemon/grpc", "_walk"),
         extension("workers/native", "_large_copy"),
         extension("workers/native", "_output_memory"),

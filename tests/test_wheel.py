@@ -36,6 +36,7 @@ from tests.installation import (
 )
 
 EXTENSIONS = {
+    "tensord/daemon/grpc/_hpack.abi3.so",
     "tensord/daemon/grpc/_walk.abi3.so",
     "tensord/shm/_guard.abi3.so",
     "tensord/workers/native/_fast_path.abi3.so",

@@ -17,7 +17,7 @@ from tensord.daemon.grpc.frames import ENHANCE_YOUR_CALM, Violation
 FRAMES_A_TURN = 256
 #: What beginning a call costs, in such frames: two dozen calls of a connection that sends many at once are begun in a turn.
 CALL_COST = 8
-#: Bytes of a header block that cost as much as a frame, if they have to be decoded.
+#: Bytes of a header block that cost as much as a frame.
 HEADER_BYTES_A_FRAME = 16
 
 #: Credit, in frames: to begin with, each second, for each answer, for how many bytes of DATA one, and at most.

@@ -1,7 +1,7 @@
-"""Header blocks: a call's headers understood, and the three blocks that answers need. HPACK itself is the hpack library's work.
+"""Header blocks: a call's headers understood, and the blocks that answers need.
 
-A client that calls again and again sends the same block, byte for byte, once its dynamic table holds what it repeats. As long as
-that table does not change, the same bytes mean the same, so such a block needs no decoding: what it meant last time holds.
+Clients say the same of each call, but for its deadline and its metadata. What that means is looked up, whatever bytes it came in
+(``hpack_decoder``).
 Source: RFC 7541; gRPC's PROTOCOL-HTTP2.md for the meaning of the headers.
 """
 
@@ -9,39 +9,20 @@ from __future__ import annotations
 
 import functools
 import urllib.parse
-from dataclasses import dataclass
-
-import hpack
-from hpack.table import HeaderTable
+from typing import NamedTuple
 
 from tensord.daemon.grpc import header_rules
 from tensord.daemon.grpc.frames import COMPRESSION_ERROR, ENHANCE_YOUR_CALM, Violation
-from tensord.daemon.grpc.header_rules import Fields
+from tensord.daemon.grpc.hpack_decoder import Fields, decoder, fields
 
-_MAX_REMEMBERED = 256
+#: More bytes than that are not what a client says of each call.
+_MAX_KNOWN = 2048
 _UNITS_NS = {"H": 3600 * 10**9, "M": 60 * 10**9, "S": 10**9, "m": 10**6, "u": 1000, "n": 1}
 #: Longer timeouts are this long, 146 years: with a moment of this host's clock it is still a number of 63 bits.
 _LONGEST_NS = 1 << 62
-#: Metadata names that are the protocol's own, not the caller's.
-_OWN = frozenset(
-    {
-        ":method",
-        ":scheme",
-        ":path",
-        ":authority",
-        "te",
-        "content-type",
-        "user-agent",
-        "host",
-        "grpc-timeout",
-        "grpc-encoding",
-        "grpc-accept-encoding",
-    }
-)
 
 
-@dataclass(frozen=True, slots=True)
-class CallHead:
+class CallHead(NamedTuple):
     """What the headers of a call say."""
 
     path: str
@@ -58,89 +39,73 @@ class CallHead:
     content_length: int | None = None
 
 
-class _Table(HeaderTable):
-    """A dynamic table that counts its changes."""
-
-    edition = 0
-
-    def add(self, name: bytes, value: bytes) -> None:
-        self.edition += 1
-        super().add(name, value)
-
-    @property
-    def maxsize(self) -> int:
-        return self._maxsize
-
-    @maxsize.setter
-    def maxsize(self, newmax: int) -> None:
-        self.edition += 1
-        HeaderTable.maxsize.fset(self, newmax)  # type: ignore[attr-defined]
-
-
 class HeaderBlocks:
     """The decoding end of one connection."""
 
     def __init__(self, max_byte_size: int) -> None:
-        self._decoder = hpack.Decoder(max_header_list_size=max_byte_size)
-        self._table = self._decoder.header_table = _Table()
-        self._edition = 0
-        #: What blocks mean that need no decoding.
-        self.known: dict[bytes, CallHead] = {}
+        self._decode = decoder(max_byte_size).decode
 
     def decode(self, block: bytes) -> CallHead:
-        """What the block of a request means that is not ``known``.
+        """What the block of a request means.
 
         Raises: Violation: it is no header block, or larger than allowed.  Malformed: it is one that no request may have.
         """
-        edition = self._edition
-        head = _understood(self._fields(block))
-        if self._edition == edition:
-            if len(self.known) >= _MAX_REMEMBERED:
-                self.known.clear()
-            self.known[block] = head
-        return head
+        try:
+            common, own = self._decode(block)
+        except (ValueError, OverflowError) as error:
+            raise _violation(error) from error
+        head = _known(common) if len(common) <= _MAX_KNOWN else _understood(common)
+        return _with_own(head, own) if own else head
 
     def trailers(self, block: bytes) -> None:
         """Takes note of a block that ends a request; it tells nothing that anybody wants. Raises: as ``decode``."""
-        header_rules.check_trailers(self._fields(block))
-
-    def _fields(self, block: bytes) -> Fields:
         try:
-            headers = self._decoder.decode(block, raw=True)
-        except hpack.OversizedHeaderListError as error:
-            raise Violation(ENHANCE_YOUR_CALM, "the headers are larger than allowed") from error
-        except (hpack.HPACKError, UnicodeDecodeError) as error:
-            raise Violation(COMPRESSION_ERROR, "the header block cannot be decoded") from error
-        if self._table.edition != self._edition:
-            # What the table held meant something else before, and this block would change it again.
-            self._edition = self._table.edition
-            self.known.clear()
-        return [(bytes(name), bytes(value)) for name, value in headers]
+            common, own = self._decode(block)
+        except (ValueError, OverflowError) as error:
+            raise _violation(error) from error
+        header_rules.check_trailers(fields(common) + own)
 
 
-def _understood(raw: Fields) -> CallHead:
-    length = header_rules.check_request(raw)
-    headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in raw]
-    fields = dict(headers)
-    method, kind = fields.get(":method", ""), fields.get("content-type", "")
-    if method != "POST":
-        return CallHead(fields.get(":path", ""), http_status=405)
+def _violation(error: ValueError | OverflowError) -> Violation:
+    """What the decoder's error is in HTTP/2."""
+    if isinstance(error, OverflowError):
+        return Violation(ENHANCE_YOUR_CALM, "the headers are larger than allowed")
+    return Violation(COMPRESSION_ERROR, "the header block cannot be decoded")
+
+
+def _understood(common: bytes) -> CallHead:
+    """What the fields say that calls have in common. Raises: Malformed."""
+    raw = fields(common)
+    header_rules.check_common(raw)
+    said = {name.decode("latin-1"): value.decode("latin-1") for name, value in raw}
+    path, kind = said.get(":path", ""), said.get("content-type", "")
+    if said[":method"] != "POST":
+        return CallHead(path, http_status=405)
     if not (kind == "application/grpc" or kind.startswith(("application/grpc+", "application/grpc;"))):
-        return CallHead(fields.get(":path", ""), http_status=415)
-    metadata = tuple([field for field in headers if field[0] not in _OWN])
+        return CallHead(path, http_status=415)
     return CallHead(
-        fields.get(":path", ""),
-        _timeout_ns(fields.get("grpc-timeout", "")),
-        fields.get("grpc-encoding", "identity"),
-        _accepts(fields.get("grpc-accept-encoding", "")),
-        metadata,
-        content_length=length,
+        path,
+        encoding=said.get("grpc-encoding", "identity"),
+        accepts=tuple([name.strip() for name in said.get("grpc-accept-encoding", "").split(",")]),
     )
 
 
-@functools.lru_cache(64)
-def _accepts(text: str) -> tuple[str, ...]:
-    return tuple([name.strip() for name in text.split(",")])
+#: Calls of all clients are of few kinds, which differ in what is their own.
+_known = functools.lru_cache(256)(_understood)
+
+
+def _with_own(head: CallHead, own: Fields) -> CallHead:
+    """The same with the fields that are the call's own. Raises: Malformed."""
+    length = header_rules.check_own(own)
+    if head.http_status != 200:
+        return head
+    timeout_ns, metadata = 0, []
+    for name, value in own:
+        if name == b"grpc-timeout":
+            timeout_ns = _timeout_ns(value.decode("latin-1"))
+        else:
+            metadata.append((name.decode("latin-1"), value.decode("latin-1")))
+    return CallHead(head.path, timeout_ns, head.encoding, head.accepts, tuple(metadata), content_length=length)
 
 
 def _timeout_ns(text: str) -> int:

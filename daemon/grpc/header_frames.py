@@ -68,24 +68,21 @@ class HeaderFrames(DataFrames):
 
     def _head(self, number: int, flags: int, block: bytes) -> int:
         """A whole header block: a new stream, or the trailers of one. Returns what decoding it cost, in frames."""
-        numbers, blocks, cost = self.numbers, self._blocks, 0
+        numbers, cost = self.numbers, len(block) // HEADER_BYTES_A_FRAME
         if number < numbers.next:
             self._trailers(number, flags, block)
-            return len(block) // HEADER_BYTES_A_FRAME
+            return cost
         if not number & 1:
             raise Violation(frames.PROTOCOL_ERROR, f"clients do not open stream {number}")
         if number == numbers.next:
             numbers.next = number + 2
         else:
             numbers.use(number)
-        head = blocks.known.get(block)
-        if head is None:
-            cost = len(block) // HEADER_BYTES_A_FRAME
-            try:
-                head = blocks.decode(block)
-            except Malformed:
-                self.cut(number, frames.PROTOCOL_ERROR)
-                return cost
+        try:
+            head = self._blocks.decode(block)
+        except Malformed:
+            self.cut(number, frames.PROTOCOL_ERROR)
+            return cost
         if self.phase is ENDING:
             numbers.cut(number)
             return cost

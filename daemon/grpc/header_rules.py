@@ -9,12 +9,11 @@ import functools
 import re
 from collections.abc import Iterable
 
-Fields = list[tuple[bytes, bytes]]
+from tensord.daemon.grpc.hpack_decoder import Field
 
-#: Controls, blanks, upper case, DEL and beyond, and a colon anywhere but in front.
-_BAD_NAME = re.compile(rb"[\x00-\x20A-Z\x7f-\xff]|(?<!^):|^$", re.DOTALL)
+#: Controls, blanks, upper case, DEL and beyond, and a colon: one in front has a pseudo-header, which is unknown, or out of place.
+_BAD_NAME = re.compile(rb"[\x00-\x20:A-Z\x7f-\xff]|^$", re.DOTALL)
 _bad_value = re.compile(rb"[\x00\r\n]|^[ \t]|[ \t]\Z").search
-_PSEUDO = frozenset({b":method", b":scheme", b":path", b":authority"})
 _REQUIRED = (b":method", b":scheme", b":path")
 #: They are about one connection of HTTP/1.1.
 _CONNECTION = frozenset({b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade"})
@@ -24,41 +23,44 @@ class Malformed(Exception):
     """The request is none; its stream ends with PROTOCOL_ERROR, others go on."""
 
 
-def check_request(fields: Fields) -> int | None:
-    """The content-length, None without one. Raises: Malformed."""
+def check_common(fields: Iterable[Field]) -> None:
+    """Checks the fields that calls have in common (``hpack_decoder``). Raises: Malformed."""
     pseudo: dict[bytes, bytes] = {}
-    length: bytes | None = None
-    authority: bytes | None = None
+    host: bytes | None = None
     regular = False
     for name, value in fields:
         if name[:1] == b":":
-            if regular:
-                raise Malformed(f"{_shown(name)} comes after an ordinary field")
-            if name not in _PSEUDO or name in pseudo:
-                raise Malformed(f"{_shown(name)} is unknown or comes twice")
+            if regular or name in pseudo:
+                raise Malformed(f"{_shown(name)} comes twice, or after an ordinary field")
             pseudo[name] = value
         else:
             regular = True
-            _check_name(name)
             if name == b"te" and value.lower() != b"trailers":
                 raise Malformed("te is something else than trailers")
-            if name == b"content-length":
-                if not value.isdigit() or len(value) > 18 or (length is not None and int(length) != int(value)):
-                    raise Malformed("content-length is no number, or given twice")
-                length = value
-            elif name == b"host":
-                authority = value
+            if name == b"host":
+                host = value
         if _bad_value(value):
             _refuse_value(name)
-    _check_pseudo(pseudo, authority)
+    _check_pseudo(pseudo, host)
+
+
+def check_own(fields: Iterable[Field]) -> int | None:
+    """Checks the others. Returns the content-length, None without one. Raises: Malformed."""
+    length: bytes | None = None
+    for name, value in fields:
+        _check_name(name)
+        if name == b"content-length":
+            if not value.isdigit() or len(value) > 18 or (length is not None and int(length) != int(value)):
+                raise Malformed("content-length is no number, or given twice")
+            length = value
+        if _bad_value(value):
+            _refuse_value(name)
     return None if length is None else int(length)
 
 
-def check_trailers(fields: Iterable[tuple[bytes, bytes]]) -> None:
+def check_trailers(fields: Iterable[Field]) -> None:
     """Raises: Malformed."""
     for name, value in fields:
-        if name[:1] == b":":
-            raise Malformed(f"{_shown(name)} in trailers")
         _check_name(name)
         if _bad_value(value):
             _refuse_value(name)

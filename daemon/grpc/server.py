@@ -39,7 +39,10 @@ _LAST_CALL_NS = 250_000_000
 class GrpcFront(Front):
     """A front that speaks gRPC."""
 
-    parts: ClassVar[Mapping[str, str]] = {"tensord.daemon.grpc._walk": "messages are walked over in Python"}
+    parts: ClassVar[Mapping[str, str]] = {
+        "tensord.daemon.grpc._hpack": "header blocks are decoded in Python",
+        "tensord.daemon.grpc._walk": "messages are walked over in Python",
+    }
 
     async def open(self, options: Options, endpoints: Endpoints) -> None:
         pattern = options.grpc.header_forward_pattern

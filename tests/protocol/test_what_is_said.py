@@ -11,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
 
+import grpc
 import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.daemon_process import ROOT, DaemonProcess, tensorctl_status, wait_until
 from tests.repositories import scale_model, write_model
@@ -152,7 +154,8 @@ def test_parts_in_c_that_are_missing(start_daemon: Start, tmp_path: Path, broken
             class Without:
                 @staticmethod
                 def find_spec(name, path=None, target=None):
-                    if name in ("tensord.shm._guard", "tensord.daemon.grpc._walk") or name.startswith("tensord.workers.native._"):
+                    own = name.startswith(("tensord.daemon.grpc._", "tensord.workers.native._")) and "__" not in name
+                    if own or name == "tensord.shm._guard":
                         raise {error}
 
             sys.meta_path.insert(0, Without)
@@ -178,7 +181,10 @@ def test_parts_in_c_that_are_missing(start_daemon: Start, tmp_path: Path, broken
             "to build them, install a C compiler and Python's headers, then install tensord again "
             "(in a checkout: make serve, or pip install -e .)"
         )
-        assert of_front == f"messages are walked over in Python (tensord.daemon.grpc._walk: {reason}); {advice}"
+        assert of_front == (
+            f"header blocks are decoded in Python (tensord.daemon.grpc._hpack: {reason}); "
+            f"messages are walked over in Python (tensord.daemon.grpc._walk: {reason}); {advice}"
+        )
         for part in (
             "tensord.shm._guard",
             "tensord.workers.native._fast_path",
@@ -188,6 +194,11 @@ def test_parts_in_c_that_are_missing(start_daemon: Start, tmp_path: Path, broken
             assert f"({part}: {reason})" in said
         assert said.endswith(f"; {advice}")
         assert "takes its memory in another way" not in daemon.log
+        with grpc.insecure_channel(daemon.grpc_url) as channel:
+            stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+            for number in range(3):
+                metadata = (("traceparent", f"00-{number:032x}-{number:016x}-01"),)
+                assert stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=30 + number, metadata=metadata).live
         command = [sys.executable, "-m", "tensord.daemon.ctl", "--socket", str(control), "status"]
         status = subprocess.check_output(command, cwd=ROOT, text=True)
         assert f"off: {said}\n" in status

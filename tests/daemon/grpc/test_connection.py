@@ -57,6 +57,24 @@ def test_padding_priority_continuation_and_unknown_frames() -> None:
         assert echoed(client, worker, 1) == b"\5"
 
 
+def test_blocks_in_pieces_that_change_the_table() -> None:
+    """Cut anywhere, each with a trace header and a deadline that go into the client's table."""
+    with serving() as (front, (worker,)), front.frames() as client:
+        for n in range(1, 6):
+            block = client.block(INFER, traceparent=f"00-{n:032x}-{n:016x}-01", grpc_timeout=f"{20 + n}S")
+            first, second = len(block) * n // 7, len(block) * (n + 1) // 7
+            client.send(
+                frames.frame(frames.HEADERS, 0, 2 * n - 1, block[:first])
+                + frames.frame(frames.CONTINUATION, 0, 2 * n - 1, block[first:second])
+                + frames.frame(frames.CONTINUATION, END, 2 * n - 1, block[second:])
+                + frames.frame(frames.DATA, frames.END_STREAM, 2 * n - 1, prefixed(request(bytes((n,)))))
+            )
+            asked = worker.next()
+            assert 0 < asked.deadline_ns - time.monotonic_ns() <= (20 + n) * 10**9
+            worker.echo(asked)
+            assert client.answer(2 * n - 1).values == bytes((n,))
+
+
 def test_a_changed_header_table_is_noticed() -> None:
     """The same bytes mean another path once the dynamic table has changed."""
     with serving() as (front, (worker,)), front.frames() as client:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tensord.daemon.grpc.header_rules import Fields, Malformed, check_request, check_trailers
+from tensord.daemon.grpc import hpack_decoder
+from tensord.daemon.grpc.header_rules import Malformed, check_common, check_own, check_trailers
+from tensord.daemon.grpc.hpack_decoder import Fields
 
 GOOD: Fields = [
     (b":method", b"POST"),
@@ -18,6 +20,13 @@ GOOD: Fields = [
 
 def without(name: bytes) -> Fields:
     return [field for field in GOOD if field[0] != name]
+
+
+def check_request(fields: Fields) -> int | None:
+    """As a connection does."""
+    common, own = hpack_decoder.parted(fields)
+    check_common(hpack_decoder.fields(common))
+    return check_own(own)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +52,9 @@ def test_what_a_request_may_have(fields: Fields, length: int | None) -> None:
         [(b":path", b""), *without(b":path")],
         *([(name, b"x"), *GOOD] for name in (b":method", b":scheme", b":path", b":authority")),
         *([(name, b"x"), *GOOD] for name in (b":status", b":protocol", b":", b":Path")),
+        [(b"x-own", b"1"), *GOOD],
+        [*GOOD[:2], (b"x-own", b"1"), *GOOD[2:]],
+        [GOOD[-1], *GOOD[:-1]],
         [*without(b":path"), (b":path", b"/")],
         *(
             [*GOOD, (name, b"x")]

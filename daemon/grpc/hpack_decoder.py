@@ -1,0 +1,103 @@
+"""HPACK's decoding end: a header block becomes the fields that calls have in common, and those that are a call's own. Sans-I/O.
+
+    | :method POST | :path /... | te trailers | grpc-timeout 5S | user-agent ... | traceparent 00-... |
+         common        common       common           own             common              own
+
+What calls have in common is one piece of bytes, so that what it means can be looked up. In C (``daemon/grpc/_hpack.c``) where it
+could be built, because in Python it is dearer than the rest of a call; both find the same, and refuse the same.
+Source: RFC 7541.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from tensord.shm.extensions import check
+
+Field = tuple[bytes, bytes]
+Fields = list[Field]
+
+#: The fields that calls have in common: HTTP/2's, and what clients say of themselves.
+COMMON = frozenset(
+    (
+        *(b":method", b":scheme", b":path", b":authority", b"te", b"content-type"),
+        *(b"user-agent", b"host", b"grpc-encoding", b"grpc-accept-encoding"),
+    )
+)
+#: Before each of them: the sizes of its name and its value.
+_SIZES = struct.Struct("=II")
+
+
+class HpackDecoder(Protocol):
+    """The decoder of one connection, whose dynamic table has HTTP/2's default size."""
+
+    def decode(self, block: bytes, /) -> tuple[bytes, Fields]:
+        """The fields of the connection's next block that calls have in common, for ``fields``, and the others.
+
+        A pseudo-header behind one of the others is among them: it is not allowed there, and has to be seen.
+        Raises: ValueError: it is no header block.  OverflowError: its fields are larger than allowed.
+        """
+
+
+def parted(decoded: Iterable[Field]) -> tuple[bytes, Fields]:
+    """Parts fields as ``decode`` does."""
+    common: list[bytes] = []
+    own: Fields = []
+    for name, value in decoded:
+        if name in COMMON and not (own and name[:1] == b":"):
+            common += (_SIZES.pack(len(name), len(value)), name, value)
+        else:
+            own.append((name, value))
+    return b"".join(common), own
+
+
+def fields(common: bytes) -> Fields:
+    """Returns the fields that a decoder found to be common."""
+    found, at = [], 0
+    while at < len(common):
+        name_size, value_size = _SIZES.unpack_from(common, at)
+        begin = at + _SIZES.size + name_size
+        at = begin + value_size
+        found.append((common[begin - name_size : begin], common[begin:at]))
+    return found
+
+
+class LibraryDecoder:
+    """The hpack library's."""
+
+    def __init__(self, max_list_size: int) -> None:
+        # Imported where it is needed: mostly it is not.
+        import hpack
+
+        self._decoder = hpack.Decoder(max_list_size)
+        self._error, self._too_large = hpack.HPACKError, hpack.OversizedHeaderListError
+
+    def decode(self, block: bytes, /) -> tuple[bytes, Fields]:
+        """See ``HpackDecoder``."""
+        try:
+            return parted([(bytes(name), bytes(value)) for name, value in self._decoder.decode(block, raw=True)])
+        except self._too_large as error:
+            raise OverflowError(str(error)) from error
+        except self._error as error:
+            raise ValueError(str(error)) from error
+
+
+def decoder(max_list_size: int) -> HpackDecoder:
+    """Makes the fastest one.
+
+    ``max_list_size``: of the fields of a block, as RFC 9113, section 6.5.2, counts them.
+    """
+    return _Decoder(max_list_size)
+
+
+_Decoder: Callable[[int], HpackDecoder]
+try:
+    from tensord.daemon.grpc import _hpack
+
+    check(_hpack)
+except ImportError:  # not built, or not from these sources
+    _Decoder = LibraryDecoder
+else:
+    _Decoder = _hpack.Decoder
