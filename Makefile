@@ -11,7 +11,7 @@ ARGS ?=
 # pytest on several processes. Files that start daemons take longest and come first.
 PYTEST := -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve test test-cuda13 test-wheel lint bench wheel
+.PHONY: serve test test-cuda13 test-wheel lint bench protocol wheel
 .DEFAULT_GOAL := serve
 
 # The stamps make a second call cheap: pip runs again only when the metadata changed.
@@ -80,3 +80,7 @@ wheel: $(RELEASE)/.created
 	PATH=$(abspath $(RELEASE)/bin):$$PATH auditwheel repair --wheel-dir dist build/release/*.whl
 	mv build/release/*.tar.gz dist/
 	$(RELEASE)/bin/twine check --strict dist/*
+
+# After a change of a .proto file: writes the modules beside it.
+protocol: $(VENV)/.test
+	$(BIN)/python -m tests.tensord.protocol.generate

@@ -49,12 +49,12 @@ def check(message: ModelConfig) -> None:
                 f"step {number} of ensemble '{name}' asks for version {step.model_version} of '{step.model_name}'; versions "
                 "start at 1, and -1 is the newest"
             )
-    for field in message.input:
-        if field.HasField("reshape"):
-            raise InvalidArgument(f"input '{field.name}' of ensemble '{name}' has a reshape; its members reshape")
-    for field in message.output:
-        if field.HasField("reshape"):
-            raise InvalidArgument(f"output '{field.name}' of ensemble '{name}' has a reshape; its members reshape")
+    for given in message.input:
+        if given.HasField("reshape"):
+            raise InvalidArgument(f"input '{given.name}' of ensemble '{name}' has a reshape; its members reshape")
+    for made in message.output:
+        if made.HasField("reshape"):
+            raise InvalidArgument(f"output '{made.name}' of ensemble '{name}' has a reshape; its members reshape")
     ensemble_fusion.is_wanted(message)
     _check_tensors(message)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tensord.config.model_config import ModelConfig
+from tensord.config.model_config import ModelConfig, tensors_of
 from tensord.shm.errors import InvalidArgument
 
 PARAMETER = "tensord_fuse"
@@ -64,7 +64,7 @@ def _reasons(message: ModelConfig, member: ModelConfig, step: Any) -> Iterator[s
             else ("does not batch", "the ensemble does")
         )
         yield f"{both[0]}, and {both[1]}"
-    for field in (*member.input, *member.output):
+    for field in tensors_of(member):
         if field.HasField("reshape"):
             yield f"reshapes '{field.name}'"
         if -1 in field.dims:

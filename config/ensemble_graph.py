@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tensord.config import ensemble_fusion
-from tensord.config.model_config import ModelConfig, data_type_name
+from tensord.config.model_config import ModelConfig, data_type_name, tensors_of
 from tensord.shm.errors import InvalidArgument
 
 
@@ -33,7 +33,7 @@ def check(message: ModelConfig, find: Callable[[str, int], ModelConfig]) -> None
     """Raises InvalidArgument: the first finding. ``find``: a member's completed configuration, -1 the newest version's."""
     name = message.name
     known: dict[str, _Tensor] = {}
-    _join(name, known, message, [(field.name, field) for field in (*message.input, *message.output)])
+    _join(name, known, message, [(field.name, field) for field in tensors_of(message)])
     #: Ensemble tensor -> the step that answers more than once and from which it comes.
     origin: dict[str, int] = {}
     steps = list(message.ensemble_scheduling.step)

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from tensord.config import ensemble_checks, model_fields, ragged_checks, sequence_checks, state_checks
-from tensord.config.model_config import ModelConfig, data_type_name, model_config_pb2
+from tensord.config.model_config import ModelConfig, data_type_name
+from tensord.protocol import model_config_pb2
 from tensord.shm.datatypes import MAX_RANK, from_model_config
 from tensord.shm.errors import InvalidArgument, Unsupported
 
@@ -138,7 +139,7 @@ def _check_versions(message: ModelConfig) -> None:
 
 
 def _check_instances(message: ModelConfig) -> None:
-    kinds = model_config_pb2().ModelInstanceGroup
+    kinds = model_config_pb2.ModelInstanceGroup
     for index, group in enumerate(message.instance_group):
         if group.count < 0:
             raise InvalidArgument(
@@ -169,7 +170,7 @@ def _check_instances(message: ModelConfig) -> None:
 
 def check_device(message: ModelConfig, gpu: int | None) -> None:
     """Raises InvalidArgument: a completed configuration asks for GPUs only, and ``gpu``, where it is loaded, is None, the CPU."""
-    kinds = model_config_pb2().ModelInstanceGroup
+    kinds = model_config_pb2.ModelInstanceGroup
     for group in message.instance_group:
         if gpu is None and all(each.kind == kinds.KIND_GPU for each in message.instance_group):
             raise InvalidArgument(

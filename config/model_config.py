@@ -1,18 +1,12 @@
 """A model's configuration: Triton's published ModelConfig message, read from config.pbtxt or JSON, completed and printed.
 
-The compiled message comes with tritonclient; no parser of ours. ``tensord.config.model_checks`` refuses what is wrong in it, and
-``tensord.config.model_fields`` says what becomes of each field. The message type has no static type of its own, hence
-``ModelConfig`` is ``Any``.
+``tensord.protocol`` has the message; protobuf parses it. ``tensord.config.model_checks`` refuses what is wrong in it, and
+``tensord.config.model_fields`` says what becomes of each field.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeAlias
 
 import msgspec
@@ -20,39 +14,22 @@ from google.protobuf import text_format
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError
 
+from tensord.protocol import model_config_pb2
 from tensord.shm.datatypes import from_model_config
 from tensord.shm.errors import InvalidArgument
 
-ModelConfig: TypeAlias = Any
+ModelConfig: TypeAlias = model_config_pb2.ModelConfig
+ModelTensor: TypeAlias = model_config_pb2.ModelInput | model_config_pb2.ModelOutput
 
 #: One configuration, as text.
 MAX_BYTE_SIZE = 1 << 20
 #: Triton's: how long a sequence may be silent when its model does not say.
 _SEQUENCE_IDLE_US = 1_000_000
-_MODULE = "tritonclient.grpc.model_config_pb2"
-
-
-@functools.cache
-def model_config_pb2() -> ModuleType:
-    """The compiled message module, loaded by its path: importing its package would pull grpc and numpy into a process that
-    needs neither."""
-    if (loaded := sys.modules.get(_MODULE)) is not None:
-        return loaded
-    package = importlib.util.find_spec("tritonclient")
-    if package is None or not package.submodule_search_locations:
-        raise ImportError("the ModelConfig message comes with tritonclient[grpc], which is not installed")
-    path = Path(package.submodule_search_locations[0], "grpc", "model_config_pb2.py")
-    spec = importlib.util.spec_from_file_location("model_config_pb2", path)
-    if spec is None or spec.loader is None:
-        raise ImportError("the ModelConfig message of tritonclient[grpc] cannot be loaded")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def empty(model_name: str = "") -> ModelConfig:
     """A configuration that says nothing but the name."""
-    return model_config_pb2().ModelConfig(name=model_name)
+    return model_config_pb2.ModelConfig(name=model_name)
 
 
 # -------------------------------------------------------------------------------------------------------------- reading
@@ -88,10 +65,11 @@ def parse_json(text: str, model_name: str) -> ModelConfig:
     if len(text) > MAX_BYTE_SIZE:
         raise InvalidArgument(f"{what}: {len(text)} characters given, at most {MAX_BYTE_SIZE} are read")
     message = empty()
+    described: Any = message.DESCRIPTOR
     try:
         given = msgspec.json.decode(text)
         # Protobuf takes lists for objects, objects for lists and so on, and fails in its own code.
-        json_format.ParseDict(_shaped(what, given, message.DESCRIPTOR), message)
+        json_format.ParseDict(_shaped(what, given, described), message)
     except (json_format.ParseError, msgspec.DecodeError) as error:
         raise InvalidArgument(f"{what}: {str(error).splitlines()[0]}") from None
     except RecursionError:
@@ -187,7 +165,7 @@ def _complete_scheduling(message: ModelConfig) -> None:
 
 
 def _complete_instances(message: ModelConfig, gpus: Sequence[int]) -> None:
-    kinds = model_config_pb2().ModelInstanceGroup
+    kinds = model_config_pb2.ModelInstanceGroup
     if not message.instance_group:
         message.instance_group.add(name=message.name)
     for index, group in enumerate(message.instance_group):
@@ -215,6 +193,11 @@ def with_gpus_of(config: bytes, others: Iterable[bytes]) -> bytes:
 # ------------------------------------------------------------------------------------------------------------- printing
 
 
+def tensors_of(message: ModelConfig) -> list[ModelTensor]:
+    """The inputs, and then the outputs, of a configuration."""
+    return [*message.input, *message.output]
+
+
 def is_ordered(message: ModelConfig) -> bool:
     """Whether answers leave in the order of their requests."""
     return bool(message.dynamic_batching.preserve_ordering or message.sequence_batching.oldest.preserve_ordering)
@@ -225,8 +208,8 @@ def to_json(message: ModelConfig) -> bytes:
     return msgspec.json.encode(to_dict(message))
 
 
-def to_dict(message: ModelConfig) -> dict[str, Any]:
-    """The JSON form as plain values."""
+def to_dict(message: Any) -> dict[str, Any]:
+    """The JSON form of a message of any type as plain values."""
     values: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)
@@ -284,5 +267,5 @@ def metadata(message: ModelConfig) -> bytes:
 
 def data_type_name(tensor: Any) -> str:
     """``TYPE_FP32`` of a ModelInput or ModelOutput; ``TYPE_INVALID`` where it is not said."""
-    known = model_config_pb2().DataType.DESCRIPTOR.values_by_number.get(tensor.data_type)
+    known = model_config_pb2.DataType.DESCRIPTOR.values_by_number.get(tensor.data_type)
     return str(known.name) if known is not None else f"TYPE_{tensor.data_type}"

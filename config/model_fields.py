@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 
 from tensord.config.model_config import ModelConfig, is_map
 from tensord.shm.errors import Unsupported
@@ -166,14 +166,14 @@ _NEUTRAL = {"optimization.input_pinned_memory.enable": True, "optimization.outpu
 
 def refuse(message: ModelConfig) -> None:
     """Raises Unsupported: the configuration asks for something that the model cannot be served without."""
-    for path in _given(message, message.DESCRIPTOR, ""):
+    for path in _given(message, ""):
         if path in REFUSED:
             raise Unsupported(f"model '{message.name}': {path}: {REFUSED[path]}")
 
 
 def without_effect(message: ModelConfig) -> list[str]:
     """A sentence for each thing that the configuration asks for and that has no effect."""
-    paths = dict.fromkeys(path for path in _given(message, message.DESCRIPTOR, "") if path in WITHOUT_EFFECT)
+    paths = dict.fromkeys(path for path in _given(message, "") if path in WITHOUT_EFFECT)
     found = [f"{path} is without effect: {WITHOUT_EFFECT[path]}" for path in paths]
     if message.backend == "python":
         found += [
@@ -188,9 +188,9 @@ def without_effect(message: ModelConfig) -> list[str]:
     return found
 
 
-def _given(message: Any, described: Descriptor, prefix: str) -> Iterator[str]:
+def _given(message: Any, prefix: str) -> Iterator[str]:
     """The paths of REFUSED and WITHOUT_EFFECT that a message says something of."""
-    for field in described.fields:
+    for field in message.DESCRIPTOR.fields:
         path = prefix + field.name
         value = getattr(message, field.name)
         if path in REFUSED or path in WITHOUT_EFFECT:
@@ -198,7 +198,7 @@ def _given(message: Any, described: Descriptor, prefix: str) -> Iterator[str]:
                 yield path
         elif field.message_type is not None:
             for part in _parts(message, field, value):
-                yield from _given(part, part.DESCRIPTOR, f"{path}.")
+                yield from _given(part, f"{path}.")
 
 
 def _says(message: Any, field: FieldDescriptor, value: Any, path: str) -> bool:

@@ -20,9 +20,9 @@ def check(message: ModelConfig, whole: bool) -> None:
         if data_type_name(tensor) not in _DATATYPES:
             raise InvalidArgument(f"batch input data type must be TYPE_INT32 or TYPE_FP32 for {name}")
     targets: set[str] = set()
-    for tensor in message.batch_output:
-        _check_source("batch output", name, tensor, inputs)
-        for target in tensor.target_name:
+    for cut in message.batch_output:
+        _check_source("batch output", name, cut, inputs)
+        for target in cut.target_name:
             if outputs is not None and target not in outputs:
                 raise InvalidArgument(f"unknown target output name '{target}' for {name}")
             if target in targets:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tensord.config.model_config import ModelConfig, model_config_pb2
+from tensord.config.model_config import ModelConfig
+from tensord.protocol import model_config_pb2
 from tensord.shm.errors import InvalidArgument
 
 _VALUES = ("int32_false_true", "fp32_false_true", "bool_false_true")
@@ -37,7 +38,7 @@ def check(message: ModelConfig) -> None:
 
 def _check_controls(message: ModelConfig) -> None:
     name = message.name
-    kinds = model_config_pb2().ModelSequenceBatching.Control.Kind
+    kinds = model_config_pb2.ModelSequenceBatching.Control.Kind
     seen: dict[int, str] = {}
     inputs = {tensor.name for tensor in message.input}
     tensors: set[str] = set()
@@ -67,7 +68,7 @@ def _check_values(name: str, kind: str, control: Any) -> None:
                 "sequence batching must not specify either 'int32_false_true', 'fp32_false_true' or 'bool_false_true' "
                 f"for {kind} for {name}"
             )
-        types = model_config_pb2().DataType
+        types = model_config_pb2.DataType
         if control.data_type not in [types.Value(each) for each in _CORRID_TYPES]:
             raise InvalidArgument(
                 f"unexpected data type for control {kind} for {name}. Allowed data types are TYPE_UINT64, TYPE_INT64, "

@@ -14,8 +14,8 @@ ROOMS = ("config", "daemon", "shm", "tensord", "workers")
 #: What a room of ours may import of ours.
 OURS = {
     "shm": {"shm"},
-    "config": {"config", "shm.datatypes", "shm.errors"},
-    "daemon": {"daemon", "config", "shm"},
+    "config": {"config", "shm.datatypes", "shm.errors", "tensord.protocol"},
+    "daemon": {"daemon", "config", "shm", "tensord.protocol"},
     # ``python -m tensord`` is the daemon's command; for authors of models it calls the worker's code, with what the daemon reads
     # of their folders.
     "tensord": {
@@ -42,7 +42,7 @@ OURS = {
             "workers.tensors.strings",
         ),
     },
-    "workers": {"workers", "config", "shm", "tensord.parameter_files"},
+    "workers": {"workers", "config", "shm", "tensord.parameter_files", "tensord.protocol"},
 }
 #: The rooms of the two large packages: each may use those that it names, which come before it in this table.
 INSIDE = {
@@ -107,9 +107,8 @@ FENCED = {
     "starlette": ("daemon/http/",),
     "uvicorn": ("daemon/http/",),
     "httptools": ("daemon/http/", "daemon/metrics/exchange.py"),
-    "grpc": ("daemon/grpc/",),
-    "grpc_health": ("daemon/grpc/",),
-    "grpc_reflection": ("daemon/grpc/",),
+    # Clients' libraries: tests and examples have them, whoever serves needs none.
+    **dict.fromkeys(("grpc", "grpc_health", "grpc_reflection", "grpc_tools", "tritonclient"), ()),
     "hpack": ("daemon/grpc/",),
     "prometheus_client": ("daemon/metrics/exposition.py",),
     "pynvml": ("daemon/processes/gpu_watch.py",),

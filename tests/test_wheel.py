@@ -86,8 +86,8 @@ def test_what_is_in_it(wheel: Path) -> None:
         (license,) = (name for name in names if name.endswith("/LICENSE"))
         assert opened.read(license) == (ROOT / "LICENSE").read_bytes()
     code = {name for name in names if ".dist-info/" not in name and not name.endswith("/")}
-    files = {path.relative_to(ROOT) for room in ROOMS for path in (ROOT / room).rglob("*.py*")}
-    files = {path for path in files if path.suffix in (".py", ".pyi")}
+    files = {path.relative_to(ROOT) for room in ROOMS for path in (ROOT / room).rglob("*.p*")}
+    files = {path for path in files if path.suffix in (".py", ".pyi", ".proto")}
     expected = {str(path if path.parts[0] == "tensord" else "tensord" / path) for path in files}
     assert code == expected | EXTENSIONS | {"tensord/config/default.toml", "tensord/py.typed"}
     said = metadata(wheel, "METADATA")

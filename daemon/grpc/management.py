@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 from google.protobuf import json_format
 from google.protobuf.message import Message
-from tritonclient.grpc import service_pb2
 
 from tensord.daemon.control import log_settings
 from tensord.daemon.front.endpoints import Endpoints
@@ -23,6 +22,7 @@ from tensord.daemon.grpc.request_codec import read_version
 from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.grpc.unary import Unary
 from tensord.daemon.tracing import trace_settings
+from tensord.protocol import grpc_service_pb2
 from tensord.shm.errors import InvalidArgument, NotFound, Unsupported
 from tensord.shm.settings import ChangeLog
 
@@ -48,66 +48,68 @@ class Management:
 
     def methods(self) -> Iterator[tuple[str, Callable[[Stream], Call]]]:
         """The path of each RPC, and what makes its calls."""
-        for method in service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
+        for method in grpc_service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
             answer = getattr(self, method.name, None)
             if answer is not None:
-                request = getattr(service_pb2, method.input_type.name)
+                request = getattr(grpc_service_pb2, method.input_type.name)
                 maker = _maker_for_peer if method.name in _FOR_PEER else _maker
                 yield f"/{SERVICE}/{method.name}", maker(request, answer)
 
     # ------------------------------------------------------------------------------------------------ health
 
     async def ServerLive(self, request: Any) -> Any:
-        return service_pb2.ServerLiveResponse(live=True)
+        return grpc_service_pb2.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: Any) -> Any:
-        return service_pb2.ServerReadyResponse(ready=not await self._endpoints.unreadiness())
+        return grpc_service_pb2.ServerReadyResponse(ready=not await self._endpoints.unreadiness())
 
     async def ModelReady(self, request: Any) -> Any:
         try:
             version = read_version(request.name, request.version)
         except NotFound:
-            return service_pb2.ModelReadyResponse(ready=False)
-        return service_pb2.ModelReadyResponse(ready=await self._endpoints.model_is_ready(request.name, version))
+            return grpc_service_pb2.ModelReadyResponse(ready=False)
+        return grpc_service_pb2.ModelReadyResponse(ready=await self._endpoints.model_is_ready(request.name, version))
 
     # ------------------------------------------------------------------------------------------------ models
 
     async def ServerMetadata(self, request: Any) -> Any:
-        return service_pb2.ServerMetadataResponse(**self._endpoints.server_metadata())
+        return grpc_service_pb2.ServerMetadataResponse(**self._endpoints.server_metadata())
 
     async def ModelMetadata(self, request: Any) -> Any:
         version = read_version(request.name, request.version)
-        return _filled(service_pb2.ModelMetadataResponse(), await self._endpoints.model_metadata(request.name, version))
+        return _filled(
+            grpc_service_pb2.ModelMetadataResponse(), await self._endpoints.model_metadata(request.name, version)
+        )
 
     async def ModelConfig(self, request: Any) -> Any:
         config = await self._endpoints.model_config(request.name, read_version(request.name, request.version))
-        return _filled(service_pb2.ModelConfigResponse(), {"config": msgspec.json.decode(config)})
+        return _filled(grpc_service_pb2.ModelConfigResponse(), {"config": msgspec.json.decode(config)})
 
     async def ModelStatistics(self, request: Any) -> Any:
         statistics = await self._endpoints.statistics(request.name, read_version(request.name, request.version))
-        return _filled(service_pb2.ModelStatisticsResponse(), msgspec.json.decode(statistics))
+        return _filled(grpc_service_pb2.ModelStatisticsResponse(), msgspec.json.decode(statistics))
 
     # -------------------------------------------------------------------------------------------- repository
 
     async def RepositoryIndex(self, request: Any) -> Any:
         _refuse_repository(request)
         models = msgspec.json.decode(await self._endpoints.index(request.ready))
-        return _filled(service_pb2.RepositoryIndexResponse(), {"models": models})
+        return _filled(grpc_service_pb2.RepositoryIndexResponse(), {"models": models})
 
     async def RepositoryModelLoad(self, request: Any) -> Any:
         _refuse_repository(request)
         await self._endpoints.load(request.model_name, _parameters(request))
-        return service_pb2.RepositoryModelLoadResponse()
+        return grpc_service_pb2.RepositoryModelLoadResponse()
 
     async def RepositoryModelUnload(self, request: Any) -> Any:
         _refuse_repository(request)
         await self._endpoints.unload(request.model_name, _parameters(request))
-        return service_pb2.RepositoryModelUnloadResponse()
+        return grpc_service_pb2.RepositoryModelUnloadResponse()
 
     # ----------------------------------------------------------------------------------------------- regions
 
     async def SystemSharedMemoryStatus(self, request: Any) -> Any:
-        return await self._status("system", request.name, service_pb2.SystemSharedMemoryStatusResponse())
+        return await self._status("system", request.name, grpc_service_pb2.SystemSharedMemoryStatusResponse())
 
     async def SystemSharedMemoryRegister(self, client: Link, request: Any) -> Any:
         fd = client.fileno()
@@ -115,14 +117,14 @@ class Management:
             await self._endpoints.register_system(
                 request.name, request.key, request.offset, request.byte_size, peer_of(fd), end
             )
-        return service_pb2.SystemSharedMemoryRegisterResponse()
+        return grpc_service_pb2.SystemSharedMemoryRegisterResponse()
 
     async def SystemSharedMemoryUnregister(self, client: Link, request: Any) -> Any:
         await self._endpoints.unregister("system", request.name, peer_of(client.fileno()))
-        return service_pb2.SystemSharedMemoryUnregisterResponse()
+        return grpc_service_pb2.SystemSharedMemoryUnregisterResponse()
 
     async def CudaSharedMemoryStatus(self, request: Any) -> Any:
-        return await self._status("cuda", request.name, service_pb2.CudaSharedMemoryStatusResponse())
+        return await self._status("cuda", request.name, grpc_service_pb2.CudaSharedMemoryStatusResponse())
 
     async def CudaSharedMemoryRegister(self, client: Link, request: Any) -> Any:
         fd = client.fileno()
@@ -130,11 +132,11 @@ class Management:
             await self._endpoints.register_cuda(
                 request.name, request.raw_handle, request.device_id, request.byte_size, peer_of(fd), end
             )
-        return service_pb2.CudaSharedMemoryRegisterResponse()
+        return grpc_service_pb2.CudaSharedMemoryRegisterResponse()
 
     async def CudaSharedMemoryUnregister(self, client: Link, request: Any) -> Any:
         await self._endpoints.unregister("cuda", request.name, peer_of(client.fileno()))
-        return service_pb2.CudaSharedMemoryUnregisterResponse()
+        return grpc_service_pb2.CudaSharedMemoryUnregisterResponse()
 
     # ---------------------------------------------------------------------------------------------- settings
 
@@ -151,7 +153,7 @@ class Management:
         if wanted.get("format", "default") not in log_settings.FORMATS:
             raise InvalidArgument(f"invalid argument for log_format, got: {wanted['format']}")
         settings = msgspec.json.decode(await self._endpoints.log_settings(ChangeLog(**wanted)))
-        answer = service_pb2.LogSettingsResponse()
+        answer = grpc_service_pb2.LogSettingsResponse()
         for name, value in settings.items():
             setattr(answer.settings[name], _LOG_KINDS.get(name, ("", "string_param", ""))[1], value)
         return answer
@@ -161,7 +163,7 @@ class Management:
         given = {name: list(value.value) for name, value in request.settings.items()}
         wanted = trace_settings.parse(request.model_name, given)
         settings = msgspec.json.decode(await self._endpoints.trace_settings(wanted))
-        answer = service_pb2.TraceSettingResponse()
+        answer = grpc_service_pb2.TraceSettingResponse()
         for name, value in settings.items():
             answer.settings[name].value.extend(value if isinstance(value, list) else [value])
         return answer

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from google.protobuf.message import DecodeError
-from tritonclient.grpc import service_pb2
 
 from tensord.daemon.grpc import counts
 from tensord.daemon.grpc.request_tensors import content, requested
 from tensord.daemon.submit.inference import Content, InferenceRequest
 from tensord.daemon.submit.model_table import ModelTable, parse_version
 from tensord.daemon.submit.scheduling import KEYS, UNSCHEDULED, Scheduling
+from tensord.protocol import grpc_service_pb2
 from tensord.shm.datatypes import wire_name
 from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
 from tensord.shm.messages import MAX_SEQUENCE_ID, Parameter, RegionSlice, RequestedOutput
@@ -75,7 +75,7 @@ def decode_head(head: bytes, has_raw: bool, table: ModelTable) -> DecodedHead:
     """
     counts.check(head, service_pb2.ModelInferRequest.DESCRIPTOR)
     try:
-        request = service_pb2.ModelInferRequest.FromString(head)
+        request = grpc_service_pb2.ModelInferRequest.FromString(head)
     except DecodeError:
         raise InvalidArgument("failed to parse the request message") from None
     model = request.model_name
@@ -121,7 +121,7 @@ def read_version(model: str, text: str) -> int:
 def decode_scheduling(parameters: bytes) -> Scheduling | None:
     """What the fields of a message say that hold such parameters alone. None: ``decode_head`` is to read them."""
     try:
-        given = service_pb2.ModelInferRequest.FromString(parameters).parameters
+        given = grpc_service_pb2.ModelInferRequest.FromString(parameters).parameters
         if KEYS.issuperset(given):
             decoded = DecodedHead("", 0)
             for key, value in given.items():

@@ -1,28 +1,30 @@
-"""grpc.health.v1 and server reflection: what tools that know nothing of inference ask a gRPC server.
-
-Messages and the reflection's answers come from grpcio-health-checking and grpcio-reflection.
-"""
+"""grpc.health.v1 and server reflection: what tools that know nothing of inference ask a gRPC server."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from google.protobuf.message import DecodeError, Message
-from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from tensord.daemon.front.endpoints import Endpoints
 from tensord.daemon.grpc.call import Call
 from tensord.daemon.grpc.codes import INVALID_ARGUMENT, OK
 from tensord.daemon.grpc.management import SERVICE
+from tensord.daemon.grpc.reflection import Reflection
 from tensord.daemon.grpc.stream import Stream
 from tensord.daemon.grpc.unary import Unary
+from tensord.protocol import health_pb2, reflection_pb2, reflection_v1alpha_pb2
 from tensord.shm.messages import Buffer
 
 _HEALTH = "grpc.health.v1.Health"
-_REFLECTIONS = ("grpc.reflection.v1alpha.ServerReflection", "grpc.reflection.v1.ServerReflection")
+#: Service -> its messages. The two differ in their package's name only.
+_REFLECTIONS = {
+    "grpc.reflection.v1.ServerReflection": reflection_pb2,
+    "grpc.reflection.v1alpha.ServerReflection": reflection_v1alpha_pb2,
+}
 _WATCH_SECONDS = 0.5
 #: Questions of one reflection stream that wait; a tool asks one after the other.
 _MAX_QUESTIONS = 64
@@ -33,18 +35,14 @@ class StandardServices:
 
     def __init__(self, endpoints: Endpoints) -> None:
         self._endpoints = endpoints
-        self._reflection = reflection.aio.ReflectionServicer((SERVICE, _HEALTH, *_REFLECTIONS))
 
     def methods(self) -> Iterator[tuple[str, Callable[[Stream], Call]]]:
         """The path of each RPC, and what makes its calls."""
         yield f"/{_HEALTH}/Check", lambda stream: Unary(stream, health_pb2.HealthCheckRequest, self._check)
         yield f"/{_HEALTH}/Watch", lambda stream: _Conversation(stream, health_pb2.HealthCheckRequest, self._watch)
-        for service in _REFLECTIONS:
-            # v1 differs from v1alpha in its package's name only: the messages are the same on the wire.
-            yield (
-                f"/{service}/ServerReflectionInfo",
-                lambda stream: _Conversation(stream, reflection_pb2.ServerReflectionRequest, self._reflect),
-            )
+        for service, messages in _REFLECTIONS.items():
+            reflection = Reflection(messages, (SERVICE, _HEALTH, *_REFLECTIONS))
+            yield f"/{service}/ServerReflectionInfo", functools.partial(_reflecting, reflection, messages)
 
     async def _check(self, request: Any) -> Any:
         """Of any service: Triton answers so whatever the name is."""
@@ -68,9 +66,13 @@ class StandardServices:
                     return
                 await asyncio.sleep(_WATCH_SECONDS)
 
-    async def _reflect(self, requests: AsyncIterator[Any]) -> AsyncIterator[Message]:
-        async for answer in self._reflection.ServerReflectionInfo(requests, None):
-            yield answer
+
+def _reflecting(reflection: Reflection, messages: Any, stream: Stream) -> Call:
+    async def answers(questions: AsyncIterator[Any]) -> AsyncIterator[Message]:
+        async for question in questions:
+            yield reflection.answer(question)
+
+    return _Conversation(stream, messages.ServerReflectionRequest, answers)
 
 
 class _Conversation(Call):

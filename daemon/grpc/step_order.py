@@ -13,9 +13,9 @@ import asyncio
 from typing import Protocol
 
 from google.protobuf.message import DecodeError
-from tritonclient.grpc import service_pb2
 
 from tensord.daemon.grpc.walk import fields
+from tensord.protocol import grpc_service_pb2
 from tensord.shm.messages import Buffer, SequenceId
 
 #: Model and correlation id.
@@ -106,7 +106,7 @@ def sequence_of(message: Buffer | bytearray) -> Sequence | None:
         if tag in (_MODEL, _PARAMETER):
             said += message[start : begin + size]
     try:
-        request = service_pb2.ModelInferRequest.FromString(said)
+        request = grpc_service_pb2.ModelInferRequest.FromString(said)
     except DecodeError:
         return None
     if "sequence_id" not in request.parameters:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tensord.config import model_checks, model_config
+from tensord.protocol import model_config_pb2
 from tensord.shm.errors import InvalidArgument, ServingError
 
 DYNAMIC = """
@@ -48,7 +49,7 @@ def names(described: Any) -> set[str]:
     return found.union(*(names(field.message_type) for field in described.fields if field.message_type is not None))
 
 
-NAMES = sorted(names(model_config.model_config_pb2().ModelConfig.DESCRIPTOR))
+NAMES = sorted(names(model_config_pb2.ModelConfig.DESCRIPTOR))
 
 
 def parsed(text: str) -> Any:

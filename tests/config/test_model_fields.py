@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tensord.config import model_fields
-from tensord.config.model_config import complete, is_map, model_config_pb2, parse_json, parse_pbtxt, to_json
+from tensord.config.model_config import complete, is_map, parse_json, parse_pbtxt, to_json
+from tensord.protocol import model_config_pb2
 from tensord.shm.errors import Unsupported
 
 MANUAL = Path(__file__).parents[2] / "docs" / "models.md"
@@ -28,7 +29,7 @@ def published(described: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from published(field.message_type, f"{path}.")
 
 
-FIELDS = dict(published(model_config_pb2().ModelConfig.DESCRIPTOR))
+FIELDS = dict(published(model_config_pb2.ModelConfig.DESCRIPTOR))
 
 
 def test_every_published_field_stands_in_one_table_and_every_entry_is_a_field() -> None:
@@ -39,7 +40,7 @@ def test_every_published_field_stands_in_one_table_and_every_entry_is_a_field() 
 def asking(path: str) -> Any:
     """A configuration that says something in that field and in no other."""
     *parents, last = path.split(".")
-    message = model_config_pb2().ModelConfig(name="m")
+    message = model_config_pb2.ModelConfig(name="m")
     inner = message
     for name in parents:
         field = inner.DESCRIPTOR.fields_by_name[name]

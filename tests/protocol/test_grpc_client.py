@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from typing import Any
 
 import grpc
@@ -10,11 +11,15 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.grpc.aio as aioclient
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
+from tensord.protocol import reflection_pb2, reflection_v1alpha_pb2
 from tests.daemon_process import PATIENCE, DaemonProcess
 
 
@@ -161,6 +166,62 @@ def test_reflection(daemon: DaemonProcess) -> None:
         database = ProtoReflectionDescriptorDatabase(channel)
         assert "inference.GRPCInferenceService" in database.get_services()
         assert database.FindFileContainingSymbol("inference.GRPCInferenceService").package == "inference"
+
+
+@pytest.mark.parametrize("messages", [reflection_pb2, reflection_v1alpha_pb2], ids=["v1", "v1alpha"])
+def test_a_client_that_knows_nothing_walks_everything(daemon: DaemonProcess, messages: Any) -> None:
+    """Services, their files, methods and messages are all found, and a call can be made from what was found alone."""
+    package = messages.DESCRIPTOR.package
+    found = DescriptorPool()
+
+    with grpc.insecure_channel(daemon.grpc_url) as channel:
+        reflect = channel.stream_stream(
+            f"/{package}.ServerReflection/ServerReflectionInfo",
+            request_serializer=lambda question: question.SerializeToString(),
+            response_deserializer=messages.ServerReflectionResponse.FromString,
+        )
+
+        def ask(*questions: dict[str, str]) -> list[Any]:
+            """Asks them in one call, each after the answer to the one before."""
+            asked = [messages.ServerReflectionRequest(**question) for question in questions]
+            turns = threading.Semaphore()
+            answers = []
+            for answer in reflect((each for each in asked if turns.acquire()), timeout=PATIENCE):
+                answers.append(answer)
+                turns.release()
+            assert [answer.original_request for answer in answers] == asked
+            assert [answer.error_response.error_message for answer in answers] == [""] * len(asked)
+            return answers
+
+        (listed,) = ask({"list_services": "*"})
+        services = [service.name for service in listed.list_services_response.service]
+        assert services == sorted(services)
+        assert services == [
+            "grpc.health.v1.Health",
+            "grpc.reflection.v1.ServerReflection",
+            "grpc.reflection.v1alpha.ServerReflection",
+            "inference.GRPCInferenceService",
+        ]
+        files: dict[str, bytes] = {}
+        for answer in ask(*({"file_containing_symbol": name} for name in services)):
+            for content in reversed(answer.file_descriptor_response.file_descriptor_proto):
+                files[FileDescriptorProto.FromString(content).name] = content
+        for content in files.values():
+            found.AddSerializedFile(content)
+        methods = [method for name in services for method in found.FindServiceByName(name).methods]
+        assert len(methods) == 24
+        symbols = {method.full_name for method in methods}
+        symbols |= {each.full_name for method in methods for each in (method.input_type, method.output_type)}
+        for name, answer in zip(symbols, ask(*({"file_containing_symbol": name} for name in symbols)), strict=True):
+            described = FileDescriptorProto.FromString(answer.file_descriptor_response.file_descriptor_proto[0])
+            assert name.startswith(described.package)
+        for name, answer in zip(files, ask(*({"file_by_filename": name} for name in files)), strict=True):
+            assert answer.file_descriptor_response.file_descriptor_proto[0] == files[name]
+        ready = found.FindMethodByName("inference.GRPCInferenceService.ModelReady")
+        call = channel.unary_unary(f"/{ready.containing_service.full_name}/{ready.name}")
+        answer_class, request_class = GetMessageClass(ready.output_type), GetMessageClass(ready.input_type)
+        asked = request_class(name="scale").SerializeToString()
+        assert answer_class.FromString(call(asked)).ready
 
 
 def test_an_unknown_method(daemon: DaemonProcess) -> None:

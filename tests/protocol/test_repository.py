@@ -16,6 +16,7 @@ from google.protobuf import text_format
 from tritonclient.utils import InferenceServerException
 
 from tensord.config import model_config
+from tensord.protocol import model_config_pb2
 from tests import repositories
 from tests.daemon_process import PATIENCE, DaemonProcess, wait_until
 
@@ -208,7 +209,7 @@ VALUES = (
     '{"x": 1}',
     "[{}]",
 )
-FIELDS = sorted(field.name for field in model_config.model_config_pb2().ModelConfig.DESCRIPTOR.fields)
+FIELDS = sorted(field.name for field in model_config_pb2.ModelConfig.DESCRIPTOR.fields)
 BODIES = [
     *("[]", "null", "1", "{", '{"parameters": '),
     *(f'{{"parameters": {value}}}' for value in VALUES),

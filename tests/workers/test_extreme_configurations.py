@@ -15,7 +15,8 @@ import pytest
 from google.protobuf import text_format
 
 from tensord.config import model_checks, model_fields
-from tensord.config.model_config import model_config_pb2, parse_pbtxt
+from tensord.config.model_config import parse_pbtxt
+from tensord.protocol import model_config_pb2
 from tensord.shm.control_records import Load, Loaded
 from tensord.shm.errors import ServingError
 from tests.repositories import scale_model, write_model
@@ -216,7 +217,7 @@ def test_every_number_of_the_message_is_among_them() -> None:
 
 
 def _is_number(path: str) -> bool:
-    described = model_config_pb2().ModelConfig.DESCRIPTOR
+    described = model_config_pb2.ModelConfig.DESCRIPTOR
     *parents, last = path.split(".")
     for name in parents:
         described = described.fields_by_name[name].message_type

@@ -117,13 +117,13 @@ class _Artifact:
     def _renamed(self, program: ProgramFile) -> dict[str, str]:
         """Names by place, where the configuration names what the program only numbers."""
         found: dict[str, str] = {}
-        for kind, leaves, fields in (
-            ("input", program.inputs, self._message.input),
-            ("output", program.outputs, self._message.output),
+        for kind, leaves, names in (
+            ("input", program.inputs, [field.name for field in self._message.input]),
+            ("output", program.outputs, [field.name for field in self._message.output]),
         ):
             numbered = all(_NUMBERED.fullmatch(leaf.name.removeprefix(f"{kind}_")) for leaf in leaves)
-            if numbered and fields and len(fields) == len(leaves):
-                found |= {leaf.name: field.name for leaf, field in zip(leaves, fields, strict=True)}
+            if numbered and names and len(names) == len(leaves):
+                found |= {leaf.name: name for leaf, name in zip(leaves, names, strict=True)}
         return found
 
     def _agree(self, first: ProgramFile, other: ProgramFile) -> None:

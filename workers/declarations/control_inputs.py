@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tensord.config.model_config import ModelConfig, data_type_name, model_config_pb2
+from tensord.config.model_config import ModelConfig, data_type_name
+from tensord.protocol import model_config_pb2
 from tensord.shm import datatypes
 from tensord.shm.arrays import DTYPES, Array
 from tensord.shm.errors import InvalidArgument
@@ -111,7 +112,7 @@ class ControlInputs:
 
 def control_inputs(message: ModelConfig) -> ControlInputs:
     """Of a checked configuration with ``sequence_batching``."""
-    kinds = model_config_pb2().ModelSequenceBatching.Control.Kind
+    kinds = model_config_pb2.ModelSequenceBatching.Control.Kind
     shape = (1, 1) if message.max_batch_size > 0 else (1,)
     flags: list[_Flag] = []
     ids: list[_CorrelationId] = []

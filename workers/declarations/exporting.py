@@ -20,7 +20,8 @@ from google.protobuf import text_format
 from jax import export
 
 from tensord.config import artifact_files, model_checks, model_config
-from tensord.config.model_config import ModelConfig, model_config_pb2
+from tensord.config.model_config import ModelConfig
+from tensord.protocol import model_config_pb2
 from tensord.shm import datatypes
 from tensord.shm.arrays import DTYPES, datatype_of
 from tensord.shm.errors import InvalidArgument
@@ -154,7 +155,7 @@ def _specs(message: ModelConfig, inputs: Mapping[str, Declared], rows: int | str
 
 def _complete(message: ModelConfig, inputs: Mapping[str, Declared], exported: export.Exported) -> None:
     """Writes the tensors into a configuration that does not name them. Outputs are as the program says."""
-    types = model_config_pb2().DataType
+    types = model_config_pb2.DataType
     if not message.input:
         for name, tensor in inputs.items():
             message.input.add(

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tensord.config.model_config import ModelConfig, data_type_name, model_config_pb2
+from tensord.config.model_config import ModelConfig, data_type_name
+from tensord.protocol import model_config_pb2
 from tensord.shm import datatypes
 from tensord.shm.arrays import DTYPES, Array
 from tensord.shm.errors import InvalidArgument
@@ -134,7 +135,7 @@ def declare_ragged(message: ModelConfig, module: ModuleType) -> dict[str, str]:
 
     Raises: InvalidArgument: something of it is not of the form that is expected, or contradicts the configuration.
     """
-    what, types = f"model '{message.name}'", model_config_pb2()
+    what, types = f"model '{message.name}'", model_config_pb2
     inputs = {tensor.name: tensor for tensor in message.input}
     for name in _declared(what, module, "ragged", (list, tuple, set, frozenset)):
         if name not in inputs:
@@ -191,7 +192,7 @@ def ragged_signature(described: Signature, message: ModelConfig, segments: Mappi
 
     Raises: InvalidArgument: they are of inputs that are not ragged, or of axes that cannot be laid out so.
     """
-    what, kinds = f"model '{described.model}'", model_config_pb2().BatchInput.Kind
+    what, kinds = f"model '{described.model}'", model_config_pb2.BatchInput.Kind
     made = [
         (target, kinds.Name(field.kind), datatypes.from_model_config(data_type_name(field)), field.source_input[0])
         for field in message.batch_input

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from tensord.config.model_config import ModelConfig, data_type_name, model_config_pb2
+from tensord.config.model_config import ModelConfig, data_type_name
+from tensord.protocol import model_config_pb2
 from tensord.shm import datatypes
 from tensord.shm.arrays import DTYPES
 from tensord.shm.errors import InvalidArgument
@@ -222,7 +223,7 @@ def declare(
 def agree(what: str, field: Any, declared: Declared, where: str = "model.py") -> None:
     """Completes a field of a configuration with what ``where`` declares. Raises InvalidArgument: they contradict each other."""
     if not field.data_type:
-        field.data_type = model_config_pb2().DataType.Value(datatypes.to_model_config(declared.datatype))
+        field.data_type = model_config_pb2.DataType.Value(datatypes.to_model_config(declared.datatype))
     given = datatypes.from_model_config(data_type_name(field))
     if given != declared.datatype:
         raise InvalidArgument(f"{what}: {declared.datatype} in {where}, {given} in config.pbtxt")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tensord.config import model_config
 from tensord.daemon.models import repository
+from tensord.protocol import model_config_pb2
 from tensord.shm.errors import InvalidArgument
 from tests.daemon.fake_daemon import write_model
 
@@ -29,9 +30,7 @@ def test_scan(tmp_path: Path) -> None:
     found = repository.scan([tmp_path])
     assert list(found) == ["a", "b"]
     assert (found["b"].versions, found["b"].chosen, found["b"].error) == ((1, 2, 10), (10,), "")
-    assert model_config.from_bytes(found["b"].config) == model_config.model_config_pb2().ModelConfig(
-        name="b", backend="jax"
-    )
+    assert model_config.from_bytes(found["b"].config) == model_config_pb2.ModelConfig(name="b", backend="jax")
     assert model_config.from_bytes(found["a"].config).max_batch_size == 4
 
 

@@ -1,0 +1,38 @@
+"""The descriptor pool that holds every message of tensord, and how a compiled module fills it.
+
+The pool is not protobuf's own. That one is shared by a whole process and takes a name once: tritonclient, kserve and grpcio's
+packages register the names of these files there, and models and tests import them beside ours. The classes are made from
+descriptors by public calls, so no version of protobuf is asked whether it accepts a compiler's output.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
+from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
+
+POOL = DescriptorPool()
+
+
+def define(serialized: bytes, module: dict[str, Any]) -> None:
+    """Adds a compiled file to the pool, and to a module's names its DESCRIPTOR, messages, enumerations and their values."""
+    file = POOL.AddSerializedFile(serialized)
+    module["DESCRIPTOR"] = file
+    for name, enumeration in file.enum_types_by_name.items():
+        module[name] = EnumTypeWrapper(enumeration)
+        module.update((value.name, value.number) for value in enumeration.values)
+    for name, message in file.message_types_by_name.items():
+        module[name] = _class_of(message, module["__name__"])
+
+
+def _class_of(message: Descriptor, module: str) -> type[Message]:
+    made = GetMessageClass(message)
+    made.__module__ = module
+    for nested in message.nested_types:
+        # Protobuf in C finds nested classes by itself; protobuf in Python, where there is no other, does not.
+        setattr(made, nested.name, _class_of(nested, module))
+    return made

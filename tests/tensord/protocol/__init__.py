@@ -1,0 +1,1 @@
+"""Tests of tensord/protocol/, and the compiler of its modules."""
