@@ -4,6 +4,8 @@ from __future__ import annotations
 
 #: What a client sends may come as slowly as it likes for that long.
 GRACE_SECONDS = 2.0
+#: While the server stops, whoever does not go on with what it sends is waited for that long.
+SILENCE_SECONDS = 2.0
 
 
 class Pace:

@@ -34,6 +34,11 @@ class Call(ABC):
     def idle(self) -> bool:
         """Whether nothing was asked that is still to be answered."""
 
+    @property
+    def answers(self) -> bool:
+        """Whether an answer is being made, so that the client need not send anything for it."""
+        return not self.idle
+
     @abstractmethod
     def stop(self) -> None:
         """The server stops: what was taken is answered, nothing more is taken, and then the call ends. May be said again."""

@@ -245,7 +245,7 @@ class Connection(FrameReader):
         """The server stops: ``end``, and streams end with the answers they are owed."""
         self.end()
         for stream in list(self.streams.values()):
-            stream.stop()
+            stream.stop(self.loop.time(), self._taken_directly(stream))
 
     @property
     def asks_nothing(self) -> bool:

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 
-from tensord.daemon.front.pace import GRACE_SECONDS
+from tensord.daemon.front.pace import GRACE_SECONDS, SILENCE_SECONDS
 from tensord.daemon.grpc import frames
 from tensord.daemon.grpc.arriving_message import ArrivingMessage
 from tensord.daemon.grpc.call import Call
@@ -51,6 +51,9 @@ class Stream(Reply):
     #: What of ``Serving.collected`` is this stream's.
     _kept = 0
     _timer: asyncio.TimerHandle | None = None
+    #: While the server stops: what of its message had come, and since when it is so much, loop time.
+    _came = -1
+    _silent_since = 0.0
 
     def begin(self, call: Call) -> None:
         """The call that answers; its deadline runs from now."""
@@ -229,10 +232,29 @@ class Stream(Reply):
         """Whether it asks nothing: no message is on its way, and none waits for its answer."""
         return not self._finished and not self.partial_since and self.call is not None and self.call.idle
 
-    def stop(self) -> None:
-        """The server stops: the call ends with its last answer, at once where it waits for none."""
-        if not self._finished and self.call is not None:
-            self.call.stop()
+    def stop(self, now: float, direct: int) -> None:
+        """The server stops: the call ends with its last answer, at once where it waits for none. Said again and again.
+
+        Whoever does not go on with its message is not waited for.
+
+        Args:
+          direct: as of ``check``.
+        """
+        call = self.call
+        if self._finished or call is None:
+            return
+        if not (self.half_closed or call.answers or self.waits_for_room or self.idle):
+            came = direct + self._received_byte_size()
+            if came != self._came:
+                self._came, self._silent_since = came, now
+            elif now - self._silent_since > SILENCE_SECONDS:
+                self.stopped()
+                return
+        call.stop()
+
+    def _received_byte_size(self) -> int:
+        """Bytes of the message under way."""
+        return len(self._begun) + (0 if self._arriving is None else self._arriving.received_byte_size)
 
     def stopped(self) -> None:
         """Called by the call when it has nothing more to answer: its client may ask another server."""
@@ -257,8 +279,7 @@ class Stream(Reply):
             self.abandon()
         elif self.partial_since and not self.waits_for_room:
             # Else it is we who hold it up, for ``arenas.wait`` at most.
-            elapsed, arriving = now - self.partial_since, self._arriving
-            came = direct + (0 if arriving is None else arriving.received_byte_size)
+            elapsed, came = now - self.partial_since, direct + self._received_byte_size()
             if elapsed > options.body_timeout:
                 self.refuse(UNAVAILABLE, f"a message did not arrive within {options.body_timeout:g} s")
             elif came < options.min_rate * (elapsed - GRACE_SECONDS) and not self.held:

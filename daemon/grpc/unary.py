@@ -57,6 +57,10 @@ class Unary(Call):
     def idle(self) -> bool:
         return self._message is None
 
+    @property
+    def answers(self) -> bool:
+        return self._task is not None
+
     def stop(self) -> None:
         if self._stream.idle:
             self._stream.stopped()

@@ -136,6 +136,10 @@ class UnaryInfer(Call):
     def idle(self) -> bool:
         return self._message is None and self._asked is None
 
+    @property
+    def answers(self) -> bool:
+        return self._asked is not None
+
     def stop(self) -> None:
         if self._stream.idle:
             self._stream.stopped()

@@ -8,6 +8,7 @@ lease    | pad | JSON head | part | part | ...      pad = -head size mod 64, so 
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 
 import numpy as np
@@ -18,19 +19,30 @@ from tensord.shm.messages import Content, Slice
 
 #: Bodies up to this size are collected; larger binary ones of known length go straight into the arena.
 COLLECT_BYTE_SIZE = 4096
+#: A collected body that becomes larger gets pages of its own.
+_SMALL = 64 << 10
 #: Where what is thrown away is read to.
 _THROWN_AWAY = 64 << 10
 
 
 class CollectedBody:
-    """Small bodies, and bodies of unknown length: chunks in ordinary memory."""
+    """Small bodies, and bodies of unknown length: chunks in ordinary memory.
 
-    __slots__ = ("_first", "_more", "received")
+    A large one lies in pages of its own, which take nothing until they are written and are the kernel's again when it is dropped:
+    memory that grows bit by bit would be copied again and again, and the allocator would keep it.
 
-    def __init__(self) -> None:
+    Args:
+      limit: bytes that it may have. 0: it stays small.
+    """
+
+    __slots__ = ("_first", "_limit", "_more", "_pages", "received")
+
+    def __init__(self, limit: int = 0) -> None:
+        self._limit = limit
         self._first = b""
         #: All but the first chunk, which is mostly the only one. Not a list: a chunk of two bytes would cost forty.
         self._more: bytearray | None = None
+        self._pages: memoryview | None = None
         self.received = 0
 
     @classmethod
@@ -41,16 +53,26 @@ class CollectedBody:
         return body
 
     def write(self, chunk: bytes) -> None:
-        if not self.received:
+        start, self.received = self.received, self.received + len(chunk)
+        if self._pages is not None:
+            self._pages[start : self.received] = chunk
+        elif not start:
             self._first = chunk
+        elif self.received > _SMALL and self._limit:
+            before = self.whole()
+            pages = self._pages = memoryview(mmap.mmap(-1, self._limit, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+            pages[:start] = before
+            pages[start : self.received] = chunk
+            self._first = b""
         elif self._more is None:
             self._more = bytearray(chunk)
         else:
             self._more += chunk
-        self.received += len(chunk)
 
-    def whole(self) -> bytes:
+    def whole(self) -> bytes | memoryview:
         """Everything received."""
+        if self._pages is not None:
+            return self._pages[: self.received]
         if self._more is not None:
             self._first, self._more = self._first + self._more, None
         return self._first
@@ -116,7 +138,7 @@ class PlacedBody:
         """What to borrow for a body of that size."""
         return byte_size + ALIGNMENT
 
-    def write(self, chunk: bytes) -> None:
+    def write(self, chunk: bytes | memoryview) -> None:
         at = self._start + self.received
         self.lease.view[at : at + len(chunk)] = chunk
         self.received += len(chunk)

@@ -21,6 +21,8 @@ Buffer = bytes | memoryview
 _WINDOW_BITS = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 #: Bytes read or written in a step: about a millisecond of work, some more at the highest level.
 _INFLATE_IN, _INFLATE_OUT, _DEFLATE_IN = 16 << 10, 256 << 10, 32 << 10
+#: Members of a gzip stream, and what each counts for in a step: it takes a new decompressor.
+_MAX_MEMBERS, _MEMBER_COST = 4096, 16 << 10
 #: Members of an Accept-Encoding list that are looked at.
 _MAX_CODINGS = 32
 
@@ -43,6 +45,7 @@ class Inflation:
         self._limit = limit
         self._pending: deque[memoryview] = deque()
         self._stream = zlib.decompressobj(_WINDOW_BITS[coding])
+        self._members = 1
         #: Compressed bytes so far.
         self.received = 0
 
@@ -62,12 +65,14 @@ class Inflation:
         piece, room = self._pending.popleft(), _INFLATE_OUT
         try:
             while piece and room:
+                cost = 0
                 if self._stream.eof:
                     self._next_member()
+                    cost = _MEMBER_COST
                 content = self._stream.decompress(piece, min(room, self._limit - self._body.received + 1))
                 if content:
-                    room -= len(content)
                     self._take(content)
+                room = max(0, room - len(content) - cost)
                 piece = memoryview(self._stream.unused_data if self._stream.eof else self._stream.unconsumed_tail)
         except zlib.error as error:
             raise InvalidArgument(f"failed to decompress the request body: it is no {self._coding} stream") from error
@@ -102,6 +107,12 @@ class Inflation:
         """gzip files may be put one behind the other; a zlib stream ends once."""
         if self._coding != "gzip":
             raise InvalidArgument("failed to decompress the request body: bytes follow the end of the deflate stream")
+        self._members += 1
+        if self._members > _MAX_MEMBERS:
+            raise InvalidArgument(
+                f"failed to decompress the request body: more than {_MAX_MEMBERS} gzip members are given, "
+                f"at most {_MAX_MEMBERS} are allowed"
+            )
         self._stream = zlib.decompressobj(_WINDOW_BITS[self._coding])
 
 

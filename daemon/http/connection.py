@@ -217,10 +217,22 @@ class Connection(asyncio.Protocol):
 
     def shutdown(self) -> None:
         """The server stops: an idle connection closes, a busy one after its last answer."""
+        order = self.order
         if self.idle:
-            self.order.leave()
-        else:
-            self.order.announce_end()
+            order.leave()
+            return
+        order.announce_end()
+        if not order.closing and not order.flow.read_paused and order.times.stopped(monotonic(), self._came()):
+            order.refuse(503, "the server is stopping, and the rest of the request does not come")
+
+    def _came(self) -> int:
+        """Bytes of what is not whole; -1: nothing is that the client could send."""
+        order = self.order
+        if order.receiving is not None:
+            return order.received
+        if order.times.head_since and self._feed is not None:
+            return self._feed.messages.head_size
+        return len(self._held) if self._held else -1
 
     @property
     def idle(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 from tensord.config.options import Http
-from tensord.daemon.front.pace import GRACE_SECONDS, Pace
+from tensord.daemon.front.pace import GRACE_SECONDS, SILENCE_SECONDS, Pace
 
 
 class Late(enum.Enum):
@@ -26,7 +26,7 @@ class Late(enum.Enum):
 class Deadlines:
     """One connection's. Each time is since when it waits for that; 0: it does not."""
 
-    __slots__ = ("_pace", "body_since", "head_since", "idle_since", "stalled_since")
+    __slots__ = ("_came", "_pace", "_silent_since", "body_since", "head_since", "idle_since", "stalled_since")
 
     def __init__(self, now: float) -> None:
         self.idle_since = now
@@ -34,6 +34,14 @@ class Deadlines:
         self.body_since = 0.0
         self.stalled_since = 0.0
         self._pace = Pace()
+        #: While the server stops: what had come of what is not whole, and since when it is so much.
+        self._came, self._silent_since = -1, 0.0
+
+    def stopped(self, now: float, came: int) -> bool:
+        """Whether what is not whole comes no further while the server stops. ``came``: bytes of it; below 0: nothing is to come."""
+        if came != self._came:
+            self._came, self._silent_since = came, now
+        return came >= 0 and now - self._silent_since > SILENCE_SECONDS
 
     def held_up(self, now: float) -> None:
         """It is the server that does not read: what is not whole has all its time from now on."""

@@ -80,9 +80,10 @@ class Reception:
     def begin(self) -> None:
         """Prepares a place. Raises InvalidArgument, Unavailable: the head promises what cannot be."""
         length, json_size = self._head.content_length, self._head.json_size
-        self.body = body = CollectedBody()
+        limit = self._serving.options.http.max_body_byte_size
+        self.body = body = CollectedBody(limit)
         if self._head.coding:
-            self._inflation = Inflation(self._head.coding, body, self._serving.options.http.max_body_byte_size)
+            self._inflation = Inflation(self._head.coding, body, limit)
             return
         if json_size is not None and length is not None and not 0 <= json_size <= length:
             raise InvalidArgument(f"inference header size should be in range (0, {length}), got: {json_size}")

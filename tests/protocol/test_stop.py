@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,4 +127,44 @@ def test_a_stream_with_requests_in_flight(daemon: DaemonProcess, tmp_path: Path)
         assert client.ends()
     assert daemon.stop() == 0
     assert not (tmp_path / "never").exists()
+    assert _CUT not in daemon.log
+
+
+@pytest.mark.parametrize("path", [INFER, STREAM, "/inference.GRPCInferenceService/ModelStatistics"])
+@pytest.mark.parametrize("part", ["prefix", "some", "large", "whole"])
+def test_grpc_messages_that_are_not_finished(daemon: DaemonProcess, path: str, part: str) -> None:
+    """A client begins a message, or a call, and sends nothing more: nobody waits for it until the end of the grace period."""
+    tensor = service_pb2.ModelInferRequest.InferInputTensor(name="x", datatype="UINT8", shape=[1 << 20])
+    asked = service_pb2.ModelInferRequest(model_name="nope", inputs=[tensor], raw_input_contents=[bytes(1 << 20)])
+    message = prefixed(asked) if part == "large" else prefixed(service_pb2.ModelStatisticsRequest(name="scale"))
+    sent = message[: {"prefix": 3, "some": len(message) - 1, "large": 300_000, "whole": len(message)}[part]]
+    with FrameClient(int(daemon.grpc_url.split(":")[1])) as client:
+        number = client.open(path)
+        client.data(number, sent)
+        client.synchronise()
+        daemon.signal(signal.SIGTERM)
+        assert client.ends()
+    assert daemon.stop() == 0
+    assert _CUT not in daemon.log
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"POST /v2/models/scale/infer HTTP/1.1\r\nHo",
+        b"POST /v2/models/scale/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc",
+        b"POST /v2/models/scale/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\nabc",
+        b"POST /v2/models/scale/infer HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nabc",
+        b"POST /v2/repository/index HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc",
+    ],
+    ids=["head", "small body", "large body", "chunks", "index"],
+)
+def test_http_requests_that_are_not_finished(daemon: DaemonProcess, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", daemon.port), PATIENCE) as connection:
+        connection.sendall(sent)
+        assert daemon.get("/v2/health/ready")[0] == 200
+        daemon.signal(signal.SIGTERM)
+        while connection.recv(4096):
+            pass
+    assert daemon.stop() == 0
     assert _CUT not in daemon.log

@@ -252,7 +252,7 @@ def test_what_is_idle() -> None:
 
 def test_a_stop_is_the_calls_affair() -> None:
     wire, stream, call = opened()
-    stream.stop()
+    stream.stop(0.0, 0)
     assert call.stopped
     assert not stream.ended
     stream.stopped()
@@ -260,4 +260,4 @@ def test_a_stop_is_the_calls_affair() -> None:
     assert call.gone
     kinds = [kind for kind, _, _ in wire.frames()]
     assert kinds == [frames.HEADERS, frames.RST_STREAM]
-    stream.stop()
+    stream.stop(0.0, 0)

@@ -97,7 +97,20 @@ def test_broken_streams(coding: str, content: bytes, size: int) -> None:
 
 def test_members_of_gzip_follow_each_other() -> None:
     assert inflated("gzip", gzip.compress(b"ab", mtime=0) + gzip.compress(b"") + gzip.compress(b"c"), size=7) == b"abc"
-    assert inflated("gzip", gzip.compress(b"", mtime=0) * 10_000) == b""
+    assert inflated("gzip", gzip.compress(b"", mtime=0) * 4096) == b""
+
+
+def test_empty_members_have_a_bound_and_take_many_steps() -> None:
+    """Each takes a new decompressor, for twenty bytes."""
+    member = gzip.compress(b"", mtime=0)
+    with pytest.raises(InvalidArgument, match="more than 4096 gzip members are given, at most 4096 are allowed"):
+        inflated("gzip", member * 4097)
+    inflation = Inflation("gzip", CollectedBody(), MIB)
+    inflation.feed(member * 800)
+    steps = 1
+    while inflation.step():
+        steps += 1
+    assert steps >= 800 // 16
 
 
 @pytest.mark.parametrize("coding", CODINGS)
