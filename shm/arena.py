@@ -38,7 +38,7 @@ OnSegment = Callable[[Segment], None]
 class Lease:
     """A block on loan: write, send, and release exactly once, when no reader can still look at it."""
 
-    __slots__ = ("_arena", "arriving", "generation", "holder", "place", "view")
+    __slots__ = ("_arena", "arriving", "counted", "generation", "holder", "place", "view")
 
     def __init__(self, arena: Arena, place: Slice, generation: int, view: memoryview) -> None:
         self._arena: Arena | None = arena
@@ -49,6 +49,8 @@ class Lease:
         #: For who lends it on: whom it counts for, and whether what belongs there is still to come.
         self.holder: Any = None
         self.arriving = False
+        #: And how many bytes: what it takes of the arena.
+        self.counted = 0
 
     @property
     def key(self) -> LeaseKey:
@@ -171,6 +173,16 @@ class Arena:
     def _leased_byte_size(self) -> int:
         """Of the blocks that are on loan."""
         return sum(self._block_size(lease.place) for lease in self._leases.values())
+
+    def taken_by(self, byte_size: int) -> int:
+        """What a lease of that size takes of the arena, where nothing larger is left over for it."""
+        if byte_size <= self._buddies.largest:
+            return self._buddies.block_size(byte_size)
+        return -(-byte_size // _LARGE_STEP) * _LARGE_STEP
+
+    def block_of(self, lease: Lease) -> int:
+        """What a lease takes of it."""
+        return self._block_size(lease.place)
 
     def _block_size(self, place: Slice) -> int:
         for number, buddies in ((0, self._buddies), self._reserve or (0, self._buddies)):

@@ -38,7 +38,11 @@ class Deadlines:
         self._came, self._silent_since = -1, 0.0
 
     def stopped(self, now: float, came: int) -> bool:
-        """Whether what is not whole comes no further while the server stops. ``came``: bytes of it; below 0: nothing is to come."""
+        """Whether what is not whole comes no further while the server stops.
+
+        Args:
+          came: bytes of it; below 0: nothing is to come.
+        """
         if came != self._came:
             self._came, self._silent_since = came, now
         return came >= 0 and now - self._silent_since > SILENCE_SECONDS

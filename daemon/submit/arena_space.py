@@ -1,18 +1,21 @@
 """Room for inputs in a front's request arena, and who waits for it.
 
 small, medium, large     each size has a line of its own: what a small one needs is not what large ones wait for
-a line                   first come, first served; who holds its share (``tensord.daemon.submit.accounts``) is passed over
+a line                   the client that holds least comes first, of one client and of equals who came first; who holds its share
+                         (``tensord.daemon.submit.accounts``) is passed over. What is held is counted as the arena gives it: in blocks
 arriving                 bodies that are not whole have a part of the arena together, so that whole ones find room
 """
 
 from __future__ import annotations
 
+import heapq
 import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 
-from tensord.daemon.submit.accounts import Account
+from tensord.daemon.submit.accounts import Account, Client
 from tensord.shm.arena import Arena, Lease
 from tensord.shm.errors import ServingError, Unavailable
 
@@ -68,26 +71,30 @@ class ArenaSpace:
           arriving: its bytes are still to come from a client; until ``arrived`` is called, or it is given back.
         Raises: InvalidArgument: it could never fit.  Unavailable: the host has no memory.
         """
-        if self._count and any(self._admitted(waiter) for waiter in self._line(byte_size)):
+        if self._count and self._others_first(byte_size, account):
             return None
-        if account is not None and not account.admits(byte_size):
+        arena = self._arena
+        taken = arena.taken_by(byte_size)
+        if account is not None and not account.admits(taken):
             return None
-        if (
-            arriving
-            and self._arriving_byte_size + byte_size > self._arriving_limit
-            and self._too_much_arrives(byte_size)
-        ):
+        if arriving and self._arriving_byte_size + taken > self._arriving_limit and self._too_much_arrives(taken):
             return None
-        lease = self._arena.loan(byte_size)
+        lease = arena.loan(byte_size)
         if lease is not None:
+            taken = lease.counted = arena.block_of(lease)
             if account is not None:
                 lease.holder = account
-                account.requests += byte_size
-                account.client.requests += byte_size
+                account.requests += taken
+                account.client.requests += taken
             if arriving:
                 lease.arriving = True
-                self._arriving_byte_size += byte_size
+                self._arriving_byte_size += taken
         return lease
+
+    def _others_first(self, byte_size: int, account: Account | None) -> bool:
+        """Whether somebody waits who comes before the next one of that account."""
+        held = _held(account)
+        return any(_held(waiter.account) <= held and self._admitted(waiter) for waiter in self._line(byte_size))
 
     def wait(
         self, byte_size: int, on_lease: OnLease, now: float, account: Account | None = None, arriving: bool = False
@@ -100,7 +107,7 @@ class ArenaSpace:
         """All bytes of one that was arriving are there."""
         if lease.arriving:
             lease.arriving = False
-            self._arriving_byte_size -= lease.place.byte_size
+            self._arriving_byte_size -= lease.counted
             if self._count:
                 self._serve()
 
@@ -109,12 +116,11 @@ class ArenaSpace:
         account = lease.holder
         if account is not None:
             lease.holder = None
-            byte_size = lease.place.byte_size
-            account.requests -= byte_size
-            account.client.requests -= byte_size
+            account.requests -= lease.counted
+            account.client.requests -= lease.counted
         if lease.arriving:
             lease.arriving = False
-            self._arriving_byte_size -= lease.place.byte_size
+            self._arriving_byte_size -= lease.counted
         lease.release()
         if self._count:
             self._serve()
@@ -132,14 +138,14 @@ class ArenaSpace:
         return bool(self._count)
 
     def _describe(self, waiter: _Waiter) -> str:
-        size, account = waiter.byte_size, waiter.account
+        size, account = self._arena.taken_by(waiter.byte_size), waiter.account
         if account is not None and not account.admits(size):
             return f"{account.describe_requests(size)}, and nothing was given back"
         if not self._admitted(waiter):
             arriving = self._arriving_byte_size
             limit = self._arriving_limit
             return f"bodies that are not whole take {arriving} bytes, {size} more make over {limit}, and none ended"
-        return f"{self._arena.describe_full(size)}, and none came free"
+        return f"{self._arena.describe_full(waiter.byte_size)}, and none came free"
 
     def _line(self, byte_size: int) -> deque[_Waiter]:
         arena = self._arena
@@ -149,9 +155,10 @@ class ArenaSpace:
 
     def _admitted(self, waiter: _Waiter) -> bool:
         """Whether it may have what it wants, if there is room."""
-        if waiter.account is not None and not waiter.account.admits(waiter.byte_size):
+        taken = self._arena.taken_by(waiter.byte_size)
+        if waiter.account is not None and not waiter.account.admits(taken):
             return False
-        return not (waiter.arriving and self._too_much_arrives(waiter.byte_size))
+        return not (waiter.arriving and self._too_much_arrives(taken))
 
     def _too_much_arrives(self, byte_size: int) -> bool:
         others = self._arriving_byte_size
@@ -170,25 +177,55 @@ class ArenaSpace:
 
     def _serve_lines(self) -> None:
         for line in self._lines:
-            for waiter in list(line):
-                if not self._admitted(waiter):
+            # Each client's in their order, and the client first that holds least.
+            of_clients: dict[Client | None, deque[_Waiter]] = {}
+            for waiter in line:
+                client = None if waiter.account is None else waiter.account.client
+                of_clients.setdefault(client, deque()).append(waiter)
+            order = count()
+            heap = [(_holds(client), next(order), client) for client in of_clients]
+            heapq.heapify(heap)
+            while heap:
+                _, number, client = heapq.heappop(heap)
+                first = self._first_admitted(of_clients[client])
+                if first is None:
                     continue
-                granted: Lease | ServingError | None
-                count, self._count = self._count, 0  # it is its turn: nobody is before it
-                try:
-                    granted = self.loan(waiter.byte_size, waiter.account, waiter.arriving)
-                except ServingError as error:
-                    granted = error
-                self._count = count
+                granted = self._grant(first)
                 if granted is None:
                     break
-                line.remove(waiter)
+                line.remove(first)
                 self._count -= 1
-                if not _tell(waiter.on_lease, granted) and isinstance(granted, Lease):
+                if not _tell(first.on_lease, granted) and isinstance(granted, Lease):
                     self.give_back(granted)
+                heapq.heappush(heap, (_holds(client), number, client))
+
+    def _first_admitted(self, waiting: deque[_Waiter]) -> _Waiter | None:
+        while waiting:
+            waiter = waiting.popleft()
+            if self._admitted(waiter):
+                return waiter
+        return None
+
+    def _grant(self, waiter: _Waiter) -> Lease | ServingError | None:
+        waiting, self._count = self._count, 0  # it is its turn: nobody is before it
+        try:
+            return self.loan(waiter.byte_size, waiter.account, waiter.arriving)
+        except ServingError as error:
+            return error
+        finally:
+            self._count = waiting
 
     def __repr__(self) -> str:
         return f"<ArenaSpace {self._arena!r}, {self._count} wait>"
+
+
+def _holds(client: Client | None) -> int:
+    return 0 if client is None else client.requests
+
+
+def _held(account: Account | None) -> int:
+    """What the client of an account holds."""
+    return 0 if account is None else account.client.requests
 
 
 def _tell(on_lease: OnLease, given: Lease | ServingError) -> bool:

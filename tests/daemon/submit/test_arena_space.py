@@ -145,3 +145,56 @@ def test_what_is_not_whole_has_a_part(large_arena: Arena) -> None:
 def test_what_can_never_fit_is_refused(arena: Arena) -> None:
     with pytest.raises(InvalidArgument):
         ArenaSpace(arena, 5.0, 4 * MIB).loan(2 * MIB)
+
+
+def test_what_the_arena_gives_is_what_counts() -> None:
+    """A body of a MiB with its head takes a block of two: six of them are a half of 24 MiB, not twelve."""
+    arena = Arena(16 * MIB, 24 * MIB, 0)
+    accounts = Accounts(Arenas(max_byte_size=24 * MIB, client_share=0.5), 1, 1)
+    room = ArenaSpace(arena, 5.0, 24 * MIB)
+    held = []
+    while (lease := room.loan(MIB + 64, account := accounts.open("greedy"))) is not None:
+        held.append(lease)
+    assert len(held) == 6
+    assert account.client.requests == 12 * MIB
+    assert "take 12582912 bytes, 2097152 more make over 12582912" in account.describe_requests(2 * MIB)
+    assert room.loan(MIB + 64, accounts.open("other")) is not None
+    for lease in held:
+        room.give_back(lease)
+    assert account.client.requests == 0
+    arena.close()
+
+
+def test_no_request_of_one_client_waits_before_anothers() -> None:
+    """1. One client holds much and waits for more. 2. Another one comes later. 3. What comes free is the other's."""
+    arena = Arena(4 * MIB, 4 * MIB, 0)
+    accounts = Accounts(Arenas(max_byte_size=4 * MIB, connection_share=1.0, client_share=1.0), 1, 1)
+    room = ArenaSpace(arena, 5.0, 4 * MIB)
+    greedy, other = accounts.open("greedy"), accounts.open("other")
+    held = [room.loan(MIB, greedy) for _ in range(4)]
+    granted: list[str] = []
+    leases: list[Lease | ServingError] = []
+
+    def wait(name: str, size: int) -> None:
+        account = greedy if name == "greedy" else other
+        room.wait(size, lambda lease: (granted.append(name), leases.append(lease))[0], 10.0, account)  # type: ignore[arg-type, func-returns-value]
+
+    for _ in range(3):
+        wait("greedy", MIB)
+    wait("other", MIB)
+    wait("other", MIB)
+    for lease in held[:2]:
+        assert lease is not None
+        room.give_back(lease)
+    assert granted == ["other", "other"]
+    for lease in held[2:]:
+        assert lease is not None
+        room.give_back(lease)
+    assert granted == ["other", "other", "greedy", "greedy"]
+    # And one that comes when there is room is before those who hold more.
+    for given in leases[:1]:
+        assert isinstance(given, Lease)
+        given.release()
+    third = accounts.open("third")
+    assert room.loan(MIB, third) is not None
+    arena.close()
