@@ -67,6 +67,13 @@ class Lease:
         return f"<Lease {self.place.segment}:{self.place.offset}+{self.place.byte_size} #{self.generation} {state}>"
 
 
+def taken_by(segment: int, byte_size: int) -> int:
+    """What a lease of that size takes in an arena's segment: a block of the first one, or all of a large one, which is as large."""
+    if segment == 0:
+        return BLOCK << max(0, (byte_size - 1).bit_length() - 12)
+    return -(-byte_size // _LARGE_STEP) * _LARGE_STEP
+
+
 class Arena:
     """The owner's side, the only allocator.
 
@@ -176,9 +183,7 @@ class Arena:
 
     def taken_by(self, byte_size: int) -> int:
         """What a lease of that size takes of the arena, where nothing larger is left over for it."""
-        if byte_size <= self._buddies.largest:
-            return self._buddies.block_size(byte_size)
-        return -(-byte_size // _LARGE_STEP) * _LARGE_STEP
+        return taken_by(0 if byte_size <= self._buddies.largest else 1, byte_size)
 
     def block_of(self, lease: Lease) -> int:
         """What a lease takes of it."""

@@ -1,6 +1,7 @@
 """Requests that are not sent now, because their connection, or their client, holds its share of answers that it has not taken.
 
     an answer comes ─▶ its connection holds its share ─▶ what it asked besides is called back from the workers ─▶ waits here
+    its client holds its share ─▶ what all its connections asked, and would be answered with as much, likewise
     answers leave   ─▶ as many go as its share has room for, each taken to be answered with as much as its last large answer
 
 Each connection's wait in their order, and for nothing but itself.
@@ -54,19 +55,30 @@ class HeldBack:
             return
         full, client = self._lent.full, account.client
         if client.answers >= client.limit:
-            full.add(client)
             if account.last > client.sizes[0]:
                 client.last = account.last
                 account.note_bulky(kind_of(pending))
+            if client not in full:
+                full.add(client)
+                self._recall(lambda other: other.account is not None and self._is_too_much(other.account, other))
         if account.is_full and account not in full:
             full.add(account)
-            self._recall(account)
+            self._recall(lambda other: other.account is account)
 
-    def _recall(self, account: Account) -> None:
-        """What has not begun comes back as cancelled."""
+    def _is_too_much(self, account: Account, pending: Pending) -> bool:
+        """Whether the client of a request holds its share, and would be answered with as much again."""
+        client = account.client
+        return client.answers >= client.limit and kind_of(pending) in client.bulky
+
+    def _recall(self, concerned: Callable[[Pending], bool]) -> None:
+        """What has not begun of those comes back as cancelled."""
         for worker in self._choice.workers.values():
             for request_id, pending in worker.in_flight.items():
-                if pending.account is account and not pending.cancelled and self._may_come_back(pending):
+                if (
+                    not (pending.cancelled or pending.recalled)
+                    and concerned(pending)
+                    and self._may_come_back(pending)
+                ):
                     pending.recalled = True
                     worker.lane.cancel(request_id)
         self._sending.flush_all_later(self._choice.workers.values())
@@ -84,7 +96,13 @@ class HeldBack:
     def holds(self, pending: Pending) -> bool:
         """Whether a request has to wait."""
         account = pending.account
-        return account is not None and (account in self.lines or not account.may_send(kind_of(pending)))
+        if account is None:
+            return False
+        kind = kind_of(pending)
+        if account in self.lines or not account.may_send(kind):
+            return True
+        # Others of its client wait already: it does not overtake them.
+        return account.client in self._barred and kind in account.client.bulky
 
     def add(self, pending: Pending, now: float) -> None:
         """It waits."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from tensord.daemon.submit.accounts import Account, Client, Holdings
 from tensord.daemon.submit.pending import Pending, Worker
-from tensord.shm.arena import LeaseKey
+from tensord.shm.arena import LeaseKey, taken_by
 from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import Slice
 
@@ -33,6 +33,8 @@ class Lent:
         for content in contents:
             if type(content) is Slice:
                 size += content.byte_size
+        # What of the arena it takes, which is more than it is.
+        size = taken_by(key[0], size)
         account = (None if pending is None else pending.account) or self._nobody
         self._leases[worker.lane, key] = account, size, worker
         client, account.last = account.client, size

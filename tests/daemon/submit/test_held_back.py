@@ -179,3 +179,51 @@ def test_a_worker_dies_while_some_are_called_back(setting: Setting) -> None:
     slow.take(4)
     assert not [each for each in second.cancelled if isinstance(each, Cancel)]
     assert setting.submitter.statistics()["answers_held"] == 0
+
+
+@pytest.fixture
+def patient() -> Iterator[Setting]:
+    made = Setting(arenas=Arenas(byte_size=MIB, max_byte_size=16 * MIB, wait=600.0))
+    yield made
+    made.close()
+
+
+def test_connections_of_one_client_with_an_answer_each(patient: Setting) -> None:
+    """
+    1. A client asks on sixteen connections for answers that take half of its share each, and takes none.
+    2. With the second its share is full: what has not begun of all its connections comes back, and the worker's arena has room.
+    3. Another client is answered. 4. As the first takes its answers, the others come.
+    """
+    setting = patient
+    worker = setting.open_worker()
+    setting.ready(worker)
+    slow = [Asker(setting) for _ in range(16)]
+    for asker in slow:
+        asker.ask()
+    assert len(answer(setting, worker, 4 * MIB)) == 2
+    other = Asker(setting, "10.0.0.2")
+    other.ask()
+    assert len(answer(setting, worker, 4 * MIB)) == 1
+    assert len(other.answers) == 1
+    other.take()
+    # One more of the same client does not overtake those that wait.
+    late = Asker(setting)
+    late.ask()
+    assert answer(setting, worker, 4 * MIB) == []
+    while holders := [asker for asker in (*slow, late) if asker.held]:
+        holders[0].take()
+        answer(setting, worker, 4 * MIB)
+    assert [len(asker.answers) for asker in (*slow, late)] == [1] * 17
+    assert not any(asker.answers[0].code for asker in (*slow, late))
+
+
+def test_answers_count_as_the_arena_gives_them(setting: Setting) -> None:
+    """A bit more than a block takes two."""
+    worker = setting.open_worker()
+    setting.ready(worker)
+    asker = Asker(setting)
+    asker.ask()
+    answer(setting, worker, 100_000)
+    assert asker.account.client.answers == 128 << 10
+    asker.take()
+    assert asker.account.client.answers == 0
