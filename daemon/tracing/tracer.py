@@ -30,11 +30,11 @@ _ID_BITS = 32
 class Tracer:
     """One per front."""
 
-    def __init__(self, incarnation: int, max_byte_size: int) -> None:
+    def __init__(self, incarnation: int, max_byte_size: int, max_files: int) -> None:
         #: Whether any request may be sampled at all.
         self.on = False
         self._samplers: dict[str, Sampler] = {}
-        self._files = TraceFiles(max_byte_size)
+        self._files = TraceFiles(max_byte_size, max_files)
         self._last_id = incarnation << _ID_BITS
 
     def changed(self, record: TraceChanged, fds: list[int]) -> None:

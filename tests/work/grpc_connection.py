@@ -50,7 +50,7 @@ class GrpcBench(LaneBench):
 
     def __init__(self) -> None:
         super().__init__()
-        calls = InferCalls(self.submitter, self.table, OPTIONS.grpc.max_stream_requests, None, Tracer(1, 0))
+        calls = InferCalls(self.submitter, self.table, OPTIONS.grpc.max_stream_requests, None, Tracer(1, 0, 1000))
         methods: dict[str, Callable[[Stream], Call]] = {
             INFER: functools.partial(UnaryInfer, calls),
             STREAM: functools.partial(StreamInfer, calls),

@@ -44,7 +44,7 @@ def test_a_start_empties_the_file(tmp_path: Path) -> None:
 
 def test_indexed_files_are_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "t.1").write_text("mine")
-    files = TraceFiles(1 << 20)
+    files = TraceFiles(1 << 20, 100)
     for number in range(2):
         files.write(str(tmp_path / "t"), b"%d" % number, indexed=True)
     files.close()
@@ -55,7 +55,7 @@ def test_what_cannot_be_written_is_said_and_nothing_else_happens(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "other").write_text("a letter")
-    files = TraceFiles(1 << 20)
+    files = TraceFiles(1 << 20, 100)
     files.write(str(tmp_path / "nowhere" / "t"), b"1", indexed=False)
     files.write(str(tmp_path / "other"), b"1", indexed=False)
     files.write(str(tmp_path / "good"), b"1", indexed=False)
@@ -67,7 +67,7 @@ def test_what_cannot_be_written_is_said_and_nothing_else_happens(
 
 
 def test_the_bound(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    files = TraceFiles(10)
+    files = TraceFiles(10, 100)
     for _ in range(4):
         files.write(str(tmp_path / "t"), b"12345", indexed=False)
     files.close()
@@ -79,7 +79,7 @@ def test_a_full_disk_is_named_once_and_the_file_stays_an_array(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part of a trace is taken, as by a disk that becomes full."""
-    files = TraceFiles(1 << 20)
+    files = TraceFiles(1 << 20, 5)
     for number in range(50):
         files.write("/dev/full", f'{{"id":{number}}}'.encode(), indexed=False)
     files.close()
@@ -94,3 +94,17 @@ def test_a_full_disk_is_named_once_and_the_file_stays_an_array(
     monkeypatch.undo()
     append(str(path), b'{"id":3}')
     assert json.loads(path.read_text()) == [{"id": 1}, {"id": 3}]
+
+
+def test_the_series_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Any client may ask for a file with each request: of all that is asked for so many are made, by however many fronts."""
+    (tmp_path / "t.1").write_text("mine")
+    fronts = [TraceFiles(1 << 20, 5) for _ in range(2)]
+    for number in range(20):
+        fronts[number % 2].write(str(tmp_path / "t"), b"%d" % number, indexed=True)
+    for files in fronts:
+        files.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"t.{index}" for index in range(5)]
+    assert (tmp_path / "t.1").read_text() == "mine"
+    assert "there are trace.max_files (5) files" in caplog.text
+    assert caplog.text.count("traces are dropped") == 2
