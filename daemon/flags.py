@@ -51,7 +51,10 @@ FLAGS = (
         metavar="NAME",
     ),
     Flag(
-        "strict-readiness", "repository.strict_readiness", "Not ready until every model wanted at the start has served.", switch=True
+        "strict-readiness",
+        "repository.strict_readiness",
+        "Not ready until every model wanted at the start has served.",
+        switch=True,
     ),
     Flag(
         "exit-on-error",

@@ -76,6 +76,8 @@ class DaemonProcess:
         self.port = 0
         #: Another installation's, for those who test one.
         self.program: Sequence[str] = _PROGRAM
+        #: Descriptors that such a program gets.
+        self.pass_fds: Sequence[int] = ()
         self.cwd = ROOT
         #: What the log says once it serves.
         self.served_on = r"serving http on http://127\.0\.0\.1:(\d+)"
@@ -109,6 +111,7 @@ class DaemonProcess:
                 [*self.program, *arguments],
                 cwd=self.cwd,
                 env=environment,
+                pass_fds=self.pass_fds,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,

@@ -34,12 +34,21 @@ class Caller(Protocol):
 class CallRequest:
     """One that was decoded."""
 
-    __slots__ = ("_call", "_decoded", "_request", "decoupled", "inference")
+    __slots__ = ("_call", "_decoded", "_loading", "_request", "decoupled", "inference")
 
-    def __init__(self, call: Caller, decoded: DecodedHead, request: InferenceRequest, decoupled: bool) -> None:
+    def __init__(
+        self,
+        call: Caller,
+        decoded: DecodedHead,
+        request: InferenceRequest,
+        decoupled: bool,
+        loading: bool = False,
+    ) -> None:
+        """``loading``: its model is not there yet, so whether it is ``decoupled`` is seen by its answers."""
         self._call = call
         self._decoded = decoded
         self._request = request
+        self._loading = loading
         self.decoupled = decoupled
         #: None: not begun, or ended.
         self.inference: Inference | None = None
@@ -62,6 +71,8 @@ class CallRequest:
         return self._decoded.empty_final
 
     def completed(self, completion: Completion, lane: SubmitterLane | None) -> None:
+        if self._loading and (completion.is_mark or not completion.final):
+            self.decoupled = True
         if completion.final:
             # Each refers to the other, and requests shall leave the garbage collector nothing to do.
             self.inference = None

@@ -80,7 +80,7 @@ def decode_head(head: bytes, has_raw: bool, table: ModelTable) -> DecodedHead:
         raise InvalidArgument("failed to parse the request message") from None
     model = request.model_name
     decoded = DecodedHead(model, read_version(model, request.model_version))
-    table.find(model, decoded.version)
+    table.expect(model, decoded.version)
     for key, value in request.parameters.items():
         _read_parameter(key, value, decoded)
     for entry in request.inputs:

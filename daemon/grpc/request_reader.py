@@ -62,11 +62,11 @@ class RequestReader:
             if decoded is None or scheduling is None:
                 decoded = decode_head(head, bool(raws), self._table)
                 scheduling = decoded.scheduling
-            state = self._table.find(decoded.model, decoded.version)
+            state = self._table.expect(decoded.model, decoded.version)
             request = decoded.request(text, raws, scheduling)
         except ServingError as error:
             raise RefusedRequest(error, text) from None
-        if parted is not None:
+        if parted is not None and state.metadata:
             with contextlib.suppress(ServingError):  # what comes twice, in two spellings, may be right only together
                 forms.learn(rest, decode_head(rest, bool(raws), self._table) if parameters else decoded)
         return decoded, request, state

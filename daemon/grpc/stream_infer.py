@@ -138,7 +138,7 @@ class StreamInfer(Call):
             decoded, request, state = self._calls.read(self._stream, message)
             client_id = request.id
             request.deadline_ns = self._stream.deadline_ns
-            asked = CallRequest(self, decoded, request, state.streams)
+            asked = CallRequest(self, decoded, request, state.streams, not state.metadata)
             if read_ns:
                 self._calls.sample(request, waited_ns or read_ns, read_ns)
             asked.inference = begin(self._calls.submitter, request, asked.completed)

@@ -22,6 +22,8 @@ from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import Buffer, Completion, FormCompletion
 
 _log = logging.getLogger(__name__)
+#: What who asks such a model here is told: Triton's words.
+DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
 
 
 class UnaryInfer(Call):
@@ -160,7 +162,7 @@ class UnaryInfer(Call):
         decoded, request, state = calls.read(stream, message)
         try:
             if state.streams:
-                raise Unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
+                raise Unsupported(DECOUPLED)
             asked = self._asked = CallRequest(self, decoded, request, False)
             if read_ns:
                 calls.sample(request, self._waits_since, read_ns)
@@ -181,6 +183,12 @@ class UnaryInfer(Call):
     ) -> None:
         if completion.code:
             self._refuse(number(completion.code), completion.message)
+            return
+        if not completion.final:
+            # It came while its model was being loaded, and nobody knew that this one answers with several responses.
+            asked.cancel(self._calls.submitter)
+            error = Unsupported(DECOUPLED)
+            self._refuse(number(error), error.message)
             return
         self._asked = None
         assert lane is not None

@@ -25,12 +25,14 @@ from tensord.daemon.http.serving import Serving
 from tensord.daemon.submit.accounts import Account
 from tensord.daemon.submit.pending import Pending
 from tensord.daemon.tracing.tracer import Trace
-from tensord.shm.errors import DEFECT, ServingError
+from tensord.shm.errors import DEFECT, ServingError, Unsupported
 from tensord.shm.forms import no_view
 from tensord.shm.lane import SubmitterLane
 from tensord.shm.messages import Completion, FormCompletion, Slice
 
 _log = logging.getLogger(__name__)
+#: What who asks such a model here is told: Triton's words.
+DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
 #: Before which an answer's head says how the connection goes on.
 _LENGTH = b"\r\nContent-Length: "
 
@@ -106,6 +108,12 @@ class Answering(Pending):
             self._trace.completed(completion)
         if completion.code:
             self._answer_error(http_status(completion.code), completion.message)
+            return
+        if not completion.final:
+            # It came while its model was being loaded, and nobody knew that this one answers with several responses.
+            self._serving.submitter.cancel(self.record.request_id)
+            error = Unsupported(DECOUPLED)
+            self._answer_error(http_status(error), error.message)
             return
         assert lane is not None
         assert self._asked is not None

@@ -17,7 +17,7 @@ import msgspec
 from tensord.daemon.front import request_id
 from tensord.daemon.front.status import http_status
 from tensord.daemon.http import json_cut, placement, request_codec
-from tensord.daemon.http.answering import Answering, Phase
+from tensord.daemon.http.answering import DECOUPLED, Answering, Phase
 from tensord.daemon.http.body import Body, CollectedBody, PlacedBody
 from tensord.daemon.http.compression import BodyTooLarge
 from tensord.daemon.http.http_form import Request
@@ -27,7 +27,7 @@ from tensord.daemon.http.raw_request import decode_raw
 from tensord.daemon.http.reception import Reception
 from tensord.daemon.submit.scheduling import UNSCHEDULED
 from tensord.shm.arena import Lease
-from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
+from tensord.shm.errors import InvalidArgument, ServingError, Unavailable, Unsupported
 from tensord.shm.forms import Form, whole_request
 from tensord.shm.messages import Content, FormSubmit, Submit
 
@@ -65,8 +65,9 @@ class Exchange(Answering):
         """Raises NotFound, Unsupported: there is no such model for HTTP."""
         head, table = self._head, self._serving.table
         if head.edition != table.edition:
-            if table.find(head.model, head.version).streams:
-                raise Unsupported("HTTP end point doesn't support models with decoupled transaction policy")
+            # Of one that is being loaded it is not known yet: see ``Answering.completed``.
+            if table.expect(head.model, head.version).streams:
+                raise Unsupported(DECOUPLED)
             head.edition = table.edition
         tracer = self._serving.tracer
         if tracer is not None and tracer.on:
@@ -202,7 +203,10 @@ class Exchange(Answering):
                     raise InvalidArgument(f"inference header size should be in range (0, {size}), got: {json_size}")
                 text = text[: json_size or size]
         if json_size == 0:
-            raw = decode_raw(self._serving.table.find(self._head.model, self._head.version), text)
+            state = self._serving.table.expect(self._head.model, self._head.version)
+            if not state.metadata:
+                raise Unavailable(f"model '{state.name}' is being loaded, and what its raw input is is not known yet")
+            raw = decode_raw(state, text)
             self._submit(request_of(self._head, raw), body)
             return
         if len(text) <= PIECE_BYTE_SIZE:

@@ -42,6 +42,7 @@ class Generation:
 
     async def generate(self, request: Request, model: str, version: int) -> Response:
         """One JSON object. Whatever the model says is wrong is the request's fault: 400."""
+        await self._serving.submitter.loaded(model, version)
         trace = self._sampled(model, version)
         with _ended_if_refused(trace):
             asked = await self._read(request, model, version, trace)
@@ -52,6 +53,7 @@ class Generation:
 
     async def generate_stream(self, request: Request, model: str, version: int) -> Response:
         """Events. An error is an event as well, once something was sent."""
+        await self._serving.submitter.loaded(model, version)
         trace = self._sampled(model, version)
         with _ended_if_refused(trace):
             return _Stream(self._serving, await self._read(request, model, version, trace))

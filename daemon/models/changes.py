@@ -12,13 +12,13 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from tensord.config.options import Options, Repository
 from tensord.daemon.models import ensembles, listing, load_errors, readiness, repository, stranded
+from tensord.daemon.models.coming import Coming
 from tensord.daemon.models.ensembles import Ensembles
 from tensord.daemon.models.given import GivenModels, NotKept
-from tensord.daemon.models.instructions import Instruction, Publish, Retry, Send, Settled
+from tensord.daemon.models.instructions import Instruction, Peer, Publish, Retry, Send, Settled
 from tensord.daemon.models.judgement import Judgement
 from tensord.daemon.models.lifecycle import Lifecycle
 from tensord.daemon.models.outcomes import Outcomes
@@ -31,17 +31,8 @@ from tensord.shm.control_records import Loaded, ModelGone, ModelState
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavailable, Unsupported
 from tensord.shm.operations import NOT_EXPLICIT, LoadModel
 from tensord.shm.progress import Loading, Readiness
-from tensord.shm.record import Record
 
 _log = logging.getLogger(__name__)
-
-
-class Peer(Protocol):
-    """What is needed of a worker."""
-
-    name: str
-
-    def send(self, record: Record, *fds: int) -> None: ...
 
 
 class Models:
@@ -71,6 +62,7 @@ class Models:
         self.scan = self._repositories.scan
         self._retries = Retries(self._retry)
         self.ensembles = Ensembles(self.lifecycle.models)
+        self._coming = Coming(publish)
         #: Names that somebody asked for, not only ensembles.
         self._named: set[str] = set()
         #: Ensembles that are loaded again because a member is another one or back.
@@ -263,9 +255,8 @@ class Models:
             return load_errors.no_version_error(found.name)
         try:
             if found.members:
-                placed = (
-                    self.ensembles.check(found, self._devices()) if again else await self._with_members(found, within)
-                )
+                with self._coming.told(found, self.lifecycle.models.get(found.name)):
+                    placed = await self._with_members(found, within, again)
             else:
                 placed = repository.placed(found, self._devices(), self._placing)
         except InvalidArgument as error:
@@ -286,8 +277,10 @@ class Models:
         self._begin(self.lifecycle.load(placed, token, asked))
         return await outcome
 
-    async def _with_members(self, found: FoundModel, within: tuple[str, ...]) -> FoundModel:
+    async def _with_members(self, found: FoundModel, within: tuple[str, ...], again: bool) -> FoundModel:
         """An ensemble whose members are loaded, by others or now. Raises InvalidArgument: it cannot be."""
+        if again:
+            return self.ensembles.check(found, self._devices())
         name, within = found.name, (*within, found.name)
         polled: dict[str, FoundModel] = {}
         for member, _ in found.members:
@@ -382,7 +375,7 @@ class Models:
 
     def states(self) -> list[ModelState | Readiness]:
         """What a new front must know."""
-        return [*self.lifecycle.states(), self.readiness]
+        return [*self.lifecycle.states(), *self._coming.states(), self.readiness]
 
     def _begin(self, instructions: Sequence[Instruction]) -> None:
         """Carries instructions out, in order."""

@@ -2,8 +2,8 @@
 
     standings: every wanted model ─▶ readiness: ready or not, how many, some by name ─▶ fronts, log, tensorctl, systemd, metrics
 
-A model holds readiness up only where it was wanted at the start, or is required, and has never served (``judgement`` knows): a new name
-takes no host out, and neither does a new version that fails. docs/operations.md has all states in a table.
+A model holds readiness up only where it was wanted at the start, or is required, and has never served (``judgement`` knows): a
+new name takes no host out, and neither does a new version that fails. docs/operations.md has all states in a table.
 """
 
 from __future__ import annotations

@@ -1,12 +1,21 @@
-"""Whether a child has overrun its time: one pure question about what its status page and its history say."""
+"""Whether a child has overrun its time: one pure question about what its status page and its history say.
+
+What the supervisor itself did not run is nobody's delay: where a container or a machine was paused, everybody was.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from tensord.config.options import Options
 from tensord.daemon.processes.child import Child, Front, Worker
 from tensord.shm.status_page import WorkerState
+
+#: A look that is later than this was kept from being taken.
+_LATE_NS = 100_000_000
+#: Remembered; earlier ones count for nothing.
+_MAX_PAUSES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +46,31 @@ def snapshot(child: Child) -> Snapshot:
     return Snapshot(child.ready, child.started_ns, state, since_ns, beat_ns, bool(child.owed), child.load_progress_ns)
 
 
-def overdue(child: Snapshot, options: Options, now_ns: int) -> str:
+class Pauses:
+    """When the supervisor's own looks came late. Times are CLOCK_MONOTONIC ns."""
+
+    def __init__(self) -> None:
+        #: From when a look was due until it was taken.
+        self._late: deque[tuple[int, int]] = deque(maxlen=_MAX_PAUSES)
+
+    def looked(self, due_ns: int, now_ns: int) -> None:
+        """A look is taken that was due then."""
+        if now_ns - due_ns > _LATE_NS:
+            self._late.append((due_ns, now_ns))
+
+    def within(self, since_ns: int, now_ns: int) -> int:
+        """How much of that time was lost."""
+        return sum(max(0, min(end, now_ns) - max(begin, since_ns)) for begin, end in self._late)
+
+    def __repr__(self) -> str:
+        return f"<Pauses {len(self._late)}>"
+
+
+def overdue(child: Snapshot, options: Options, now_ns: int, pauses: Pauses) -> str:
     """Why it should be killed, "" when it should not."""
 
     def past(since_ns: int, limit: float) -> bool:
-        return limit > 0 and now_ns - since_ns > limit * 1e9
+        return limit > 0 and now_ns - since_ns - pauses.within(since_ns, now_ns) > limit * 1e9
 
     if not child.ready:
         limit = options.supervisor.start_timeout

@@ -98,7 +98,7 @@ class Choice:
         if sequenced is not None and pending.record.sequence_id:
             return self._routing.find(pending, sequenced, "")
         submit = pending.submit
-        state = self._table.find(submit.model, submit.version)
+        state = self._table.expect(submit.model, submit.version)
         gpu = self._places.gpu_of(submit) if self._places else ""
         if state.sticky:
             # A request of no sequence goes anywhere, to be refused.
@@ -128,8 +128,14 @@ class Choice:
     def state_of(self, submit: Submit) -> ModelState | None:
         """Of its model; None: that is gone."""
         with contextlib.suppress(NotFound):
-            return self._table.find(submit.model, submit.version)
+            return self._table.expect(submit.model, submit.version)
         return None
+
+    def is_loading(self, model: str, version: int) -> bool:
+        """Whether nothing of it serves yet, but will."""
+        with contextlib.suppress(NotFound):
+            return self._table.expect(model, version).state == "LOADING"
+        return False
 
     def is_step(self, pending: Pending) -> bool:
         """Whether it belongs to a sequence that a worker has, or is to have."""

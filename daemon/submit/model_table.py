@@ -68,6 +68,16 @@ class ModelTable:
             return state
         raise NotFound(f"Request for unknown model: '{name}' has no available versions")
 
+    def expect(self, name: str, version: int = 0) -> ModelState:
+        """As ``find``, and where none serves, one that is being loaded: its requests wait. Raises NotFound as that."""
+        try:
+            return self.find(name, version)
+        except NotFound:
+            for number, state in sorted(self._models.get(name, {}).items(), reverse=True):
+                if state.state == "LOADING" and version in (0, number):
+                    return state
+            raise
+
     def is_ready(self, name: str, version: int = 0) -> bool:
         """Whether requests for it are answered now."""
         try:

@@ -38,7 +38,7 @@ from tensord.daemon.submit.model_table import ModelTable
 from tensord.daemon.submit.pending import Calling, OnCompletion, Pending, Worker
 from tensord.daemon.submit.sending import Sending
 from tensord.daemon.submit.sweeper import Sweeper
-from tensord.daemon.submit.workerless import Workerless
+from tensord.daemon.submit.workerless import Workerless, loading
 from tensord.shm.arena import Arena, Lease
 from tensord.shm.control_records import LaneOpened, ModelGone, ModelState, RegionPlace, WorkerFenced
 from tensord.shm.errors import Unavailable
@@ -84,6 +84,9 @@ class Submitter:
         self._arena = Arena(arenas.byte_size, arenas.max_byte_size, arenas.keep_byte_size)
         #: All that are in flight, in order of arrival.
         self._pending: dict[int, Pending] = {}
+        #: Who waits for a model to be loaded, to know what it is.
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._worker_wait = options.requests.worker_wait
         self._lent = Lent()
         loop = self._loop = asyncio.get_running_loop()
         self.refusals = Refusals(loop, counted)
@@ -201,6 +204,22 @@ class Submitter:
         """The table changed: who waits may have a worker now, or a reason to give up."""
         self._choice.model_changed(state)
         self._dispatch.send_waiting()
+        waiting, self._waiting = self._waiting, set()
+        for one in waiting:
+            if not one.done():
+                one.set_result(None)
+
+    async def loaded(self, model: str, version: int) -> None:
+        """Returns when a model that is being loaded is there, or is not to come. Raises Unavailable: that takes too long."""
+        deadline = self._loop.time() + self._worker_wait
+        while self._choice.is_loading(model, version):
+            changed = self._loop.create_future()
+            self._waiting.add(changed)
+            await asyncio.wait((changed,), timeout=max(0.0, deadline - self._loop.time()))
+            if not changed.done():
+                self._waiting.discard(changed)
+                self.refusals.note(model, Refusal.NO_WORKER)
+                raise loading(model, self._worker_wait)
 
     def region_placed(self, place: RegionPlace) -> None:
         """Requests that name the region go to that device from now on."""

@@ -48,6 +48,9 @@ class Workerless:
         """What one that waited too long is answered."""
         gpu = self._choice.gpu_of(record)
         where = f" on GPU {number_of(gpu)}, where its regions are," if gpu else ""
+        state = self._choice.state_of(record)
+        if state is not None and state.state == "LOADING":
+            return loading(record.model, self._seconds)
         return Unavailable(f"no worker was ready for model '{record.model}'{where} within {self._seconds:g} s")
 
     def _ended(self, pending: Pending) -> bool:
@@ -58,3 +61,8 @@ class Workerless:
 
     def __repr__(self) -> str:
         return f"<Workerless {len(self._deadlines)} requests>"
+
+
+def loading(model: str, seconds: float) -> Unavailable:
+    """What who waited so long for a model that is being loaded is answered."""
+    return Unavailable(f"model '{model}' is still being loaded after {seconds:g} s; ask again later")

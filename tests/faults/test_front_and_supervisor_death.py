@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -177,3 +178,23 @@ def test_grpc_front_killed(daemon: DaemonProcess) -> None:
         wait_until(answered, "an answer of the next gRPC front", daemon)
     assert others < {process.pid for process in daemon.family()}
     assert daemon.infer("scale", ASK)[0] == 200
+
+
+def test_a_pause_of_everybody(start_daemon: Callable[..., DaemonProcess], tmp_path: Path) -> None:
+    """
+    1. All processes stand still for longer than any of them may, as in a container that is paused. 2. They go on.
+    Result: nobody is killed for it; the same processes answer.
+    """
+    workers, supervisor = {"device": "cpu", "idle_timeout": 1.0}, {"start_timeout": PATIENCE}
+    daemon = start_daemon(repositories.scale_model(tmp_path / "repository"), workers=workers, supervisor=supervisor)
+    daemon.wait_ready()
+    family = daemon.family()
+    for process in family:
+        process.suspend()
+    time.sleep(5)
+    for process in family:
+        process.resume()
+    time.sleep(2)
+    assert daemon.infer("scale", ASK)[0] == 200
+    assert daemon.family() == family
+    assert "killing it" not in daemon.log

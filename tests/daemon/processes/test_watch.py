@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tensord.config.options import Options, Supervisor, Workers
-from tensord.daemon.processes.watch import Snapshot, overdue
+from tensord.daemon.processes.watch import Pauses, Snapshot, overdue
 from tensord.shm.status_page import WorkerState
 
 OPTIONS = Options(
@@ -38,10 +38,25 @@ IDLE = Snapshot(True, 0, WorkerState.IDLE, 99 * S, 100 * S)
     ],
 )
 def test_overdue(moment: Snapshot, words: str) -> None:
-    assert overdue(moment, OPTIONS, 100 * S) == words
+    assert overdue(moment, OPTIONS, 100 * S, Pauses()) == words
 
 
 def test_zero_is_never() -> None:
     never = Options(workers=Workers(execute_timeout=0, load_timeout=0, idle_timeout=0))
     for state in WorkerState:
-        assert overdue(Snapshot(True, 0, state, loading=True, owes_since_ns=1), never, 10**6 * S) == ""
+        assert overdue(Snapshot(True, 0, state, loading=True, owes_since_ns=1), never, 10**6 * S, Pauses()) == ""
+
+
+def test_a_pause_of_the_supervisor_counts_for_nobody() -> None:
+    """What is left of a child's time is what was left before; who hangs afterwards is found as ever."""
+    pauses = Pauses()
+    pauses.looked(60 * S, 60 * S + 1_000_000)
+    assert pauses.within(0, 100 * S) == 0
+    pauses.looked(61 * S, 97 * S)
+    beat = replace(IDLE, last_beat_ns=60 * S)
+    assert overdue(beat, OPTIONS, 97 * S, pauses) == ""
+    assert overdue(beat, OPTIONS, 100 * S, pauses) == ""
+    assert overdue(beat, OPTIONS, 102 * S, pauses) == "has not turned its loop for 5 s"
+    executing = replace(IDLE, state=WorkerState.EXECUTING, state_since_ns=45 * S)
+    assert overdue(executing, OPTIONS, 100 * S, pauses) == ""
+    assert overdue(executing, OPTIONS, 102 * S, pauses) == "executes one batch for more than 20 s"
