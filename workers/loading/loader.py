@@ -56,7 +56,7 @@ from tensord.workers.loading.ensemble_declaration import load_ensemble
 from tensord.workers.loading.fused_ensemble import fuse
 from tensord.workers.loading.instance_groups import Starting
 from tensord.workers.loading.jax_loading import jitted_model
-from tensord.workers.loading.parameters import warn_of_keys
+from tensord.workers.loading.parameters import warn_of_keys, warn_of_leaves
 from tensord.workers.loading.step_loading import load_stepped
 from tensord.workers.models.author_error import describe_exception, without_frames
 from tensord.workers.models.free_state import program_signature
@@ -364,6 +364,7 @@ class Loader:
             described = dataclasses.replace(described, doubles=True)
             buckets = choose_buckets(message, module, program_signature(described) if described.free else described)
         warn_of_keys(message.name, parameters)
+        warn_of_leaves(message.name, parameters)
         jitted = self._jitted_model(
             record,
             message,

@@ -17,6 +17,8 @@ import numpy as np
 
 _log = logging.getLogger(__name__)
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
+#: A thousand numbers. Fewer are flags, sizes, rates.
+_MIN_FIXED_BYTE_SIZE = 8000
 #: Where an array was.
 _ARRAY = object()
 
@@ -32,6 +34,25 @@ def warn_of_keys(model: str, parameters: Any) -> None:
                 model,
                 name,
             )
+
+
+def warn_of_leaves(model: str, parameters: Any) -> None:
+    """Says in the log where many of them are no arrays: a list of numbers is one constant a number in each program."""
+    leaves = jax.tree_util.tree_leaves_with_path(parameters)
+    fixed = [(path, leaf) for path, leaf in leaves if not isinstance(leaf, _ARRAYS)]
+    byte_size = sum(int(getattr(leaf, "nbytes", 8 * isinstance(leaf, (int, float)))) for _, leaf in fixed)
+    if byte_size < _MIN_FIXED_BYTE_SIZE:
+        return
+    path, leaf = fixed[0]
+    _log.warning(
+        "model '%s': %d of its parameters are no arrays (%d bytes, the first is '%s', of type %s), so each of its programs has "
+        "them as constants and takes longer to compile: make arrays of them, as with numpy.asarray",
+        model,
+        len(fixed),
+        byte_size,
+        jax.tree_util.keystr(path, simple=True, separator="."),
+        type(leaf).__name__,
+    )
 
 
 def parted(apply: Callable[..., Any], parameters: Any) -> tuple[Callable[..., Any], Any]:

@@ -22,7 +22,7 @@ from tensord.workers.declarations.step_declaration import StepDeclaration, check
 from tensord.workers.devices.single_thread import SingleThreadDevice
 from tensord.workers.imports.model_code import python_source
 from tensord.workers.imports.own_flags import OwnFlags
-from tensord.workers.loading.parameters import parted
+from tensord.workers.loading.parameters import parted, warn_of_leaves
 from tensord.workers.models.stepped_model import SteppedModel
 from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.load_progress import LoadProgress
@@ -65,6 +65,7 @@ def load_stepped(
         described = dataclasses.replace(described, doubles=True)
         buckets = choose_buckets(message, module, described)
     functions, parameters = created_steps(message.name, returned, asked)
+    warn_of_leaves(message.name, parameters)
     parts = [parted(flags.applied(function), parameters) for function in functions]
     rows = Rows(described)
     executables = StepExecutables(

@@ -25,6 +25,7 @@ from tensord.workers.devices.several_devices import SeveralDevices
 from tensord.workers.devices.single_thread import SingleThreadDevice
 from tensord.workers.programs.ahead import ahead
 from tensord.workers.programs.carry import Carry
+from tensord.workers.programs.constants import warn_of_constants
 from tensord.workers.programs.executable import Executable, Wanted
 from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.load_progress import LoadProgress
@@ -100,6 +101,7 @@ class Executables:
         # The program of the smallest shapes is part of every key: it changes with anything that ``apply`` closes over or calls,
         # which the source of model.py does not tell.
         first = self._lowering.lower(*planned[0], self._usual) if planned else None
+        warn_of_constants(self._signature.model, self._lowering.constant_byte_size, len(planned))
         program = b"" if first is None else first.as_text().encode()
 
         def make(wanted: Wanted) -> tuple[CompiledProgram, bool]:

@@ -19,6 +19,7 @@ import numpy as np
 
 from tensord.shm.arrays import DTYPES, datatype_of
 from tensord.shm.errors import Internal
+from tensord.workers.programs.constants import constant_byte_size
 from tensord.workers.programs.packed_outputs import packing
 from tensord.workers.programs.placement import Placement
 from tensord.workers.programs.precision import precision
@@ -40,6 +41,8 @@ class Lowering:
         self._apply = apply
         #: Functions of models are traced by one thread at a time.
         self._tracing = threading.Lock()
+        #: What the last one that was traced has of arrays that are no parameters.
+        self.constant_byte_size = 0
 
     def lower(self, rows: int, shapes: Shapes, placement: Placement) -> jax.stages.Lowered:
         """The program for those shapes, to be compiled for that place. Raises whatever tracing raises."""
@@ -49,7 +52,9 @@ class Lowering:
         specs = jax.tree.map(lambda array: placement.spec(array.shape, array.dtype), arguments)
         try:
             with precision(self._signature), self._tracing:
-                lowered: jax.stages.Lowered = self._jitted().lower(placement.parameter_specs, *specs)
+                traced: jax.stages.Traced = self._jitted().trace(placement.parameter_specs, *specs)
+                self.constant_byte_size = constant_byte_size(traced)
+                lowered: jax.stages.Lowered = traced.lower()
                 return lowered
         except KeyError as error:
             if not error.args or not isinstance(error.args[0], str) or error.args[0] in self._signature.inputs:

@@ -22,6 +22,7 @@ from tensord.shm.arrays import Array
 from tensord.shm.errors import InvalidArgument
 from tensord.workers.devices.single_thread import SingleThreadDevice
 from tensord.workers.programs.ahead import ahead
+from tensord.workers.programs.constants import constant_byte_size, warn_of_constants
 from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.load_progress import LoadProgress
 from tensord.workers.programs.placement import CompiledProgram, Placement
@@ -73,6 +74,8 @@ class StepExecutables:
         self._insert_rows = insert_rows
         self._cache = cache
         self._tracing = threading.Lock()
+        #: Bytes of arrays that are no parameters.
+        self._constants: dict[_Wanted, int] = {}
         self._source = source
         self._shapes = [shapes for _, shapes in buckets.planned()]
         self._axes = buckets.named
@@ -120,6 +123,7 @@ class StepExecutables:
         known = {wanted[1]: step}
         for what in (wanted[0], wanted[-len(self._shapes)]):
             known[what] = self._lower(what, self._place)
+        warn_of_constants(self._signature.model, max(self._constants.values()), len(wanted))
         # One of each is part of every key: they change with anything that the functions close over or call.
         text = [lowered.as_text() for lowered in known.values()]
         progress.parameters(self._place.parameters)
@@ -165,12 +169,17 @@ class StepExecutables:
         with precision(self._signature):
             parameters = place.parameter_specs
             if what.name == "init":
-                return self._init.lower(parameters)
+                return self._lowered(what, self._init.trace(parameters))
             carry = jax.tree.map(spec, jax.eval_shape(self._init, parameters))
             if what.name == "step":
-                return self._step.lower(parameters, spec(np.ones(what.slots, np.bool_)), carry)
+                return self._lowered(what, self._step.trace(parameters, spec(np.ones(what.slots, np.bool_)), carry))
             inputs, slots = self.zeros(what.shapes)
-            return self._insert.lower(parameters, jax.tree.map(spec, inputs), spec(slots), carry)
+            return self._lowered(what, self._insert.trace(parameters, jax.tree.map(spec, inputs), spec(slots), carry))
+
+    def _lowered(self, what: _Wanted, traced: jax.stages.Traced) -> jax.stages.Lowered:
+        self._constants[what] = constant_byte_size(traced)
+        lowered: jax.stages.Lowered = traced.lower()
+        return lowered
 
     def zeros(self, shapes: Shapes) -> tuple[dict[str, Array], Array]:
         """Inputs of that shape for ``insert``, with the sizes of their named axes, and slots: outside of all that there are."""

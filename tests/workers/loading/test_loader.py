@@ -517,3 +517,43 @@ class TritonPythonModel:
     text = 'backend: "python" instance_group { count: 3 } input { name: "x" data_type: TYPE_FP32 dims: 1 }'
     model = load(source, text + ' output { name: "y" data_type: TYPE_FP32 dims: 1 }')
     assert [instance._thread.name for instance in model.instances] == ["m_0_0", "m_0_1", "m_0_2"]
+
+
+CLOSED_OVER = """
+import numpy as np
+inputs = {"x": "FP32[1000]"}
+outputs = {"y": "FP32[1000]"}
+max_batch_size = 2
+weights = np.ones((1000, 1000), np.float32)
+def create(path, config, device):
+    def apply(params, inputs):
+        return {"y": inputs["x"] @ weights}
+    return apply, {}
+"""
+
+
+def test_closed_over_arrays_are_named_with_what_they_cost(load: Loading, caplog: pytest.LogCaptureFixture) -> None:
+    load(CLOSED_OVER)
+    said = [record.message for record in caplog.records if "constants" in record.message]
+    assert len(said) == 1
+    assert said[0].startswith(
+        "model 'm': its function has 4000000 bytes of arrays that are no parameters, and each of its 2 programs"
+    )
+    assert "about 8000000 bytes more. Return them from create() with the parameters" in said[0]
+    caplog.clear()
+    given = CLOSED_OVER.replace("apply, {}", 'apply, {"w": weights}').replace("@ weights", '@ params["w"]')
+    load(given)
+    load(CLOSED_OVER.replace("return apply, {}", 'return apply, {"rate": 0.5, "sizes": [1, 2]}').replace("1000", "100"))
+    assert not any("constants" in record.message for record in caplog.records)
+
+
+def test_parameters_that_are_no_arrays_are_named(load: Loading, caplog: pytest.LogCaptureFixture) -> None:
+    source = CLOSED_OVER.replace("apply, {}", 'apply, {"deep": {"table": [0.5] * 2000}}').replace(
+        "@ weights", '* params["deep"]["table"][7]'
+    )
+    load(source)
+    said = [record.message for record in caplog.records if "constants" in record.message]
+    assert len(said) == 1
+    assert said[0].startswith(
+        "model 'm': 2000 of its parameters are no arrays (16000 bytes, the first is 'deep.table.0', of type float)"
+    )

@@ -185,3 +185,13 @@ def test_a_sample_that_fails_fails_the_load(tmp_path: Path, dim: str, why: str, 
         load(tmp_path, noting(tmp_path, why), SAMPLE.replace("DIM", dim))
     assert words in caught.value.message
     assert "secret" not in caught.value.message
+
+
+def test_closed_over_arrays_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of its programs: init, one step, and an insert for each bucket."""
+    source = MODEL.replace('a = carry["a"] * 2', 'a = carry["a"] * jnp.sum(large)').replace(
+        "def init", "large = np.ones(1 << 19, np.float32)\n\n        def init"
+    )
+    load(tmp_path, source)
+    said = [record.message for record in caplog.records if "constants" in record.message]
+    assert [" has 2097152 bytes of arrays" in each and "each of its 4 programs" in each for each in said] == [True]
