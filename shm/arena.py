@@ -68,7 +68,7 @@ class Lease:
 
 
 def taken_by(segment: int, byte_size: int) -> int:
-    """What a lease of that size takes in an arena's segment: a block of the first one, or all of a large one, which is as large."""
+    """What a lease of that size takes of a segment: a block of the first one, or all of a large one, which is as large."""
     if segment == 0:
         return BLOCK << max(0, (byte_size - 1).bit_length() - 12)
     return -(-byte_size // _LARGE_STEP) * _LARGE_STEP

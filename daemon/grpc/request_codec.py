@@ -73,7 +73,7 @@ def decode_head(head: bytes, has_raw: bool, table: ModelTable) -> DecodedHead:
 
     Raises: NotFound, InvalidArgument: no such model or version.  InvalidArgument: not of the protocol's form.
     """
-    counts.check(head, service_pb2.ModelInferRequest.DESCRIPTOR)
+    counts.check(head, grpc_service_pb2.ModelInferRequest.DESCRIPTOR)
     try:
         request = grpc_service_pb2.ModelInferRequest.FromString(head)
     except DecodeError:

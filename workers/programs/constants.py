@@ -25,7 +25,8 @@ def warn_of_constants(model: str, byte_size: int, programs: int) -> None:
         return
     _log.warning(
         "model '%s': its function has %d bytes of arrays that are no parameters, and each of its %d programs has them as "
-        "constants: loading takes longer, and memory and cache hold about %d bytes more. Return them from create() with the parameters",
+        "constants: loading takes longer, and memory and cache hold about %d bytes more. "
+        "Return them from create() with the parameters",
         model,
         byte_size,
         programs,
