@@ -62,6 +62,8 @@ typedef struct {
     /* The dynamic table, a ring: the newest entry is the one before ``next``. */
     entry_t *entries[MAX_ENTRIES];
     size_t next, count, size, max_size;
+    /* What the last call had in common with others, if it is small: the next mostly says the same, and its hash is known. */
+    PyObject *common;
 } decoder_t;
 
 /* A block that is being decoded. */
@@ -133,6 +135,8 @@ static uint32_t beyond[LONGEST + 1];
 static int32_t origin[LONGEST + 1];
 /* All of them by their codes. */
 static uint16_t symbols[EOS + 1];
+/* How long a code is that begins with this byte, and at least, if it is longer than that. */
+static uint8_t at_least[256];
 
 static void make_code(void) {
     uint32_t code = 0;
@@ -146,6 +150,11 @@ static void make_code(void) {
             }
         beyond[size] = code << (LONGEST - size);
         code <<= 1;
+    }
+    for (uint32_t byte = 0; byte < 256; byte++) {
+        at_least[byte] = SHORTEST;
+        while (at_least[byte] <= 8 && byte << (LONGEST - 8) >= beyond[at_least[byte]])
+            at_least[byte]++;
     }
 }
 
@@ -162,7 +171,7 @@ static result_t decode_text(text_t text, buffer_t *decoded) {
             count += 8;
         }
         uint32_t window = (uint32_t)(count >= LONGEST ? bits >> (count - LONGEST) : bits << (LONGEST - count) | ONES >> count) & ONES;
-        int size = SHORTEST;
+        int size = at_least[window >> (LONGEST - 8)];
         /* The longest code is all ones. */
         while (size < LONGEST && window >= beyond[size])
             size++;
@@ -380,6 +389,22 @@ static result_t take_all(decoder_t *self, block_t *block) {
     return result;
 }
 
+/* What was found of a call that others have too. A new reference. */
+static PyObject *common_of(decoder_t *self, const buffer_t *found) {
+    if (self->common != NULL && (size_t)PyBytes_Size(self->common) == found->size &&
+        memcmp(PyBytes_AsString(self->common), found->bytes, found->size) == 0) {
+        Py_INCREF(self->common);
+        return self->common;
+    }
+    PyObject *common = PyBytes_FromStringAndSize((const char *)found->bytes, (Py_ssize_t)found->size);
+    if (common != NULL && found->bytes == found->first) {
+        Py_XDECREF(self->common);
+        Py_INCREF(common);
+        self->common = common;
+    }
+    return common;
+}
+
 static PyObject *decode(decoder_t *self, PyObject *content) {
     Py_buffer buffer;
     if (PyObject_GetBuffer(content, &buffer, PyBUF_SIMPLE) != 0)
@@ -396,7 +421,7 @@ static PyObject *decode(decoder_t *self, PyObject *content) {
     result_t result = block.own == NULL ? FAILED : take_all(self, &block);
     PyObject *found = NULL;
     if (result == DONE)
-        found = Py_BuildValue("y#O", (const char *)block.common.bytes, (Py_ssize_t)block.common.size, block.own);
+        found = Py_BuildValue("NO", common_of(self, &block.common), block.own);
     else if (result == MALFORMED)
         PyErr_Format(PyExc_ValueError, "a header block of %zd bytes cannot be decoded", buffer.len);
     else if (result == TOO_LARGE)
@@ -431,6 +456,7 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *names) 
 static void destroy(decoder_t *self) {
     PyTypeObject *type = Py_TYPE((PyObject *)self);
     evict(self, 0);
+    Py_XDECREF(self->common);
     freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
     release(self);
     Py_DECREF(type);
