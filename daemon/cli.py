@@ -23,6 +23,7 @@ from tensord.config.options import Options
 from tensord.daemon import flags
 from tensord.daemon.processes import spawned
 from tensord.daemon.processes.devices import Device, NoDevice, find_devices
+from tensord.daemon.processes.first_signals import FirstSignals
 from tensord.daemon.tracing import trace_file
 from tensord.shm.errors import InvalidArgument
 
@@ -78,6 +79,10 @@ def main() -> None:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[FLAGS]...")
 def serve(config: Path | None, watch: bool, arguments: tuple[str, ...]) -> None:
     """Serve models until SIGTERM or SIGINT. SIGHUP reads the configuration again."""
+    first_signals = click.get_current_context().find_object(FirstSignals)
+    if first_signals is None:
+        first_signals = FirstSignals()
+        first_signals.watch()
     arguments = (*arguments, *(_WATCH if watch else ()))
     options = _options(config, arguments)
     if not options.repository.paths:
@@ -108,9 +113,17 @@ def serve(config: Path | None, watch: bool, arguments: tuple[str, ...]) -> None:
     from tensord.daemon.supervisor import Supervisor
 
     supervisor = Supervisor(
-        options, lambda: layers.load(config, os.environ, flags.parse(arguments)), os.environ, workers
+        options,
+        lambda: layers.load(config, os.environ, flags.parse(arguments)),
+        os.environ,
+        workers,
+        first_signals=first_signals,
     )
     try:
+        if first_signals.came is not None:
+            _log.info("stopping: %s came while the daemon was started", first_signals.came.name)
+            spawned.end(workers)
+            sys.exit(0)
         status = asyncio.run(supervisor.run())
     except (ListenError, InvalidArgument) as error:
         _fail(str(error), status=1)

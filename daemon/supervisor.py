@@ -36,8 +36,10 @@ from tensord.daemon.operator.control_socket import ControlSocket
 from tensord.daemon.operator.operations import Operations
 from tensord.daemon.processes.child import Child, Front, Worker
 from tensord.daemon.processes.devices import Device
+from tensord.daemon.processes.first_signals import FirstSignals
 from tensord.daemon.processes.fronts import Fronts
 from tensord.daemon.processes.gpu_watcher import GpuWatcher
+from tensord.daemon.processes.leftovers import Leftovers
 from tensord.daemon.processes.notify import Notifier
 from tensord.daemon.processes.phase import Phase
 from tensord.daemon.processes.posts import Posts
@@ -89,20 +91,24 @@ class Supervisor:
         environment: Mapping[str, str],
         spawned: Sequence[tuple[Device, Spawned]],
         programs: Programs = Programs(),
+        first_signals: FirstSignals | None = None,
     ) -> None:
         """
         Args:
           reread: reads the configuration again, for SIGHUP; it raises ConfigurationError.
           spawned: the workers to begin with, which are owned from the moment that the sockets are bound.
+          first_signals: what has handled signals so far.
         """
         self.phase = Phase.STARTING
         self._configuration = Configuration(options, reread)
         self._shutdown = Shutdown()
         self._tasks = Tasks(self._shutdown.fail)
         self._environment = environment
+        self._first_signals = first_signals or FirstSignals()
         self._next_incarnation = 1
         self._spawned = spawned
         self._posts = Posts(options.supervisor, self._is_needed, self._give_up)
+        self._leftovers = Leftovers()
         self._notifier = Notifier(environment)
         self._bar = ProgressBar()
         #: The readiness that the log has told last.
@@ -151,6 +157,8 @@ class Supervisor:
         self._fronts.listen(self._environment)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._shutdown.signalled)
+        if self._first_signals.came is not None:
+            self._shutdown.signalled()
         loop.add_signal_handler(signal.SIGHUP, lambda: self._tasks.spawn(self._reload()))
         control = ControlSocket(self.options.supervisor, self._environment, self._operations, self.describe)
         regions = RegionSocket(self.options.regions, self._environment, self._regions, self._fronts.settled)
@@ -309,6 +317,7 @@ class Supervisor:
         self._fronts.publish(WorkerFenced(worker.incarnation))
         self._models.worker_left(worker.incarnation, worker.describe_exit(), self._workers.usable)
         doing = " while loading model '{}' version {}".format(*worker.owed[0]) if worker.owed else ""
+        self._leftovers.end(worker.name, worker.mark)
         self._posts.died(worker, lambda: self._workers.start(worker.name, device), doing)
         self._shutdown.child_died()
 
@@ -367,6 +376,7 @@ class Supervisor:
         """Nothing outlives us."""
         await self._tasks.cancel()
         await self._shutdown.bury(lambda: (*self._fronts, *self._workers))
+        await self._leftovers.ended()
         _log.info("stopped")
 
     # ------------------------------------------------------------------------------------------------------------ others

@@ -4,12 +4,23 @@ import os
 import sys
 from pathlib import Path
 
-from tensord.daemon.cli import main
+from tensord.daemon.processes.first_signals import FirstSignals
 
 _ROOT = str(Path(__file__).parents[1])
+
+
+def run() -> None:
+    """The command. Signals are answered before anything else is imported, where it serves."""
+    first_signals = FirstSignals()
+    if "serve" in sys.argv[1:2]:
+        first_signals.watch()
+    from tensord.daemon.cli import main
+
+    main(prog_name="tensord", obj=first_signals if "serve" in sys.argv[1:2] else None)
+
 
 if __name__ == "__main__":
     # Found in the current folder, as in a checkout: the processes that it starts, which do not look there, run the same code.
     if not sys.flags.safe_path and sys.path[0] == _ROOT:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
-    main(prog_name="tensord")
+    run()

@@ -25,7 +25,7 @@ from tensord.workers.devices import device_cpu
 from tensord.workers.devices.device import DeviceName, NoDevice
 
 _log = logging.getLogger("tensord.workers")
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 #: The outputs of several requests of 16 MiB.
 _KEPT_BYTE_SIZE = 256 << 20
 

@@ -179,8 +179,8 @@ def main(program: str, description: str, make: Callable[[socket.socket, Place], 
     parser.add_argument("--row", type=int, required=True)
     arguments = parser.parse_args()
     # The supervisor decides; a terminal's Ctrl-C or a service manager's signal reaches it as well.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
     async def run() -> None:
         listeners = tuple(socket.socket(fileno=int(fd)) for fd in arguments.listen_fds.split(","))

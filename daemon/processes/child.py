@@ -58,6 +58,8 @@ class Child:
         #: It was told to stop, so its death is no accident.
         self.stopping = False
         self.started_ns = 0
+        #: See ``Spawned``.
+        self.mark = ""
         #: As Popen: None while it runs.
         self.returncode: int | None = None
         self._incoming = incoming
@@ -86,7 +88,7 @@ class Child:
             spawned.process.kill()
             spawned.process.wait()
             raise
-        self._process, self._stack_fd = spawned.process, spawned.stack_fd
+        self._process, self._stack_fd, self.mark = spawned.process, spawned.stack_fd, spawned.mark
         self.started_ns = time.monotonic_ns()
         asyncio.get_running_loop().add_reader(self._pidfd, self._exited)
         channel = Channel(spawned.channel, decoder(self._incoming))

@@ -10,14 +10,16 @@ Spawn from the main thread only, because the kernel's parent-death signal is tie
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from tensord.config.options import Workers
 from tensord.daemon.processes.devices import Device, find_devices
+from tensord.daemon.processes.leftovers import MARK
 from tensord.shm import descriptors, stack_report
 from tensord.shm.channel import pair
 
@@ -34,6 +36,8 @@ class Spawned:
     channel: socket.socket
     #: Where it writes its stack when it dies; it is told with Start.
     stack_fd: int
+    #: By which what it starts is found (``leftovers``); "": it starts nothing.
+    mark: str = ""
 
 
 def spawn(
@@ -58,13 +62,13 @@ def spawn(
         raise
     finally:
         theirs.close()
-    return Spawned(process, ours, stack_fd)
+    return Spawned(process, ours, stack_fd, environment.get(MARK, ""))
 
 
 def spawn_worker(module: str, device: Device) -> Spawned:
     """A worker of that device. Raises OSError: there is no room for it."""
     words = ["--device", device.name, *(("--cores", device.cores) if device.cores else ())]
-    return spawn(module, words, device.environment)
+    return spawn(module, words, {**device.environment, MARK: secrets.token_hex(8)})
 
 
 def spawn_workers(
@@ -74,6 +78,16 @@ def spawn_workers(
     # Children inherit it: what a shell allows at first is less than the connections and regions of a busy day.
     descriptors.raise_limit()
     return [(device, spawn_worker(module, device)) for device in find_devices(options, environment)]
+
+
+def end(workers: Collection[tuple[Device, Spawned]]) -> None:
+    """Ends workers that nobody has adopted; returns when they are gone."""
+    for _, worker in workers:
+        worker.process.kill()
+    for _, worker in workers:
+        worker.process.wait()
+        worker.channel.close()
+        os.close(worker.stack_fd)
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from tensord.shm.arrays import Array, datatype_of
 from tensord.shm.errors import InvalidArgument, ServingError
 from tensord.shm.messages import Parameter, Submit
 from tensord.workers.calls.call import Call
-from tensord.workers.calls.caller import caller
+from tensord.workers.calls.caller import asker
 from tensord.workers.calls.inputs import check_sequence, snapshot
 from tensord.workers.requests.result import Result
 
@@ -81,7 +81,7 @@ def _responses(call: Call) -> Iterator[dict[str, Array]]:
 
 
 def _call(model: str, inputs: Mapping[str, Any], outputs: Sequence[str], own: Asked, streams: bool) -> Call:
-    found = caller()
+    found = asker()
     if found is None or not found.may_call or found.port.desk is None:
         raise InvalidArgument(f"model '{model}' can be called only by a model, while it works on a request")
     if unknown := own.keys() - Asked.__annotations__.keys():

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Protocol
 
+from tensord.shm.errors import InvalidArgument
 from tensord.workers.calls.desk import Desk
 from tensord.workers.calls.metric_registry import MetricRegistry
 
@@ -45,6 +47,8 @@ class ModelPort:
         self.metrics = MetricRegistry() if metrics is None else metrics
         #: It is being loaded.
         self.loading = True
+        #: The worker's.
+        self.process = os.getpid()
         #: What it has made outside of itself.
         self.held: set[Held] = set()
         #: Whoever of it calls without a request.
@@ -110,6 +114,17 @@ class Caller:
 
     def __repr__(self) -> str:
         return f"<Caller in {self.port!r}, {len(self.requests)} requests>"
+
+
+def asker() -> Caller | None:
+    """As ``caller``, for who waits for an answer. Raises InvalidArgument: this process was forked from the worker."""
+    found = caller()
+    if found is not None and found.port.process != (here := os.getpid()):
+        raise InvalidArgument(
+            f"model '{found.port.name}' asks for another one in process {here}, which it forked: its worker, process "
+            f"{found.port.process}, cannot answer there; ask in the model's own process and hand the answer on"
+        )
+    return found
 
 
 _current: ContextVar[Caller] = ContextVar("caller")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from tensord.shm.errors import InvalidArgument
 from tensord.shm.operations import LoadModel, ModelReady, UnloadModel
-from tensord.workers.calls.caller import Phase, caller
+from tensord.workers.calls.caller import Phase, asker
 
 _MAX_FILES = 256
 _MAX_BYTE_SIZE = 128 << 20
@@ -44,7 +44,7 @@ def is_ready(name: str, version: int = 0) -> bool:
 
 
 def _ask(operation: LoadModel | UnloadModel | ModelReady) -> bytes:
-    found = caller()
+    found = asker()
     if found is None or found.port.desk is None or found.phase is Phase.APART:
         raise NotAllowed("models are loaded only by a model that is being loaded or served")
     return found.port.desk.ask(operation, found.port)

@@ -30,7 +30,7 @@ _THREADS_VARIABLE = "PJRT_NPROC"
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         # Sent to the whole group they would end a load; the worker says when.
         signal.signal(number, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="tensord.workers.compiling", description=__doc__)

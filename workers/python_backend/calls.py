@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tensord.shm.errors import Cancelled, NotFound, ServingError, Unavailable
+from tensord.shm.errors import Cancelled, InvalidArgument, NotFound, ServingError, Unavailable
 from tensord.shm.messages import Submit
 from tensord.workers.calls.call import Call
-from tensord.workers.calls.caller import caller
+from tensord.workers.calls.caller import asker
 from tensord.workers.python_backend.errors import ErrorCode, TritonError, TritonModelException
 from tensord.workers.python_backend.response import InferenceResponse
 from tensord.workers.python_backend.tensors import Tensor
@@ -33,7 +33,10 @@ def call_of(
     timeline: RequestTimeline | None,
 ) -> Call | InferenceResponse:
     """The call, not begun; or what is wrong with its inputs. Raises TritonModelException: no model may be called from here."""
-    found = caller()
+    try:
+        found = asker()
+    except InvalidArgument as error:
+        raise TritonModelException(error.message) from None
     if found is None or not found.may_call or found.port.desk is None:
         raise TritonModelException("BLS is only supported during the 'execute' function.")
     arrays = {tensor.name(): tensor.for_call() for tensor in inputs}

@@ -47,6 +47,23 @@ def test_what_does_not_serve(table: ModelTable, name: str, version: int, text: s
     assert not table.is_ready(name, version)
 
 
+def test_what_is_being_loaded_is_expected(table: ModelTable) -> None:
+    """It takes nothing from what serves, and is nothing that answers."""
+    assert table.expect("m").version == 3
+    assert table.expect("m", 4).state == "LOADING"
+    assert not table.is_ready("m", 4)
+    table.update(ModelState("n", 2, "LOADING"))
+    assert table.expect("n").version == 2
+    for version in (0, 2):
+        with pytest.raises(NotFound):
+            table.find("n", version)
+    with pytest.raises(NotFound, match="'n' version 1 is not found"):
+        table.expect("n", 1)
+    table.update(ModelState("n", 2, "UNAVAILABLE", "failed"))
+    with pytest.raises(NotFound, match="'n' has no available versions"):
+        table.expect("n")
+
+
 def test_ready_needs_a_worker_and_serving_does_not(table: ModelTable) -> None:
     assert table.is_ready("m", 1)
     assert not table.is_ready("m", 3)
