@@ -34,6 +34,7 @@ from tensord.daemon.operator import model_list, process_list
 from tensord.daemon.operator.configuration import Configuration
 from tensord.daemon.operator.control_socket import ControlSocket
 from tensord.daemon.operator.operations import Operations
+from tensord.daemon.processes import open_files
 from tensord.daemon.processes.child import Child, Front, Worker
 from tensord.daemon.processes.devices import Device
 from tensord.daemon.processes.first_signals import FirstSignals
@@ -153,7 +154,7 @@ class Supervisor:
     async def run(self) -> int:
         """From the first bind to the last child. Raises ListenError, InvalidArgument, OSError: it cannot start."""
         loop = asyncio.get_running_loop()
-        self._raise_open_files()
+        open_files.raise_limit(self.options)
         self._fronts.listen(self._environment)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._shutdown.signalled)
@@ -192,17 +193,6 @@ class Supervisor:
         return self._shutdown.exit_status
 
     # --------------------------------------------------------------------------------------------------------- starting
-
-    def _raise_open_files(self) -> None:
-        allowed = descriptors.raise_limit()
-        options = self.options
-        wanted = max(options.http.max_connections, options.grpc.max_connections, options.regions.max_count)
-        if allowed < wanted:
-            _log.warning(
-                "a process may have %d files open, connections or regions may be %d: raise the limit (ulimit -n, LimitNOFILE)",
-                allowed,
-                wanted,
-            )
 
     def _tell(self, front: Front) -> None:
         """Everything a new front has to know; lanes before the states that name their workers."""

@@ -26,6 +26,7 @@ OURS = {
             "shm.errors",
             "shm.messages",
             "daemon.cli",
+            "daemon.processes.first_signals",
             "daemon.ctl",
         ),
         *(
