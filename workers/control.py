@@ -15,6 +15,7 @@ import json
 import logging
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +79,8 @@ class Control:
         #: (name, version) -> number of the load whose result is wanted; an unload or another load makes older ones stale.
         self._loads: dict[tuple[str, int], int] = {}
         self._serial = 0
+        #: (name, version) -> loads that wait for the one before them, beginning with that: answers keep the order of loads.
+        self._waiting: dict[tuple[str, int], deque[Callable[[], None]]] = {}
 
     def handle(self, record: Any, fds: list[int]) -> None:
         """Owns the descriptors. Raises InvalidArgument: the supervisor is out of step."""
@@ -105,7 +108,8 @@ class Control:
 
     def _load(self, record: Load) -> None:
         self._serial += 1
-        serial = self._loads[record.name, record.version] = self._serial
+        key = record.name, record.version
+        serial = self._loads[key] = self._serial
 
         def tell(number: int, total: int, compiled: int) -> None:
             at = Loading(record.name, record.version, number, total, compiled)
@@ -130,6 +134,15 @@ class Control:
             done(outcome)
 
         def done(outcome: LoadedModel | Exception) -> None:
+            waiting = self._waiting[key]
+            waiting.popleft()
+            answer(outcome)
+            if waiting:
+                waiting[0]()
+            else:
+                del self._waiting[key]
+
+        def answer(outcome: LoadedModel | Exception) -> None:
             # Each Load has one answer: the supervisor counts them.
             if isinstance(outcome, DeviceLost):
                 return  # nothing is said of the model: this process ends, and its replacement loads it
@@ -137,7 +150,7 @@ class Control:
                 self._channel.put(Loaded(record.name, record.version, reason=_sentence(outcome)))
                 return
             version = self._adopt(outcome)
-            if self._loads.get((record.name, record.version)) != serial:
+            if self._loads.get(key) != serial:
                 self._models.discard(version)
                 reason = "it was unloaded, or another load of it came, before it was ready"
                 self._channel.put(Loaded(record.name, record.version, reason=reason))
@@ -158,7 +171,10 @@ class Control:
                 )
             )
 
-        self._thread.do(load, made)
+        waiting = self._waiting.setdefault(key, deque())
+        waiting.append(functools.partial(self._thread.do, load, made))
+        if len(waiting) == 1:
+            waiting[0]()
 
     def _unload(self, record: Unload) -> None:
         self._loads.pop((record.name, record.version), None)

@@ -119,15 +119,15 @@ class Worker:
             self._cuda,
             desk=self._dispatcher.calls,
             outside=outside_compiler(outside),
+            aside=(thread := WorkThread("loader", self._inbox)).standing_aside,
         )
-        self._loader_thread = WorkThread("loader", self._inbox)
-        operations = self._dispatcher.calls.daemon = DaemonOperations(channel, self._loader_thread, self._inbox)
+        operations = self._dispatcher.calls.daemon = DaemonOperations(channel, thread, self._inbox)
         self._control = Control(
             channel,
             self._models,
             self._regions,
             loader,
-            self._loader_thread,
+            thread,
             operations,
             self._open_lane,
             self._adopt,

@@ -99,9 +99,12 @@ def test_an_unload_overtakes_a_load() -> None:
 
 
 def test_of_two_loads_the_later_one_counts() -> None:
+    """And begins when the earlier one has been answered: others go on side by side, and the supervisor counts answers."""
     bench = Bench()
-    first, second = bench.load(), bench.load()
+    first, _ = bench.load(), bench.load()
+    assert bench.loads == [first]
     first(loaded())
+    _, second = bench.loads
     assert "another load of it came" in bench.sent[0].reason
     assert bench.kinds() == ["Loaded"]
     assert list(bench.models) == []

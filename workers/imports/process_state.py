@@ -10,6 +10,7 @@ import gc
 import logging
 import socket
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,22 +29,29 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 
 
 class ProcessState:
-    """Of a worker's process. Used by one thread that runs no model's code at that time."""
+    """Of a worker's process. Used by threads that run no model's code at that time."""
 
     def __init__(self) -> None:
         self._known = False
+        self._lock = threading.Lock()
+        #: Whose loads are under way.
+        self._loading: list[str] = []
 
     @contextlib.contextmanager
     def kept(self, who: str) -> Iterator[None]:
         """Puts back what ``who`` changes meanwhile, and before that what models that run have changed."""
-        if self._known:
-            self._put_back("a model's code, at a request or in a thread of its own,")
-        else:
-            self._look()
+        with self._lock:
+            if self._known:
+                self._put_back(" or ".join((*self._loading, "a model's code, at a request or in a thread of its own,")))
+            else:
+                self._look()
+            self._loading.append(who)
         try:
             yield
         finally:
-            self._put_back(who)
+            with self._lock:
+                self._put_back(" or ".join(self._loading))
+                self._loading.remove(who)
 
     def _look(self) -> None:
         """Before the first model."""

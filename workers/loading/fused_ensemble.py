@@ -19,6 +19,7 @@ from tensord.shm.errors import Internal, InvalidArgument, ServingError
 from tensord.workers.declarations.declaration import check_size, choose_buckets
 from tensord.workers.devices.device_cuda import CudaDevice
 from tensord.workers.devices.single_thread import SingleThreadDevice
+from tensord.workers.loading.instance_groups import Aside
 from tensord.workers.models.author_error import describe_exception
 from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.models.loaded_model import LoadedModel
@@ -44,6 +45,7 @@ def fuse(
     members: Sequence[LoadedModel],
     progress: LoadProgress,
     *,
+    compiling: Aside,
     cache: ExecutableCache,
     cuda: CudaDevice | None,
     single_thread: SingleThreadDevice | None,
@@ -90,7 +92,8 @@ def fuse(
     )
     jitted = JaxModel(record.version, loaded.signature, buckets, executables)
     try:
-        executables.warm(progress)
+        with compiling():
+            executables.warm(progress)
     except ServingError:
         raise
     except Exception as error:  # in the models' own functions

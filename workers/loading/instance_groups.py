@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,6 +19,16 @@ from tensord.workers.programs.run_errors import CheckDevice
 from tensord.workers.threads.inbox import Inbox
 
 _log = logging.getLogger(__name__)
+
+
+Aside = Callable[[], AbstractContextManager[None]]
+
+
+@contextlib.contextmanager
+def compiling_alone(aside: Aside, lock: threading.Lock) -> Iterator[None]:
+    """One model is compiled, and run for the first time, at a time; others are loaded meanwhile up to there."""
+    with aside(), lock:
+        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +122,8 @@ class Starting:
     inbox: Inbox
     page: StatusPage
     check: CheckDevice
+    #: The loader's thread is in it while it only waits.
+    aside: Aside
 
     def groups(self, message: ModelConfig) -> InstanceGroups:
         """Raises InvalidArgument: an instance needs more than there is."""
@@ -145,11 +159,12 @@ class Starting:
         for instance in made:
             instance.start()
         failures: list[BaseException] = []
-        for instance in made:
-            try:
-                instance.wait_started()
-            except BaseException as error:
-                failures.append(error)
+        with self.aside():
+            for instance in made:
+                try:
+                    instance.wait_started()
+                except BaseException as error:
+                    failures.append(error)
         if failures:
             # Those that failed have ended.
             for instance in made:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,30 @@ from tensord.workers.imports.model_code import python_source
 from tensord.workers.loading.parameters import parted
 from tensord.workers.models.free_state import FreeState, travelling
 from tensord.workers.models.jax_model import JaxModel
+from tensord.workers.models.jitted_instance import JittedInstance
+from tensord.workers.models.warmup import Sample
 from tensord.workers.programs.executable_cache import ExecutableCache
 from tensord.workers.programs.executables import Apply, Executables
+from tensord.workers.programs.run_errors import CheckDevice
 from tensord.workers.tensors.buckets import Buckets
 from tensord.workers.tensors.signature import Signature
 from tensord.workers.tensors.state import initial_state
+
+
+def run_samples(
+    jitted: JaxModel, prepared: Sequence[Sample], own: CudaDevice | None, model: str, check: CheckDevice
+) -> None:
+    """Runs each of them once. ``own``: the GPU as the caller's thread has it; what that takes is given back."""
+    if jitted.free_state is not None:
+        for sample in prepared:
+            sample.begin(jitted.free_state.begun)
+    try:
+        here = jitted if own is None else JittedInstance(jitted, own)
+        for sample in prepared:
+            sample.run_jitted(jitted, here, model, check)
+    finally:
+        if own is not None:
+            own.close()
 
 
 def jitted_model(

@@ -3,7 +3,7 @@
     Load record ─▶ model.py in a module of its own ─▶ configuration: given, declared, completed, checked
                 ─▶ jitted function with executables  |  host-side function  |  TritonPythonModel objects
 
-Runs in the worker's loader thread, one version after the other.
+Runs in threads of the worker's loader: one model is compiled at a time, while others are created and initialised.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import functools
 import importlib
 import logging
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -54,8 +55,8 @@ from tensord.workers.imports.own_flags import OwnFlags
 from tensord.workers.imports.process_state import ProcessState
 from tensord.workers.loading.ensemble_declaration import load_ensemble
 from tensord.workers.loading.fused_ensemble import fuse
-from tensord.workers.loading.instance_groups import Starting
-from tensord.workers.loading.jax_loading import jitted_model
+from tensord.workers.loading.instance_groups import Aside, Starting, compiling_alone
+from tensord.workers.loading.jax_loading import jitted_model, run_samples
 from tensord.workers.loading.parameters import warn_of_keys, warn_of_leaves
 from tensord.workers.loading.step_loading import load_stepped
 from tensord.workers.models.author_error import describe_exception, without_frames
@@ -103,14 +104,17 @@ class Loader:
         limits: Mapping[str, int] | None = None,
         desk: Desk | None = None,
         shared: bool = True,
+        aside: Aside = contextlib.nullcontext,
     ) -> None:
         """
         Args:
           cuda: the GPU as the thread has it that will run what is loaded.
           desk: None: nothing will be served.
+          aside: the loader's thread is in it while other loads may go on.
           shared: the process is somebody else's too, who may change what all of it shares.
         """
         own_flags.prepare()
+        self._compiling = compiling = functools.partial(compiling_alone, aside, threading.Lock())
         self._process = None if shared else ProcessState()
         self._desk = desk
         #: That models keep themselves.
@@ -140,9 +144,14 @@ class Loader:
         )
         #: Makes one program of an ensemble, in the loader's thread as well.
         self.fuse = functools.partial(
-            fuse, cache=cache, cuda=cuda, single_thread=single_thread, max_batch_byte_size=max_batch_byte_size
+            fuse,
+            compiling=compiling,
+            cache=cache,
+            cuda=cuda,
+            single_thread=single_thread,
+            max_batch_byte_size=max_batch_byte_size,
         )
-        self._starting = Starting(gpu, limits, len(self._devices), inbox, page, self._check)
+        self._starting = Starting(gpu, limits, len(self._devices), inbox, page, self._check, aside)
 
     @classmethod
     def configured(
@@ -156,12 +165,14 @@ class Loader:
         cache: ExecutableCache | None = None,
         desk: Desk | None = None,
         outside: OutsideCompiler | None = None,
+        aside: Aside = contextlib.nullcontext,
     ) -> Loader:
         """One as the configuration says.
 
         Args:
           cache: None: the configured one, with JAX's own turned on in this process, which is the loader's alone.
           outside: what compiles for that.
+          aside: as of the constructor.
         """
         small = single_thread.choose(device, options.workers.single_thread_flops)
         shared = cache is not None
@@ -183,6 +194,7 @@ class Loader:
             rate_limits.limits(options.rate_limit, gpu),
             desk,
             shared,
+            aside,
         )
 
     def load(self, record: Load, tell: Tell = nobody) -> LoadedModel:
@@ -269,8 +281,9 @@ class Loader:
         stepped: SteppedModel | None = None
         instances: tuple[Instance, ...] = ()
         if steps is not None:
-            stepped = self._load_stepped(record, message, module, taken, steps, asked, flags, progress)
-            stepped.warm(prepared_samples(record, message, taken, made_inputs))
+            with self._compiling():
+                stepped = self._load_stepped(record, message, module, taken, steps, asked, flags, progress)
+                stepped.warm(prepared_samples(record, message, taken, made_inputs))
         elif message.backend == "python":
             if not callable(getattr(module.TritonPythonModel, "execute", None)):
                 raise InvalidArgument(
@@ -365,28 +378,20 @@ class Loader:
             buckets = choose_buckets(message, module, program_signature(described) if described.free else described)
         warn_of_keys(message.name, parameters)
         warn_of_leaves(message.name, parameters)
-        jitted = self._jitted_model(
-            record,
-            message,
-            described,
-            buckets,
-            (flags.applied(apply), parameters, first),
-            count,
-            threads or message.HasField("sequence_batching") or bool(made_inputs),
-            spread,
-        )
-        jitted.executables.warm(progress)
-        prepared = prepared_samples(record, message, described, made_inputs)
-        if jitted.free_state is not None:
-            for sample in prepared:
-                sample.begin(jitted.free_state.begun)
-        try:
-            here = jitted if self._own_cuda is None or spread is not None else JittedInstance(jitted, self._own_cuda)
-            for sample in prepared:
-                sample.run_jitted(jitted, here, message.name, self._check)
-        finally:
-            if self._own_cuda is not None:
-                self._own_cuda.close()
+        with self._compiling():
+            jitted = self._jitted_model(
+                record,
+                message,
+                described,
+                buckets,
+                (flags.applied(apply), parameters, first),
+                count,
+                threads or message.HasField("sequence_batching") or bool(made_inputs),
+                spread,
+            )
+            jitted.executables.warm(progress)
+            prepared = prepared_samples(record, message, described, made_inputs)
+            run_samples(jitted, prepared, None if spread is not None else self._own_cuda, message.name, self._check)
         if not threads:
             return jitted, ()
         cuda = self._cuda

@@ -1,15 +1,21 @@
-"""A thread for long work beside the loop: loading models, compiling shapes. One job after the other, results to the inbox."""
+"""A thread for long work beside the loop: loading models, compiling shapes. One job after the other, results to the inbox.
+
+A job that stands aside lets the next one begin.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from tensord.workers.threads.inbox import Inbox
 
 T = TypeVar("T")
+#: So many jobs stand aside by themselves; the next ones hold the thread up.
+_MAX_ASIDE = 16
 
 
 class WorkThread:
@@ -23,6 +29,10 @@ class WorkThread:
         self._threads: list[threading.Thread] = []
         self._surplus = 0
         self._lock = threading.Lock()
+        #: Jobs that are in ``standing_aside``.
+        self._aside = 0
+        #: Threads that were started in their place.
+        self._covering = 0
         #: Jobs that stand aside; the loop's.
         self.aside = 0
         #: Jobs given and not yet answered; the loop's.
@@ -48,6 +58,7 @@ class WorkThread:
             self._inbox.post(lambda: finish(outcome))
 
         self._jobs.put(work)
+        self._cover()
 
     def tell(self, call: Callable[[], None]) -> None:
         """From a job: has the loop do something before it is over."""
@@ -56,7 +67,33 @@ class WorkThread:
     def step_aside(self) -> None:
         """A job waits for later ones: another thread takes these meanwhile."""
         self.aside += 1
-        self._start()
+        with self._lock:
+            self._start()
+
+    @contextlib.contextmanager
+    def standing_aside(self) -> Iterator[None]:
+        """From a job: it waits, or does what others need not wait for; another thread takes later jobs meanwhile."""
+        with self._lock:
+            stands = self._aside < _MAX_ASIDE
+            self._aside += stands
+        self._cover()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._aside -= stands
+                if surplus := self._covering > self._aside:
+                    self._covering -= 1
+                    self._surplus += 1
+            if surplus:
+                self._jobs.put(lambda: None)
+
+    def _cover(self) -> None:
+        """A thread in the place of one that stands aside, once there is something for it to do."""
+        with self._lock:
+            if self._covering < self._aside and not self._jobs.empty():
+                self._covering += 1
+                self._start()
 
     def step_back(self) -> None:
         """It goes on: there is a thread too many, which ends with what it does."""
