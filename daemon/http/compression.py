@@ -92,8 +92,9 @@ class Inflation:
         self.received += len(chunk)
 
     def drop(self) -> None:
-        """Nobody wants the rest."""
+        """Nobody wants the rest, nor what was inflated."""
         self._pending.clear()
+        self._body = CollectedBody()
 
     def _take(self, content: bytes) -> None:
         if self._body.received + len(content) > self._limit:

@@ -207,7 +207,8 @@ class Reception:
                 self._inflation.finish()
         except ServingError as error:
             self._inflation.drop()
-            self.error = error
+            self.error, self.body = error, CollectedBody()
+            self._drop_collected()
         if was_inflating:
             self._pause(False)
         self._progressed()
