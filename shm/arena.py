@@ -46,11 +46,9 @@ class Lease:
         self.generation = generation
         #: Writable, exactly ``place.byte_size`` bytes.
         self.view = view
-        #: For who lends it on: whom it counts for, and whether what belongs there is still to come.
+        #: For who lends it on: whom it counts for, with how many bytes, and whether what belongs there is still to come.
         self.holder: Any = None
-        self.arriving = False
-        #: And how many bytes: what it takes of the arena.
-        self.counted = 0
+        self.counted, self.arriving = 0, False
 
     @property
     def key(self) -> LeaseKey:
@@ -179,17 +177,10 @@ class Arena:
 
     def _leased_byte_size(self) -> int:
         """Of the blocks that are on loan."""
-        return sum(self._block_size(lease.place) for lease in self._leases.values())
+        return sum(self.block_size(lease.place) for lease in self._leases.values())
 
-    def taken_by(self, byte_size: int) -> int:
-        """What a lease of that size takes of the arena, where nothing larger is left over for it."""
-        return taken_by(0 if byte_size <= self._buddies.largest else 1, byte_size)
-
-    def block_of(self, lease: Lease) -> int:
-        """What a lease takes of it."""
-        return self._block_size(lease.place)
-
-    def _block_size(self, place: Slice) -> int:
+    def block_size(self, place: Slice) -> int:
+        """What a lease there takes of the arena."""
         for number, buddies in ((0, self._buddies), self._reserve or (0, self._buddies)):
             if place.segment == number:
                 return buddies.block_size(place.byte_size)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from tensord.daemon.submit.accounts import Account, Client
-from tensord.shm.arena import Arena, Lease
+from tensord.shm.arena import Arena, Lease, taken_by
 from tensord.shm.errors import ServingError, Unavailable
 
 _log = logging.getLogger(__name__)
@@ -74,14 +74,14 @@ class ArenaSpace:
         if self._count and self._others_first(byte_size, account):
             return None
         arena = self._arena
-        taken = arena.taken_by(byte_size)
+        taken = self._taken_by(byte_size)
         if account is not None and not account.admits(taken):
             return None
         if arriving and self._arriving_byte_size + taken > self._arriving_limit and self._too_much_arrives(taken):
             return None
         lease = arena.loan(byte_size)
         if lease is not None:
-            taken = lease.counted = arena.block_of(lease)
+            taken = lease.counted = arena.block_size(lease.place)
             if account is not None:
                 lease.holder = account
                 account.requests += taken
@@ -138,7 +138,7 @@ class ArenaSpace:
         return bool(self._count)
 
     def _describe(self, waiter: _Waiter) -> str:
-        size, account = self._arena.taken_by(waiter.byte_size), waiter.account
+        size, account = self._taken_by(waiter.byte_size), waiter.account
         if account is not None and not account.admits(size):
             return f"{account.describe_requests(size)}, and nothing was given back"
         if not self._admitted(waiter):
@@ -146,6 +146,10 @@ class ArenaSpace:
             limit = self._arriving_limit
             return f"bodies that are not whole take {arriving} bytes, {size} more make over {limit}, and none ended"
         return f"{self._arena.describe_full(waiter.byte_size)}, and none came free"
+
+    def _taken_by(self, byte_size: int) -> int:
+        """What a lease of that size takes of the arena, where nothing larger is left over for it."""
+        return taken_by(0 if byte_size <= self._arena.shared_byte_size else 1, byte_size)
 
     def _line(self, byte_size: int) -> deque[_Waiter]:
         arena = self._arena
@@ -155,7 +159,7 @@ class ArenaSpace:
 
     def _admitted(self, waiter: _Waiter) -> bool:
         """Whether it may have what it wants, if there is room."""
-        taken = self._arena.taken_by(waiter.byte_size)
+        taken = self._taken_by(waiter.byte_size)
         if waiter.account is not None and not waiter.account.admits(taken):
             return False
         return not (waiter.arriving and self._too_much_arrives(taken))
