@@ -265,4 +265,4 @@ def test_circles_are_found() -> None:
 def test_every_module_says_what_it_is(path: Path) -> None:
     text = path.read_text()
     assert ast.get_docstring(ast.parse(text)), f"{path} has no docstring"
-    assert len(text.splitlines()) <= 400, f"{path} is longer than 400 lines: look for the second noun"
+    assert len(text.splitlines()) <= 700, f"{path} is longer than 700 lines: look for the second noun"
