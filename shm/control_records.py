@@ -52,6 +52,8 @@ class ChildReady(Record, frozen=True, tag="ready"):
     incarnation: int
     #: What it goes without, for want of a C extension; a sentence each.
     missing: tuple[str, ...] = ()
+    #: What it goes without, because its JAX lacks an interface that is not public; a sentence each.
+    jax_lacks: tuple[str, ...] = ()
 
 
 class Told(Record, frozen=True, tag="told"):

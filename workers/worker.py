@@ -44,6 +44,7 @@ from tensord.workers.dispatch.fast_path import FastPath
 from tensord.workers.dispatch.jitted_turns import LOOP_DESK
 from tensord.workers.dispatch.poller import Datagram, Poller
 from tensord.workers.engine import Engine
+from tensord.workers.jax_internals import interfaces
 from tensord.workers.loading.loader import Loader
 from tensord.workers.models.loaded_model import LoadedModel
 from tensord.workers.models.model_version import ModelVersion
@@ -170,7 +171,7 @@ class Worker:
         """
         self._page.set_state(WorkerState.IDLE, time.monotonic_ns())
         pages = self._page.fd, self._sequences.page.fd
-        self._channel.put(ChildReady(incarnation, missing(extensions.PARTS)), *pages)
+        self._channel.put(ChildReady(incarnation, missing(extensions.PARTS), interfaces.missing()), *pages)
         # Our modules live as long as the process: the collector need not look at them again and again. Those of models do not, so
         # this comes before the first is loaded. It must go on looking at the rest as often as ever: arrays of XLA can be in
         # cycles, and each may hold megabytes (measured: with rare collections a 16 MiB request took 3 ms more, for fresh pages).

@@ -136,7 +136,7 @@ class Child:
             if record.incarnation != self.incarnation or self.ready:
                 descriptors.close(fds)
                 return self.kill("reported as somebody else")
-            self.ready, self.missing = True, record.missing
+            self.ready, self.missing = True, (*record.missing, *record.jax_lacks)
         self._on_record(self, record, fds)
         return None
 

@@ -165,7 +165,7 @@ class Fronts:
                 else:
                     front.serves = True
                     front.send(Serve())
-            case ChildReady(_, missing):
+            case ChildReady(missing=missing):
                 self._missing.say(missing)
                 urls = " and ".join(self.urls(front.protocol))
                 _log.info("%s (process %d) is up, serving %s on %s", front.name, front.pid, front.protocol, urls)

@@ -15,7 +15,7 @@ import msgspec
 from tensord.config.options import Options
 from tensord.daemon.processes.child import Worker
 from tensord.daemon.processes.devices import Device
-from tensord.daemon.processes.missing_parts import MissingParts
+from tensord.daemon.processes.missing_parts import OF_JAX, MissingParts
 from tensord.daemon.processes.spawned import Spawned, spawn_worker
 from tensord.shm import descriptors, exit_status
 from tensord.shm.control_records import Call, ChildReady, Loaded, Reply, Unloaded
@@ -58,6 +58,7 @@ class WorkerPool:
         self._asked = asked
         self._died = died
         self._missing = MissingParts()
+        self._jax_lacks = MissingParts(OF_JAX)
 
     def start_all(self, spawned: Sequence[tuple[Device, Spawned]]) -> None:
         """Adopts the first workers, one for each device. Raises OSError: there is no room for a process."""
@@ -133,6 +134,7 @@ class WorkerPool:
             descriptors.close(fds)
             return worker.kill(f"reported with a bad page ({error.message})")
         self._missing.say(record.missing)
+        self._jax_lacks.say(record.jax_lacks)
         self._without_use.pop(worker.device, None)
         _log.info("%s (process %d) is up on %s", worker.name, worker.pid, worker.device)
         return self._joined(worker)

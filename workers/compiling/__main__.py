@@ -20,6 +20,7 @@ from typing import Any
 
 from tensord.shm.record import encoder
 from tensord.workers.compiling.records import TO_PROCESS, Compile, Compiled, Refused
+from tensord.workers.jax_internals.interfaces import CUSTOM_CALLS, XLA_CLIENT
 
 #: Without work for so long it ends: what compiling took is given back. To start again takes a quarter of a second.
 _IDLE_SECONDS = 2.0
@@ -89,10 +90,9 @@ class Compiler:
 
 @functools.cache
 def _xla() -> Any:
-    from jaxlib import cpu_sparse, lapack, xla_client
-
+    xla_client = XLA_CLIENT.find()
     # As jax does: a call of LAPACK is looked for when it is compiled.
-    for library in (lapack, cpu_sparse):
+    for library in CUSTOM_CALLS.find():
         for platform, targets in library.registrations().items():
             for name, value, version in targets:
                 xla_client.register_custom_call_target(name, value, platform=platform, api_version=version)

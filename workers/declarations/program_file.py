@@ -17,7 +17,6 @@ import jax.extend.mlir.dialects.stablehlo as stablehlo
 import numpy as np
 from jax import export
 from jax.extend.mlir import ir
-from jax.interpreters.mlir import make_ir_context
 
 from tensord.config.artifact_files import EXPORTED
 from tensord.shm.arrays import DTYPES, datatype_of
@@ -202,7 +201,10 @@ def _said(error: BaseException) -> str:
 
 def _of_stablehlo(name: str, content: bytes) -> export.Exported:
     """A module with a function ``main``, as jax.export would have it: its results are a tuple, its arguments positional."""
-    with make_ir_context() as context:
+    # What is lowered has a context with all of JAX's dialects; there is no public function that makes one.
+    lowered: Any = jax.jit(lambda: ()).lower().compiler_ir("stablehlo")
+    context = lowered.context
+    with context, ir.Location.unknown():
         if content.startswith(_PORTABLE):
             module = stablehlo.deserialize_portable_artifact(context, content)
         else:

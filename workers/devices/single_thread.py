@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from tensord.workers.devices.device_cpu import THREADS_VARIABLE, thread_count
+from tensord.workers.jax_internals.interfaces import CPU_CLIENT, Missing
 
 _log = logging.getLogger(__name__)
 #: What the operations of a program read and write; more of it comes faster to several cores.
@@ -63,10 +64,7 @@ def _opened() -> jax.Device:
     known = os.environ.get(THREADS_VARIABLE)
     os.environ[THREADS_VARIABLE] = "1"
     try:
-        # Not public; with a jax that lacks it every program goes to the usual device.
-        from jax._src.xla_bridge import make_cpu_client
-
-        device: jax.Device = make_cpu_client().devices()[0]
+        device: jax.Device = CPU_CLIENT.find()().devices()[0]
         return device
     finally:
         del os.environ[THREADS_VARIABLE]
@@ -83,6 +81,8 @@ def choose(device: jax.Device, max_flops: int) -> SingleThreadDevice | None:
         return None
     try:
         return SingleThreadDevice(max_flops)
+    except Missing:  # said as the worker starts
+        return None
     except Exception as error:
         _log.info("every program gets all threads: %s: %s", type(error).__name__, error)
         return None

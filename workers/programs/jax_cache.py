@@ -2,7 +2,7 @@
 
 Those are the shapes nobody planned, and what a model computes while it is made. JAX reads its own files without asking who wrote
 them, and a program is code; so its cache is given our files to read and write. JAX has no public place for another cache: where
-its private one has moved there is none, and such programs are compiled at every start.
+its private one has moved there is none (``PERSISTENT_CACHE``), and such programs are compiled at every start.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import jax
 
 from tensord.workers.devices.device_cpu import thread_count
+from tensord.workers.jax_internals.interfaces import PERSISTENT_CACHE, Missing
 from tensord.workers.programs.cache_directory import CacheDirectory
 from tensord.workers.programs.gpu_versions import gpu_versions
 
@@ -65,15 +66,11 @@ def use_persistent_cache(directory: CacheDirectory | None) -> JaxCache | None:
     if directory is None:
         return None
     try:
-        from jax._src import compilation_cache
-
-        made = JaxCache(directory)
-        if not hasattr(compilation_cache, "_cache"):
-            raise AttributeError("_cache")
-        compilation_cache._cache = made  # type: ignore[assignment]
-    except (ImportError, AttributeError) as error:
-        _log.info("JAX's own cache is not used: this JAX has no %s", error)
+        compilation_cache = PERSISTENT_CACHE.find()
+    except Missing:  # said as the worker starts
         return None
+    made = JaxCache(directory)
+    compilation_cache._cache = made
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return made

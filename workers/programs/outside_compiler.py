@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import io
 import logging
 import os
@@ -25,14 +24,13 @@ import jax
 from tensord.workers.compiling.compilers import Compilers
 from tensord.workers.compiling.records import Compile, Refused
 from tensord.workers.devices.device_cpu import thread_count
-from tensord.workers.programs.serialized import check_pickler
+from tensord.workers.jax_internals.interfaces import COMPILER, CUSTOM_CALLS, PICKLER, XLA_CLIENT, Missing
 
 _log = logging.getLogger(__name__)
 #: One that is larger is not sent around.
 _MAX_BYTE_SIZE = 1 << 30
 #: Where nobody says how many.
 _MOST = 4
-_ARGUMENTS = ["backend", "module", "executable_devices", "options", "host_callbacks"]
 
 
 class OutsideCompiler:
@@ -115,15 +113,13 @@ def outside_compiler(processes: int | Literal["auto"]) -> OutsideCompiler | None
 def _hook() -> threading.local | None:
     """Once for a process, in JAX's place: ``compile`` of it is who compiles for a thread."""
     try:
-        from jax._src import compiler
-
-        usual = compiler.backend_compile_and_load
-        if list(inspect.signature(usual).parameters) != _ARGUMENTS:
-            raise AttributeError("backend_compile_and_load with these arguments")
-        check_pickler()
-    except (ImportError, AttributeError) as error:
-        _log.warning("programs are compiled in the worker: this JAX has no %s", error)
+        compiler = COMPILER.find()
+        # What the compile process needs, and what stores that which it makes.
+        for needed in (PICKLER, XLA_CLIENT, CUSTOM_CALLS):
+            needed.find()
+    except Missing:  # said as the worker starts
         return None
+    usual = compiler.backend_compile_and_load
     thread = threading.local()
 
     def backend_compile_and_load(

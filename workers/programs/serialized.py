@@ -1,7 +1,7 @@
 """A compiled program as bytes, and back: the pickle of JAX's own, with XLA's executable as it was once serialised.
 
-The second is no public part of JAX. Where it has moved nothing is compiled in other processes (``outside_compiler``), because
-what they give could not be kept.
+The second is no public part of JAX (``PICKLER``, ``UNLOADED_EXECUTABLE``). Where the first of these has moved nothing is
+compiled in other processes (``outside_compiler``), because what they give could not be kept.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-#: JAX's own, which knows what of a compiled program is no ordinary object.
-_USUAL = "_JaxPjrtPickler"
+from tensord.workers.jax_internals.interfaces import PICKLER
 
 
 def serialize(compiled: jax.stages.Compiled, executable: bytes | None = None) -> tuple[Any, ...]:
@@ -37,17 +36,11 @@ def serialize(compiled: jax.stages.Compiled, executable: bytes | None = None) ->
         return file.getvalue(), tree, compiled.out_tree
 
 
-def check_pickler() -> None:
-    """Raises AttributeError, naming what this JAX lacks for an ``executable`` to be given."""
-    _pickler()
-
-
 @functools.cache
 def _pickler() -> Callable[[io.BytesIO, Any, bytes], Any]:
-    # Looked for when it is needed: without it a worker does all the rest.
-    usual: Any = getattr(serialize_executable, _USUAL, None)
-    if not callable(getattr(usual, "persistent_id", None)):
-        raise AttributeError(f"jax.experimental.serialize_executable.{_USUAL} with persistent_id")
+    # JAX's own, which knows what of a compiled program is no ordinary object. Looked for when it is needed: without it a worker
+    # does all the rest.
+    usual: Any = PICKLER.find()
 
     class Pickler(usual):  # type: ignore[misc]
         def __init__(self, file: io.BytesIO, loaded: Any, executable: bytes) -> None:

@@ -1,0 +1,185 @@
+"""The interfaces of JAX that a worker uses though they are not public: each may be gone in any version.
+
+    user ─▶ COMPILER.find() ─▶ the thing, or Missing: the user goes its other way, and answers stay the same
+    worker, as it starts ─▶ missing() ─▶ the supervisor's log and ``tensorctl status``
+
+Nothing else may be imported from ``jax._src``, ``jaxlib`` or an underscored name of JAX's (``tests/test_imports.py``). What is
+documented, ``jax.extend`` and ``jax.experimental`` included, is not listed. Interfaces that only show when a program is compiled
+or run say so: whoever uses one tries it, and takes any failure for its absence.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+class Missing(Exception):
+    """This JAX has no such interface; the text says what it lacks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """One of them."""
+
+    name: str
+    #: The versions of JAX that it was seen with.
+    seen: str
+    #: What it is used for.
+    purpose: str
+    #: What is so where it is missing.
+    without: str
+    #: Looks for it: ImportError, AttributeError where it is not there. None: it shows when a program is compiled or run.
+    look: Callable[[], Any] | None
+
+    def find(self) -> Any:
+        """The interface itself. Raises Missing."""
+        assert self.look is not None, f"{self.name} cannot be looked for"
+        try:
+            return self.look()
+        except (ImportError, AttributeError) as error:
+            raise Missing(f"{self.name}: {error}") from error
+
+
+def _cache_module() -> Any:
+    from jax._src import compilation_cache
+
+    if not hasattr(compilation_cache, "_cache"):
+        raise AttributeError("it has no such attribute")
+    return compilation_cache
+
+
+#: Whoever calls it is followed by ``workers/programs/outside_compiler.py``, argument by argument.
+_COMPILER_ARGUMENTS = ["backend", "module", "executable_devices", "options", "host_callbacks"]
+
+
+def _compiler_module() -> Any:
+    from jax._src import compiler
+
+    found = list(inspect.signature(compiler.backend_compile_and_load).parameters)
+    if found != _COMPILER_ARGUMENTS:
+        raise AttributeError(f"it takes {', '.join(found)} and not {', '.join(_COMPILER_ARGUMENTS)}")
+    return compiler
+
+
+def _pickler() -> Any:
+    from jax.experimental import serialize_executable
+
+    found = serialize_executable._JaxPjrtPickler
+    if not callable(getattr(found, "persistent_id", None)):
+        raise AttributeError("it has no persistent_id")
+    return found
+
+
+def _cpu_client() -> Any:
+    from jax._src.xla_bridge import make_cpu_client
+
+    return make_cpu_client
+
+
+def _xla_client() -> Any:
+    from jaxlib import xla_client
+
+    for name in ("CompileOptions", "DeviceList", "make_cpu_client", "register_custom_call_target"):
+        getattr(xla_client, name)
+    return xla_client
+
+
+def _custom_calls() -> Any:
+    from jaxlib import cpu_sparse, lapack
+
+    for library in (lapack, cpu_sparse):
+        if not callable(library.registrations):
+            raise AttributeError("registrations")
+    return lapack, cpu_sparse
+
+
+PERSISTENT_CACHE = Interface(
+    "jax._src.compilation_cache._cache",
+    "0.6 to 0.12",
+    "JAX's own cache of compiled programs is kept in our directory, which others cannot write to",
+    "programs that nobody planned are compiled again at every start",
+    _cache_module,
+)
+COMPILER = Interface(
+    "jax._src.compiler.backend_compile_and_load",
+    "0.10 to 0.12",
+    "programs are compiled in other processes",
+    "programs are compiled in the worker",
+    _compiler_module,
+)
+PICKLER = Interface(
+    "jax.experimental.serialize_executable._JaxPjrtPickler",
+    "0.6 to 0.12",
+    "what other processes compiled is stored",
+    "programs are compiled in the worker",
+    _pickler,
+)
+XLA_CLIENT = Interface(
+    "jaxlib.xla_client",
+    "0.6 to 0.12",
+    "a process compiles with XLA alone, without JAX",
+    "programs are compiled in the worker",
+    _xla_client,
+)
+CUSTOM_CALLS = Interface(
+    "jaxlib.lapack and jaxlib.cpu_sparse with registrations",
+    "0.10 to 0.12",
+    "a process that compiles with XLA alone knows LAPACK",
+    "programs are compiled in the worker",
+    _custom_calls,
+)
+CPU_CLIENT = Interface(
+    "jax._src.xla_bridge.make_cpu_client",
+    "0.6 to 0.12",
+    "small programs are computed by one thread",
+    "every program gets all threads",
+    _cpu_client,
+)
+OUTPUT_MEMORY = Interface(
+    "jaxlib's calls of posix_memalign and free",
+    "0.6 to 0.12",
+    "outputs on a CPU are written where they are wanted",
+    "outputs are copied to their places",
+    None,
+)
+UNLOADED_EXECUTABLE = Interface(
+    "jax.stages.Compiled._executable._unloaded_executable, ._params.const_args and ._no_kwargs",
+    "0.10 to 0.12",
+    "what other processes compiled is stored",
+    "such programs are compiled at every start",
+    None,
+)
+BUFFER_ASSIGNMENT = Interface(
+    "serialized_buffer_assignment_proto of XLA's get_compiled_memory_stats",
+    "0.10 to 0.12",
+    "a program that leaves nothing but its outputs in their memory writes to a client's region by itself",
+    "outputs are copied into clients' regions",
+    None,
+)
+GPU_LIBRARIES = Interface(
+    "jax_cuda12_plugin._versions, jax_cuda13_plugin._versions or jaxlib.cuda._versions",
+    "0.6 to 0.12",
+    "stored executables are good for the versions of NVIDIA's libraries that made them",
+    "the versions of installed packages are compared, and the driver's",
+    None,
+)
+
+INTERFACES = (
+    *(PERSISTENT_CACHE, COMPILER, PICKLER, XLA_CLIENT, CUSTOM_CALLS, CPU_CLIENT),
+    *(OUTPUT_MEMORY, UNLOADED_EXECUTABLE, BUFFER_ASSIGNMENT, GPU_LIBRARIES),
+)
+
+
+def missing() -> tuple[str, ...]:
+    """A sentence for each interface that this JAX lacks: what is so without it, and what it lacks."""
+    found = []
+    for interface in INTERFACES:
+        try:
+            if interface.look is not None:
+                interface.find()
+        except Missing as error:
+            found.append(f"{interface.without} ({error})")
+    return tuple(found)
