@@ -59,6 +59,8 @@ def test_every_requirement_has_a_wheel(python: str, tmp_path: Path) -> None:
     if done.returncode and _UNREACHED.search(done.stderr):
         pytest.skip("no package index is reached")
     assert done.returncode == 0, done.stderr
-    found = {each["metadata"]["name"]: each["download_info"]["url"] for each in json.loads(report.read_text())["install"]}
+    found = {
+        each["metadata"]["name"]: each["download_info"]["url"] for each in json.loads(report.read_text())["install"]
+    }
     assert {"jax", "jaxlib", "numpy"} <= {name.lower() for name in found}
     assert all(url.endswith(".whl") for url in found.values())

@@ -26,7 +26,6 @@ from tensord.shm.channel import Channel, ChannelClosed, DescriptorsLost
 from tensord.shm.control_records import ChildReady
 from tensord.shm.cuda_regions import DeviceLost, Driver, NoCuda
 from tensord.shm.errors import InvalidArgument
-from tensord.shm.extensions import missing
 from tensord.shm.lane import RequestRecord, WorkerLane
 from tensord.shm.messages import Cancel, RequestForm, Taken
 from tensord.shm.status_page import DESKS, Outputs, WorkerState
@@ -171,7 +170,7 @@ class Worker:
         """
         self._page.set_state(WorkerState.IDLE, time.monotonic_ns())
         pages = self._page.fd, self._sequences.page.fd
-        self._channel.put(ChildReady(incarnation, missing(extensions.PARTS), interfaces.missing()), *pages)
+        self._channel.put(ChildReady(incarnation, extensions.missing(), interfaces.missing()), *pages)
         # Our modules live as long as the process: the collector need not look at them again and again. Those of models do not, so
         # this comes before the first is loaded. It must go on looking at the rest as often as ever: arrays of XLA can be in
         # cycles, and each may hold megabytes (measured: with rare collections a 16 MiB request took 3 ms more, for fresh pages).
