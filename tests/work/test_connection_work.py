@@ -112,7 +112,7 @@ def on_a_door(test: Callable[[Door], Awaitable[None]]) -> None:
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions of Python have other instructions")
-@pytest.mark.parametrize(("request_", "limit"), [(REQUEST, 1935), (LAST, 2055)], ids=["closes", "is-closed"])
+@pytest.mark.parametrize(("request_", "limit"), [(REQUEST, 1935), (LAST, 2060)], ids=["closes", "is-closed"])
 def test_instructions(request_: bytes, limit: int) -> None:
     async def test(made: Door) -> None:
         await visits(made, Work(), WARM, request_)
