@@ -8,21 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tensord.config.model_config import ModelConfig, tensors_of
+from tensord.config.model_config import ModelConfig, tensors_of, wants
 from tensord.shm.errors import InvalidArgument
 
 PARAMETER = "tensord_fuse"
-_VALUES = {"true": True, "1": True, "false": False, "0": False}
 
 
 def is_wanted(message: ModelConfig) -> bool:
     """Raises InvalidArgument: it says neither yes nor no."""
-    if PARAMETER not in message.parameters:
-        return False
-    said = message.parameters[PARAMETER].string_value
-    if said.lower() not in _VALUES:
-        raise InvalidArgument(f"ensemble '{message.name}': parameter {PARAMETER} is {said!r}; expected true or false")
-    return _VALUES[said.lower()]
+    return wants(message, PARAMETER)
 
 
 def describe(ensemble: str, why: str) -> str:

@@ -95,7 +95,7 @@ def merge(settings: Iterable[Setting]) -> Options:
 def read_file(path: Path) -> list[Setting]:
     """The settings of a TOML file. Raises ConfigurationError: unreadable, or not TOML (with line and column)."""
     try:
-        content = tomllib.loads(path.read_text())
+        content = tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

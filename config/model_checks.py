@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tensord.config import ensemble_checks, model_fields, ragged_checks, sequence_checks, state_checks
-from tensord.config.model_config import ModelConfig, data_type_name
+from tensord.config.model_config import ModelConfig, data_type_name, wants
 from tensord.protocol import model_config_pb2
 from tensord.shm.datatypes import MAX_RANK, from_model_config
 from tensord.shm.errors import InvalidArgument, Unsupported
@@ -25,6 +25,8 @@ MAX_INSTANCES = 256
 #: How parameters begin that list sizes of a named axis.
 _AXIS = "buckets."
 _MAX_SIZE = 1 << 31
+#: The parameter of a Triton Python model that may answer only as its configuration says.
+STRICT_OUTPUTS = "strict_outputs"
 
 
 def check(message: ModelConfig, *, whole: bool = False) -> None:
@@ -67,6 +69,7 @@ def check(message: ModelConfig, *, whole: bool = False) -> None:
     _check_instances(message)
     batch_buckets(message)
     axis_buckets(message)
+    wants(message, STRICT_OUTPUTS)
 
 
 def _check_tensor(what: str, tensor: Any, batches: bool, whole: bool) -> None:
@@ -79,7 +82,7 @@ def _check_tensor(what: str, tensor: Any, batches: bool, whole: bool) -> None:
         except InvalidArgument:
             raise InvalidArgument(f"{what}: 'data_type' is missing or unknown") from None
     if whole and not tensor.dims and not batches and not tensor.HasField("reshape"):
-        raise InvalidArgument(f"{what}: 'dims' is missing")
+        raise InvalidArgument(f"{what}: 'dims' is missing; without max_batch_size a single number has dims [1]")
     for dims in (tensor.dims, tensor.reshape.shape):
         if len(dims) > MAX_RANK:
             raise InvalidArgument(f"{what}: {len(dims)} dims given, at most {MAX_RANK} are allowed")

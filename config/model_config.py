@@ -269,3 +269,19 @@ def data_type_name(tensor: Any) -> str:
     """``TYPE_FP32`` of a ModelInput or ModelOutput; ``TYPE_INVALID`` where it is not said."""
     known = model_config_pb2.DataType.DESCRIPTOR.values_by_number.get(tensor.data_type)
     return str(known.name) if known is not None else f"TYPE_{tensor.data_type}"
+
+
+#: What parameters say that switch something.
+_ANSWERS = {"true": True, "1": True, "false": False, "0": False}
+
+
+def wants(message: ModelConfig, parameter: str) -> bool:
+    """Whether that parameter says yes. Raises InvalidArgument: it says neither yes nor no."""
+    if parameter not in message.parameters:
+        return False
+    said = message.parameters[parameter].string_value
+    if said.lower() not in _ANSWERS:
+        raise InvalidArgument(
+            f"model '{message.name}': parameter {parameter} is {said[:100]!r}; expected true or false"
+        )
+    return _ANSWERS[said.lower()]

@@ -91,6 +91,8 @@ class Http(Section, frozen=True):
     answer_half_closed: bool = False
     #: "GROUP[,GROUP...]:KEY=VALUE" each: these calls need the header KEY with VALUE (tensord.config.restrictions).
     restricted_api: tuple[str, ...] = ()
+    #: Origins whose pages may ask from within a browser, such as "https://example.org"; "*": all.
+    cors_origins: tuple[str, ...] = ()
     #: Headers whose names it matches become parameters of the request (RE2, any case); "": none.
     header_forward_pattern: str = ""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 
 from tensord.daemon.models.repository import NAME
@@ -37,7 +39,9 @@ _NEXT = """\
 
 Serve it, and again after every change to its files:
 
-    tensord serve --watch --model-repository={repository}
+    {program} serve --watch --model-repository={repository}
+
+(Where another daemon has the ports: --http-port=8010 --grpc-port=8011 --metrics-port=8012, and 8010 below.)
 
 Ask it, from another terminal:
 
@@ -54,11 +58,17 @@ def write(folder: Path) -> str:
     folder = folder.absolute()
     if not NAME.fullmatch(folder.name):
         raise InvalidArgument(
-            f"no model can be called '{folder.name}': a name has letters, digits and _.+- and does not begin with . + or -"
+            f"no model can be called '{folder.name}': a name has letters, digits and _.,+- and does not begin with . + or -"
         )
     if folder.exists() and any(folder.iterdir()):
         raise InvalidArgument(f"{folder} is not empty")
     file = folder / "1" / "model.py"
     file.parent.mkdir(parents=True)
     file.write_text(_MODEL.format(name=folder.name))
-    return _NEXT.format(file=file, repository=folder.parent, name=folder.name)
+    return _NEXT.format(file=file, repository=folder.parent, name=folder.name, program=_program())
+
+
+def _program() -> str:
+    """How this program is called: by its name alone where that finds it."""
+    here = Path(sys.argv[0])
+    return "tensord" if shutil.which("tensord") == str(here.absolute()) or here.name != "tensord" else str(here)

@@ -140,6 +140,8 @@ class ModelState(Record, frozen=True, tag="model"):
     streams: bool = False
     #: Whether these can be joined along their first axes, for who wants one.
     joins: bool = False
+    #: Its model says itself whether it is ready, and is asked by whoever wants to know.
+    judges: bool = False
     #: The devices whose workers load it, whether they are there now or not; empty: all.
     devices: tuple[str, ...] = ()
 
@@ -189,6 +191,8 @@ class Loaded(Record, frozen=True, tag="loaded"):
     sticky: bool = False
     streams: bool = False
     joins: bool = False
+    #: Its model says itself whether it is ready, and is asked by whoever wants to know.
+    judges: bool = False
     footprint: Footprint = Footprint()
 
 

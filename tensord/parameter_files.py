@@ -23,13 +23,16 @@ _CHUNKED = "__msgpack_chunked_array__"
 _MAX_RANK = 32
 
 
-def load(path: str | Path, sharding: Any = None) -> Any:
+def load(path: str | Path, sharding: Any = None, nested: bool = False) -> Any:
     """Reads a file or folder of parameters.
 
     Args:
       path: ends with .safetensors, .npz or .msgpack, or is the folder of an Orbax checkpoint.
       sharding: where the arrays go: a ``jax.sharding.Sharding`` for all of them, or a function of name and shape that returns
         one. Each device then gets its part, and of safetensors only that part is read. None: numpy arrays.
+
+      nested: dicts in dicts, parted at the dots (or, where names have them, slashes) of the names that safetensors and npz files
+        have, as Flax Linen's ``apply`` takes them: ``params.Dense_0.kernel`` is ``["params"]["Dense_0"]["kernel"]``.
 
     Returns:
       A pytree of arrays, as the file has it: dicts by name, nested where the file nests.
@@ -39,7 +42,11 @@ def load(path: str | Path, sharding: Any = None) -> Any:
       ValueError: it is damaged, or of another kind; it names the file.
       ModuleNotFoundError: the package that reads it is not installed; it says which.
     """
-    path = Path(path)
+    tree = _load(Path(path), sharding)
+    return _nested(tree) if nested else tree
+
+
+def _load(path: Path, sharding: Any) -> Any:
     if not path.exists():
         raise FileNotFoundError(f"there are no parameters at {path}")
     if path.is_dir():
@@ -74,6 +81,25 @@ def flat(tree: Any) -> dict[str, Any]:
             walk(value, f"{name}.{key}" if name else key)
 
     walk(tree, "")
+    return found
+
+
+def _nested(tree: Any) -> Any:
+    """Raises ValueError: a name is that of an array and the beginning of another one's."""
+    if not isinstance(tree, Mapping):
+        return tree
+    separator = "/" if any("/" in str(name) for name in tree) else "."
+    found: dict[str, Any] = {}
+    for name, leaf in tree.items():
+        *way, last = str(name).split(separator)
+        node = found
+        for key in way:
+            node = node.setdefault(key, {})
+            if not isinstance(node, dict):
+                break
+        if not isinstance(node, dict) or last in node:
+            raise ValueError(f"the name '{name}' begins with, or begins, that of another array: they cannot be nested")
+        node[last] = leaf
     return found
 
 

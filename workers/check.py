@@ -60,7 +60,7 @@ class Apart:
     def cancel(self, call: Call) -> None:
         """It has ended."""
 
-    took = abandon = cancel
+    stop = took = abandon = cancel
 
 
 def main() -> None:

@@ -31,6 +31,7 @@ from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unavaila
 from tensord.shm.figures import Figures
 from tensord.shm.operations import (
     AwaitRegion,
+    ModelReady,
     ModelStatistics,
     RegionRecords,
     RegisterCudaRegion,
@@ -167,6 +168,7 @@ class Control:
                     sticky=outcome.sticky,
                     streams=outcome.streams,
                     joins=outcome.stepped is not None and outcome.stepped.gather == "concat",
+                    judges=outcome.own_readiness is not None,
                     footprint=outcome.footprint,
                 )
             )
@@ -199,6 +201,8 @@ class Control:
                 self._regions.when_closed(operation.name, lambda: self._channel.put(Reply(call.call_id)))
             elif isinstance(operation, RegionRecords):
                 self._channel.put(Reply(call.call_id, result=json.dumps(self._regions.uses(operation.name)).encode()))
+            elif isinstance(operation, ModelReady):
+                self._ask_ready(call, operation)
             elif isinstance(operation, ModelStatistics):
                 self._channel.put(Reply(call.call_id, result=self._statistics(operation)))
             elif isinstance(operation, WorkerFigures):
@@ -227,6 +231,18 @@ class Control:
             self._channel.put(Reply(call.call_id, result=json.dumps({"access": access}).encode()), region.fd)
         else:
             self._channel.put(Reply(call.call_id))
+
+    def _ask_ready(self, call: Call, operation: ModelReady) -> None:
+        """Answers with what the model itself says, once it has."""
+
+        def answered(ready: bool) -> None:
+            self._channel.put(Reply(call.call_id, result=b"true" if ready else b"false"))
+
+        found = self._models.find(operation.name, operation.version).loaded.own_readiness
+        if found is None:
+            answered(True)
+        else:
+            found.ask(answered)
 
     def _statistics(self, operation: ModelStatistics) -> bytes:
         found: list[dict[str, Any]] = []

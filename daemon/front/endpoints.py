@@ -20,6 +20,7 @@ from tensord.shm.errors import InvalidArgument
 from tensord.shm.operations import (
     ANONYMOUS,
     LoadModel,
+    ModelReady,
     ModelStatistics,
     Peer,
     RegionStatus,
@@ -102,6 +103,8 @@ class Endpoints:
         if not self._table.is_ready(model, version):
             return False
         await self._everywhere()
+        if self._table.find(model, version).judges:
+            return bool(msgspec.json.decode(await self._calls.ask(ModelReady(model, version))))
         return True
 
     async def model_metadata(self, model: str, version: int) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def _understood(common: bytes) -> CallHead:
     """What the fields say that calls have in common. Raises: Malformed."""
     raw = fields(common)
     header_rules.check_common(raw)
-    said = {name.decode("latin-1"): value.decode("latin-1") for name, value in raw}
+    said = dict(header_rules.metadata(raw))
     path, kind = said.get(":path", ""), said.get("content-type", "")
     if said[":method"] != "POST":
         return CallHead(path, http_status=405)
@@ -100,11 +100,11 @@ def _with_own(head: CallHead, own: Fields) -> CallHead:
     if head.http_status != 200:
         return head
     timeout_ns, metadata = 0, []
-    for name, value in own:
-        if name == b"grpc-timeout":
-            timeout_ns = _timeout_ns(value.decode("latin-1"))
+    for name, value in header_rules.metadata(own):
+        if name == "grpc-timeout":
+            timeout_ns = _timeout_ns(value)
         else:
-            metadata.append((name.decode("latin-1"), value.decode("latin-1")))
+            metadata.append((name, value))
     return CallHead(head.path, timeout_ns, head.encoding, head.accepts, tuple(metadata), content_length=length)
 
 

@@ -1,6 +1,8 @@
 """Which header fields a request, and its trailers, may have over HTTP/2. What breaks a rule is malformed: its stream is reset.
 
-Source: RFC 9113, sections 8.1 to 8.3; names and values are the bytes that HPACK gave.
+Source: RFC 9113, sections 8.1 to 8.3; names and values are the bytes that HPACK gave. As in every gRPC library, metadata may be
+what programs write there: blanks around a value, ``host``, and names that are about a connection of HTTP/1.1 break no rule
+(``metadata``).
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ from tensord.daemon.grpc.hpack_decoder import Field
 
 #: Controls, blanks, upper case, DEL and beyond, and a colon: one in front has a pseudo-header, which is unknown, or out of place.
 _BAD_NAME = re.compile(rb"[\x00-\x20:A-Z\x7f-\xff]|^$", re.DOTALL)
-_bad_value = re.compile(rb"[\x00\r\n]|^[ \t]|[ \t]\Z").search
+_bad_value = re.compile(rb"[\x00\r\n]").search
 _REQUIRED = (b":method", b":scheme", b":path")
-#: They are about one connection of HTTP/1.1.
-_CONNECTION = frozenset({b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade"})
+#: They are about one connection of HTTP/1.1, or about what ``:authority`` says.
+_IGNORED = frozenset({b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"host"})
 
 
 class Malformed(Exception):
@@ -26,7 +28,6 @@ class Malformed(Exception):
 def check_common(fields: Iterable[Field]) -> None:
     """Checks the fields that calls have in common (``hpack_decoder``). Raises: Malformed."""
     pseudo: dict[bytes, bytes] = {}
-    host: bytes | None = None
     regular = False
     for name, value in fields:
         if name[:1] == b":":
@@ -35,13 +36,11 @@ def check_common(fields: Iterable[Field]) -> None:
             pseudo[name] = value
         else:
             regular = True
-            if name == b"te" and value.lower() != b"trailers":
+            if name == b"te" and value.strip(b" \t").lower() != b"trailers":
                 raise Malformed("te is something else than trailers")
-            if name == b"host":
-                host = value
         if _bad_value(value):
             _refuse_value(name)
-    _check_pseudo(pseudo, host)
+    _check_pseudo(pseudo)
 
 
 def check_own(fields: Iterable[Field]) -> int | None:
@@ -66,7 +65,16 @@ def check_trailers(fields: Iterable[Field]) -> None:
             _refuse_value(name)
 
 
-def _check_pseudo(pseudo: dict[bytes, bytes], host: bytes | None) -> None:
+def metadata(fields: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
+    """Fields that were checked, as calls get them: without blanks around values, and without those that mean nothing here."""
+    return [
+        (name.decode("latin-1"), value.strip(b" \t").decode("latin-1"))
+        for name, value in fields
+        if name not in _IGNORED
+    ]
+
+
+def _check_pseudo(pseudo: dict[bytes, bytes]) -> None:
     if pseudo.get(b":method") == b"CONNECT":
         if b":scheme" in pseudo or b":path" in pseudo or not pseudo.get(b":authority"):
             raise Malformed("CONNECT names an authority, no scheme and no path")
@@ -74,8 +82,6 @@ def _check_pseudo(pseudo: dict[bytes, bytes], host: bytes | None) -> None:
     for name in _REQUIRED:
         if not pseudo.get(name):
             raise Malformed(f"{_shown(name)} is missing")
-    if host is not None and pseudo.get(b":authority", host) != host:
-        raise Malformed("host is another one than :authority")
 
 
 # Clients have few names, and send them with every call that says anything new.
@@ -83,12 +89,10 @@ def _check_pseudo(pseudo: dict[bytes, bytes], host: bytes | None) -> None:
 def _check_name(name: bytes) -> None:
     if _BAD_NAME.search(name):
         raise Malformed(f"a field's name is {_shown(name)}")
-    if name in _CONNECTION:
-        raise Malformed(f"{_shown(name)} has no meaning in HTTP/2")
 
 
 def _refuse_value(name: bytes) -> None:
-    raise Malformed(f"the value of {_shown(name)} has NUL, a line's end, or blanks around it")
+    raise Malformed(f"the value of {_shown(name)} has NUL or a line's end")
 
 
 def _shown(name: bytes) -> str:

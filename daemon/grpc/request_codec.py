@@ -183,9 +183,11 @@ def _sequence_id(key: str, value: Any, kind: str | None) -> int | str:
         if len(text.encode()) > MAX_SEQUENCE_ID:
             raise Unsupported(f"string correlation ID cannot be longer than {MAX_SEQUENCE_ID} characters")
         return text
-    if kind != "int64_param":
-        raise InvalidArgument(f"invalid value type for '{key}' parameter, expected int64_param or string_param.")
-    number: int = value.int64_param
+    if kind not in ("int64_param", "uint64_param"):
+        raise InvalidArgument(
+            f"invalid value type for '{key}' parameter, expected int64_param, uint64_param or string_param."
+        )
+    number: int = getattr(value, kind)
     if number < 0:
         raise InvalidArgument(f"invalid value for '{key}', expected value >= 0.")
     return number

@@ -112,5 +112,5 @@ def sequence_of(message: Buffer | bytearray) -> Sequence | None:
     if "sequence_id" not in request.parameters:
         return None
     value = request.parameters["sequence_id"]
-    sequence_id: SequenceId = value.string_param or value.int64_param % (1 << 64)
+    sequence_id: SequenceId = value.string_param or value.uint64_param or value.int64_param % (1 << 64)
     return (request.model_name, sequence_id) if sequence_id else None

@@ -23,7 +23,7 @@ from tensord.shm.messages import Buffer, Completion, FormCompletion
 
 _log = logging.getLogger(__name__)
 #: What who asks such a model here is told: Triton's words.
-DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy"
+DECOUPLED = "ModelInfer RPC doesn't support models with decoupled transaction policy; ask ModelStreamInfer"
 
 
 class UnaryInfer(Call):

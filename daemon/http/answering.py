@@ -32,7 +32,7 @@ from tensord.shm.messages import Completion, FormCompletion, Slice
 
 _log = logging.getLogger(__name__)
 #: What who asks such a model here is told: Triton's words.
-DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy"
+DECOUPLED = "HTTP end point doesn't support models with decoupled transaction policy; ask generate_stream, or a stream over gRPC"
 #: Before which an answer's head says how the connection goes on.
 _LENGTH = b"\r\nContent-Length: "
 
@@ -239,7 +239,8 @@ class Answering(Pending):
         self._hand_over([response_codec.error_response(status, message, self._connection_line())])
 
     def _connection_line(self) -> bytes:
-        return self._head.keep_alive_line if self.keep_alive else response_codec.CLOSE
+        lines = self._head.keep_alive_line if self.keep_alive else response_codec.CLOSE
+        return self._head.origin_lines + lines
 
     def _answer_defect(self) -> None:
         """Ours or a worker's, and no reason to leave a client without its answer."""

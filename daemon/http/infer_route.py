@@ -47,7 +47,7 @@ def parse(target: bytes) -> InferRoute | None:
     match = _PATH.fullmatch(path)
     if match is None:
         return None
-    model = urllib.parse.unquote_to_bytes(match[1]).decode("utf-8", "replace")
+    model = urllib.parse.unquote_to_bytes(match[1]).replace(b"/", b"%2F").decode("utf-8", "replace")
     if match[2] is None:
         return InferRoute(model, 0)
     try:

@@ -47,11 +47,13 @@ class InferHead:
     coding: str = ""
     #: How the answer is to be compressed; "": not, also where the client would accept it and the operator does not want it.
     accepts: str = ""
+    #: Header lines of the answer for the page in a browser that asks; "": there is none.
+    origin_lines: bytes = b""
     #: Headers that are parameters of the request, and beat those of the body.
     forwarded: dict[str, str] | None = None
     #: Of the table of models when its model was last found there; -1: it was not looked for.
     edition: int = -1
-    #: Whether the answer is written as it is, and need say nothing of the connection.
+    #: Whether the answer is written as it is, and need say nothing of the connection, or to a browser.
     is_plain: bool = field(init=False)
     #: Of a body that is small, is not compressed, and says all in its JSON: that and the tensors behind it, bytes; else -1.
     text_size: int = field(init=False)
@@ -69,6 +71,11 @@ class InferHead:
                 self.text_size, self.tail_size = text_size, length - text_size
         known = 0 <= self.text_size <= MAX_TEXT and self.forwarded is None
         self.key = (self.model, self.version, self.tail_size) if known else None
+
+    def tell_origin(self, lines: bytes) -> None:
+        """The answer has those header lines as well."""
+        self.origin_lines = lines
+        self.is_plain = self.is_plain and not lines
 
     def forward(self, parameters: dict[str, str]) -> None:
         """Headers become parameters: its JSON alone does not say any more what is asked."""

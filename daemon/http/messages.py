@@ -141,6 +141,8 @@ class Messages:
         serving, order = self._serving, self._order
         keep_alive = bool(self.parser.should_keep_alive())
         head = message_head.infer_head(route, version, keep_alive, self.headers, serving.compression > 0)
+        if serving.cross_origin is not None:
+            head.tell_origin(serving.cross_origin.lines(self.headers))
         if serving.infer_rule is not None or self._forwarded:
             self._apply_rules(head)
         limit = serving.options.http.max_body_byte_size

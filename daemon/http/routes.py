@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 
 from tensord.daemon.front.access import Access, Rule
 from tensord.daemon.front.endpoints import Endpoints
@@ -31,6 +31,8 @@ from tensord.shm.errors import DEFECT, InvalidArgument, NotFound, ServingError, 
 
 Handler = Callable[[Request], Awaitable[Response]]
 Endpoint = tuple[str, str, Handler, str]
+#: The calls whose paths answer HEAD as well.
+_HEALTH = ("ServerLive", "ServerReady", "ModelReady")
 
 
 class Routes:
@@ -95,7 +97,12 @@ class Routes:
     def application(self) -> Starlette:
         """The ASGI application."""
         routes = [
-            Route(path, _guarded(method, handler, self._access.rule(call)), methods=[method], include_in_schema=served)
+            Route(
+                path,
+                _guarded(method, handler, self._access.rule(call), call in _HEALTH),
+                methods=[method],
+                include_in_schema=served,
+            )
             for served, table in ((True, self.table()), (False, self.refused()))
             for method, path, handler, call in table
         ]
@@ -215,11 +222,13 @@ class Routes:
         )
 
 
-def _guarded(method: str, handler: Handler, rule: Rule | None) -> Handler:
-    """Starlette lets a GET route answer HEAD; Triton refuses it, and a body-less 200 would say too much."""
+def _guarded(method: str, handler: Handler, rule: Rule | None, heads: bool) -> Handler:
+    """Starlette lets a GET route answer HEAD; that is for health, which load balancers ask for that way. Else it is refused, as
+    by Triton: a 200 without a body would say too much.
+    """
 
     async def handle(request: Request) -> Response:
-        if request.method != method:
+        if request.method != method and not (request.method == "HEAD" and heads):
             raise HTTPException(405)
         if rule is not None:
             rule.check(request.scope["headers"])
@@ -265,7 +274,21 @@ async def _serving_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return json_body.answer({"error": error.detail}, error.status_code)
+    answer = json_body.answer({"error": error.detail}, error.status_code)
+    if error.status_code == 405:
+        answer.headers["Allow"] = ", ".join(_allowed(request))
+    return answer
+
+
+def _allowed(request: Request) -> list[str]:
+    """The methods that the path of that request has."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        if route.matches(request.scope)[0] is not Match.NONE:
+            found |= route.methods - {"HEAD"}
+            if request.url.path.startswith("/v2/health/") or request.url.path.endswith("/ready"):
+                found |= {"HEAD"}
+    return sorted(found)
 
 
 async def _gone(request: Request, error: Exception) -> Response:

@@ -16,6 +16,7 @@ from tensord.daemon.front.longest_idle import LongestIdle
 from tensord.daemon.front.process import Front
 from tensord.daemon.front.socket_watch import SocketWatch
 from tensord.daemon.http.connection import Connection
+from tensord.daemon.http.cross_origin import CrossOrigin
 from tensord.daemon.http.generate import Generation
 from tensord.daemon.http.routes import Routes
 from tensord.daemon.http.serving import Serving
@@ -33,6 +34,7 @@ class HttpFront(Front):
     async def open(self, options: Options, endpoints: Endpoints) -> None:
         access = http_access(restrictions.parse(options.http.restricted_api))
         pattern = options.http.header_forward_pattern
+        cross_origin = CrossOrigin(options.http.cors_origins) if options.http.cors_origins else None
         self._serving = Serving(
             options,
             self.table,
@@ -40,9 +42,11 @@ class HttpFront(Front):
             self.place.tally.seat(self.place.row),
             infer_rule=access.rule("ModelInfer"),
             forwarding=Forwarding(pattern) if pattern else None,
+            cross_origin=cross_origin,
             tracer=self.tracer,
         )
-        self._serving.application = Routes(endpoints, Generation(self._serving), access).application()
+        application = Routes(endpoints, Generation(self._serving), access).application()
+        self._serving.application = application if cross_origin is None else cross_origin.around(application)
         self._connections: set[Connection] = set()
         self._serving.longest_idle = LongestIdle(self._connections, options.http.max_connections)
         self._sockets = SocketWatch(heeds_end=not options.http.answer_half_closed)

@@ -14,6 +14,7 @@ from tensord.daemon.front.forwarding import Forwarding
 from tensord.daemon.front.lingering_close import LingeringClose
 from tensord.daemon.front.longest_idle import LongestIdle
 from tensord.daemon.http.conversions import Conversions
+from tensord.daemon.http.cross_origin import CrossOrigin
 from tensord.daemon.http.heads import Heads
 from tensord.daemon.http.http_forms import HttpForms
 from tensord.daemon.http.infer_route import InferRoutes
@@ -44,6 +45,8 @@ class Serving:
     infer_rule: Rule | None = None
     #: Headers that become parameters; None: none.
     forwarding: Forwarding | None = None
+    #: Pages in browsers that may ask; None: none.
+    cross_origin: CrossOrigin | None = None
     tracer: Tracer | None = None
     conversions: Conversions = field(default_factory=Conversions)
     #: Bytes of all bodies that are collected in ordinary memory.
@@ -66,5 +69,5 @@ class Serving:
         self.forms = HttpForms(requests.max_forms)
         self.lingering = LingeringClose(http.min_rate)
         self.compression = COMPRESSION_LEVELS[http.response_compression]
-        cuts = self.infer_rule is None and self.forwarding is None
+        cuts = self.infer_rule is None and self.forwarding is None and self.cross_origin is None
         self.heads = Heads(http.max_head_byte_size, http.max_head_fields, cuts, requests.max_forms)

@@ -130,6 +130,10 @@ class _Snapshots(Collector):
         self._snapshot = snapshot
 
     def collect(self) -> Iterator[Metric]:
+        # A name without samples would say that there is something to see.
+        return (family for family in self._families() if family.samples)
+
+    def _families(self) -> Iterator[Metric]:
         yield from _readiness(self._snapshot)
         yield from _models(self._snapshot)
         yield from _footprints(self._snapshot)

@@ -102,8 +102,7 @@ class Models:
         elif found.error:
             _log.error("model '%s' cannot be polled: %s", name, found.error)
             if name in self.lifecycle.known | self._wanted:
-                self._refused[name] = found.error
-                self._judge()
+                self._note_refused(name, found.error)
             if found.unsupported:
                 raise Unsupported(load_errors.given_error(name, found.error))
             raise Internal(load_errors.poll_error([name]))
@@ -139,7 +138,7 @@ class Models:
             self.ensembles.drop(each)
             self._named.discard(each)
             self._overrides.drop(each)
-            self._refused.pop(each, None)
+            self._dismiss(each)
         self._take_down(users, *gone)
 
     def _take_down(self, users: Sequence[str], *more: str) -> None:
@@ -222,7 +221,8 @@ class Models:
         for name in list(self.lifecycle.models):
             self._begin(self.lifecycle.forget(name, found[name].versions if name in found else ()))
         self._wanted &= self.lifecycle.models.keys() | found.keys() | self._listed
-        self._refused = {name: reason for name, reason in self._refused.items() if name in self._wanted | found.keys()}
+        for name in self._refused.keys() - self._wanted - found.keys():
+            self._dismiss(name)
 
     async def _bring_wanted(self, name: str, found: FoundModel | None) -> str:
         if found is not None and (given := self._overrides.of(found)):
@@ -262,7 +262,7 @@ class Models:
         except InvalidArgument as error:
             self._refuse(found.name, error.message)
             return load_errors.placement_error(found.name, error.message)
-        self._refused.pop(found.name, None)
+        self._dismiss(found.name)
         known = self.lifecycle.models.get(found.name)
         if known is None or known.fingerprint != placed.fingerprint:
             for sentence in found.without_effect:
@@ -322,9 +322,18 @@ class Models:
             await asyncio.wait(unfinished)
 
     def _refuse(self, name: str, reason: str) -> None:
-        _log.error("model '%s' is not served: %s", name, reason)
+        what = "goes on as it was" if self.lifecycle.is_ready(name) else "is not served"
+        _log.error("model '%s' %s: %s", name, what, reason)
+        self._note_refused(name, reason)
+
+    def _note_refused(self, name: str, reason: str) -> None:
         self._refused[name] = reason
+        self._publish(listing.refused_state(name, reason))
         self._judge()
+
+    def _dismiss(self, name: str) -> None:
+        if self._refused.pop(name, None) is not None:
+            self._publish(ModelGone(name, 0))
 
     # ------------------------------------------------------------------------------------------------------- readiness
 
@@ -375,7 +384,8 @@ class Models:
 
     def states(self) -> list[ModelState | Readiness]:
         """What a new front must know."""
-        return [*self.lifecycle.states(), *self._coming.states(), self.readiness]
+        states = [*self.lifecycle.states(), *self._coming.states(), *listing.refused_states(self._refused)]
+        return [*states, self.readiness]
 
     def _begin(self, instructions: Sequence[Instruction]) -> None:
         """Carries instructions out, in order."""

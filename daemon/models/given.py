@@ -20,7 +20,7 @@ from pathlib import Path
 from tensord.shm.errors import InvalidArgument, ServingError, Unavailable
 
 #: Every part of a file's path; none may mean anything to a file system.
-_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254}", re.ASCII)
+_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,+-]{0,254}", re.ASCII)
 _MAX_DEPTH = 8
 
 

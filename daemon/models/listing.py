@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from tensord.daemon.models.lifecycle import Lifecycle
 from tensord.daemon.models.retries import Retries
 from tensord.daemon.models.versions import VersionState
+from tensord.shm.control_records import ModelState
 from tensord.shm.footprint import Footprint
 
 
@@ -54,6 +55,16 @@ def entries(lifecycle: Lifecycle, ready: bool = False) -> list[dict[str, str]]:
         if not versions and not ready and name in lifecycle.known:
             found.append({"name": name})
     return found
+
+
+def refused_states(refused: Mapping[str, str]) -> list[ModelState]:
+    """``refused_state`` of each."""
+    return [refused_state(name, reason) for name, reason in refused.items()]
+
+
+def refused_state(name: str, reason: str) -> ModelState:
+    """What fronts are told of a model that could not be tried, so that they say why: of a version 0, which is none."""
+    return ModelState(name, 0, VersionState.UNAVAILABLE.value, reason)
 
 
 def _takes(footprint: Footprint) -> dict[str, str | int]:

@@ -26,7 +26,7 @@ from tensord.shm.control_records import Load
 from tensord.shm.errors import InvalidArgument, ServingError, Unsupported
 
 #: Names go into URLs, logs and cache keys; nothing in them may mean anything to a file system or a shell.
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254}", re.ASCII)
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,+-]{0,254}", re.ASCII)
 _VERSION = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
 #: A model's file beyond that is no code.
 _MAX_CODE_BYTE_SIZE = 16 << 20
@@ -164,9 +164,9 @@ def poll(path: Path) -> FoundModel:
     name = path.name
     try:
         if not NAME.fullmatch(name):
-            raise InvalidArgument("its name may hold only letters, digits and _.+- and must not begin with . + or -")
+            raise InvalidArgument("its name may hold only letters, digits and _.,+- and must not begin with . + or -")
         text = _read(path / "config.pbtxt", model_config.MAX_BYTE_SIZE)
-        message = model_config.parse_pbtxt(text, name) if text is not None else model_config.empty()
+        message = model_config.parse_pbtxt(text.decode("utf-8-sig"), name) if text is not None else model_config.empty()
         return _found(path, message)
     except ServingError as error:
         return FoundModel(name, path, error=error.message, unsupported=isinstance(error, Unsupported))
@@ -251,8 +251,8 @@ def _choose(message: ModelConfig, versions: tuple[int, ...]) -> tuple[int, ...]:
 def _guess_backend(path: Path, message: ModelConfig, version: int) -> str:
     """By what the model's file defines at its top level, read as syntax: importing it is for its worker alone."""
     file = message.default_model_filename or "model.py"
-    text = _read(path / str(version) / file, _MAX_CODE_BYTE_SIZE)
-    if text is None:
+    code = _read(path / str(version) / file, _MAX_CODE_BYTE_SIZE)
+    if code is None:
         if artifact_files.programs(path / str(version)):
             return "jax"
         raise InvalidArgument(
@@ -260,11 +260,12 @@ def _guess_backend(path: Path, message: ModelConfig, version: int) -> str:
         )
     try:
         with _parsing:
-            tree = ast.parse(text)
+            tree = ast.parse(code)  # its first lines say how it is encoded
         names = set(_defined(tree))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise InvalidArgument(f"{file} of version {version} is not valid Python{line}") from None
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        why = error.msg if isinstance(error, SyntaxError) else str(error) or type(error).__name__
+        raise InvalidArgument(f"{file} of version {version} is not valid Python{line}: {why}") from None
     if "TritonPythonModel" in names:
         return "python"
     if "create" in names:
@@ -287,7 +288,7 @@ def _defined(tree: ast.Module) -> list[str]:
     return names
 
 
-def _read(path: Path, limit: int) -> str | None:
+def _read(path: Path, limit: int) -> bytes | None:
     """Raises InvalidArgument: more than ``limit`` bytes."""
     try:
         with open(path, "rb") as file:
@@ -296,4 +297,4 @@ def _read(path: Path, limit: int) -> str | None:
         return None
     if len(content) > limit:
         raise InvalidArgument(f"{path.name} has {path.stat().st_size} bytes, at most {limit} are read")
-    return content.decode()
+    return content

@@ -91,7 +91,8 @@ class Version:
             described.sticky,
             described.streams,
             described.joins,
-            self.devices,
+            devices=self.devices,
+            judges=described.judges,
         )
 
 

@@ -7,11 +7,16 @@ from typing import Any
 
 from tensord.daemon.models.changes import Models
 
+#: The line comes after every load: of many models the first, by name, are enough.
+_MAX_NAMED = 8
+
 
 def summary(models: Models, devices: Iterable[str]) -> str:
     """One line that begins with whether the daemon is ready, as ``/v2/health/ready`` answers."""
     served = models.lifecycle.ready_models()
-    listed = ", ".join(f"{name} {'+'.join(map(str, versions))}" for name, versions in served.items()) or "none"
+    named = [f"{name} {'+'.join(map(str, versions))}" for name, versions in served.items()]
+    more = [f"{len(named) - _MAX_NAMED} more"] if len(named) > _MAX_NAMED else []
+    listed = ", ".join([*named[:_MAX_NAMED], *more]) or "none"
     ready, missing = "ready" if models.readiness.ready else "not ready", models.readiness.sentence()
     line = f"{ready}: {len(served)} models ({listed}) on {', '.join(devices) or 'no worker'}"
     return f"{line}; {missing}" if missing else line

@@ -51,7 +51,9 @@ def listen(address: str, port: int, protocol: str, mode: str = "0660") -> Listen
     if address.startswith("unix:"):
         path = os.path.abspath(address.removeprefix("unix:").removeprefix("//") or ".")
         return Listener(_listen_unix(path, int(mode, 8)), protocol, path)
-    return Listener(_listen_tcp(address, port), protocol)
+    # An IPv6 address in brackets is what URLs have, and what ``shown`` shows.
+    bracketed = address.startswith("[") and address.endswith("]")
+    return Listener(_listen_tcp(address[1:-1] if bracketed else address, port), protocol)
 
 
 def listen_all(addresses: Sequence[str], port: int, protocol: str, mode: str) -> list[Listener]:

@@ -17,15 +17,20 @@ _LIMIT = (1 << 63) - 1
 _HANDLE_SIZE = 64
 
 
+def check_enabled(options: Regions) -> None:
+    """Raises Unsupported: regions are not served at all."""
+    if not options.enabled:
+        raise Unsupported(
+            "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
+        )
+
+
 def check_form(options: Regions, request: Registration) -> None:
     """Whether regions are served at all, and that one could be named so.
 
     Raises: Unsupported, InvalidArgument.
     """
-    if not options.enabled:
-        raise Unsupported(
-            "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
-        )
+    check_enabled(options)
     if isinstance(request, RegisterCudaRegion) and len(request.raw_handle) != _HANDLE_SIZE:
         raise InvalidArgument(
             f"failed to register shared memory region: invalid args: a CUDA handle of {len(request.raw_handle)} bytes, "

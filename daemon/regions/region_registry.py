@@ -260,8 +260,9 @@ class RegionRegistry:
         Requests that use it end well, and it is listed until the last of them has.
 
         "" is all that are the peer's: a user's own, the operator's all, and for TCP all that came that way.
-        Raises: InvalidArgument: the named one is another user's.
+        Raises: Unsupported: regions are not served.  InvalidArgument: the named one is another user's.
         """
+        region_checks.check_enabled(self._options)
         if request.name:
             region = self._regions.get(request.name)
             if region is not None and region.peer.kind == "unix" and not is_owner(peer, region.peer):

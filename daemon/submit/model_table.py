@@ -64,9 +64,11 @@ class ModelTable:
         if version:
             state = versions.get(version)
             if state is None or state.state != "READY":
-                raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
+                why = "" if state is None else _why(state)
+                raise NotFound(f"Request for unknown model: '{name}' version {version} is not found{why and ': '}{why}")
             return state
-        raise NotFound(f"Request for unknown model: '{name}' has no available versions")
+        why = "; ".join(filter(None, (_why(state) for _, state in sorted(versions.items()))))
+        raise NotFound(f"Request for unknown model: '{name}' has no available versions{why and ': '}{why}")
 
     def expect(self, name: str, version: int = 0) -> ModelState:
         """As ``find``, and where none serves, one that is being loaded: its requests wait. Raises NotFound as that."""
@@ -89,6 +91,13 @@ class ModelTable:
         """The versions that serve, ascending."""
         versions = self._models.get(name, {})
         return sorted(number for number, state in versions.items() if state.state == "READY")
+
+
+def _why(state: ModelState) -> str:
+    """Why a version does not serve, as the repository index says; "": somebody wanted that, or it is on its way."""
+    if state.state != "UNAVAILABLE" or state.reason == "unloaded":
+        return ""
+    return f"version {state.version}: {state.reason}" if state.version else state.reason
 
 
 def parse_version(model: str, text: str) -> int:

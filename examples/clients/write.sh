@@ -18,7 +18,7 @@ text=${1-The } count=${2:-400}
 prompt=$(printf %s "$text" | od -An -v -tu1 | xargs | tr ' ' ,)
 printf %s "$text"
 curl -sSN --fail-with-body "http://$url/v2/models/writer/generate_stream" -d "{\"prompt\": [$prompt], \"count\": $count}" |
-  while IFS= read -r event; do
+  while IFS= read -r event || [[ -n $event ]]; do
     case $event in
       *'"character":'*) code=${event##*'"character":'}; printf %b "\\0$(printf %o "${code%%[!0-9]*}")" ;;
       *'"error":'*) echo "$event" >&2; exit 1 ;;

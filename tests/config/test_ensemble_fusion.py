@@ -43,9 +43,7 @@ def test_what_it_may_say(value: str, wanted: bool) -> None:
 
 
 def test_what_says_neither_is_refused() -> None:
-    with pytest.raises(
-        InvalidArgument, match="ensemble 'e': parameter tensord_fuse is 'perhaps'; expected true or false"
-    ):
+    with pytest.raises(InvalidArgument, match="model 'e': parameter tensord_fuse is 'perhaps'; expected true or false"):
         model_checks.check(ensemble("perhaps"), whole=True)
 
 

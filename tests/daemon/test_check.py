@@ -53,8 +53,12 @@ MODELS: dict[str, tuple[str, str, str]] = {
     "plain": (DECLARED + GOOD, "", ""),
     "batched": (DECLARED + "max_batch_size = 4\n" + GOOD, "", ""),
     "triton": (TRITON, f'backend: "python" {IO}', ""),
-    "syntax_error": (DECLARED + "def create(:\n", "", "is not valid Python, line 4"),
-    "syntax_error_with_a_backend": (DECLARED + "def create(:\n", 'backend: "jax"', "SyntaxError"),
+    "syntax_error": (DECLARED + "def create(:\n", "", "is not valid Python, line 4: "),
+    "syntax_error_with_a_backend": (
+        DECLARED + "def create(:\n",
+        'backend: "jax"',
+        "SyntaxError: invalid syntax (model.py, line 4)",
+    ),
     "neither": (DECLARED, "", "defines neither create() nor class TritonPythonModel"),
     "no_create": (DECLARED, 'backend: "jax"', "no function create"),
     "create_is_no_function": (DECLARED + "create = 1\n", "", "no function create"),
@@ -82,7 +86,33 @@ MODELS: dict[str, tuple[str, str, str]] = {
         "must return a function",
     ),
     "create_raises": (DECLARED + "def create(path, config, device):\n    raise OSError('no')\n", "", "OSError: no"),
-    "create_takes_nothing": (DECLARED + "def create():\n    return 1\n", "", "TypeError"),
+    "create_takes_nothing": (
+        DECLARED + "def create():\n    return 1\n",
+        "",
+        "create() takes (), it is called with (path, config, device)",
+    ),
+    "create_takes_a_path": (
+        DECLARED + "def create(path):\n    return 1\n",
+        "",
+        "create() takes (path), it is called with (path, config, device)",
+    ),
+    "a_list": (applies('{"y": [inputs["x"][0]] * 4}'), "", "output 'y' is a list, an array is expected"),
+    "no_batch": (
+        applies('{"y": inputs["x"][0]}', DECLARED + "max_batch_size = 2\n"),
+        "",
+        "the model has max_batch_size, so the batch is the first dimension of every tensor",
+    ),
+    "numpy_names": (
+        applies("inputs", "inputs = {'x': 'float32[4]'}\noutputs = inputs\n"),
+        "",
+        "did you mean 'FP32[4]'?",
+    ),
+    "lower_case": (applies("inputs", "inputs = {'x': 'fp16'}\noutputs = inputs\n"), "", "did you mean 'FP16'?"),
+    "a_file_beside": (
+        DECLARED + "def create(path, config, device):\n    return open('model.py').read()\n",
+        "",
+        "'model.py' lies in the version's folder, which create() gets: path / 'model.py'",
+    ),
     "import_error": ("import a_library_that_nobody_has\n" + DECLARED + GOOD, "", "a_library_that_nobody_has"),
     "name_error": (DECLARED + "undefined\n" + GOOD, "", "undefined"),
     "raises_at_import": (DECLARED + GOOD + "raise RuntimeError('at import')\n", "", "RuntimeError: at import"),
@@ -104,7 +134,7 @@ MODELS: dict[str, tuple[str, str, str]] = {
         "was killed by SIGTERM while loading it",
     ),
     "other_output": (applies('{"z": inputs["x"]}'), "", "output 'y' is declared but not computed"),
-    "no_dict": (applies('inputs["x"]'), "", "apply returned"),
+    "no_dict": (applies('inputs["x"]'), "", "apply returned an array, a dict of arrays is expected: {'y': ...}"),
     "other_shape": (applies('{"y": inputs["x"][:2]}'), "", "is computed as FP32[2], declared as FP32[4]"),
     "other_datatype": (
         applies('{"y": inputs["x"].astype("int32")}'),
@@ -279,7 +309,7 @@ def test_which_version(tmp_path: Path) -> None:
     write_model(tmp_path, "m", DECLARED + GOOD + "raise OSError('new')", config, version=2)
     write_model(tmp_path, "m", DECLARED + GOOD + "import os; os.abort()", config, version=3)
     write_model(tmp_path, "m", DECLARED + GOOD, config, version=4)
-    reasons = "version 2: Internal: OSError: new"
+    reasons = "version 2: OSError: new"
     _, _, bad = tensord_check(f"--model-repository={tmp_path}", "--device=cpu")
     assert bad["m"].startswith(reasons)
     assert bad["m"].endswith("version 3: its process was killed by SIGABRT while loading it")

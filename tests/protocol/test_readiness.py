@@ -67,7 +67,7 @@ def test_one_count_everywhere(start_daemon: Start, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tensord.daemon.ctl", "--socket", str(control), "status"]
     text = subprocess.check_output(command, cwd=ROOT, text=True)
     assert "serving, not ready, 1 of 5 models served" in text
-    assert "not served: broken: version 1: Internal: OSError: no" in text
+    assert "not served: broken: version 1: OSError: no" in text
     samples = scrape(daemon.metrics_url)
     served = {"broken": 0, "empty": 0, "scale": 1, "twice": 0, "unreadable": 0}
     assert samples.of("tensord_model_served", "model") == served
@@ -103,7 +103,7 @@ def test_a_bad_new_version_takes_no_host_out(start_daemon: Start, tmp_path: Path
     assert [(entry["version"], entry["state"]) for entry in index(daemon)] == [("1", "READY"), ("2", "UNAVAILABLE")]
     (behind,) = tensorctl_status(control)["not_served"]
     assert (behind["name"], behind["served"]) == ("scale", [1])
-    assert "version 2: Internal: OSError: no" in behind["reason"]
+    assert "version 2: OSError: no" in behind["reason"]
     given = {"name": "x", "datatype": "FP32", "shape": [1, 4], "data": [0, 1, 2, 3]}
     assert daemon.infer("scale", [given])[1]["outputs"][0]["data"] == [1, 4, 7, 10]
     shutil.rmtree(version)

@@ -244,7 +244,7 @@ def test_a_load_that_fails_holds_up_readiness_while_it_is_wanted(client: httpcli
     with pytest.raises(InferenceServerException) as caught:
         client.load_model("heals", config=json.dumps(CONFIG), files={"file:1/model.py": broken})
     assert caught.value.message() == (
-        "load failed for model 'heals': version 1 is at UNAVAILABLE state: Internal: RuntimeError: refusing to load "
+        "load failed for model 'heals': version 1 is at UNAVAILABLE state: RuntimeError: refusing to load "
         "(model.py, line 1);\n"
     )
     assert not client.is_server_ready()

@@ -99,3 +99,19 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     np.savez(tmp_path / "objects.npz", a=np.array([object()]))
     with pytest.raises(ValueError, match="holds objects and not arrays"):
         tensord.models.load(tmp_path / "objects.npz")
+
+
+def test_names_that_are_nested(tmp_path: Path) -> None:
+    """As Flax Linen's ``apply`` takes them."""
+    array = np.ones(2, np.float32)
+    for separator in "./":
+        names = [
+            separator.join(way) for way in (("params", "Dense_0", "kernel"), ("params", "Dense_0", "bias"), ("step",))
+        ]
+        save_file(dict.fromkeys(names, array), tmp_path / "p.safetensors")
+        found = tensord.models.load(tmp_path / "p.safetensors", nested=True)
+        assert jax.tree.map(np.shape, found) == {"params": {"Dense_0": {"kernel": (2,), "bias": (2,)}}, "step": (2,)}
+    for names in (["a", "a.b"], ["a.b", "a"]):
+        np.savez(tmp_path / "p.npz", **dict.fromkeys(names, array))
+        with pytest.raises(ValueError, match="they cannot be nested"):
+            tensord.models.load(tmp_path / "p.npz", nested=True)

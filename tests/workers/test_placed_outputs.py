@@ -618,7 +618,7 @@ def test_the_operator_is_told_whether_outputs_are_written_in_place(
     # Ready is the daemon with its first worker.
     wait_until(lambda: "unknown" not in outputs_of_workers(control), "both workers", daemon)
     assert outputs_of_workers(control) == ["in_place" if placed else "copied"] * 2
-    assert daemon.log.count("large outputs are written where they are wanted") == (2 if placed else 0)
+    assert daemon.log.count("XLA writes large outputs straight to the memory of their clients") == (2 if placed else 0)
     copied = f"{measured_regions.BYTE_SIZE} bytes were copied"
     with contextlib.nullcontext() if placed else pytest.raises(SystemExit, match=copied):
         measured_regions.check_access(daemon.url, "guarded")

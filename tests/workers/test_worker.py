@@ -182,7 +182,7 @@ def test_faulty_models_harm_themselves(worker: WorkerProcess, repository: Path) 
         assert "secret" not in caught.value.message
     assert statistics(worker, "raises")["inference_stats"]["fail"]["count"] == 1
     failed = worker.load(repository, "does_not_load")
-    assert failed.reason == "Internal: OSError: no (model.py, line 7, in create)"
+    assert failed.reason == "OSError: no (model.py, line 7, in create)"
 
 
 class Gate:

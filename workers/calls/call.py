@@ -150,6 +150,11 @@ class Call:
         if not self._over:
             self._desk.cancel(self)
 
+    def stop(self) -> None:
+        """Its model may stop; what that still sends comes. Idempotent."""
+        if not self._over:
+            self._desk.stop(self)
+
     def abandon(self) -> None:
         """Nobody takes the responses that are still to come."""
         if not self._over:

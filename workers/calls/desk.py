@@ -16,6 +16,9 @@ class Desk(Protocol):
     def cancel(self, call: Any) -> None:
         """Nobody waits for it any more; it ends with an error."""
 
+    def stop(self, call: Any) -> None:
+        """Its model is asked to stop; what it still answers is waited for."""
+
     def took(self, call: Any) -> None:
         """One of its responses was taken: there is room for a further one."""
 

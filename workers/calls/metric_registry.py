@@ -173,11 +173,12 @@ class MetricRegistry:
                     family.kind.value,
                     tuple(sorted(set(family.owners))),
                     tuple(
-                        MetricFigures(labels, value.sum, value.buckets, tuple(value.counts) if value.buckets else ())
+                        MetricFigures(labels, value.sum, value.buckets, tuple(value.counts) if histogram else ())
                         for labels, value in list(family.values.items())
                     ),
                 )
                 for name, family in list(self._families.items())
+                for histogram in (family.kind is MetricKind.HISTOGRAM,)
             )
 
     def __repr__(self) -> str:
@@ -202,10 +203,10 @@ def _checked_labels(name: str, labels: Mapping[str, str]) -> Labels:
 
 def _checked_buckets(name: str, kind: MetricKind, buckets: Sequence[float] | None) -> tuple[float, ...]:
     if kind is not MetricKind.HISTOGRAM:
-        if buckets is not None:
+        if buckets:
             raise InvalidArgument(f"metric '{name}' is a {kind.value}, which has no buckets")
         return ()
-    if not buckets:
+    if buckets is None:
         raise InvalidArgument(f"metric '{name}' is a histogram, which needs buckets")
     if len(buckets) > MAX_BUCKETS:
         raise InvalidArgument(f"metric '{name}' has {len(buckets)} buckets, at most {MAX_BUCKETS} are kept")

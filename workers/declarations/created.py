@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -38,7 +39,7 @@ def created(
     names = ["params", "inputs"]
     names += ["state"] if states else []
     names += ["request"] if asked is not None else []
-    check_arguments(model, "the function", apply, names)
+    check_arguments(model, "the function of create()", apply, names)
     if is_tree(module):
         if is_generator(returned):
             raise InvalidArgument(
@@ -54,6 +55,12 @@ def created(
             bool(states),
         )
     return apply if asked is None else asked.telling(apply), parameters, first[0] if first else None
+
+
+def create(model: str, module: ModuleType, path: Path, config: dict[str, Any], device: Any) -> object:
+    """What ``create`` of model.py returns. Raises InvalidArgument: it takes other arguments; or whatever it raises."""
+    check_arguments(model, "create()", module.create, ["path", "config", "device"])
+    return module.create(path, config, device)
 
 
 def is_generator(returned: object) -> bool:
@@ -72,5 +79,5 @@ def check_arguments(model: str, what: str, apply: Callable[..., Any], names: Seq
         taken.bind(*names)
     except TypeError:
         raise InvalidArgument(
-            f"model '{model}': {what} of create() takes {taken}, it is called with ({', '.join(names)})"
+            f"model '{model}': {what} takes {taken}, it is called with ({', '.join(names)})"
         ) from None

@@ -146,7 +146,7 @@ def read_labels(message: ModelConfig, folder: Path) -> dict[str, tuple[str, ...]
         if not output.label_filename:
             continue
         try:
-            with open(folder / output.label_filename, encoding="utf-8") as file:
+            with open(folder / output.label_filename, encoding="utf-8-sig") as file:
                 labels[output.name] = tuple(file.read(_MAX_LABEL_BYTE_SIZE).splitlines())
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidArgument(

@@ -93,10 +93,18 @@ def write(
         from safetensors.numpy import save_file
 
         save_file({name: np.asarray(array, order="C") for name, array in arrays.items()}, version / _PARAMETERS)
+        # That library writes files for their maker alone; this one is served by somebody else, as far as the umask lets it.
+        (version / _PARAMETERS).chmod(0o666 & ~_umask())
     for name, content in contents.items():
         (version / f"{name}{artifact_files.EXPORTED}").write_bytes(content)
     (folder / "config.pbtxt").write_text(text_format.MessageToString(message))
     return folder
+
+
+def _umask() -> int:
+    """The process' own, without changing it."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("Umask:")]
+    return int(line.split()[1], 8)
 
 
 def _programs(

@@ -139,8 +139,11 @@ def _element(what: str, spec: TensorSpec, given: Any) -> Any:
     """The value as an element of that datatype. Raises InvalidArgument: it is none."""
     kind = spec.dtype.kind
     if spec.datatype == "BYTES":
-        if isinstance(given, str) or (spec.name == _PREFIX + "sequence_id" and type(given) is int):
-            return str(given).encode()
+        if isinstance(given, str):
+            return given.encode()
+        if spec.name == _PREFIX + "sequence_id" and type(given) is int:
+            # Without a sequence it is 0, which is no number of one.
+            return str(given).encode() if given else b""
     elif spec.datatype == "BOOL":
         if isinstance(given, bool):
             return given

@@ -138,9 +138,9 @@ def created_steps(model: str, returned: object, asked: RequestInputs | None) -> 
         )
     made = StepFunctions(*functions)
     told = ["request"] if asked is not None else []
-    check_arguments(model, "init", made.init, ["params", "slots"])
-    check_arguments(model, "insert", made.insert, ["params", "carry", "slot", "inputs", *told])
-    check_arguments(model, "step", made.step, ["params", "carry", "active"])
+    check_arguments(model, "init of create()", made.init, ["params", "slots"])
+    check_arguments(model, "insert of create()", made.insert, ["params", "carry", "slot", "inputs", *told])
+    check_arguments(model, "step of create()", made.step, ["params", "carry", "active"])
     if asked is not None:
         insert, part = made.insert, asked.parted
 

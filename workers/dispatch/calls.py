@@ -92,6 +92,9 @@ class Calls:
     def cancel(self, call: Call) -> None:
         self._post(lambda: self._end(call, Cancelled("the request was cancelled")))
 
+    def stop(self, call: Call) -> None:
+        self._post(lambda: self._stop(call))
+
     def took(self, call: Call) -> None:
         self._post(lambda: self._took(call))
 
@@ -99,7 +102,7 @@ class Calls:
         self._post(lambda: self._abandon(call))
 
     def ask(self, operation: LoadModel | UnloadModel | ModelReady, port: ModelPort) -> bytes:
-        if isinstance(operation, ModelReady) and self._models.serves(operation.name, operation.version):
+        if isinstance(operation, ModelReady) and self._models.vouches(operation.name, operation.version):
             return b"true"
         if self.daemon is None:
             raise Unsupported("there is no server that models could be loaded in")
@@ -245,6 +248,18 @@ class Calls:
         inner = self._open.get(call)
         while inner is not None and inner.ahead:
             self._responses.took(inner)
+
+    def _stop(self, call: Call) -> None:
+        """A model that runs in a thread of its own is told, and goes on as it likes; anything else ends."""
+        inner = self._open.get(call)
+        if inner is None:
+            return
+        version = inner.version
+        assert isinstance(version, ModelVersion)
+        if inner in version.senders and version.loaded.instances:
+            inner.may_stop = True
+        else:
+            self._end(call, Cancelled("the request was cancelled"))
 
     def _end(self, call: Call, error: ServingError) -> None:
         """Answers it at once; what runs for it ends by itself."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tensord.shm.arrays import Array
+from tensord.shm.arrays import Array, datatype_of
 from tensord.shm.errors import InvalidArgument
 from tensord.workers.tensors.signature import TensorSpec
 
@@ -17,8 +17,12 @@ def classify(spec: TensorSpec, values: Array, count: int, batches: bool) -> Arra
 
     Raises: InvalidArgument: elements of that datatype have no order that anybody agreed on.
     """
-    if spec.datatype in ("BYTES", "BOOL", "FP16", "BF16"):
-        raise InvalidArgument(f"class result not available for output due to unsupported type '{spec.datatype}'")
+    datatype = datatype_of(values.dtype)
+    if datatype is None or datatype in ("BYTES", "BOOL", "FP16", "BF16"):
+        raise InvalidArgument(
+            f"class result not available for output due to unsupported type '{datatype or values.dtype}'"
+        )
+    batches = batches and values.ndim > 0
     rows = values.reshape(values.shape[0], -1) if batches else values.reshape(1, -1)
     k = min(count, rows.shape[1])
     best = np.empty((len(rows), k), np.object_)
@@ -28,9 +32,16 @@ def classify(spec: TensorSpec, values: Array, count: int, batches: bool) -> Arra
 
 
 def _largest(row: Array) -> Array:
-    """Indices, largest value first. Sorted on the values themselves: negating would wrap unsigned and extreme integers."""
+    """Indices, largest value first. Sorted on the values themselves: negating would wrap unsigned and extreme integers.
+
+    What is not a number is no class that anybody would choose: it comes last.
+    """
     ascending = np.argsort(row[::-1], kind="stable")
-    return len(row) - 1 - ascending[::-1]
+    largest = len(row) - 1 - ascending[::-1]
+    if row.dtype.kind != "f":
+        return largest
+    nameless = np.isnan(row[largest])
+    return np.concatenate([largest[~nameless], largest[nameless]])
 
 
 def _text(spec: TensorSpec, row: Array, index: int) -> bytes:

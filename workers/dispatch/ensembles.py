@@ -51,6 +51,7 @@ class _Run:
         "result",
         "run",
         "sender",
+        "unsent",
         "untaken",
         "version",
         "waiting",
@@ -72,6 +73,8 @@ class _Run:
         self.durations = [0, 0, 0]
         #: Of an ensemble that streams.
         self.sender: ResponseSender[Request] | None = None
+        #: Its answer that has not been sent, until it is known whether it is the last one.
+        self.unsent: dict[str, Array] | None = None
         #: Responses of steps that stream which are not taken yet, because enough others are being worked on.
         self.untaken: deque[tuple[Start[Array], InnerRequest, Result]] = deque()
 
@@ -191,7 +194,8 @@ class EnsembleRuns:
                 continue
             outputs = _fitted(instruction.outputs, run.version.signature.outputs, run.version.signature.batches)
             if run.sender is not None:
-                run.sender.send(outputs, wait=False)
+                self._send_unsent(run)
+                run.unsent = outputs
             else:
                 run.result = outputs
 
@@ -331,6 +335,7 @@ class EnsembleRuns:
         """Answers the request, if nothing of it runs any more."""
         request, version = run.request, run.version
         if run.run.running or run.untaken or self._runs.get(request) is not run:
+            self._send_unsent(run)
             return
         del self._runs[request]
         version.executing -= 1
@@ -343,7 +348,7 @@ class EnsembleRuns:
                 "ensemble steps can be made"
             )
         if run.sender is not None:
-            self._end_stream(run.sender, run.error)
+            self._end_stream(run, run.sender)
             return
         if run.error is not None:
             why = Failure.CANCELED if isinstance(run.error, Cancelled) else Failure.OTHER
@@ -358,11 +363,22 @@ class EnsembleRuns:
         execution.results = [run.result]
         self._finish(version, execution)
 
-    def _end_stream(self, sender: ResponseSender[Request], error: ServingError | None) -> None:
-        sender.returned = True
+    @staticmethod
+    def _send_unsent(run: _Run) -> None:
+        """Further answers may follow it."""
+        outputs, run.unsent = run.unsent, None
+        if outputs is not None and run.sender is not None:
+            run.sender.send(outputs, wait=False)
+
+    def _end_stream(self, run: _Run, sender: ResponseSender[Request]) -> None:
+        """Ends it with the answer with which no step is left, which is the last one, or with an error behind it."""
+        error, sender.returned = run.error, True
         if error is None:
-            sender.send(None, final=True)
-        elif sender.is_cancelled:
+            outputs, run.unsent = run.unsent, None
+            sender.send(outputs, final=True, wait=False)
+            return
+        self._send_unsent(run)
+        if sender.is_cancelled:
             self._responses.cancelled(sender.request)
         else:
             sender.fail(error)

@@ -39,10 +39,12 @@ def _wrong_count(submit: Submit, signature: Signature, given: list[str]) -> Serv
         f"expected {most} inputs" if required == most else f"expected number of inputs between {required} and {most}"
     )
     missing = [spec.name for spec in signature.inputs.values() if spec.name not in given and not spec.optional]
+    # A misspelt input of generate is one.
+    named = f" Its parameters are [{_quoted([*submit.parameters])}]." if missing and submit.parameters else ""
     return InvalidArgument(
         f"{label(submit.client_id)}{expected} but got {len(submit.inputs)} inputs for model '{signature.model}'. "
         f"Got input(s) [{_quoted(given[::-1])}], but missing required input(s) [{_quoted(missing)}]. "
-        "Please provide all required input(s)."
+        f"Please provide all required input(s).{named}"
     )
 
 

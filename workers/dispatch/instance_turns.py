@@ -63,7 +63,7 @@ class InstanceTurns:
                 # Whose time may be up waits here, where that is seen: the run before it may take longer than the last one.
                 if instance.given and version.planner.next_tick_ns:
                     break
-                self._run(version, instance, self._take(version, now_ns, number), now_ns)
+                self._run(version, number, self._take(version, now_ns, number), now_ns)
         return now_ns if version.limited and self.withdraw(version, now_ns) else next_ns
 
     def withdraw(self, version: ModelVersion, now_ns: int) -> bool:
@@ -74,7 +74,8 @@ class InstanceTurns:
                 self._limiter.done(instance)
         return self._limiter.take_moved()
 
-    def _run(self, version: ModelVersion, instance: Instance, batch: list[Request], now_ns: int) -> None:
+    def _run(self, version: ModelVersion, number: int, batch: list[Request], now_ns: int) -> None:
+        instance = version.loaded.instances[number]
         executable: Executable | None = None
         if not batch:
             return
@@ -99,15 +100,17 @@ class InstanceTurns:
             self._responses.open(batch, now_ns)
         if version.order is not None:
             version.order.taken(execution)
-        instance.run(execution, self._done(version, instance))
+        instance.run(execution, self._done(version, instance, number))
 
-    def _done(self, version: ModelVersion, instance: Instance) -> Callable[[Execution], None]:
+    def _done(self, version: ModelVersion, instance: Instance, number: int) -> Callable[[Execution], None]:
         def done(execution: Execution) -> None:
             short = execution.computed_ns - execution.began_ns < _SHORT_NS
             instance.depth = _DEPTH if short and version.runs_ahead else 1
             version.executing -= 1
             if instance.needs:
-                self._limiter.done(instance)
+                # Else whoever waits would go next each time, whatever a turn of either counts.
+                due_ns = version.planner.due_ns(number)
+                self._limiter.done(instance, again=due_ns is not None and due_ns <= execution.computed_ns)
             in_turn(version, execution, functools.partial(self._finish, version, execution))
 
         return done

@@ -11,7 +11,7 @@ from tensord.config import model_checks, model_config
 from tensord.config.model_config import ModelConfig
 from tensord.shm.control_records import Load
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, Unsupported
-from tensord.workers.declarations.created import created
+from tensord.workers.declarations.created import create, created
 from tensord.workers.declarations.declaration import declare_tensors
 from tensord.workers.declarations.device_choice import device_count
 from tensord.workers.declarations.exporting import write
@@ -39,6 +39,10 @@ def export_version(load: Load, device: jax.Device, folder: Path, platforms: str)
             raise Unsupported(
                 f"model '{load.name}': only a JAX model with a function create(path, config, device) is exported"
             )
+        if hasattr(module, "slots"):
+            raise Unsupported(
+                f"model '{load.name}': a stepped model is no program that is run once, it cannot be exported"
+            )
         if getattr(module, "state", None) or getattr(module, "request", None) or message.HasField("sequence_batching"):
             raise Unsupported(
                 f"model '{load.name}': a program has no state, and is told nothing of a request but its inputs"
@@ -58,7 +62,7 @@ def export_version(load: Load, device: jax.Device, folder: Path, platforms: str)
         model_checks.check(message)
         described = signature(message, axes, {})
         with precision(described):
-            returned = module.create(folders[0], model_config.to_dict(message), device)
+            returned = create(load.name, module, folders[0], model_config.to_dict(message), device)
         apply, parameters, _ = created(module, described, returned, None)
         inputs = {spec.name: Declared(spec.datatype, spec.model_dims, spec.axes) for spec in described.inputs.values()}
         message.name = folder.name

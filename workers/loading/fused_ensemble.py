@@ -98,7 +98,7 @@ def fuse(
         raise
     except Exception as error:  # in the models' own functions
         _log.error("making one program of ensemble '%s' failed", loaded.name, exc_info=error)
-        raise Internal(f"Internal: {describe_exception(error)}") from error
+        raise Internal(describe_exception(error)) from error
     return dataclasses.replace(loaded, jitted=jitted, footprint=progress.footprint())
 
 

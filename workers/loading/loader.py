@@ -31,7 +31,7 @@ from tensord.workers.calls.caller import ModelPort
 from tensord.workers.calls.desk import Desk
 from tensord.workers.calls.metric_registry import MetricRegistry
 from tensord.workers.declarations import artifact
-from tensord.workers.declarations.created import created, is_generator
+from tensord.workers.declarations.created import create, created, is_generator
 from tensord.workers.declarations.declaration import (
     batch_rules,
     check_size,
@@ -59,7 +59,7 @@ from tensord.workers.loading.instance_groups import Aside, Starting, compiling_a
 from tensord.workers.loading.jax_loading import jitted_model, run_samples
 from tensord.workers.loading.parameters import warn_of_keys, warn_of_leaves
 from tensord.workers.loading.step_loading import load_stepped
-from tensord.workers.models.author_error import describe_exception, without_frames
+from tensord.workers.models.author_error import described_failure, without_frames
 from tensord.workers.models.free_state import program_signature
 from tensord.workers.models.generator_model import GeneratorModel
 from tensord.workers.models.host_model import HostModel
@@ -67,6 +67,7 @@ from tensord.workers.models.instance import Instance
 from tensord.workers.models.jax_model import JaxModel
 from tensord.workers.models.jitted_instance import JittedInstance
 from tensord.workers.models.loaded_model import LoadedModel
+from tensord.workers.models.own_readiness import OwnReadiness
 from tensord.workers.models.python_model import PythonModel, auto_complete
 from tensord.workers.models.stepped_model import SteppedModel
 from tensord.workers.models.warmup import prepared_samples
@@ -235,7 +236,7 @@ class Loader:
                 raise
             _log.error("loading model '%s' version %d failed", record.name, record.version, exc_info=error)
             self._check()
-            raise Internal(f"Internal: {describe_exception(error, folders)}") from error
+            raise Internal(described_failure(error, folders)) from error
 
     def _load(
         self,
@@ -280,6 +281,7 @@ class Loader:
         jitted: JaxModel | None = None
         stepped: SteppedModel | None = None
         instances: tuple[Instance, ...] = ()
+        own_readiness: OwnReadiness | None = None
         if steps is not None:
             with self._compiling():
                 stepped = self._load_stepped(record, message, module, taken, steps, asked, flags, progress)
@@ -289,13 +291,11 @@ class Loader:
                 raise InvalidArgument(
                     f"model '{message.name}': class TritonPythonModel has no function execute(requests)"
                 )
+            own_readiness = OwnReadiness.of(module, record.name, self._starting.inbox)
             kind = "CPU" if self._gpu is None else "GPU"
             instances = self._starting.start(
                 message,
-                lambda instance: PythonModel(
-                    *(module, message, described, record.version, record.model_path, instance, kind, imports.port),
-                    sequences,
-                ),
+                PythonModel.maker(record, module, message, described, kind, imports.port, sequences, own_readiness),
                 prepared_samples(record, message, described, made_inputs),
                 flags.code,
             )
@@ -317,6 +317,7 @@ class Loader:
             batch_rules(message),
             imports,
             cached=message.response_cache.enable,
+            own_readiness=own_readiness,
             sees_outputs=message.backend == "python",
             ordered=model_config.is_ordered(message),
             passive=tuple(instance for instance in instances if instance.passive),
@@ -356,7 +357,7 @@ class Loader:
             check_size(buckets, self._max_batch_byte_size)
             check_state_size(buckets.signature, count, self._max_state_byte_size)
         with precision(described), flags.code():
-            returned = module.create(Path(record.version_path), model_config.to_dict(message), given)
+            returned = create(message.name, module, Path(record.version_path), model_config.to_dict(message), given)
         apply, parameters, first = created(module, described, returned, made_inputs.asked)
         if is_generator(returned):
             declare_streams(message)

@@ -15,6 +15,7 @@ from tensord.config import model_config
 from tensord.config.model_config import ModelConfig
 from tensord.shm.control_records import Load
 from tensord.shm.errors import Unsupported
+from tensord.workers.declarations.created import create
 from tensord.workers.declarations.declaration import choose_buckets
 from tensord.workers.declarations.device_choice import device_count
 from tensord.workers.declarations.request_inputs import RequestInputs
@@ -60,7 +61,7 @@ def load_stepped(
     check_buckets(buckets)
     folder, rules = Path(record.version_path), declared.rules
     with precision(described), flags.code():
-        returned = module.create(folder, model_config.to_dict(message), device)
+        returned = create(message.name, module, folder, model_config.to_dict(message), device)
     if flags.wide:
         described = dataclasses.replace(described, doubles=True)
         buckets = choose_buckets(message, module, described)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import traceback
 from collections.abc import Sequence
@@ -23,13 +24,26 @@ def describe_exception(error: BaseException, folders: Sequence[Path] = ()) -> st
 
     ``folders``: of the model, the version's first. Its files are named as they are called there, and the line that failed.
     """
-    text = " ".join(str(error).split())
+    # Where it is comes behind it, as for any other.
+    text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
     for folder in folders:
         text = text.replace(f"{folder}/", "")
     reason = _LINK_OR_PATH.sub(lambda found: "<path>" if found[0].startswith("/") else found[0], text)
     reason = bounded(reason, _MAX_REASON)
     said = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
     return said + _line(error, folders)
+
+
+def described_failure(error: BaseException, folders: Sequence[Path]) -> str:
+    """As ``describe_exception``, of what failed while a version was loaded, and what to do where that is known.
+
+    ``folders``: the version's and the model's.
+    """
+    said = describe_exception(error, folders)
+    name = error.filename if isinstance(error, FileNotFoundError) else None
+    if isinstance(name, str) and not os.path.isabs(name) and (folders[0] / name).exists():
+        said += f"; '{name}' lies in the version's folder, which create() gets: path / '{name}'"
+    return said
 
 
 def _line(error: BaseException, folders: Sequence[Path]) -> str:

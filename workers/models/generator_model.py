@@ -120,13 +120,13 @@ class _Run:
 
         ``alone``: nothing else tells the loop that it is at its end.
         """
-        sender, generator = self._sender, self._generator
+        sender, generator, request = self._sender, self._generator, self._request
         # Of one that was given ahead, and that nobody waits for by now, nothing runs.
-        while not sender.is_cancelled and (made := next(generator, _END)) is not _END:
-            sender.send(self._model.response(self._request, made))
+        while not (sender.is_cancelled or request.is_cancelled) and (made := next(generator, _END)) is not _END:
+            sender.send(self._model.response(request, made))
             if sender.is_full and self._resume is not None and sender.when_room(self._room):
                 return
-        if sender.is_cancelled:
+        if sender.is_cancelled or request.is_cancelled:
             generator.close()
         sender.finish(alone)
 

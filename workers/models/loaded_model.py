@@ -10,6 +10,7 @@ from tensord.workers.declarations.sequence_declaration import SequencePlan
 from tensord.workers.imports.model_imports import ModelImports
 from tensord.workers.models.instance import Instance
 from tensord.workers.models.jax_model import JaxModel
+from tensord.workers.models.own_readiness import OwnReadiness
 from tensord.workers.models.stepped_model import SteppedModel
 from tensord.workers.requests.request import Request
 from tensord.workers.scheduling.dynamic_batcher import BatchRules
@@ -57,6 +58,8 @@ class LoadedModel:
     ensemble: EnsembleGraph | None = None
     #: Whether that is to be one program; then ``jitted`` runs it.
     fuses: bool = False
+    #: Of a model that says itself whether it is ready.
+    own_readiness: OwnReadiness | None = None
     #: What it takes.
     footprint: Footprint = field(default_factory=Footprint)
 

@@ -86,6 +86,11 @@ class ModelTable:
         """Whether it takes requests here; for any thread."""
         return (name, number) in self._found
 
+    def vouches(self, name: str, number: int) -> bool:
+        """Whether it takes requests here, and nobody else need be asked; for any thread."""
+        found = self._found.get((name, number))
+        return found is not None and found.loaded.own_readiness is None
+
     def settle(self) -> None:
         """Moves draining versions on; called once a turn."""
         if self._draining:

@@ -34,7 +34,7 @@ class PythonOutlet:
             self._sender.send(None if response is None else self._answer(self._request, response), final)
 
     def is_cancelled(self) -> bool:
-        return self._sender.is_cancelled
+        return self._sender.is_cancelled or self._request.is_cancelled
 
     def give_up(self) -> None:
         """Nothing more will be sent by this one."""

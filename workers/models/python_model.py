@@ -2,18 +2,19 @@
 
 What the model sees is ``tensord.workers.python_backend.interface``; here is the other side: requests, responses. A model
 returns its responses from ``execute``, or sends them by its requests' senders, and one that is decoupled always does. Outputs
-that nobody declared are dropped, as in Triton; one of another datatype or shape than declared is the model's error, which
-Triton lets pass. Integers of another width are converted where all of them fit.
+that nobody declared are dropped, as in Triton; what becomes of one of another datatype or shape than declared:
+``tensord.workers.models.declared_outputs``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -21,20 +22,21 @@ import numpy as np
 from google.protobuf import json_format
 
 from tensord.config.model_config import ModelConfig, empty, to_json
-from tensord.shm.arrays import Array, datatype_of
+from tensord.shm.control_records import Load
 from tensord.shm.errors import Internal, InvalidArgument, ServingError, from_code
 from tensord.workers.calls.caller import Caller, ModelPort, Phase, calling
 from tensord.workers.declarations.sequence_declaration import SequencePlan
 from tensord.workers.models.author_error import describe_exception
+from tensord.workers.models.declared_outputs import DeclaredOutputs
 from tensord.workers.models.execution import Execution, own_failure
 from tensord.workers.models.outlet import PythonOutlet
-from tensord.workers.programs.lowering import check_output
+from tensord.workers.models.own_readiness import OwnReadiness
 from tensord.workers.python_backend import interface
 from tensord.workers.python_backend.response import parameters_of
 from tensord.workers.requests.request import Request, controls_of, named
 from tensord.workers.requests.response_sender import NOT_COMPLETED
 from tensord.workers.requests.result import STREAMED, Response, Result
-from tensord.workers.tensors.signature import Signature, TensorSpec
+from tensord.workers.tensors.signature import Signature
 from tensord.workers.threads.coroutine_thread import CoroutineThread
 
 _log = logging.getLogger(__name__)
@@ -71,19 +73,23 @@ class PythonModel:
         module: ModuleType,
         message: ModelConfig,
         signature: Signature,
+        outputs: DeclaredOutputs,
         version: int,
         repository: str,
         instance: str,
         kind: str,
         port: ModelPort,
         sequences: SequencePlan | None = None,
+        readiness: OwnReadiness | None = None,
     ) -> None:
-        """``sequences``: of a model that has some."""
+        """``sequences``: of a model that has some. ``readiness``: of one that says itself whether it is ready."""
+        self._readiness = readiness
         self._port = port
         self._sequences = sequences
         self._decoupled = message.model_transaction_policy.decoupled
         self._coroutines = CoroutineThread(f"{instance} coroutines")
         self._signature = signature
+        self._outputs = outputs
         self._instance = instance
         self._model = module.TritonPythonModel()
         self._arguments = {
@@ -96,11 +102,37 @@ class PythonModel:
             "model_instance_device_id": "0",
         }
 
+    @classmethod
+    def maker(
+        cls,
+        record: Load,
+        module: ModuleType,
+        message: ModelConfig,
+        signature: Signature,
+        kind: str,
+        port: ModelPort,
+        sequences: SequencePlan | None,
+        readiness: OwnReadiness | None,
+    ) -> Callable[[str], PythonModel]:
+        """What makes each of a version's instances, by its name. Raises InvalidArgument: a parameter says what it cannot."""
+        outputs, of = DeclaredOutputs(message, signature), (record.version, record.model_path)
+        return lambda instance: cls(
+            module, message, signature, outputs, *of, instance, kind, port, sequences, readiness
+        )
+
     def initialize(self) -> None:
         """Raises whatever the model raises."""
         if hasattr(self._model, "initialize"):
             with calling(Caller(self._port, phase=Phase.LOADING)):
                 self._model.initialize(self._arguments)
+        if self._readiness is not None:
+            self._readiness.join(self._is_ready)
+
+    def _is_ready(self) -> object:
+        """What the model says of itself; from any thread. Raises whatever the model raises."""
+        with calling(Caller(self._port, phase=Phase.APART)):
+            said = self._model.is_ready()
+            return asyncio.run(said) if inspect.iscoroutine(said) else said
 
     def execute(self, execution: Execution) -> None:
         requests = execution.requests
@@ -176,7 +208,7 @@ class PythonModel:
             flags=controls.start | controls.end << 1,
             timeout=own.timeout_us,
             parameters=json.dumps(submit.parameters),
-            cancelled=lambda: request.cancelled,
+            cancelled=lambda: request.is_cancelled,
             outlet=lambda: PythonOutlet(request, execution.sender(request), self._decoupled, self._answer),
             timeline=request.timeline,
         )
@@ -228,7 +260,7 @@ class PythonModel:
             return _client_error(response.error())
         try:
             outputs = {
-                tensor.name(): self._checked(self._signature.outputs[tensor.name()], tensor.content, request.rows)
+                tensor.name(): self._outputs.fit(tensor.name(), tensor.content, request.rows)
                 for tensor in response.output_tensors()
                 if tensor.name() in self._signature.outputs
             }
@@ -252,20 +284,6 @@ class PythonModel:
                 f"'{type(response)}'."
             )
         return None
-
-    def _checked(self, spec: TensorSpec, array: Array, rows: int) -> Array:
-        """The array in the client's shape. Raises Internal: not as declared."""
-        if spec.datatype == "BYTES" and datatype_of(array.dtype) == "BYTES":
-            array = array.astype(np.object_, copy=False)
-        elif array.dtype != spec.dtype and array.dtype.kind in "iu" and spec.dtype.kind in "iu":
-            # Integers that numpy made wider on the way (``np.array([0])``) are what was declared, where all of them fit.
-            as_declared = array.astype(spec.dtype)
-            array = as_declared if np.array_equal(as_declared, array) else array
-        check_output(self._signature.model, spec, self._signature.batches, rows, array.shape, array.dtype)
-        if not spec.reshaped:
-            return array
-        lead = array.shape[:1] if self._signature.batches else ()
-        return array.reshape(lead + spec.to_client(array.shape[len(lead) :]))
 
     def describe(self, error: BaseException) -> str:
         reason = describe_exception(error)

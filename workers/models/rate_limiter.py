@@ -50,10 +50,10 @@ class RateLimiter:
         """Whether it has what it needs; if so, until ``done``. If not, it is in the row for it."""
         return self._resources.runs(instance) or self._resources.ask(instance)
 
-    def done(self, instance: Instance) -> None:
-        """It has run, or has nothing to run after all."""
+    def done(self, instance: Instance, again: bool = False) -> None:
+        """It has run, or has nothing to run after all. ``again``: it has run, and there is more to run."""
         self._moved |= bool(
-            self._resources.give_back(instance)
+            self._resources.give_back(instance, again)
             if self._resources.runs(instance)
             else self._resources.withdraw(instance)
         )

@@ -52,7 +52,7 @@ def attach() -> bool:
         reason = _led() or _tried()
         _attached = not reason
         if _attached:
-            _log.info("large outputs are written where they are wanted")
+            _log.info("XLA writes large outputs straight to the memory of their clients, without a copy")
         else:
             _log.warning("outputs are copied to their places: %s", reason)
     return _attached

@@ -125,7 +125,7 @@ class ExecutableCache:
                 program = make()
             except CompilerDied as error:
                 raise Internal(f"{what}: the process that compiled it {error}") from None
-        return self.store(key, program, known)
+        return self.store(key, program, known, what)
 
     @staticmethod
     def key(parts: Iterable[str | bytes]) -> str:
@@ -162,11 +162,18 @@ class ExecutableCache:
             self._directory.remove(name, error)
             return None
 
-    def store(self, key: str, program: CompiledProgram, known: Sequence[tuple[object, bytes]] = ()) -> CompiledProgram:
+    def store(
+        self,
+        key: str,
+        program: CompiledProgram,
+        known: Sequence[tuple[object, bytes]] = (),
+        what: str = "a program",
+    ) -> CompiledProgram:
         """Keeps an executable, and says how large it is. What cannot be serialised, or a full disk, only costs the next start.
 
         Args:
           known: executables of XLA as they were serialised elsewhere.
+          what: whose it is, for the log.
         """
         if self._directory is None:
             return program
@@ -182,7 +189,7 @@ class ExecutableCache:
             self._directory.say_unusable(error)
             return program
         except Exception as error:
-            _log.info("executable %s is not cached: %s: %s", key, type(error).__name__, error)
+            _log.info("%s: its executable %s is not cached: %s: %s", what, key, type(error).__name__, error)
             return program
         return program._replace(byte_size=len(content))
 

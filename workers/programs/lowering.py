@@ -86,19 +86,31 @@ class Lowering:
         made = lowered.out_info[0] if self._signature.states else lowered.out_info
         name = self._signature.model
         if not isinstance(made, dict):
-            raise Internal(f"model '{name}': apply returned {type(made).__name__}, a dict of arrays is expected")
+            raise Internal(
+                f"model '{name}': apply returned {_kind(made)}, a dict of arrays is expected: {self._example()}"
+            )
         for spec in self._signature.outputs.values():
             if spec.name not in made:
                 raise Internal(f"model '{name}': output '{spec.name}' is declared but not computed")
             found = made[spec.name]
+            if not hasattr(found, "shape"):
+                raise Internal(f"model '{name}': output '{spec.name}' is {_kind(found)}, an array is expected")
             if spec.cut_like:
                 shape = shapes[list(self._signature.inputs).index(spec.cut_like)]
                 check_cut(name, spec, math.prod(shape or ()), found.shape, found.dtype)
             else:
                 check_output(name, spec, self._signature.batches, rows, found.shape, found.dtype)
 
+    def _example(self) -> str:
+        return "{" + ", ".join(f"'{name}': ..." for name in self._signature.outputs) + "}"
+
     def __repr__(self) -> str:
         return f"<Lowering of {self._signature.model!r}>"
+
+
+def _kind(made: Any) -> str:
+    """What a function has returned, in words; JAX's stand-in for an array is an array to whoever wrote the function."""
+    return "an array" if hasattr(made, "shape") and hasattr(made, "dtype") else f"a {type(made).__name__}"
 
 
 def check_output(
@@ -111,7 +123,12 @@ def check_output(
         return
     declared = f"{spec.datatype}{list((rows, *spec.model_dims) if batches else spec.model_dims)}"
     made = f"{datatype_of(dtype) or dtype}{list(shape)}"
-    raise Internal(f"model '{model}': output '{spec.name}' is computed as {made}, declared as {declared}")
+    # The commonest mistake: as many dims as are declared, where there is one more.
+    why = "; the model has max_batch_size, so the batch is the first dimension of every tensor, before those declared"
+    forgotten = batches and spec.fits_model(shape)
+    raise Internal(
+        f"model '{model}': output '{spec.name}' is computed as {made}, declared as {declared}{why if forgotten else ''}"
+    )
 
 
 def check_cut(model: str, spec: TensorSpec, elements: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:

@@ -112,10 +112,10 @@ class ResponseIterator:
             return self._kept[self._at - 1]
 
     def cancel(self) -> None:
-        """The model that is called may stop; an error is the last response."""
+        """The model that is called may stop. What it still sends comes; where it has not begun, an error does."""
         call = self._call
         if call is not None:
-            call.cancel()
+            call.stop()
 
     def __del__(self) -> None:
         # The model that is called goes on: nobody looks at what it answers.

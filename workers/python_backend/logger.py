@@ -27,6 +27,8 @@ class Logger:
     @staticmethod
     def log(message: str, level: LogLevel = LogLevel.INFO) -> None:
         """Raises TypeError: the level is none of the four."""
+        if not isinstance(message, str):
+            raise TypeError(f"message is {message!r}, expected a str")
         if not isinstance(level, Logger.LogLevel):
             raise TypeError(f"level is {level!r}, expected Logger.INFO, Logger.WARNING, Logger.ERROR or Logger.VERBOSE")
         _log.log(_LEVELS[level], "%s", message)

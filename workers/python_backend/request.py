@@ -69,7 +69,7 @@ class InferenceRequest:
         correlation_id: int | str = 0,
         inputs: Iterable[Tensor] = (),
         requested_output_names: Iterable[str] = (),
-        model_name: str = "",
+        model_name: str | bytes | None = None,
         model_version: int = -1,
         flags: int = 0,
         timeout: int = 0,
@@ -82,21 +82,27 @@ class InferenceRequest:
     ) -> None:
         """``trace``: of the request that it is made for. ``timeline``: its own, where ``execute`` gets it and it is traced.
 
-        Raises TritonModelException: something is not as a request to a model may be."""
+        Raises TritonModelException: something is not as a request to a model may be. TypeError: no model is named, or by no text.
+        """
+        if not isinstance(model_name, str | bytes):
+            raise TypeError(f"InferenceRequest needs model_name, a str; it is {model_name!r}")
         self._request_id = request_id
         self._correlation_id = correlation_id
         self._inputs = list(inputs)
         self._requested = sorted(set(requested_output_names))
-        self._model_name = model_name
+        self._model_name = _text(model_name)
         self._model_version = model_version
         self._flags = flags
         self._timeout = timeout
         self._parameters = parameters if isinstance(parameters, str) else json.dumps(checked_parameters(parameters))
         if not isinstance(correlation_id, int | str):
             raise TritonModelException("Correlation ID must be integer or string")
-        of = f"for request with id '{request_id}' and model name '{model_name}' should not be empty."
+        of = f"for request with id '{request_id}' and model name '{self._model_name}' should not be empty."
         if None in self._inputs:
             raise TritonModelException(f"Input tensor {of}")
+        for tensor in self._inputs:
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"inputs are of type Tensor, found {type(tensor).__name__}")
         if "" in self._requested:
             raise TritonModelException(f"Requested output name {of}")
         self._cancelled = cancelled
@@ -192,7 +198,7 @@ class InferenceRequest:
             raise TritonModelException(f"timeout is {self._timeout}, it cannot be negative")
         submit = Submit(
             0,
-            _text(self._model_name),
+            self._model_name,
             max(0, self._model_version),
             (),
             (),

@@ -25,8 +25,13 @@ class InferenceResponse:
         error: TritonError | Exception | str | None = None,
         parameters: Mapping[str, Parameter] | None = None,
     ) -> None:
-        """Raises TritonModelException: a parameter is of a type that no client could be sent."""
+        """Raises TritonModelException: an output is None, or a parameter of a type that no client could be sent. TypeError."""
         self._output_tensors = list(output_tensors or ())
+        if None in self._output_tensors:
+            raise TritonModelException("Output tensor for inference response should not be empty.")
+        for tensor in self._output_tensors:
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"output_tensors are of type Tensor, found {type(tensor).__name__}")
         self._error = error
         self._parameters = checked_parameters(parameters)
 

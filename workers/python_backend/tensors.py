@@ -24,7 +24,11 @@ TRITON_STRING_TO_NUMPY: dict[str, Any] = {
 class Tensor:
     """A named array. BYTES are object arrays of ``bytes``; BF16 arrays have ml_dtypes' bfloat16."""
 
-    def __init__(self, name: str, numpy_array: Array) -> None:
+    def __init__(self, name: str | bytes, numpy_array: Array) -> None:
+        if isinstance(name, bytes):  # as Triton, which takes what is read out of a BYTES tensor
+            name = name.decode()
+        if not isinstance(name, str):
+            raise TypeError(f"the name of a tensor is a str, not {type(name).__name__}")
         if not isinstance(numpy_array, np.ndarray):
             raise TritonModelException(f"tensor '{name}': a numpy array is expected, not {type(numpy_array).__name__}")
         if datatype_of(numpy_array.dtype) is None:

@@ -24,7 +24,7 @@ _ALL: Mapping[str, RequestedOutput] = {}
 class InnerRequest(Request):
     """``request_id`` and ``submitter`` are of the client's request that it belongs to, which is blamed for what it does."""
 
-    __slots__ = ("_answered", "ahead", "origin", "sink")
+    __slots__ = ("_answered", "ahead", "may_stop", "origin", "sink")
 
     def __init__(
         self,
@@ -46,8 +46,14 @@ class InnerRequest(Request):
         #: The request that it is made for, where there is one.
         self.origin: Request | None = origin
         self._answered = False
+        #: Its maker would have its model stop, and takes what that still sends.
+        self.may_stop = False
         #: Of responses that were handed over and that its maker has not taken yet: what each counts.
         self.ahead: deque[int] = deque()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.cancelled or self.may_stop
 
     @property
     def is_open(self) -> bool:

@@ -195,6 +195,11 @@ class Request(Sequenced):
         self.contents = {**self.contents, **{name: array.tobytes() for name, array in inputs.items()}}
 
     @property
+    def is_cancelled(self) -> bool:
+        """What its model is told: nobody needs further answers."""
+        return self.cancelled
+
+    @property
     def is_open(self) -> bool:
         """Whether its last answer has not been given."""
         return self.submitter.in_flight.get(self.request_id) is self

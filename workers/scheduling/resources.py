@@ -75,8 +75,10 @@ class Resources(Generic[A]):
         self._askers[asker].passed = 0
         return self._grant()
 
-    def give_back(self, asker: A) -> list[A]:
-        """It has run. Returns those that may run now."""
+    def give_back(self, asker: A, again: bool = False) -> list[A]:
+        """It has run. Returns those that may run now. ``again``: it would run once more, and is compared with those that wait."""
+        if again:
+            self._waiting[asker] = None
         if asker not in self._running:
             return self._grant()
         del self._running[asker]

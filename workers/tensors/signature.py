@@ -13,12 +13,13 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from tensord.config.model_config import ModelConfig, data_type_name
 from tensord.protocol import model_config_pb2
 from tensord.shm import datatypes
-from tensord.shm.arrays import DTYPES
+from tensord.shm.arrays import DTYPES, datatype_of
 from tensord.shm.errors import InvalidArgument
 
 _DECLARATION = re.compile(r"([A-Z0-9]+)\[([^\[\]]*)\]")
@@ -178,6 +179,18 @@ class Declared:
     axes: tuple[str | None, ...]
 
 
+def _meant(text: str) -> str:
+    """What somebody meant who wrote numpy's name of a datatype; "": nobody knows."""
+    name, bracket, dims = text.replace(" ", "").partition("[")
+    datatype: str | None = name.upper()
+    if datatype not in datatypes.ELEMENT_SIZES:
+        try:
+            datatype = datatype_of(np.dtype(getattr(ml_dtypes, name, name)))
+        except (TypeError, ValueError):
+            return ""
+    return f"did you mean '{datatype}{bracket}{dims}'?" if datatype not in (None, name) else ""
+
+
 def parse_declaration(what: str, text: object) -> Declared:
     """Reads ``DATATYPE[dims]``; a dim is a number, a name or -1.
 
@@ -185,7 +198,10 @@ def parse_declaration(what: str, text: object) -> Declared:
     """
     match = _DECLARATION.fullmatch(text.replace(" ", "")) if isinstance(text, str) else None
     if match is None or match[1] not in datatypes.ELEMENT_SIZES:
-        raise InvalidArgument(f"{what}: declared as {text!r}; expected a datatype with dims, such as 'FP32[8, n]'")
+        meant = _meant(text) if isinstance(text, str) else ""
+        raise InvalidArgument(
+            f"{what}: declared as {text!r}; expected a datatype with dims, such as 'FP32[8, n]'{meant and '; '}{meant}"
+        )
     dims: list[int] = []
     axes: list[str | None] = []
     for dim in match[2].split(",") if match[2] else ():

@@ -257,7 +257,7 @@ def test_the_model_is_another_one_now(served: Served, path: str) -> None:
     stream = sent(client, path, values(FULL))
     if path == INFER:
         text = "ModelInfer RPC doesn't support models with decoupled transaction policy"
-        assert client.answer(stream).text == text
+        assert client.answer(stream).text.startswith(text)
     else:
         submit = worker.next()
         worker.formed = False

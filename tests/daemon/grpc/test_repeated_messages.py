@@ -294,8 +294,8 @@ def test_a_known_message_of_a_model_that_is_another_now(path: str) -> None:
         front.model(worker, repeatable=False, streams=True)
         stream = client.call(message(b"abcd"), path)
         if path == INFER:
-            assert (
-                client.answer(stream).text == "ModelInfer RPC doesn't support models with decoupled transaction policy"
+            assert client.answer(stream).text.startswith(
+                "ModelInfer RPC doesn't support models with decoupled transaction policy"
             )
         else:
             submit = worker.next()

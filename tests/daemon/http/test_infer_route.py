@@ -19,7 +19,7 @@ from tensord.shm.errors import InvalidArgument, NotFound
         (b"/v2/models/m/infer?a=/b", InferRoute("m", 0)),
         (b"http://host:1/v2/models/m/infer", InferRoute("m", 0)),
         (b"HTTPS://host/v2/models/m/infer?x", InferRoute("m", 0)),
-        (b"/v2/models/a.b-c_d%20%2F/infer", InferRoute("a.b-c_d /", 0)),
+        (b"/v2/models/a.b-c_d%20%2F/infer", InferRoute("a.b-c_d %2F", 0)),
         (b"/v2/models/%ff/infer", InferRoute("\ufffd", 0)),
         (b"/v2/models/versions/infer", InferRoute("versions", 0)),
         (b"/v2/models//infer", None),

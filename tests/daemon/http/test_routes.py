@@ -95,12 +95,52 @@ def test_what_is_not_there(client: Client, method: str, path: str, status: int, 
     answer = client.ask(method, path)
     assert (answer.status, answer.error) == (status, text)
     assert answer.headers["content-type"] == "application/json"
-    assert "allow" not in answer.headers
+    assert ("allow" in answer.headers) == (status == 405)
 
 
-def test_head_is_refused(client: Client) -> None:
-    client.send(b"HEAD /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
-    assert client._until(b"\r\n\r\n").startswith(b"HTTP/1.1 405 ")
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("POST", "/v2/health/live", "GET, HEAD"),
+        ("POST", "/v2/models/echo/ready", "GET, HEAD"),
+        ("DELETE", "/v2", "GET"),
+        ("GET", "/v2/models/echo/infer", "POST"),
+        ("PUT", "/v2/logging", "GET, POST"),
+        ("OPTIONS", "/v2/repository/index", "POST"),
+    ],
+)
+def test_the_methods_of_a_path_are_said(client: Client, method: str, path: str, allowed: str) -> None:
+    answer = client.ask(method, path)
+    assert (answer.status, answer.headers["allow"]) == (405, allowed)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v2/health/live", "/v2/health/ready", "/v2/models/echo/ready", "/v2/models/nope/ready"]
+)
+def test_head_of_a_health_path_is_its_get_without_a_body(client: Client, path: str) -> None:
+    expected = client.ask("GET", path)
+    for _ in range(2):  # nothing of the first is left before the second
+        client.send(f"HEAD {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        head = client._until(b"\r\n\r\n").lower()
+        assert head.startswith(b"http/1.1 %d " % expected.status)
+        assert b"content-length: %s\r\n" % expected.headers["content-length"].encode() in head
+    assert client.ask("GET", path).status == expected.status
+
+
+def test_head_is_refused_elsewhere(client: Client) -> None:
+    client.send(b"HEAD /v2 HTTP/1.1\r\nHost: x\r\n\r\n")
+    head = client._until(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 405 ")
+    assert b"GET\r\n" in head
+
+
+def test_a_line_feed_is_no_empty_line(client: Client) -> None:
+    """An empty line before a request is passed over, as RFC 9112 wants it; a line feed alone is refused like any other."""
+    client.send(b"\r\nGET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert client._until(b"\r\n\r\n").startswith(b"HTTP/1.1 200 ")
+    client._until(b"}")
+    client.send(b"\nGET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert client._until(b"\r\n\r\n").startswith(b"HTTP/1.1 400 ")
 
 
 INDEX, LOAD, UNLOAD = "/v2/repository/index", "/v2/repository/models/a%20b/load", "/v2/repository/models/m/unload"

@@ -163,3 +163,12 @@ def test_both_formats_say_the_same(accept: str, read: object, content_type: str)
     assert samples["nv_inference_request_success", ("model", "m"), ("version", "3")] == 10
     assert samples["tensord_copied_bytes", ("model", "m"), ("version", "3")] == 1 << 40
     assert samples["tensord_region_bytes_max",] == 1 << 44
+
+
+def test_a_name_without_samples_is_not_there() -> None:
+    nothing = Snapshot(True, {}, [Total("m", 1, Counts(), 0)], [], [], [], 0, 0, {}, {}, [], {})
+    shown = render(nothing, "")[0].decode()
+    for name in ("nv_cache_num_hits_per_model", "nv_inference_first_response_histogram_ms", "tensord_model_sequences"):
+        assert name not in shown
+    described = set(re.findall(r"^# TYPE (\S+)", shown, re.MULTILINE))
+    assert described == {name for name in described if re.search(rf"^{name}[ {{_]", shown, re.MULTILINE)}

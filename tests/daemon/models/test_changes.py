@@ -210,7 +210,11 @@ async def test_a_refused_model_heals(tmp_path: Path) -> None:
     options = Repository(paths=(str(tmp_path),))
     (outcome,) = [await future for future in models.begin(await models.scan(options), options)]
     assert "nonsense" in outcome
-    assert published == models.states() == [Readiness(False, 1, 1, ("m",))]
+    told, readiness = models.states()
+    assert readiness == Readiness(False, 1, 1, ("m",))
+    assert isinstance(told, ModelState)
+    assert (told.name, told.version, told.state, "nonsense" in told.reason) == ("m", 0, "UNAVAILABLE", True)
+    assert published == [readiness]
     (standing,) = models.standings()
     assert "nonsense" in standing.reason
     assert await models.index(False) == [{"name": "m", "state": "UNAVAILABLE", "reason": standing.reason}]
@@ -219,6 +223,7 @@ async def test_a_refused_model_heals(tmp_path: Path) -> None:
     outcomes = models.begin(await models.scan(options), options)
     assert [await future for future in outcomes] == [""]
     assert published[-1] == Readiness(True, 1)
+    assert [state.version for state in models.states() if isinstance(state, ModelState)] == [1]
     assert [standing.reason for standing in models.standings()] == [""]
 
 

@@ -25,6 +25,12 @@ def test_listen_and_url() -> None:
     assert listener.url is None
 
 
+def test_an_address_as_urls_have_it() -> None:
+    with contextlib.closing(listening.listen("[::1]", 0, "http")) as listener:
+        port = listener.socket.getsockname()[1]
+        assert listener.url == f"http://[::1]:{port}"
+
+
 @pytest.mark.parametrize(("address", "paced"), [("127.0.0.1", False), ("::1", False), ("0.0.0.0", True)])
 def test_programs_of_this_host_are_never_paced(address: str, paced: bool) -> None:
     """Whoever comes from elsewhere gets what the host's operator chose."""

@@ -185,6 +185,9 @@ async def test_count_switch_and_no_worker(memory: int) -> None:
     registry.close()
     with pytest.raises(Unsupported, match="Client shared memory is disabled"):
         await made(lambda: [holder], Regions(enabled=False)).register(request(), TCP)
+    for name in ("a", ""):
+        with pytest.raises(Unsupported, match="Client shared memory is disabled"):
+            await made(lambda: [holder], Regions(enabled=False)).unregister(UnregisterRegion("system", name), TCP)
     with pytest.raises(Unavailable, match="no worker is running"):
         await made(list, Regions()).register(request(), TCP)
 

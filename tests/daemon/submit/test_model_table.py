@@ -37,7 +37,7 @@ def test_the_newest_ready_version_serves(table: ModelTable) -> None:
         ("x", 1, "Request for unknown model: 'x' is not found"),
         ("m", 2, "Request for unknown model: 'm' version 2 is not found"),
         ("m", 4, "Request for unknown model: 'm' version 4 is not found"),
-        ("n", 0, "Request for unknown model: 'n' has no available versions"),
+        ("n", 0, "Request for unknown model: 'n' has no available versions: version 1: failed"),
     ],
 )
 def test_what_does_not_serve(table: ModelTable, name: str, version: int, text: str) -> None:
@@ -62,6 +62,22 @@ def test_what_is_being_loaded_is_expected(table: ModelTable) -> None:
     table.update(ModelState("n", 2, "UNAVAILABLE", "failed"))
     with pytest.raises(NotFound, match="'n' has no available versions"):
         table.expect("n")
+
+
+def test_it_says_why_nothing_serves() -> None:
+    table = ModelTable()
+    table.update(ModelState("empty", 0, "UNAVAILABLE", "it has no version folder"))
+    table.update(ModelState("broken", 2, "UNAVAILABLE", "ValueError: no"))
+    table.update(ModelState("gone", 1, "UNAVAILABLE", "unloaded"))
+    for name, version, text in (
+        ("empty", 0, "'empty' has no available versions: it has no version folder"),
+        ("broken", 0, "'broken' has no available versions: version 2: ValueError: no"),
+        ("broken", 2, "'broken' version 2 is not found: version 2: ValueError: no"),
+        ("gone", 0, "'gone' has no available versions"),
+    ):
+        with pytest.raises(NotFound) as caught:
+            table.find(name, version)
+        assert caught.value.message == f"Request for unknown model: {text}"
 
 
 def test_ready_needs_a_worker_and_serving_does_not(table: ModelTable) -> None:

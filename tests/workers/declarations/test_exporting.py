@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,14 @@ def test_refusals(tmp_path: Path) -> None:
     assert not (tmp_path / "d").exists()
     tensord.models.export(tmp_path / "e", lambda _, inputs: inputs, None, {"x": "FP32[1]"})
     assert "is not empty" in exported("e", lambda _, inputs: inputs, {"x": "FP32[1]"})
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+def test_whoever_the_umask_lets_may_read_it(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        folder = tensord.models.export(tmp_path / "m", pooled, PARAMETERS, INPUTS, 8, {"width": (16, 64)})
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()}
+    assert set(modes.values()) == {0o666 & ~mask}, modes

@@ -13,6 +13,7 @@ from tensord.config.model_config import ModelConfig, complete, parse_pbtxt
 from tensord.shm.errors import Internal, InvalidArgument, NotFound
 from tensord.shm.messages import RequestedOutput
 from tensord.workers.calls.caller import ModelPort
+from tensord.workers.models.declared_outputs import DeclaredOutputs
 from tensord.workers.models.execution import Execution
 from tensord.workers.models.python_model import PythonModel, auto_complete
 from tensord.workers.python_backend import interface as pb_utils
@@ -28,18 +29,19 @@ CONFIG = """
 """
 
 
-def config() -> ModelConfig:
-    message = parse_pbtxt(CONFIG, "m")
+def config(more: str = "") -> ModelConfig:
+    message = parse_pbtxt(CONFIG + more, "m")
     complete(message)
     return message
 
 
-def model_of(source: type) -> PythonModel:
+def model_of(source: type, more: str = "") -> PythonModel:
     module: Any = ModuleType("made")
     module.TritonPythonModel = source
-    model = PythonModel(
-        module, config(), signature(config(), {}, {}), 3, "/models/m", "m_0_0", "CPU", ModelPort("m", 3, None)
-    )
+    message = config(more)
+    described = signature(message, {}, {})
+    outputs = DeclaredOutputs(message, described)
+    model = PythonModel(module, message, described, outputs, 3, "/models/m", "m_0_0", "CPU", ModelPort("m", 3, None))
     model.initialize()
     return model
 
@@ -103,31 +105,47 @@ def test_what_a_model_is_given() -> None:
     }
 
 
-def test_responses_one_by_one() -> None:
-    """An error of one response is that request's, and so is a datatype or shape that is not declared; extra outputs go."""
+class Careless:
+    """Answers with an error, and with outputs of other datatypes and shapes than CONFIG declares."""
 
-    class Model:
-        def execute(self, requests: list[pb_utils.InferenceRequest]) -> list[pb_utils.InferenceResponse]:
-            return [
-                pb_utils.InferenceResponse(error=pb_utils.TritonError("gone", pb_utils.TritonError.NOT_FOUND)),
-                pb_utils.InferenceResponse([pb_utils.Tensor("y", np.zeros(7))]),
-                pb_utils.InferenceResponse([pb_utils.Tensor("y", np.zeros((2, 1, 2), np.int32))]),
-                pb_utils.InferenceResponse(),
-                pb_utils.InferenceResponse(
-                    [pb_utils.Tensor(name, np.zeros((1, 1, 2), np.int32)) for name in ("y", "more")]
-                ),
-            ]
+    def execute(self, requests: list[pb_utils.InferenceRequest]) -> list[pb_utils.InferenceResponse]:
+        return [
+            pb_utils.InferenceResponse(error=pb_utils.TritonError("gone", pb_utils.TritonError.NOT_FOUND)),
+            pb_utils.InferenceResponse([pb_utils.Tensor("y", np.zeros(7))]),
+            pb_utils.InferenceResponse([pb_utils.Tensor("y", np.zeros((2, 1, 2), np.int32))]),
+            pb_utils.InferenceResponse(),
+            pb_utils.InferenceResponse(
+                [pb_utils.Tensor(name, np.zeros((1, 1, 2), np.int32)) for name in ("y", "more")]
+            ),
+        ]
 
+
+def test_responses_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
+    """An error of one response is that request's. What is not as declared is sent, and warned of once; extra outputs go."""
     execution = Execution([request_of({}) for _ in range(5)], 0)
-    model_of(Model).execute(execution)
-    error, datatype, rows, empty, good = execution.results
+    model_of(Careless).execute(execution)
+    error, *answered = execution.results
     assert isinstance(error, NotFound)
+    shown: list[dict[str, Any]] = []
+    for result in answered:
+        assert isinstance(result, dict)
+        shown.append({name: (str(array.dtype), array.shape) for name, array in result.items()})
+    assert shown == [{"y": ("float64", (7,))}, {"y": ("int32", (2, 2))}, {}, {"y": ("int32", (1, 2))}]
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "output 'y' is computed as FP64[7], declared as INT32[1, 1, 2]" in warning
+    assert "strict_outputs" in warning
+
+
+def test_a_model_may_be_strict() -> None:
+    execution = Execution([request_of({}) for _ in range(5)], 0)
+    strict = 'parameters { key: "strict_outputs" value { string_value: "true" } }'
+    model_of(Careless, strict).execute(execution)
+    _, datatype, rows, empty, good = execution.results
     for wrong, made in ((datatype, "FP64[7]"), (rows, "INT32[2, 1, 2]")):
         assert isinstance(wrong, Internal)
         assert wrong.message == f"model 'm': output 'y' is computed as {made}, declared as INT32[1, 1, 2]"
     assert empty == {}
     assert isinstance(good, dict)
-    assert {name: array.shape for name, array in good.items()} == {"y": (1, 2)}
 
 
 def test_auto_complete() -> None:

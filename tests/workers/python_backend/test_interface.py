@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,3 +45,28 @@ def test_it_is_one_module_for_models() -> None:
     """Whatever file a name is defined in."""
     names = "Tensor TritonError TritonModelException ModelConfig np_to_triton_dtype get_input_config_by_name"
     assert all(hasattr(pb_utils, name) for name in names.split())
+
+
+def test_arguments_that_triton_refuses() -> None:
+    """What pybind11 would not take is a TypeError; what its constructors look at themselves is Triton's exception."""
+    array = np.zeros(1, np.float32)
+    good = pb_utils.Tensor("x", array)
+    assert pb_utils.Tensor(b"x", array).name() == "x"  # type: ignore[arg-type]
+    made: Any = pb_utils
+    for wrong in (
+        lambda: made.Tensor(None, array),
+        lambda: made.InferenceResponse([1]),
+        lambda: made.InferenceRequest(inputs=[good], requested_output_names=["y"]),
+        lambda: made.InferenceRequest(model_name=None),
+        lambda: made.InferenceRequest(model_name="m", inputs=["x"]),
+        lambda: made.Logger.log("x", None),
+        lambda: made.Logger.log(None),
+    ):
+        with pytest.raises(TypeError):
+            wrong()
+    for wrong, words in (
+        (lambda: made.InferenceResponse([good, None]), "Output tensor for inference response should not be empty."),
+        (lambda: made.InferenceRequest(model_name="m", inputs=[None]), "Input tensor for request with id ''"),
+    ):
+        with pytest.raises(pb_utils.TritonModelException, match=words):
+            wrong()

@@ -1,0 +1,71 @@
+"""The outputs of a Triton Python model beside what its configuration says of them.
+
+Triton sends what such a model answers as it is, whatever the configuration says. So does this, and warns of it once a version;
+with the model's parameter ``strict_outputs`` an output of another datatype or shape is the model's error.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import numpy as np
+
+from tensord.config.model_checks import STRICT_OUTPUTS
+from tensord.config.model_config import ModelConfig, wants
+from tensord.shm.arrays import Array, datatype_of
+from tensord.shm.errors import Internal
+from tensord.workers.programs.lowering import check_output
+from tensord.workers.tensors.signature import Signature, TensorSpec
+
+_log = logging.getLogger(__name__)
+
+
+class DeclaredOutputs:
+    """One per version; its instances share it."""
+
+    def __init__(self, message: ModelConfig, signature: Signature) -> None:
+        """Raises InvalidArgument: the parameter ``strict_outputs`` says neither yes nor no."""
+        self._signature = signature
+        self._strict = wants(message, STRICT_OUTPUTS)
+        self._lock = threading.Lock()
+        self._warned = False
+
+    def fit(self, name: str, array: Array, rows: int) -> Array:
+        """The array in the client's shape. Raises Internal: not as declared, and the model is to be strict."""
+        spec = self._signature.outputs[name]
+        if spec.datatype == "BYTES" and datatype_of(array.dtype) == "BYTES":
+            array = array.astype(np.object_, copy=False)
+        elif self._strict and array.dtype != spec.dtype and array.dtype.kind in "iu" and spec.dtype.kind in "iu":
+            # Integers that numpy made wider on the way (``np.array([0])``) are what was declared, where all of them fit.
+            as_declared = array.astype(spec.dtype)
+            array = as_declared if np.array_equal(as_declared, array) else array
+        try:
+            check_output(self._signature.model, spec, self._signature.batches, rows, array.shape, array.dtype)
+        except Internal as error:
+            if self._strict:
+                raise
+            self._warn(error.message)
+            return self._reshaped(spec, array) if self._has_dims(spec, array) else array
+        return self._reshaped(spec, array)
+
+    def _has_dims(self, spec: TensorSpec, array: Array) -> bool:
+        """Whether only the datatype or the batch are others."""
+        lead = int(self._signature.batches)
+        return len(array.shape) >= lead and spec.fits_model(array.shape[lead:])
+
+    def _reshaped(self, spec: TensorSpec, array: Array) -> Array:
+        if not spec.reshaped:
+            return array
+        lead = array.shape[:1] if self._signature.batches else ()
+        return array.reshape(lead + spec.to_client(array.shape[len(lead) :]))
+
+    def _warn(self, why: str) -> None:
+        with self._lock:
+            first, self._warned = not self._warned, True
+        if first:
+            _log.warning(
+                "%s; it is sent as it is, as Triton does. Mend the configuration, or let the parameter %s refuse it",
+                why,
+                STRICT_OUTPUTS,
+            )

@@ -1,0 +1,82 @@
+"""What a Triton Python model says of its own readiness: ``TritonPythonModel.is_ready()``, where it has one.
+
+    the supervisor asks ─▶ ask (loop) ─▶ a thread beside the instances' ─▶ each model's is_ready ─▶ answered (loop)
+                                        ╰─ nothing after five seconds: it is not ready
+
+It is asked beside ``execute``, so a model that is busy is no less ready. While one thread asks no other does: whoever comes
+meanwhile gets the same answer, and "no" at once where that thread has not come back in time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from types import ModuleType
+
+from tensord.workers.threads.inbox import Inbox
+
+_log = logging.getLogger(__name__)
+#: As in Triton.
+_SECONDS = 5.0
+
+
+class OwnReadiness:
+    """One per version. ``join`` is for the instances' threads, the rest belongs to the worker's loop."""
+
+    def __init__(self, name: str, inbox: Inbox) -> None:
+        self._name = name
+        self._inbox = inbox
+        self._models: list[Callable[[], object]] = []
+        self._waiting: list[Callable[[bool], None]] = []
+        self._thread: threading.Thread | None = None
+        self._timer: threading.Timer | None = None
+
+    @classmethod
+    def of(cls, module: ModuleType, name: str, inbox: Inbox) -> OwnReadiness | None:
+        """Of a Triton Python model; None: it says nothing of its readiness."""
+        return cls(name, inbox) if hasattr(module.TritonPythonModel, "is_ready") else None
+
+    def join(self, is_ready: Callable[[], object]) -> None:
+        """One more instance that is to be asked."""
+        self._models.append(is_ready)
+
+    def ask(self, answered: Callable[[bool], None]) -> None:
+        """Calls that, on the loop, with whether every instance said ``True``."""
+        if self._thread is not None and not self._waiting:
+            answered(False)
+            return
+        self._waiting.append(answered)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._check, name=f"{self._name} is_ready", daemon=True)
+            self._timer = threading.Timer(_SECONDS, lambda: self._inbox.post(self._late))
+            self._timer.daemon = True
+            self._thread.start()
+            self._timer.start()
+
+    def _check(self) -> None:
+        ready = False
+        try:
+            ready = all(is_ready() is True for is_ready in self._models)
+        except BaseException:
+            _log.exception("is_ready of model '%s' failed", self._name)
+        self._inbox.post(lambda: self._checked(ready))
+
+    def _checked(self, ready: bool) -> None:
+        assert self._timer is not None
+        self._timer.cancel()
+        self._thread = self._timer = None
+        self._answer(ready)
+
+    def _late(self) -> None:
+        if self._waiting:
+            _log.warning("is_ready of model '%s' has not answered within %g s: it is not ready", self._name, _SECONDS)
+            self._answer(False)
+
+    def _answer(self, ready: bool) -> None:
+        waiting, self._waiting = self._waiting, []
+        for answered in waiting:
+            answered(ready)
+
+    def __repr__(self) -> str:
+        return f"<OwnReadiness of {self._name} {'asked' if self._thread else 'idle'}>"
