@@ -303,7 +303,12 @@ class Models:
         """Takes down what has lost a member, and loads again what has one again, or another one."""
         self._take_down(self.ensembles.lost())
         for found in self.ensembles.returned():
-            self._again[found.name] = asyncio.get_running_loop().create_task(self._bring_again(found))
+            task = self._again[found.name] = asyncio.get_running_loop().create_task(self._bring_again(found))
+            task.add_done_callback(functools.partial(self._came_again, found.name))
+
+    def _came_again(self, name: str, task: asyncio.Task[None]) -> None:
+        if self._again.get(name) is task:
+            del self._again[name]
 
     async def _bring_again(self, found: FoundModel) -> None:
         if error := await self._bring(found, again=True):

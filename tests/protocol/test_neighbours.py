@@ -164,5 +164,5 @@ def test_a_check_says_the_same(repository: Path, tmp_path: Path, monkeypatch: py
     assert (done.returncode, f"models: {len(LOUD) + 4} good, 0 bad" in done.stdout) == (0, True), done.stderr
     done = prepared.run(["tensord", "check", f"--model-repository={shared}", "--device=cpu"])
     assert "models: 2 good, 2 bad" in done.stdout
-    assert "second: version 1: Internal: AssertionError: not alone" in done.stderr
+    assert "second: version 1: AssertionError: not alone" in done.stderr
     assert "third: version 1: its process exited with status 3 while loading it" in done.stderr
