@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -41,9 +43,12 @@ class Placement(NamedTuple):
 
         return jax.tree.map(spec, self.parameters)
 
-    def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        """Compiles what was lowered for it."""
-        return lowered.compile(None if self.device is None else _SINGLE_THREAD)
+    def compile(
+        self, lowered: jax.stages.Lowered, options: Mapping[str, str | bool] = MappingProxyType({})
+    ) -> jax.stages.Compiled:
+        """Compiles what was lowered for it. ``options``: of XLA, besides those of the device."""
+        given = dict(options) if self.device is None else _SINGLE_THREAD | dict(options)
+        return lowered.compile(given or None)
 
 
 class CompiledProgram(NamedTuple):

@@ -7,6 +7,8 @@
 ``apply`` stays a computation of its own inside the loop. Were it compiled together with what is around it, XLA would put other
 operations into one kernel than it does for a request alone, and a product that is added to something would be rounded, or not.
 With numbers of 16 bits or fewer that happens all the same on processors that compute with them, so such models have no series.
+From JAX 0.11 on, it also happens to small loops on a CPU, which XLA compiles with what is in them as one function: that is turned
+off for the loop here, and models with loops of their own, which keep it when they run alone, have no series.
 """
 
 from __future__ import annotations
@@ -35,6 +37,10 @@ from tensord.workers.tensors.signature import Signature
 
 #: A value of such a type, as JAX prints what it traced.
 _NARROW_FLOAT = re.compile(r"\b(bf16|f16|f8_\w+|f4_\w+)\[")
+#: An operation that is a loop, as JAX prints what it traced.
+_LOOP = re.compile(r"\b(while|scan)\[")
+_JOINS_SMALL_LOOPS = jax.__version_info__[:2] > (0, 10)
+_OPTIONS = {"xla_disable_hlo_passes": "small-while-loop-hoisting"} if _JOINS_SMALL_LOOPS else {}
 
 
 class SeriesWanted(NamedTuple):
@@ -169,7 +175,8 @@ def compile_series(
     with precision(signature):
         known = placement.parameter_specs
         traced, made = jax.make_jaxpr(apply, return_shape=True)(known, given)
-        if _NARROW_FLOAT.search(str(traced)):
+        text = str(traced)
+        if _NARROW_FLOAT.search(text) or (_JOINS_SMALL_LOOPS and _LOOP.search(text)):
             return None
         inputs = Packing([(name, spec.shape, spec.dtype) for name, spec in given.items()])
         outputs = Packing([(name, made[name].shape, made[name].dtype) for name in signature.outputs])
@@ -187,5 +194,5 @@ def compile_series(
             return made
 
         stacks = tuple([placement.spec((wanted.length, size), dtype) for dtype, size in inputs.rows])
-        call = placement.compile(jax.jit(series).lower(known, stacks))
+        call = placement.compile(jax.jit(series).lower(known, stacks), _OPTIONS)
     return SeriesProgram(wanted, signature, functools.partial(call, placement.parameters), inputs, outputs)
