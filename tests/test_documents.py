@@ -143,7 +143,7 @@ def test_the_readmes_own_model(user: User) -> None:
 
 def test_init_check_and_export(user: User) -> None:
     (command,) = re.findall(r"`(\.venv/bin/tensord init .*?)`", README.read_text())
-    user.shell(command.replace("models/double", "begun/double"))
+    user.shell(command.replace("models/mine", "begun/mine"))
     user.shell(".venv/bin/tensord check --model-repository begun")
     user.shell(block(README, EXPORTED))
     assert (user.folder / "exported" / "digits" / "1").is_dir()

@@ -101,7 +101,10 @@ def test_what_is_in_the_source_archive(archive: Path) -> None:
     assert all(member.isdir() or member.isfile() for member in members.values())
     files = {name for name, member in members.items() if member.isfile()}
     sources = {
-        path for room in ROOMS for end in ("py", "pyi", "c", "h", "toml") for path in (ROOT / room).rglob(f"*.{end}")
+        path
+        for room in ROOMS
+        for end in ("py", "pyi", "c", "h", "toml", "proto")
+        for path in (ROOT / room).rglob(f"*.{end}")
     }
     sources = {path.relative_to(ROOT) for path in sources}
     expected = {str(path if path.parts[0] == "tensord" else "tensord" / path) for path in sources}

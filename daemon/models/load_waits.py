@@ -37,7 +37,7 @@ class LoadWaits:
 
     def waiters(self, name: str) -> set[str]:
         """The models that wait for that one, directly or by way of others."""
-        return {model for model, _ in self._waits if self._way(model, name)}
+        return {model for model, _ in self._waits if model != name and self._way(model, name)}
 
     def _way(self, start: str, end: str) -> list[str]:
         """From one to the other, by who waits for whom; empty: there is none."""

@@ -13,7 +13,13 @@ _MAX_NAMED = 8
 
 def summary(models: Models, devices: Iterable[str]) -> str:
     """One line that begins with whether the daemon is ready, as ``/v2/health/ready`` answers."""
-    served = models.lifecycle.ready_models()
+    # A version whose worker has died is READY as well, until another one has it.
+    books = models.lifecycle.models
+    found = {
+        name: [n for n in numbers if books[name].versions[n].ready]
+        for name, numbers in models.lifecycle.ready_models().items()
+    }
+    served = {name: numbers for name, numbers in found.items() if numbers}
     named = [f"{name} {'+'.join(map(str, versions))}" for name, versions in served.items()]
     more = [f"{len(named) - _MAX_NAMED} more"] if len(named) > _MAX_NAMED else []
     listed = ", ".join([*named[:_MAX_NAMED], *more]) or "none"

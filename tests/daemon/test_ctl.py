@@ -49,7 +49,7 @@ def test_models(daemon: FakeDaemon) -> None:
 
 def test_status_and_regions(daemon: FakeDaemon) -> None:
     text = tensorctl(daemon.control, "status").stdout
-    assert text.startswith("tensord: serving, not ready, 0 of 1 models served, http://127.0.0.1:")
+    assert text.startswith("tensord: serving, ready, 0 of 1 models served, http://127.0.0.1:")
     assert "worker-0" in text
     assert json.loads(tensorctl(daemon.control, "--json", "status").stdout)["phase"] == "serving"
     assert tensorctl(daemon.control, "regions", "list").stdout.split()[:5] == [

@@ -28,7 +28,7 @@ from tests.daemon.grpc.requests import REQUESTS, TYPED, Infer, Parameter
 
 def table() -> ModelTable:
     models = ModelTable()
-    models.update(ModelState("m", 1, "READY", workers=(1,)))
+    models.update(ModelState("m", 1, "READY", workers=(1,), metadata=b"{}"))
     return models
 
 

@@ -266,7 +266,7 @@ def test_a_model_that_changes() -> None:
 
     front.reader.read(content)
     for value in (False, True, False):
-        models.update(ModelState("m", 1, "READY", workers=(1,), streams=value))
+        models.update(ModelState("m", 1, "READY", workers=(1,), streams=value, metadata=b"{}"))
         assert decoupled() is value
         assert front.reader.read(content)[2].streams is value
         models.update(ModelState("m", 1, "UNLOADING"))

@@ -146,7 +146,7 @@ def test_whose_time_may_be_up_is_not_given_ahead(bench: Bench) -> None:
     until(bench, lambda: begun(bench, "yields"))
     late = bench.submit("yields", 2, deadline_ns=time.monotonic_ns() + 20_000_000)
     until(bench, lambda: late not in bench.submitter.in_flight)
-    assert [sent for sent in bench.sent() if sent[0] == late] == [(late, "UNAVAILABLE")]
+    assert [sent for sent in bench.sent() if sent[0] == late] == [(late, "DEADLINE_EXCEEDED")]
     assert held in bench.submitter.in_flight
     (bench.folder / "yields" / "open").touch()
     until(bench, lambda: not bench.submitter.in_flight)

@@ -83,7 +83,7 @@ def test_which_programs_have_them(outputs: int, count: int, packs: bool) -> None
 @pytest.mark.parametrize(
     ("made", "sentence"),
     [
-        (lambda x: [x], "apply returned list"),
+        (lambda x: [x], "apply returned a list"),
         (lambda x: {"y": x}, "output 'z' is declared but not computed"),
         (lambda x: {"y": x, "z": x.astype(jnp.int32)}, "output 'z' is computed as INT32"),
     ],
