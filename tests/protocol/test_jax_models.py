@@ -203,7 +203,9 @@ def test_buckets_for_an_axis_that_is_not_there(daemon: DaemonProcess) -> None:
 def test_an_error_of_apply_keeps_its_links_and_tells_no_path(daemon: DaemonProcess) -> None:
     status, error = load(daemon, "branches", BRANCHES)
     assert status == 400
-    assert re.search(r"See https://docs\.jax\.dev/en/latest/\S*errors\.html#jax\.errors\.TracerBoolConversionError", error)
+    assert re.search(
+        r"See https://docs\.jax\.dev/en/latest/\S*errors\.html#jax\.errors\.TracerBoolConversionError", error
+    )
     assert str(daemon.folder) not in error
     assert "/models/" not in error
 
