@@ -106,11 +106,11 @@ class _StandardError(logging.StreamHandler[TextIO]):
 
 
 class Seldom:
-    """Says whether a trouble is to be named again, which may come with every request: once a minute. Used by several threads."""
+    """Limits log lines about a failure that may recur with every request to one a minute. Safe for several threads."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        #: What the trouble is about -> when it is due again.
+        #: Subject of a failure -> the time (of the clock) from which it may be logged again.
         self._next: dict[str, float] = {}
 
     def is_due(self, what: str = "") -> bool:

@@ -271,12 +271,12 @@ def data_type_name(tensor: Any) -> str:
     return str(known.name) if known is not None else f"TYPE_{tensor.data_type}"
 
 
-#: What parameters say that switch something.
+#: Values that a boolean model parameter may have.
 _ANSWERS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def wants(message: ModelConfig, parameter: str) -> bool:
-    """Whether that parameter says yes. Raises InvalidArgument: it says neither yes nor no."""
+    """Returns the value of a boolean model parameter. Raises InvalidArgument: it is neither true nor false."""
     if parameter not in message.parameters:
         return False
     said = message.parameters[parameter].string_value

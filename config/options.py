@@ -19,12 +19,12 @@ SocketMode = Annotated[str, Meta(pattern="^0[0-7]{3}$", description="octal permi
 #: What a record to a child process can hold.
 _LARGEST = (1 << 63) - 1
 Count = Annotated[int, Meta(ge=1, le=_LARGEST)]
-#: As the numbers that kinds of requests have on a lane (``tensord.shm.forms``).
+#: How many request forms a front may keep; a lane has so many numbers for them (``tensord.shm.forms``).
 Forms = Annotated[int, Meta(ge=0, le=1024)]
 CountOrNone = Annotated[int, Meta(ge=0, le=_LARGEST)]
 ByteSize = Annotated[int, Meta(ge=0, le=_LARGEST)]
 ArenaSize = Annotated[int, Meta(ge=1 << 20, le=1 << 40)]
-#: Of one protocol: each has a row of the page they share (``tensord.daemon.control.tally``).
+#: The most fronts that a protocol may have; each has a row of the page that they share (``tensord.daemon.control.tally``).
 MAX_PROCESSES = 64
 Processes = Annotated[int, Meta(ge=1, le=MAX_PROCESSES)]
 #: Bounded, so that every time is also a number of nanoseconds.

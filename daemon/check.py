@@ -1,4 +1,4 @@
-"""Whether models load: all of a device's in one process, by a worker's own code and in its order, and nothing is served.
+"""Checks whether models load: those of a device in one process, by a worker's own code and in its order; nothing is served.
 
     found in the repositories ─▶ python -m tensord.workers.check, bounded in time ─▶ good, or the reason, or how the process ended
     an ensemble               ─▶ its configuration beside those of its members, once they were tried
@@ -196,10 +196,10 @@ class _Attempt:
 
     def __init__(self, models: Sequence[FoundModel], options: bytes, device: Device, timeout: float) -> None:
         self.device = device.name
-        #: Those of which nothing is known yet.
+        #: Models that have no verdict yet, in the order in which they are loaded.
         self.left = list(models)
         self._timeout = timeout
-        #: It was ended because the time of a model was over.
+        #: True if the process was killed because a model exceeded its timeout.
         self.late = False
         self.ended = False
         #: Where the printed lines of the first that is left begin.

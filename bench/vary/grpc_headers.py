@@ -16,10 +16,10 @@ Field = tuple[bytes, bytes]
 EMPTIED = b"\x20\x3f\xe1\x1f"
 _TABLE_SIZE = 4096
 _STATIC_SIZE = 61
-#: What an entry takes beside its name and value.
+#: Bytes that RFC 7541 adds to the name and value of each table entry.
 _ENTRY_SIZE = 32
 _STATIC = {(b":method", b"POST"): 3, (b":scheme", b"http"): 6}
-#: What a call says besides its deadline and its metadata.
+#: Header fields that every gRPC call sends.
 _REPEATED = (
     (b":authority", b"bench"),
     (b":method", b"POST"),
@@ -32,7 +32,7 @@ _AGENT = (b"user-agent", b"grpc-c++/1.54.3 grpc-c/31.0.0 (linux; chttp2)")
 
 
 def fields(method: str, timeout: str, trace: str) -> tuple[list[Field], list[Field]]:
-    """What a call of that method says, and its metadata."""
+    """Returns the header fields of one call of a method, its metadata included."""
     path = (b":path", b"/inference.GRPCInferenceService/" + method.encode())
     said = [path, *_REPEATED, (b"grpc-timeout", timeout.encode()), _AGENT]
     return said, [(b"traceparent", trace.encode())]

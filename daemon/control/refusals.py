@@ -10,7 +10,7 @@ from typing import TypeVar
 from tensord.shm.errors import ServingError
 from tensord.shm.refusals import Refusal, RefusalLog
 
-#: Those of fronts, in the order of their words in a tally (``tensord.daemon.control.tally``).
+#: The reasons for which fronts refuse, in the order of their words in a tally (``tensord.daemon.control.tally``).
 OF_FRONTS = (
     Refusal.REQUEST_ROOM,
     Refusal.BODIES,

@@ -36,7 +36,7 @@ class Watch(Protocol):
     """What tells a transport when there is something to read, or room to write."""
 
     loop: asyncio.AbstractEventLoop
-    #: Whether a client that has ended its side is gone, although something that it sent before is not read.
+    #: Whether a client that has shut down its sending side counts as gone while bytes that it sent are still unread.
     heeds_end: bool
 
     def change(self, transport: SocketTransport, watched: int, wanted: int) -> None:

@@ -36,7 +36,7 @@ class Call(ABC):
 
     @property
     def answers(self) -> bool:
-        """Whether an answer is being made, so that the client need not send anything for it."""
+        """Whether the call is waiting for the server: nothing more is expected from the client."""
         return not self.idle
 
     @abstractmethod

@@ -31,7 +31,7 @@ MAX_NUMBERS = 1 << 20
 MAX_TEXT = 1 << 20
 #: A message of that size holds no more fields of two bytes than it may.
 _UNCOUNTED = 2 * MAX_ENTRIES
-#: What holds data: its bytes are no text, and are read without a step for each.
+#: Message types and fields that hold tensor or file data, whose bytes do not count as text.
 _CONTENTS = "inference.InferTensorContents"
 _DATA = frozenset((_CONTENTS, "inference.ModelRepositoryParameter.bytes_param"))
 _SHAPE = "inference.ModelInferRequest.InferInputTensor.shape"
@@ -40,11 +40,11 @@ _VARINT, _FIXED64, _DELIMITED, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
 
 @dataclass(slots=True)
 class _Field:
-    """What is known of a field: its name, how often it may stand in a message, and what it holds."""
+    """A message field as it is counted: its name, the most occurrences that are taken, and what it holds."""
 
     name: str
     most: int
-    #: Of a message in it; None: it holds a value.
+    #: The kind of the message that the field holds; None: it holds a value.
     inner: _Kind | None = None
     #: Under which its packed numbers are counted, and how many there may be. "": it holds none.
     numbers: str = ""
@@ -82,7 +82,7 @@ def check(message: Buffer, descriptor: Any) -> None:
 
 
 class _Counting:
-    """One walk."""
+    """Counts the fields of one message in one walk over its bytes."""
 
     def __init__(self, message: Buffer) -> None:
         self._message = memoryview(message)

@@ -67,14 +67,14 @@ class HeaderBlocks:
 
 
 def _violation(error: ValueError | OverflowError) -> Violation:
-    """What the decoder's error is in HTTP/2."""
+    """Translates a decoder's error into an HTTP/2 connection error."""
     if isinstance(error, OverflowError):
         return Violation(ENHANCE_YOUR_CALM, "the headers are larger than allowed")
     return Violation(COMPRESSION_ERROR, "the header block cannot be decoded")
 
 
 def _understood(common: bytes) -> CallHead:
-    """What the fields say that calls have in common. Raises: Malformed."""
+    """Interprets the header fields that calls have in common. Raises: Malformed."""
     raw = fields(common)
     header_rules.check_common(raw)
     said = dict(header_rules.metadata(raw))
@@ -95,7 +95,7 @@ _known = functools.lru_cache(256)(_understood)
 
 
 def _with_own(head: CallHead, own: Fields) -> CallHead:
-    """The same with the fields that are the call's own. Raises: Malformed."""
+    """Adds a call's own header fields (deadline, metadata, content-length) to a head. Raises: Malformed."""
     length = header_rules.check_own(own)
     if head.http_status != 200:
         return head

@@ -34,7 +34,7 @@ def of_contents(contents: Any, dtype: np.dtype[Any]) -> Numbers:
 
 
 def varints(packed: npt.NDArray[np.uint8]) -> Numbers:
-    """Whole varints as unsigned numbers of 64 bits; small ones as they lie."""
+    """Decodes complete varints into an array of unsigned 64-bit numbers, or of bytes where all are below 128."""
     if not len(packed) or packed.max() < 128:
         return packed
     pieces: list[Numbers] = []

@@ -15,7 +15,7 @@ _EXPOSED = "Inference-Header-Content-Length"
 
 
 class CrossOrigin:
-    """One per front that lets some in."""
+    """Adds the CORS header lines to a front's answers."""
 
     def __init__(self, origins: Sequence[str]) -> None:
         """``origins``: as browsers say them, ``https://example.org``; ``*`` is all."""

@@ -11,7 +11,7 @@ from tensord.shm.control_records import ModelGone, ModelState
 
 
 class Coming:
-    """One per daemon; the lifecycle knows nothing of them yet."""
+    """Tells fronts which ensembles wait for their members. One per daemon."""
 
     def __init__(self, publish: Callable[[ModelState | ModelGone], None]) -> None:
         self._publish = publish

@@ -21,7 +21,7 @@ MAX_ENTRIES = 100_000
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether it is one, or a link to one. One to nowhere, or in a circle, is none. Raises OSError: nobody can tell."""
+    """Returns whether an entry is a folder or a link to one; dangling and circular links are not. Raises OSError."""
     try:
         return entry.is_dir()
     except OSError as error:

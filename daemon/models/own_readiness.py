@@ -40,7 +40,7 @@ class OwnReadiness:
         self._workers = workers
 
     async def is_ready(self, name: str, number: int = 0) -> bool:
-        """Whether that version, or the newest with 0, serves and says that it is ready."""
+        """Returns whether a version (0: the newest) serves and its model says that it is ready."""
         versions = self._lifecycle.models[name].versions if self._lifecycle.is_ready(name, number) else {}
         ready = [n for n, version in versions.items() if version.state is VersionState.READY]
         if not ready:

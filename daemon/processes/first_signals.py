@@ -14,10 +14,10 @@ _PASSED_OVER = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class FirstSignals:
-    """One per daemon, until its loop handles SIGTERM, SIGINT and SIGHUP; the others stay with it."""
+    """Signal handlers for the time before the event loop installs its own."""
 
     def __init__(self) -> None:
-        #: What asked for the end: SIGTERM or SIGINT; None: nothing has.
+        #: The signal that asked the daemon to stop, SIGTERM or SIGINT; None: none has come.
         self.came: signal.Signals | None = None
 
     def watch(self) -> None:

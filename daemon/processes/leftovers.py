@@ -22,13 +22,13 @@ _INTERVAL = 0.02
 
 
 class Leftovers:
-    """One per daemon; looks for them beside the loop."""
+    """Kills what a dead worker's models have left running. One per daemon; the search runs off the event loop."""
 
     def __init__(self) -> None:
         self._looks: set[asyncio.Task[None]] = set()
 
     def end(self, worker: str, mark: str) -> None:
-        """That worker is dead: ends what it has left behind."""
+        """Begins to kill the processes that a dead worker's models left behind."""
         if mark:
             task = asyncio.get_running_loop().create_task(self._end(worker, mark))
             self._looks.add(task)

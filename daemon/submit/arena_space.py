@@ -228,7 +228,7 @@ def _holds(client: Client | None) -> int:
 
 
 def _held(account: Account | None) -> int:
-    """What the client of an account holds."""
+    """Returns the bytes of the arena that an account's client holds."""
     return 0 if account is None else account.client.requests
 
 

@@ -132,7 +132,7 @@ class Choice:
         return None
 
     def is_loading(self, model: str, version: int) -> bool:
-        """Whether nothing of it serves yet, but will."""
+        """Returns whether a version is being loaded and no version that would answer for it serves."""
         with contextlib.suppress(NotFound):
             return self._table.expect(model, version).state == "LOADING"
         return False

@@ -64,5 +64,5 @@ class Workerless:
 
 
 def loading(model: str, seconds: float) -> Unavailable:
-    """What who waited so long for a model that is being loaded is answered."""
+    """Makes the error for a request that waited in vain for a model to be loaded."""
     return Unavailable(f"model '{model}' is still being loaded after {seconds:g} s; ask again later")

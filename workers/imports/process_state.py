@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 _log = logging.getLogger(__name__)
-#: What is asked and told by a function each.
+#: Settings that have a function to read and one to write them.
 _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "gc.isenabled()": (gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
     "logging.disable": (lambda: logging.root.manager.disable, logging.disable),
@@ -29,12 +29,12 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
 
 
 class ProcessState:
-    """Of a worker's process. Used by threads that run no model's code at that time."""
+    """Restores the process-wide state that models change. Used by threads that run no model's code at that time."""
 
     def __init__(self) -> None:
         self._known = False
         self._lock = threading.Lock()
-        #: Whose loads are under way.
+        #: Names of the models that are being loaded now.
         self._loading: list[str] = []
 
     @contextlib.contextmanager
@@ -104,7 +104,7 @@ class ProcessState:
         yield f"warnings were errors ({', '.join(sorted(str(entry[2]) for entry in raising))})"
 
     def _put_back_path(self) -> Iterator[str]:
-        """What was added may stay, where it was put."""
+        """Restores entries that are missing from sys.path; what was added stays."""
         gone = [entry for entry in self._path if entry not in sys.path]
         if gone:
             sys.path[:] = [*(entry for entry in sys.path if entry not in self._path), *self._path]

@@ -1,1 +1,1 @@
-"""What of JAX a worker uses though it is not public, listed in one place, and what is so without it."""
+"""The private interfaces of JAX that a worker uses, listed in one place, each with what is so without it."""

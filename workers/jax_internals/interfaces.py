@@ -22,14 +22,14 @@ class Missing(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """One of them."""
+    """A private interface of JAX: where it is, what it is for, and what is so without it."""
 
     name: str
     #: The versions of JAX that it was seen with.
     seen: str
-    #: What it is used for.
+    #: The purpose that the interface serves here.
     purpose: str
-    #: What is so where it is missing.
+    #: The consequence where the interface is missing.
     without: str
     #: Looks for it: ImportError, AttributeError where it is not there. None: it shows when a program is compiled or run.
     look: Callable[[], Any] | None

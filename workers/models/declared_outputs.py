@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class DeclaredOutputs:
-    """One per version; its instances share it."""
+    """Compares a version's outputs with what its configuration declares. Its instances share one."""
 
     def __init__(self, message: ModelConfig, signature: Signature) -> None:
         """Raises InvalidArgument: the parameter ``strict_outputs`` says neither yes nor no."""
@@ -50,7 +50,7 @@ class DeclaredOutputs:
         return self._reshaped(spec, array)
 
     def _has_dims(self, spec: TensorSpec, array: Array) -> bool:
-        """Whether only the datatype or the batch are others."""
+        """Returns whether the dimensions behind the batch are as declared."""
         lead = int(self._signature.batches)
         return len(array.shape) >= lead and spec.fits_model(array.shape[lead:])
 

@@ -22,7 +22,7 @@ _SECONDS = 5.0
 
 
 class OwnReadiness:
-    """One per version. ``join`` is for the instances' threads, the rest belongs to the worker's loop."""
+    """Asks a version's instances for their readiness. ``join`` is for their threads, the rest for the worker's loop."""
 
     def __init__(self, name: str, inbox: Inbox) -> None:
         self._name = name
@@ -34,11 +34,11 @@ class OwnReadiness:
 
     @classmethod
     def of(cls, module: ModuleType, name: str, inbox: Inbox) -> OwnReadiness | None:
-        """Of a Triton Python model; None: it says nothing of its readiness."""
+        """Makes one for a Triton Python model that has ``is_ready``, else returns None."""
         return cls(name, inbox) if hasattr(module.TritonPythonModel, "is_ready") else None
 
     def join(self, is_ready: Callable[[], object]) -> None:
-        """One more instance that is to be asked."""
+        """Adds an instance that is to be asked."""
         self._models.append(is_ready)
 
     def ask(self, answered: Callable[[bool], None]) -> None:

@@ -129,7 +129,7 @@ class PythonModel:
             self._readiness.join(self._is_ready)
 
     def _is_ready(self) -> object:
-        """What the model says of itself; from any thread. Raises whatever the model raises."""
+        """Calls the model's ``is_ready``, in any thread. Raises whatever the model raises."""
         with calling(Caller(self._port, phase=Phase.APART)):
             said = self._model.is_ready()
             return asyncio.run(said) if inspect.iscoroutine(said) else said
