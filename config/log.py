@@ -31,9 +31,7 @@ _PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ER
 _OURS = ("tensord", "model")
 #: They report every selector they open, every program they compile.
 _TALKATIVE = ("asyncio", "jax")
-
-
-#: Between two lines about the same trouble.
+#: Between two lines about the same failure (``Seldom``).
 _SELDOM_SECONDS = 60.0
 
 

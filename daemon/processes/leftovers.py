@@ -50,21 +50,30 @@ def _kill_all(variable: bytes) -> int:
     """Kills those with that variable until there is none. Returns how many there were."""
     killed: set[int] = set()
     for _ in range(_MAX_LOOKS):
-        found = [pid for name in os.listdir("/proc") if name.isdigit() and _has(pid := int(name), variable)]
+        found = [pid for name in os.listdir("/proc") if name.isdigit() and _kill_if(pid := int(name), variable)]
         if not found:
             break
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
         killed.update(found)
         time.sleep(_INTERVAL)
     return len(killed)
 
 
-def _has(pid: int, variable: bytes) -> bool:
+def _kill_if(pid: int, variable: bytes) -> bool:
+    """Kills a process that has the variable in its environment. Returns whether it had."""
+    try:
+        # Held before it is looked at: its number may be another's by the time that it is killed.
+        process = os.pidfd_open(pid)
+    except OSError:
+        return False  # it is gone
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             # One that has ended, and that nobody has waited for, has none.
-            return variable in file.read().split(b"\0")
+            if variable not in file.read().split(b"\0"):
+                return False
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        return True
     except OSError:
         return False  # it is gone, or somebody else's
+    finally:
+        os.close(process)

@@ -229,7 +229,7 @@ def _holds(client: Client | None) -> int:
 
 def _held(account: Account | None) -> int:
     """Returns the bytes of the arena that an account's client holds."""
-    return 0 if account is None else account.client.requests
+    return _holds(None if account is None else account.client)
 
 
 def _tell(on_lease: OnLease, given: Lease | ServingError) -> bool:
