@@ -278,6 +278,29 @@ class _Stream:
         self.close()
 
 
+class _Guarded:
+    """Says of an error of the driver that the region is at fault.
+
+    A class, as what a generator raises in the place of an error keeps all frames between alive until the next garbage
+    collection, and with them what the frames hold (Python 3.12 and newer).
+    """
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, CudaError):
+            raise InvalidArgument(
+                f"shared memory region '{self._name}' cannot be used ({error.name}): its owner has freed it or is gone; "
+                "unregister the region and register it again"
+            ) from error
+
+
 class CudaRegion:
     """A registered allocation of a client, opened in this worker.
 
@@ -362,16 +385,9 @@ class CudaRegion:
             self.context.enter()
             self.context.synchronize()
 
-    @contextlib.contextmanager
-    def guarded(self) -> Any:
+    def guarded(self) -> _Guarded:
         """Around copies to and from the region: what fails is said to be the region's fault."""
-        try:
-            yield
-        except CudaError as error:
-            raise InvalidArgument(
-                f"shared memory region '{self.name}' cannot be used ({error.name}): its owner has freed it or is gone; "
-                "unregister the region and register it again"
-            ) from error
+        return _Guarded(self.name)
 
     def lease(self) -> None:
         """A request starts to use it."""

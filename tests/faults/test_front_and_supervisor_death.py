@@ -185,16 +185,17 @@ def test_a_pause_of_everybody(start_daemon: Callable[..., DaemonProcess], tmp_pa
     1. All processes stand still for longer than any of them may, as in a container that is paused. 2. They go on.
     Result: nobody is killed for it; the same processes answer.
     """
-    workers, supervisor = {"device": "cpu", "idle_timeout": 1.0}, {"start_timeout": PATIENCE}
+    # On a busy machine each of them may get its next turn seconds after the others: the limit is far from that.
+    workers, supervisor = {"device": "cpu", "idle_timeout": 4.0}, {"start_timeout": PATIENCE}
     daemon = start_daemon(repositories.scale_model(tmp_path / "repository"), workers=workers, supervisor=supervisor)
     daemon.wait_ready()
     family = daemon.family()
     for process in family:
         process.suspend()
-    time.sleep(5)
+    time.sleep(7)
     for process in family:
         process.resume()
     time.sleep(2)
     assert daemon.infer("scale", ASK)[0] == 200
-    assert daemon.family() == family
+    assert daemon.family() == family, daemon.log
     assert "killing it" not in daemon.log

@@ -4,9 +4,31 @@ from __future__ import annotations
 
 import enum
 
+from tensord.shm.errors import ServingError
+
 
 class TritonModelException(Exception):
     """What a model may raise to fail a whole batch."""
+
+
+class Saying:
+    """Around what may refuse: the model gets a TritonModelException that begins with these words.
+
+    A class, as what a generator raises in the place of an error keeps all frames between alive until the next garbage
+    collection (Python 3.12 and newer), and with them what the model has let go of.
+    """
+
+    __slots__ = ("_begins",)
+
+    def __init__(self, begins: str) -> None:
+        self._begins = begins
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, ServingError):
+            raise TritonModelException(f"{self._begins}: {error.message}") from None
 
 
 class ErrorCode(enum.Enum):

@@ -6,24 +6,15 @@ Source: triton-inference-server/python_backend, README "Custom Metrics"; src/met
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from tensord.shm.errors import ServingError
 from tensord.workers.calls.metric_registry import MetricKind as MetricKind
 from tensord.workers.calls.metric_registry import Value
 from tensord.workers.calls.own_metrics import HeldFamily
-from tensord.workers.python_backend.errors import TritonModelException
+from tensord.workers.python_backend.errors import Saying, TritonModelException
 
 COUNTER, GAUGE, HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
-
-
-@contextlib.contextmanager
-def _said(begins: str) -> Iterator[None]:
-    try:
-        yield
-    except ServingError as error:
-        raise TritonModelException(f"{begins}: {error}") from None
 
 
 class MetricFamily:
@@ -37,7 +28,7 @@ class MetricFamily:
         """Raises TritonModelException: it cannot be; it is there as of another kind; or no model makes it."""
         if not isinstance(kind, MetricKind):
             raise TritonModelException("Error when creating MetricFamily: Unknown metric kind")
-        with _said("Error when creating MetricFamily"):
+        with Saying("Error when creating MetricFamily"):
             self._held = HeldFamily(name, description, kind)
 
     def Metric(self, labels: Mapping[str, str] | None = None, buckets: Sequence[float] | None = None) -> Metric:
@@ -46,7 +37,7 @@ class MetricFamily:
             raise TritonModelException("Failed to create metric. Labels must be a dictionary.")
         if not isinstance(buckets, list | tuple | None):
             raise TritonModelException("Failed to create metric. Buckets must be a list.")
-        with _said("Error when creating Metric"):
+        with Saying("Error when creating Metric"):
             return Metric(self._held, self._held.metric(labels or {}, buckets))
 
     def __del__(self) -> None:
@@ -63,20 +54,20 @@ class Metric:
 
     def increment(self, value: float) -> None:
         """Raises TritonModelException: by less than 0, of a counter; it is a histogram."""
-        with _said("Failed to increment metric value"):
+        with Saying("Failed to increment metric value"):
             self._held.registry.increment(self._held.kind, self._value, float(value))
 
     def set(self, value: float) -> None:
         """Raises TritonModelException: it is no gauge."""
-        with _said("Failed to set metric value"):
+        with Saying("Failed to set metric value"):
             self._held.registry.set(self._held.kind, self._value, float(value))
 
     def observe(self, value: float) -> None:
         """Raises TritonModelException: it is no histogram."""
-        with _said("Failed to observe metric value"):
+        with Saying("Failed to observe metric value"):
             self._held.registry.observe(self._held.kind, self._value, float(value))
 
     def value(self) -> float:
         """Raises TritonModelException: it is a histogram."""
-        with _said("Failed to get metric value"):
+        with Saying("Failed to get metric value"):
             return self._held.registry.value(self._held.kind, self._value)

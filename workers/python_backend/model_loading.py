@@ -5,12 +5,11 @@ Source: triton-inference-server/python_backend, README "Model Loading API" and s
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
-from tensord.shm.errors import ServingError
+from tensord.shm.errors import InvalidArgument
 from tensord.workers.calls import other_models
-from tensord.workers.python_backend.errors import TritonModelException
+from tensord.workers.python_backend.errors import Saying, TritonModelException
 
 
 def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | None = None) -> None:
@@ -24,13 +23,13 @@ def load_model(model_name: str, config: str = "", files: Mapping[str, bytes] | N
         raise TritonModelException(
             f"failed to load model '{model_name}', files should be a dictionary of file paths and file contents"
         )
-    with _said("Failed to load model"):
+    with _Asking("Failed to load model"):
         other_models.load(model_name, config, files)
 
 
 def unload_model(model_name: str, unload_dependents: bool = False) -> None:
     """Begins to take it away. Raises TritonModelException."""
-    with _said("Failed to unload model"):
+    with _Asking("Failed to unload model"):
         other_models.unload(model_name, unload_dependents)
 
 
@@ -44,17 +43,16 @@ def is_model_ready(model_name: str, model_version: str = "") -> bool:
                 "version should be an integral value > 0"
             )
         number = int(model_version)
-    with _said("Failed to check model readiness"):
+    with _Asking("Failed to check model readiness"):
         return other_models.is_ready(model_name, number)
 
 
-@contextlib.contextmanager
-def _said(begins: str) -> Iterator[None]:
-    try:
-        yield
-    except other_models.NotAllowed:
-        raise TritonModelException(
-            f"{begins}: the model loading API is not supported during the 'auto_complete_config' and 'finalize' functions."
-        ) from None
-    except ServingError as error:
-        raise TritonModelException(f"{begins}: {error.message}") from None
+class _Asking(Saying):
+    """In Triton's words where nobody may ask."""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, other_models.NotAllowed):
+            error = InvalidArgument(
+                "the model loading API is not supported during the 'auto_complete_config' and 'finalize' functions."
+            )
+        super().__exit__(kind, error, traceback)
