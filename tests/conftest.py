@@ -38,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--from-index", action="store_true", help="installs the wheel into an empty environment of each Python, by pip"
     )
+    parser.addoption("--store-work", action="store_true", help="tests/work: stores what ways cost as what they may cost")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import gc
 import socket
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ from tensord.daemon.front.socket_watch import SocketWatch
 from tensord.daemon.http.connection import Connection
 from tensord.shm.messages import Cancel, Completion, FormSubmit
 from tests.fakes import answer_formed
+from tests.work.baseline import Baseline, counts
 from tests.work.connection import Bench, KeptTransport
 from tests.work.counter import Work
 from tests.work.test_front_work import _SMALL, binary, two_small
@@ -111,14 +111,14 @@ def on_a_door(test: Callable[[Door], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions of Python have other instructions")
-@pytest.mark.parametrize(("request_", "limit"), [(REQUEST, 1935), (LAST, 2060)], ids=["closes", "is-closed"])
-def test_instructions(request_: bytes, limit: int) -> None:
+@counts
+@pytest.mark.parametrize(("name", "request_"), [("closes", REQUEST), ("is-closed", LAST)])
+def test_instructions(name: str, request_: bytes, baseline: Baseline) -> None:
     async def test(made: Door) -> None:
         await visits(made, Work(), WARM, request_)
         work = Work()
         await visits(made, work, COUNT, request_)
-        assert 0 < work.instructions / COUNT <= limit
+        baseline.check(f"http connection {name}", work.instructions / COUNT)
 
     on_a_door(test)
 

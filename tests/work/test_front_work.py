@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import sys
 import tracemalloc
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from tensord.daemon.http.http_forms import request_of
 from tensord.daemon.http.message_head import InferHead, TextKey
 from tensord.shm.lane import WorkerLane
 from tensord.shm.messages import Completion, Inline, RegionSlice, Slice, Submit, Tensor
+from tests.work.baseline import Baseline, counts
 from tests.work.connection import FIRST_SEQUENCE, MIB, SEQUENCES, Bench, KeptTransport
 from tests.work.counter import Work
 
@@ -163,13 +163,11 @@ def two_large(lane: WorkerLane, record: Submit) -> Completion:
 
 @dataclass(frozen=True)
 class Row:
-    """A kind of request and what it may cost. Limits are what was counted when they were set, and a tenth more."""
+    """A kind of request and what it may cost besides bytecodes."""
 
     name: str
     request: Callable[[int], bytes]
     complete: Callable[[WorkerLane, Submit], Completion]
-    #: Bytecodes of CPython 3.11 in our own modules.
-    instructions: int
     #: Python's memory at its highest above where it was, bytes.
     peak: int = 21_000
     #: On the lane: the record out, its answer in. Each answer in a lease is given back in a datagram of its own.
@@ -181,25 +179,23 @@ class Row:
 
 
 ROWS = [
-    Row("small", lambda _: binary("addsub", _SMALL, 128), two_small, 905),
-    Row("small-shm", lambda _: binary("addsub", _SHARED, 0), two_in_regions, 905),
-    # Whatever of these changes costs at most half as much again.
-    Row("small-ids", with_id, two_small, 1156),
-    Row("small-trace", with_trace, two_small, 982),
-    Row("small-all", with_id_and_trace, two_small, 1237),
-    Row("small-priority", with_priority_and_timeout, two_small, 1258),
-    Row("small-sequences", with_scheduling, two_small, 1356),
-    # A fifth more than ``small``: where its sequence is.
-    Row("small-steps", of_sequences_in_turn, two_small, 1050, warm=2 * SEQUENCES),
-    Row("small-models", of_models_in_turn, two_small, 905, warm=4),
-    Row("small-shapes", of_shapes_in_turn, two_small, 905, warm=24),
+    Row("small", lambda _: binary("addsub", _SMALL, 128), two_small),
+    Row("small-shm", lambda _: binary("addsub", _SHARED, 0), two_in_regions),
+    Row("small-ids", with_id, two_small),
+    Row("small-trace", with_trace, two_small),
+    Row("small-all", with_id_and_trace, two_small),
+    Row("small-priority", with_priority_and_timeout, two_small),
+    Row("small-sequences", with_scheduling, two_small),
+    Row("small-steps", of_sequences_in_turn, two_small, warm=2 * SEQUENCES),
+    Row("small-models", of_models_in_turn, two_small, warm=4),
+    Row("small-shapes", of_shapes_in_turn, two_small, warm=24),
     # As on a connection that is used once.
-    Row("small-new", lambda _: binary("addsub", _SMALL, 128), two_small, 905, fresh=True),
+    Row("small-new", lambda _: binary("addsub", _SMALL, 128), two_small, fresh=True),
     # Forms that never come again travel whole.
-    Row("small-forms", that_never_repeats, two_small, 3768),
-    Row("small-json", as_json, two_small, 2590),
-    Row("two-large", lambda _: binary("addsub", _TWO_LARGE, MIB), two_large, 2743, peak=45_000, lane_calls=3),
-    Row("1MiB", lambda _: binary("identity", _LARGE, MIB), one_large, 2641, peak=45_000, lane_calls=3),
+    Row("small-forms", that_never_repeats, two_small),
+    Row("small-json", as_json, two_small),
+    Row("two-large", lambda _: binary("addsub", _TWO_LARGE, MIB), two_large, peak=45_000, lane_calls=3),
+    Row("1MiB", lambda _: binary("identity", _LARGE, MIB), one_large, peak=45_000, lane_calls=3),
 ]
 rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
@@ -228,14 +224,14 @@ async def ask(bench: Bench, row: Row, count: int, work: Work, transport: KeptTra
     return transport
 
 
-@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions of Python have other instructions")
+@counts
 @rows
-def test_instructions(row: Row) -> None:
+def test_instructions(row: Row, baseline: Baseline) -> None:
     async def test(bench: Bench) -> None:
         transport = await ask(bench, row, row.warm, Work())
         work = Work()
         await ask(bench, row, COUNT, work, transport)
-        assert 0 < work.instructions / COUNT <= row.instructions
+        baseline.check(f"http {row.name}", work.instructions / COUNT)
 
     on_a_bench(test)
 
@@ -254,7 +250,7 @@ class Unremembering:
         return cls.read(head, key[1], key[0][2])
 
 
-@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions of Python have other instructions")
+@counts
 def test_what_is_never_seen_again_costs_little_more_than_the_ordinary_way() -> None:
     """Looking for its form, and remembering it for a while, is for nothing."""
     row = next(row for row in ROWS if row.name == "small-forms")
@@ -280,8 +276,8 @@ def test_what_is_never_seen_again_costs_little_more_than_the_ordinary_way() -> N
     assert 0 < never_again <= 1.3 * ordinary
 
 
-@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other versions of Python have other instructions")
-def test_instructions_of_small_requests_that_come_together() -> None:
+@counts
+def test_instructions_of_small_requests_that_come_together(baseline: Baseline) -> None:
     """What a turn of the loop costs is shared by those that it brings."""
     row, together = ROWS[0], 8
 
@@ -291,7 +287,7 @@ def test_instructions_of_small_requests_that_come_together() -> None:
         for _ in range(COUNT):
             requests = [(transport, row.request(0)) for transport in transports]
             await bench.answer(work, requests, row.complete)
-        assert 0 < work.instructions / COUNT / together <= 690
+        baseline.check("http small-together", work.instructions / COUNT / together)
 
     on_a_bench(test)
 

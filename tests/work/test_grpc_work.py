@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-import sys
 import tracemalloc
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from tensord.daemon.submit.scheduling import UNSCHEDULED
 from tensord.shm.lane import WorkerLane
 from tensord.shm.messages import Completion, Submit
 from tests.daemon.grpc.frame_client import INFER, STREAM
+from tests.work.baseline import Baseline, counts
 from tests.work.connection import FIRST_SEQUENCE, MIB, SEQUENCES
 from tests.work.counter import Work
 from tests.work.grpc_connection import GrpcBench, call, head_of, message, opened, payloads
@@ -85,13 +85,11 @@ def large(client_id: str, **fields: Any) -> bytes:
 
 @dataclass(frozen=True)
 class Row:
-    """A kind of message and what it may cost. Limits are what was counted when they were set, and a tenth more."""
+    """A kind of message and what it may cost besides bytecodes."""
 
     name: str
     content: Callable[..., bytes]
     complete: Callable[[WorkerLane, Submit], Completion]
-    #: Bytecodes of CPython 3.11 in our own modules.
-    instructions: int
     #: Calls of their own, or all of as many streams of one connection, with a message of each in one chunk.
     streams: int = 0
     #: Python's memory at its highest above where it was, bytes.
@@ -103,18 +101,15 @@ class Row:
 
 
 ROWS = [
-    Row("stream", small, two_small, 1708, streams=1),
-    Row("stream-shm", shared, two_in_regions, 1712, streams=1),
-    Row("streams-together", small, two_small, 1363, streams=4),
-    Row("unary", small, two_small, 2044),
-    Row("unary-shm", shared, two_in_regions, 2084),
-    Row("stream-large", large, one_large, 4100, streams=1, peak=27_500, lane_calls=3, granted=MIB + 240),
-    Row("unary-large", large, one_large, 4700, peak=27_500, lane_calls=3, granted=MIB + 240),
+    Row("stream", small, two_small, streams=1),
+    Row("stream-shm", shared, two_in_regions, streams=1),
+    Row("streams-together", small, two_small, streams=4),
+    Row("unary", small, two_small),
+    Row("unary-shm", shared, two_in_regions),
+    Row("stream-large", large, one_large, streams=1, peak=27_500, lane_calls=3, granted=MIB + 240),
+    Row("unary-large", large, one_large, peak=27_500, lane_calls=3, granted=MIB + 240),
 ]
-counts = pytest.mark.skipif(
-    sys.version_info[:2] != (3, 11) or walk is walk_in_python,
-    reason="other versions of Python have other instructions, and the walk in Python has more",
-)
+in_c = pytest.mark.skipif(walk is walk_in_python, reason="the walk in Python costs more")
 rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 
 
@@ -167,13 +162,14 @@ def on_a_bench(row: Row, test: Callable[[Asking], Coroutine[Any, Any, None]]) ->
 
 
 @counts
+@in_c
 @rows
-def test_instructions(row: Row) -> None:
+def test_instructions(row: Row, baseline: Baseline) -> None:
     async def test(asking: Asking) -> None:
         work = Work()
         for _ in range(COUNT):
             await asking.ask(work, asking.chunk())
-        assert 0 < work.instructions / COUNT / max(1, row.streams) <= row.instructions
+        baseline.check(f"grpc {row.name}", work.instructions / COUNT / max(1, row.streams))
 
     on_a_bench(row, test)
 
@@ -304,6 +300,7 @@ def scheduled(number: int) -> bytes:
 
 
 @counts
+@in_c
 @pytest.mark.parametrize("row", [row for row in ROWS if row.name in ("stream", "unary")], ids=lambda row: row.name)
 def test_scheduling_that_differs(row: Row) -> None:
     """What came before is known by its bytes; what did not is read by protobuf."""
@@ -327,6 +324,7 @@ def step(number: int) -> bytes:
 
 
 @counts
+@in_c
 @pytest.mark.parametrize("row", [row for row in ROWS if row.name in ("stream", "unary")], ids=lambda row: row.name)
 def test_a_step_of_a_sequence_costs_little_more(row: Row) -> None:
     """It is looked for on the worker's page."""
@@ -335,6 +333,7 @@ def test_a_step_of_a_sequence_costs_little_more(row: Row) -> None:
 
 
 @counts
+@in_c
 @pytest.mark.parametrize("row", [row for row in ROWS if row.name in ("stream", "unary")], ids=lambda row: row.name)
 def test_what_is_never_seen_again_costs_little_more_than_the_ordinary_way(
     row: Row, monkeypatch: pytest.MonkeyPatch
@@ -353,6 +352,7 @@ def test_what_is_never_seen_again_costs_little_more_than_the_ordinary_way(
 
 
 @counts
+@in_c
 @pytest.mark.parametrize("row", [row for row in ROWS if row.name in ("stream", "unary")], ids=lambda row: row.name)
 @pytest.mark.parametrize(
     "contents",
@@ -369,6 +369,7 @@ def test_messages_that_differ(row: Row, contents: list[bytes]) -> None:
 
 
 @counts
+@in_c
 def test_a_connection_that_is_new() -> None:
     """Its first request; all connections of a front know the same forms."""
     row = next(row for row in ROWS if row.name == "unary")
@@ -376,6 +377,7 @@ def test_a_connection_that_is_new() -> None:
 
 
 @counts
+@in_c
 def test_metadata_that_differs() -> None:
     """A trace header and a deadline, each with another value each time."""
     row = next(row for row in ROWS if row.name == "unary")

@@ -18,6 +18,7 @@ from tensord.workers.models.statistics import ModelStatistics
 from tensord.workers.requests.response_sender import ResponseSender
 from tensord.workers.requests.submitter import Submitter
 from tensord.workers.tensors.signature import signature
+from tests.work.baseline import Baseline, counts
 from tests.work.counter import Work
 from tests.workers.dispatch.test_outbox import MEBIBYTE, Version
 from tests.workers.made_requests import request_of
@@ -70,14 +71,14 @@ def loop() -> Iterator[Loop]:
     made.close()
 
 
-#: What was counted when it was set, and a tenth more.
-@pytest.mark.parametrize(("together", "sending", "queuing"), [(1, 244, 391), (COUNTED, 244, 84)])
-def test_instructions(loop: Loop, together: int, sending: int, queuing: int) -> None:
+@counts
+@pytest.mark.parametrize("together", [1, COUNTED])
+def test_instructions(loop: Loop, together: int, baseline: Baseline) -> None:
     sends, queues = Work(), Work()
     for _ in range(COUNTED // together):
         for _ in range(together):
             loop.send(sends)
         loop.turn(queues)
     assert loop.sender.count == 2 + COUNTED
-    assert sends.instructions / COUNTED <= sending, sends.instructions / COUNTED
-    assert queues.instructions / COUNTED <= queuing, queues.instructions / COUNTED
+    baseline.check(f"responses sent-{together}", sends.instructions / COUNTED)
+    baseline.check(f"responses queued-{together}", queues.instructions / COUNTED)

@@ -10,6 +10,7 @@ import pytest
 
 from tensord.shm.messages import Inline, Tensor
 from tests.repositories import write_model
+from tests.work.baseline import Baseline, counts
 from tests.work.counter import Work
 from tests.workers.worker_loop import WorkerLoop
 
@@ -46,9 +47,9 @@ def loop(leaves_nothing: None, tmp_path: Path) -> Iterator[WorkerLoop]:
     made.close()
 
 
-#: What was counted when it was set, and a tenth more.
-@pytest.mark.parametrize(("requests", "most"), [(1, 2140), (16, 2700), (64, 6100)])
-def test_instructions(loop: WorkerLoop, requests: int, most: int) -> None:
+@counts
+@pytest.mark.parametrize("requests", [1, 16, 64])
+def test_instructions(loop: WorkerLoop, requests: int, baseline: Baseline) -> None:
     for number in range(requests):
         start = np.array([1000 * number], np.int32).tobytes()
         loop.submit("counts", [Tensor("start", "INT32", (1,), Inline(start))])
@@ -56,6 +57,5 @@ def test_instructions(loop: WorkerLoop, requests: int, most: int) -> None:
     work = Work()
     answers = loop.answers(COUNTED * requests, work=work)
     assert len(answers) == COUNTED * requests
-    spent = work.instructions / COUNTED
-    assert spent <= most, spent
+    baseline.check(f"steps {requests}", work.instructions / COUNTED)
     assert work.system_calls["send"] <= COUNTED
