@@ -38,7 +38,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--from-index", action="store_true", help="installs the wheel into an empty environment of each Python, by pip"
     )
-    parser.addoption("--store-work", action="store_true", help="tests/work: stores what ways cost as what they may cost")
+    parser.addoption(
+        "--store-work", action="store_true", help="tests/work: stores what ways cost as what they may cost"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -70,12 +70,12 @@ INSIDE = {
     "workers.regions": ("devices",),
     "workers.requests": ("scheduling", "native", "tensors", "regions"),
     "workers.calls": ("tensors", "requests"),
-    "workers.python_backend": ("requests", "calls"),
+    "workers.python_backend": ("jax_internals", "requests", "calls"),
     "workers.imports": ("calls", "python_backend"),
     "workers.programs": (
         *("scheduling", "jax_internals", "compiling", "native", "tensors", "devices", "regions", "requests"),
     ),
-    "workers.declarations": ("scheduling", "tensors", "devices", "requests", "programs"),
+    "workers.declarations": ("scheduling", "jax_internals", "tensors", "devices", "requests", "programs"),
     "workers.models": (
         *("scheduling", "threads", "native", "tensors", "devices", "requests", "calls", "python_backend", "imports"),
         *("programs", "declarations"),

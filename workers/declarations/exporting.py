@@ -25,6 +25,7 @@ from tensord.protocol import model_config_pb2
 from tensord.shm import datatypes
 from tensord.shm.arrays import DTYPES, datatype_of
 from tensord.shm.errors import InvalidArgument
+from tensord.workers.jax_internals.wide import enable_x64
 from tensord.workers.tensors.buckets import powers_of_two
 from tensord.workers.tensors.signature import WIDE, Declared, parse_declaration
 from tensord.workers.tensors.tensor_trees import declarations, parameter_name, taking_trees
@@ -68,7 +69,7 @@ def write(
     if version.exists() and any(version.iterdir()):
         raise InvalidArgument(f"{version} is not empty; export into another folder, or remove it")
     arrays, whole = _named(parameters)
-    with jax.enable_x64(any(tensor.datatype in WIDE for tensor in inputs.values())):
+    with enable_x64(any(tensor.datatype in WIDE for tensor in inputs.values())):
         taken = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in arrays.items()}
 
         def program(*given: Any) -> Any:

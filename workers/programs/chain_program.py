@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from tensord.shm.arena import ALIGNMENT
 from tensord.shm.arrays import Array, address_of
+from tensord.workers.jax_internals.wide import enable_x64
 from tensord.workers.programs.executable import Executable
 from tensord.workers.programs.gather_buffer import GatherBuffer
 from tensord.workers.requests.request import Request
@@ -107,7 +107,7 @@ class ChainProgram:
     def compute(self, arguments: Mapping[str, Any]) -> list[Array]:
         """The outputs, readable. Raises whatever a program raises."""
         tensors = dict(arguments)
-        with jax.enable_x64(True) if self._wide else contextlib.nullcontext():
+        with enable_x64(True) if self._wide else contextlib.nullcontext():
             first = began = time.monotonic_ns()
             for number, (call, inputs, outputs) in enumerate(self._links):
                 made = call(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import inspect
 import logging
 import os
 import pickle
@@ -38,6 +39,8 @@ from tensord.workers.programs.serialized import serialize
 from tensord.workers.programs.small_programs import SmallPrograms
 
 _log = logging.getLogger(__name__)
+#: Before JAX 0.7 a program is loaded for the devices that it was compiled for, and nobody is asked.
+_LOADS_FOR_DEVICES = "execution_devices" in inspect.signature(serialize_executable.deserialize_and_load).parameters
 
 
 def cache_directory(configured: str) -> CacheDirectory | None:
@@ -205,5 +208,9 @@ def _loaded(program: list[Any], placement: Placement, where: bool | tuple[int, .
         on = {"backend": placement.device.client, "execution_devices": [placement.device]}
     elif placement.several is not None:
         on = {"execution_devices": placement.several.ordered(where)}
+    if not _LOADS_FOR_DEVICES:
+        if placement.several is not None:
+            raise LookupError("this JAX cannot say for which devices it is loaded")
+        del on["execution_devices"]
     made: jax.stages.Compiled = serialize_executable.deserialize_and_load(*program, **on)
     return made

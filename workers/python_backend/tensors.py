@@ -13,6 +13,7 @@ import numpy as np
 from tensord.shm.arrays import DTYPES, Array, datatype_of
 from tensord.shm.datatypes import to_model_config
 from tensord.workers.calls.inputs import snapshot
+from tensord.workers.jax_internals.wide import enable_x64
 from tensord.workers.python_backend.errors import TritonModelException
 
 TRITON_STRING_TO_NUMPY: dict[str, Any] = {
@@ -133,7 +134,7 @@ def _imported(tensor: Any) -> Array:
     # jax reads every datatype of the protocol, BF16 included; its array is read-only and keeps the source alive.
     import jax
 
-    with jax.enable_x64(True):
+    with enable_x64(True):
         return np.asarray(jax.dlpack.from_dlpack(source))
 
 
